@@ -1,0 +1,117 @@
+"""Payloads of the data channel's frames, as both ends read and write them. No sockets here."""
+
+from __future__ import annotations
+
+import json
+import struct
+from array import array
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+from wooly_wis.codec import DIGEST_SIZE
+from wooly_wis.errors import DecodeError
+
+PROTOCOL = 1
+MAX_CHUNK = 4 << 20
+REPLY = 1
+
+
+class Kind(IntEnum):
+    """Frame kinds; ARCHITECTURE.md has their directions and meanings."""
+
+    ACK = 1
+    HELLO = 2
+    WELCOME = 3
+    DEFINE = 4
+    RUN = 5
+    WRITE = 6
+    READ = 7
+    SYNC = 8
+    DATA = 9
+    RESULT = 10
+    ERROR = 11
+    CLOSE = 12
+    STATS = 13
+
+
+RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
+WRITE_HEAD = struct.Struct("<QQ")
+READ_HEAD = struct.Struct("<QQQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request to run one program.
+
+    Attributes:
+        digest: the program.
+        bindings: buffer id per slot.
+        params: one 8-byte little-endian word per param (two for a complex one).
+        frees: buffers to free after the run.
+        reply: whether the executor answers with RESULT or ERROR.
+    """
+
+    digest: bytes
+    bindings: list[int]
+    params: bytes
+    frees: list[int]
+    reply: bool
+
+
+def pack_run(digest: bytes, bindings: list[int], params: bytes, frees: list[int], *, reply: bool = False) -> bytes:
+    """Payload of a RUN frame."""
+    head = RUN_HEAD.pack(digest, len(bindings), len(params) // 8, len(frees), REPLY if reply else 0)
+    return b"".join((head, array("Q", bindings).tobytes(), params, array("Q", frees).tobytes()))
+
+
+def unpack_run(payload: bytes | memoryview) -> Run:
+    """The content of a RUN frame.
+
+    Raises:
+        DecodeError: counts do not fit the payload, or unknown flags.
+    """
+    if len(payload) < RUN_HEAD.size:
+        raise DecodeError("RUN frame is cut short")
+    digest, n_bind, n_param, n_free, flags = RUN_HEAD.unpack_from(payload)
+    a = RUN_HEAD.size
+    b = a + 8 * n_bind
+    c = b + 8 * n_param
+    if c + 8 * n_free != len(payload) or flags & ~REPLY:
+        raise DecodeError("RUN frame's counts do not fit its length")
+    bindings, frees = array("Q"), array("Q")
+    bindings.frombytes(payload[a:b])
+    frees.frombytes(payload[c:])
+    return Run(digest, bindings.tolist(), bytes(payload[b:c]), frees.tolist(), bool(flags & REPLY))
+
+
+def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
+    """(buffer, byte offset, byte count) of a READ frame.
+
+    Raises:
+        DecodeError: wrong length.
+    """
+    if len(payload) != READ_HEAD.size:
+        raise DecodeError("READ frame has a wrong length")
+    buffer, offset, nbytes = READ_HEAD.unpack(payload)
+    return buffer, offset, nbytes
+
+
+def pack_json(value: dict[str, Any]) -> bytes:
+    """Payload of HELLO, WELCOME, RESULT and ERROR frames."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def unpack_json(payload: bytes | memoryview) -> dict[str, Any]:
+    """The object in a JSON payload.
+
+    Raises:
+        DecodeError: not a JSON object.
+    """
+    try:
+        value = json.loads(bytes(payload))
+    except (ValueError, RecursionError) as e:
+        raise DecodeError(f"payload is not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise DecodeError("payload is not a JSON object")
+    return value
