@@ -1,0 +1,1 @@
+"""NATS control plane and data channel of Wooly."""

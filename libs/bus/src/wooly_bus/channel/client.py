@@ -1,0 +1,250 @@
+"""The client end of a data channel: blocking, no asyncio, gathers without joining, receives into the caller's memory.
+
+One thread at a time may use a client (its owner holds a lock). Frames are numbered from 1 in each direction; acknowledgements
+are taken in wherever something is received, and a send waits when more than `window` payload bytes are unacknowledged.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+import time
+from collections import deque
+
+from wooly_bus.channel.endpoint import Endpoint, tune
+from wooly_bus.channel.framing import (
+    ACK,
+    DEFAULT_WINDOW,
+    HEADER,
+    MAX_FRAME,
+    SOCKET_BUFFER,
+    ChannelClosedError,
+    ChannelError,
+    ChannelTimeoutError,
+    Frame,
+    ProtocolError,
+    parse_header,
+)
+
+Buffer = bytes | bytearray | memoryview
+_ACK_EVERY = 32 << 20
+
+
+class ChannelClient:
+    """A connected data channel.
+
+    Attributes:
+        window: unacknowledged payload bytes that may be in flight.
+        acked: highest sequence number that the other end has processed.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(None)
+        self._sock = sock
+        self._header = bytearray(HEADER.size)
+        self._header_view = memoryview(self._header)
+        self._sent = 0
+        self._received = 0
+        self._unacked: deque[tuple[int, int]] = deque()
+        self._in_flight = 0
+        self._owed = 0
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        self.window = DEFAULT_WINDOW
+        self.acked = 0
+
+    @classmethod
+    def connect(cls, endpoint: Endpoint, *, timeout: float = 5.0, tls: ssl.SSLContext | None = None) -> ChannelClient:
+        """Connect to a unix, tcp or tls endpoint.
+
+        Raises:
+            ChannelClosedError: nobody listens there.
+            ChannelTimeoutError: no answer within `timeout` seconds.
+        """
+        try:
+            if endpoint.scheme == "unix":
+                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                sock.settimeout(timeout)
+                tune(sock, SOCKET_BUFFER)
+                sock.connect(endpoint.path)
+            else:
+                sock = socket.create_connection((endpoint.host, endpoint.port), timeout)
+                tune(sock, SOCKET_BUFFER)
+                if endpoint.scheme == "tls":
+                    context = tls or ssl.create_default_context()
+                    sock = context.wrap_socket(sock, server_hostname=endpoint.host)
+        except TimeoutError as e:
+            raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
+        except OSError as e:
+            raise ChannelClosedError(f"{endpoint}: {e}") from e
+        return cls(sock)
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def send(self, kind: int, *buffers: Buffer) -> int:
+        """Send one frame, gathered from `buffers`. Returns its sequence number.
+
+        When it returns, the buffers' memory may be reused.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+        """
+        size = 0
+        for b in buffers:
+            size += len(b)
+        if size > MAX_FRAME:
+            raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME}")
+        if self._in_flight + size > self.window and self._in_flight:
+            self._wait_for_room(size)
+        self._sent = seq = self._sent + 1
+        self._write([HEADER.pack(size, kind, 0, 0, seq), *buffers], size + HEADER.size)
+        self._unacked.append((seq, size))
+        self._in_flight += size
+        return seq
+
+    def _write(self, buffers: list[Buffer], size: int) -> None:
+        sock = self._sock
+        try:
+            if self._tls:
+                for b in buffers:
+                    sock.sendall(b)
+                return
+            n = sock.sendmsg(buffers)
+            while n < size:
+                rest: list[Buffer] = []
+                for b in buffers:
+                    if n >= len(b):
+                        n -= len(b)
+                    else:
+                        rest.append(memoryview(b)[n:] if n else b)
+                        n = 0
+                buffers = rest
+                size = sum(len(b) for b in buffers)
+                n = sock.sendmsg(buffers)
+        except OSError as e:
+            raise self._gone(e) from e
+
+    def _wait_for_room(self, size: int) -> None:
+        while self._in_flight and self._in_flight + size > self.window:
+            length, kind, _, seq = self._read_header()
+            if kind != ACK:
+                raise ProtocolError(f"frame of kind {kind} ({length} bytes) where only acknowledgements may come")
+            self._take_ack(seq)
+
+    # -- receiving ---------------------------------------------------------------------------------------------------
+
+    def recv(self, timeout: float | None = None) -> Frame:
+        """The next frame that is not an acknowledgement.
+
+        Raises:
+            ChannelTimeoutError: none within `timeout` seconds.
+            ChannelClosedError: the other end is gone.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            if deadline is not None:
+                self._wait_readable(deadline)
+            length, kind, flags, seq = self._read_header()
+            if kind == ACK:
+                self._take_ack(seq)
+                continue
+            self._check_seq(seq)
+            payload = bytearray(length)
+            if length:
+                self._read_into(memoryview(payload))
+            self._owe(length)
+            return Frame(kind, flags, seq, payload)
+
+    def recv_data(self, into: memoryview, kind: int) -> Frame | None:
+        """Fill `into` from the payloads of consecutive frames of `kind`, straight into its memory.
+
+        Returns None when it is full, or the first frame of another kind that came instead.
+        """
+        at, size = 0, len(into)
+        while at < size:
+            length, got, flags, seq = self._read_header()
+            if got == ACK:
+                self._take_ack(seq)
+                continue
+            self._check_seq(seq)
+            if got != kind:
+                payload = bytearray(length)
+                self._read_into(memoryview(payload))
+                return Frame(got, flags, seq, payload)
+            if length > size - at:
+                raise ProtocolError(f"{length} bytes of data where {size - at} were missing")
+            self._read_into(into[at : at + length])
+            at += length
+            self._owe(length)
+        return None
+
+    def poll_acks(self) -> None:
+        """Take in the acknowledgements that have arrived, without waiting.
+
+        Raises:
+            ChannelClosedError: the other end is gone.
+            ProtocolError: something else came, which nobody asked for.
+        """
+        while self._pending():
+            length, kind, _, seq = self._read_header()
+            if kind != ACK:
+                raise ProtocolError(f"unasked frame of kind {kind} ({length} bytes)")
+            self._take_ack(seq)
+
+    def _pending(self) -> bool:
+        if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            return True
+        return bool(select.select([self._sock], [], [], 0)[0])
+
+    def _wait_readable(self, deadline: float) -> None:
+        if self._tls and self._pending():
+            return
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([self._sock], [], [], left)[0]:
+            raise ChannelTimeoutError("no answer from the executor in time")
+
+    def _read_header(self) -> tuple[int, int, int, int]:
+        self._read_into(self._header_view)
+        return parse_header(self._header)
+
+    def _read_into(self, view: memoryview) -> None:
+        sock, size, at = self._sock, len(view), 0
+        try:
+            while at < size:
+                n = sock.recv_into(view[at:] if at else view)
+                if not n:
+                    raise self._gone(None)
+                at += n
+        except OSError as e:
+            raise self._gone(e) from e
+
+    def _check_seq(self, seq: int) -> None:
+        self._received += 1
+        if seq != self._received:
+            raise ProtocolError(f"frame {seq} came where {self._received} was due")
+
+    def _take_ack(self, seq: int) -> None:
+        if not self.acked <= seq <= self._sent:
+            raise ProtocolError(f"acknowledgement of frame {seq}; {self.acked} to {self._sent} were possible")
+        self.acked = seq
+        unacked = self._unacked
+        while unacked and unacked[0][0] <= seq:
+            self._in_flight -= unacked.popleft()[1]
+
+    def _owe(self, size: int) -> None:
+        self._owed += size
+        if self._owed >= _ACK_EVERY:
+            self._owed = 0
+            self._write([HEADER.pack(0, ACK, 0, 0, self._received)], HEADER.size)
+
+    def _gone(self, cause: OSError | None) -> ChannelError:
+        return ChannelClosedError(f"the connection broke: {cause}" if cause else "the other end closed the connection")
+
+    @property
+    def in_flight(self) -> int:
+        """Unacknowledged payload bytes."""
+        return self._in_flight
+
+    def close(self) -> None:
+        """Close the connection. What was sent is still delivered."""
+        self._sock.close()

@@ -1,0 +1,1 @@
+"""Private test fixtures of Wooly."""

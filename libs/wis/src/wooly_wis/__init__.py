@@ -1,0 +1,1 @@
+"""The WIS instruction set: types, op table, program, codec, verifier, frames, control messages."""

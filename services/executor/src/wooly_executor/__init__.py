@@ -1,0 +1,1 @@
+"""One device: sessions, buffers, runtimes, device loop."""

@@ -1,0 +1,1 @@
+"""The Wooly client: PyTorch device, recorder, CUDA facade, CLI."""

@@ -1,0 +1,162 @@
+"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the one recorder behind it.
+
+Registration happens once per process, at the first `register()`; a session is attached and detached by `api`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import wooly_wis
+from wooly import storage
+from wooly.kernels import composite, views
+from wooly.kernels.generic import Generic
+from wooly.kernels.transfer import Transfer
+from wooly.recorder import Recorder, set_library_roots
+from wooly.rng import Generator
+from wooly.torch_private import all_aten_overloads, has_kernel, redispatch_cpu, register_backend
+
+NAME = "wooly"
+aten = torch.ops.aten
+
+#: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
+_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "rms_norm")
+#: Metadata questions that the CPU kernel answers without touching memory.
+_METADATA = ("is_set_to", "_sparse_broadcast_to")
+
+
+class Device:
+    """The process's Wooly device: recorder, generator, and the libraries that keep the kernels registered."""
+
+    def __init__(self, flush_instructions: int) -> None:
+        self.recorder = Recorder(flush_instructions)
+        self.generator = Generator()
+        self.generic = Generic(self.recorder, self.generator)
+        self.transfer = Transfer(self.recorder, NAME)
+        self.generic.resize = self.transfer.resize
+        self._libraries: list[torch.library.Library] = []
+
+    def register_kernels(self) -> None:
+        """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
+        library = torch.library.Library("aten", "IMPL")
+        self._libraries.append(library)
+        own = self.transfer.kernels()
+        own["_fused_sdp_choice"] = composite.fused_sdp_choice
+        own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        for name, kernel in own.items():
+            library.impl(name, kernel, "PrivateUse1")
+        for op in all_aten_overloads():
+            name = _short(op)
+            if name in own:
+                continue
+            bare = op.overloadpacket.__name__
+            whole = bare in _WHOLE or bare.startswith("_foreach_")
+            if not whole and not has_kernel(op.name(), "CPU"):
+                continue
+            if bare in _METADATA or views.is_view(op):
+                library.impl(name, redispatch_cpu(op), "PrivateUse1")
+            elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
+                library.impl(name, self.generic.kernel(op), "PrivateUse1")
+        # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
+        library.impl("empty.memory_format", self.transfer.empty, "CUDA")
+        library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
+        record_linear = self.generic.kernel(aten.linear.default)
+        library.impl("linear", record_linear, "PrivateUse1")
+        library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
+        library.impl("lstm.input", composite.lstm_input, "AutogradPrivateUse1")
+        library.impl("lstm.input", composite.lstm_input, "PrivateUse1")
+        rest = torch.library.Library("_", "IMPL")
+        rest.fallback(_unsupported, "PrivateUse1")
+        self._libraries.append(rest)
+        set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
+
+
+def _short(op: torch._ops.OpOverload) -> str:
+    name = op.name().removeprefix("aten::")
+    return name
+
+
+def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"{op} is not supported on the wooly device: the executor's library has no kernel for it")
+
+
+class BackendModule(ModuleType):
+    """`torch.wooly`: the questions that PyTorch asks a PrivateUse1 backend."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__("torch.wooly")
+        self._device = device
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self._device.recorder.link is not None
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: Any) -> None:
+        """There is one device; anything else is CUDA's error."""
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index not in (None, 0):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait until everything recorded has run; errors of the far side surface here."""
+        recorder = self._device.recorder
+        with recorder.lock:
+            recorder.flush()
+            recorder.require_link().sync()
+
+    def manual_seed(self, seed: int) -> None:
+        self._device.generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def seed(self) -> int:
+        return self._device.generator.reseed()
+
+    def initial_seed(self) -> int:
+        return self._device.generator.seed
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Seed and offset as 16 bytes."""
+        return torch.tensor(self._device.generator.state(), dtype=torch.int64).view(torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        seed, offset = state.cpu().view(torch.int64).tolist()
+        self._device.generator.restore(seed, offset)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+_lock = threading.Lock()
+_device: Device | None = None
+
+
+def register(flush_instructions: int) -> Device:
+    """The process's device; registers it with PyTorch at the first call."""
+    global _device
+    with _lock:
+        if _device is None:
+            device = Device(flush_instructions)
+            register_backend(NAME, BackendModule(device))
+            device.register_kernels()
+            _device = device
+        _device.recorder.limit = flush_instructions
+        # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.
+        torch.autograd.set_multithreading_enabled(False)
+        return _device

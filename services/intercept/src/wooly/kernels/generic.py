@@ -1,0 +1,239 @@
+"""The kernel that serves almost every operator: find the plan of the call's signature, record it, make the results.
+
+This is the hot path: about 5 us a call. Every look-up in it was measured; keep it boring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly import storage
+from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
+from wooly.recorder import Recorder, origin
+from wooly.rng import Generator
+from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
+from wooly.torch_private import raw_device
+from wooly_wis.dtypes import BY_LABEL
+
+Kernel = Callable[..., Any]
+_NUMBERS = (float, int, bool, complex)
+_MAX_PLANS = 65536
+
+
+class Generic:
+    """Makes kernels for one device."""
+
+    def __init__(self, recorder: Recorder, generator: Generator) -> None:
+        self._recorder = recorder
+        self._generator = generator
+        self._builder = PlanBuilder(recorder)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+        #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
+        self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
+
+    def kernel(self, op: torch._ops.OpOverload) -> Kernel:
+        """The kernel of one operator overload."""
+        facts = OpFacts(op)
+        plans = self._plans
+        recorder = self._recorder
+        lock = recorder.lock
+        scalar_at = facts.scalar
+        scalar_kw = facts.scalar_kw
+        mutable = facts.mutable
+        collect = _collect
+        finish = self._finish
+        n_scalar = len(scalar_at)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            key: list[Any] = [op]
+            buffers: list[int] = []
+            params: list[Any] = []
+            i = 0
+            for a in args:
+                if isinstance(a, Tensor):
+                    if a.is_cpu:
+                        collect(a, False, key, buffers, params)
+                    else:
+                        at = a.data_ptr() or storage.address_of(a)
+                        key += (a.dtype, a.shape, a.stride(), at & OFFSET_MASK)
+                        buffers.append(at >> ID_SHIFT)
+                elif i < n_scalar and scalar_at[i]:
+                    collect(a, True, key, buffers, params)
+                elif a.__class__ is list:
+                    collect(a, False, key, buffers, params)
+                else:
+                    key.append(a)
+                i += 1
+            if kwargs:
+                for name, a in kwargs.items():
+                    key.append(name)
+                    collect(a, name in scalar_kw, key, buffers, params)
+            signature = tuple(key)
+            with lock:
+                plan = plans.get(signature)
+                if plan is None:
+                    plan = self._plan(facts, signature, args, kwargs)
+                    if plan is None:  # an out= tensor took another size: the signature is another one now
+                        return run(*args, **kwargs)
+                if storage.dead:
+                    recorder.release_dead()
+                recorder.operations += 1
+                where = origin()
+                if plan.random:
+                    params += self._generator.draw()
+                if params:
+                    recorder.params += params
+                if plan.dynamic or (mutable and plan.outs):
+                    return finish(facts, plan, buffers, where, args, kwargs)
+                if mutable:
+                    link = recorder.link
+                    if link is not None and link.mirroring:
+                        for w in plan.written:
+                            link.forget(buffers[w])
+                    recorder.emit(plan.form, buffers, where)
+                    result = written_result(facts, args, kwargs)
+                else:
+                    result = []
+                    for out in plan.outs:
+                        if out is None:
+                            result.append(None)
+                            continue
+                        t, buffer = out[0].new()
+                        recorder.emit(out[1], [buffer], where)
+                        buffers.append(buffer)
+                        result.append(t)
+                    recorder.emit(plan.form, buffers, where)
+                    if not facts.list_return:
+                        result = result[0] if len(result) == 1 else tuple(result)
+                if len(recorder.origins) >= recorder.limit:
+                    recorder.flush()
+                return result
+
+        return run
+
+    def _plan(
+        self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan | None:
+        call = Call(args, kwargs, [], [])
+        try:
+            plan = self._builder.build(facts, call, [])
+        except ResizeOutError as e:
+            assert self.resize is not None
+            for name, (sizes, strides) in e.sizes.items():
+                self.resize(kwargs[name], sizes, strides)
+            return None
+        if len(self._plans) >= _MAX_PLANS:
+            self._plans.clear()
+        self._plans[signature] = plan
+        return plan
+
+    def _finish(
+        self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The rare kinds: shapes only the far side knows, and operators that write an argument and return fresh tensors."""
+        recorder = self._recorder
+        link = recorder.link
+        if link is not None:
+            for w in plan.written:
+                link.forget(buffers[w])
+        fresh: list[Tensor | None] = []
+        if not plan.dynamic:
+            for out in plan.outs:
+                if out is None:
+                    fresh.append(None)
+                    continue
+                t, buffer = out[0].new()
+                recorder.emit(out[1], [buffer], where)
+                buffers.append(buffer)
+                fresh.append(t)
+            recorder.emit(plan.form, buffers, where)
+            rest = iter(fresh)
+            result = [
+                next(rest) if name is None else argument(facts, name, args, kwargs) for name in facts.returns_written
+            ]
+            return result[0] if len(result) == 1 else tuple(result)
+        return self._evaluate(facts, plan, buffers, where)
+
+    def _evaluate(self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any) -> Any:
+        """Run one operator now and make tensors of what the executor says came out."""
+        recorder = self._recorder
+        own = recorder.take_params(plan.form)
+        recorder.flush()
+        recorder.params = own
+        ids = [storage.reserve_id() for _ in range(facts.n_returns)]
+        recorder.emit(plan.form, buffers + ids, where)
+        recorder.flush(reply=True)
+        answer = recorder.require_link().result()
+        values = answer.get("values") or []
+        if values:
+            storage.recycle(ids)
+            return values[0] if len(values) == 1 else tuple(values)
+        results: list[Tensor | None] = []
+        for buffer, out in zip(ids, answer["outputs"], strict=True):
+            if out is None:
+                storage.recycle([buffer])
+                results.append(None)
+                continue
+            layout = Layout(TORCH_DTYPES[BY_LABEL[out["dtype"]]], out["sizes"], out["strides"], out["nbytes"])
+            results.append(layout.new(buffer)[0])
+        if facts.list_return:
+            return results
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: list[Any]) -> None:
+    """Put one argument, possibly nested, into the signature."""
+    if isinstance(a, Tensor):
+        if a.is_cpu:
+            if a.dim() != 0:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
+                )
+            key += ("number", a.dtype, is_python_number(a))
+            _bind(a.item(), params)
+        else:
+            at = a.data_ptr() or storage.address_of(a)
+            if not at:
+                raise RuntimeError(
+                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
+                    f"{raw_device(a)}!"
+                )
+            key += (a.dtype, a.shape, a.stride(), at & OFFSET_MASK)
+            buffers.append(at >> ID_SHIFT)
+    elif isinstance(a, (list, tuple)):
+        key.append(len(a))
+        for x in a:
+            _collect(x, scalar, key, buffers, params)
+    elif scalar and isinstance(a, _NUMBERS):
+        key.append(a.__class__)
+        _bind(a, params)
+    else:
+        key.append(a)
+
+
+def _bind(value: Any, params: list[Any]) -> None:
+    if isinstance(value, complex):
+        params += (value.real, value.imag)
+    else:
+        params.append(value)
+
+
+def argument(facts: OpFacts, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The argument called `name` of a call."""
+    if name in kwargs:
+        return kwargs[name]
+    return args[facts.positions[name]]
+
+
+def written_result(facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a mutable operator returns: the arguments that it wrote, as its schema says."""
+    names = facts.returns_written
+    if not names:
+        return None
+    if len(names) == 1:
+        return argument(facts, names[0], args, kwargs) if names[0] else None
+    return tuple([argument(facts, n, args, kwargs) for n in names if n])

@@ -1,0 +1,372 @@
+"""What to do for one call signature: infer once, then replay from the cache.
+
+A *signature* is an operator with everything about its arguments but the buffers and the liftable scalars. The first call with
+a signature is inferred on meta tensors (which also raises PyTorch's own errors at the call), turned into a WIS form and kept
+as a `Plan`; later calls only fill in buffers and params.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wooly import storage
+from wooly.recorder import Recorder
+from wooly.storage import Layout
+from wooly.torch_private import raw_device
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import is_allowed
+from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
+
+DTYPES: dict[torch.dtype, DType] = {
+    torch.bool: DType.BOOL,
+    torch.uint8: DType.U8,
+    torch.int8: DType.I8,
+    torch.int16: DType.I16,
+    torch.int32: DType.I32,
+    torch.int64: DType.I64,
+    torch.uint16: DType.U16,
+    torch.uint32: DType.U32,
+    torch.uint64: DType.U64,
+    torch.float16: DType.F16,
+    torch.bfloat16: DType.BF16,
+    torch.float32: DType.F32,
+    torch.float64: DType.F64,
+    torch.complex32: DType.C32,
+    torch.complex64: DType.C64,
+    torch.complex128: DType.C128,
+    torch.float8_e4m3fn: DType.F8E4M3FN,
+    torch.float8_e5m2: DType.F8E5M2,
+    torch.float8_e4m3fnuz: DType.F8E4M3FNUZ,
+    torch.float8_e5m2fnuz: DType.F8E5M2FNUZ,
+    torch.float8_e8m0fnu: DType.F8E8M0FNU,
+}
+TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
+
+#: Scalars of these decide the output's size, so they stay in the signature.
+_SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
+
+
+class OpFacts:
+    """What the schema of one operator overload says, looked up once.
+
+    Attributes:
+        op: the overload.
+        name: ``aten.add.Tensor``.
+        scalar: per positional argument, whether it is a number that may be bound per run.
+        scalar_kw: names of keyword-only arguments of that kind.
+        written: names of the arguments that the operator writes.
+        returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
+        dynamic: the output's shape depends on data.
+        random: the operator draws from the default generator.
+    """
+
+    __slots__ = (
+        "dynamic",
+        "list_return",
+        "mutable",
+        "n_returns",
+        "name",
+        "op",
+        "out_args",
+        "positions",
+        "random",
+        "returns_written",
+        "scalar",
+        "scalar_kw",
+        "written",
+    )
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = str(op)
+        lift = op.overloadpacket.__name__ not in _SHAPED_BY_SCALARS
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        self.scalar = tuple([lift and _is_number(a) for a in positional])
+        self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
+        self.positions = {a.name: i for i, a in enumerate(positional)}
+        self.written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.out_args = tuple(a.name for a in schema.arguments if a.is_out)
+        self.mutable = bool(self.written)
+        self.n_returns = len(schema.returns)
+        self.list_return = self.n_returns == 1 and str(schema.returns[0].type) == "List[Tensor]"
+        owner = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
+        self.returns_written = tuple(
+            owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
+        )
+        tags = op.tags
+        self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+        self.random = torch.Tag.nondeterministic_seeded in tags
+
+
+def _is_number(argument: Any) -> bool:
+    return str(argument.type) in ("number", "Optional[number]", "List[number]")
+
+
+class Plan(NamedTuple):
+    """How to replay one signature.
+
+    Attributes:
+        form: interned instruction.
+        outs: (layout, interned alloc) per fresh output; None where the operator returns an undefined tensor.
+        written: positions, among the call's operands, of those that it writes.
+        random: whether two more params (seed, offset) follow.
+        dynamic: the far side says what came out.
+    """
+
+    form: int
+    outs: tuple[tuple[Layout, int] | None, ...]
+    written: tuple[int, ...]
+    random: bool
+    dynamic: bool
+
+
+class Call(NamedTuple):
+    """One call, flattened: what `generic` collected while it looked for the plan."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[Tensor]
+    numbers: list[tuple[Any, DType | None]]
+
+
+class ResizeOutError(Exception):
+    """Internal signal: an `out=` tensor must take another size before the call can be planned."""
+
+    def __init__(self, sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        super().__init__("out tensors need another size")
+        self.sizes = sizes
+
+
+def _unsupported(name: str, why: str) -> NotImplementedError:
+    return NotImplementedError(f"{name} is not supported on the wooly device: {why}")
+
+
+class PlanBuilder:
+    """Builds plans for one recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def build(self, facts: OpFacts, call: Call, lifted: list[Any]) -> Plan:
+        """The plan for a call.
+
+        Args:
+            facts: the operator.
+            call: its arguments; `call.tensors` are the device tensors in order of appearance.
+            lifted: ids (`id()`) are not used; the values bound as params, in order.
+
+        Raises:
+            NotImplementedError: the operator is not in the allow-list, or its result cannot be described.
+            ResizeOutError: an `out=` argument has to be resized first.
+        """
+        if not is_allowed(facts.name):
+            raise _unsupported(facts.name, "the executor's library does not offer it")
+        dynamic = facts.dynamic or _has_mask_index(facts, call)
+        fresh: list[Tensor | None] = []
+        if not dynamic:
+            try:
+                fresh = self._infer(facts, call)
+            except NotImplementedError:
+                # No meta kernel: the far side has to tell the shape. A mutable operator changes no shape of its own.
+                dynamic = not facts.mutable
+                if facts.out_args:
+                    raise _unsupported(facts.name, "its result's shape cannot be inferred") from None
+        form, written = self._form(facts, call, fresh, dynamic)
+        outs: list[tuple[Layout, int] | None] = []
+        for t in fresh:
+            if t is None:
+                outs.append(None)
+                continue
+            layout = Layout(t.dtype, tuple(t.shape), t.stride())
+            outs.append((layout, self._recorder.alloc_form(layout.nbytes)))
+        return Plan(self._recorder.intern(form), tuple(outs), written, facts.random, dynamic)
+
+    def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
+        """Fresh outputs as meta tensors, in order."""
+        metas: dict[int, Tensor] = {}
+
+        def to_meta(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                if raw_device(a).type != "wooly":
+                    return a
+                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                if a.is_conj():
+                    m = m.conj()
+                metas[id(a)] = m
+                return m
+            if isinstance(a, (list, tuple)):
+                return [to_meta(x) for x in a]
+            if isinstance(a, torch.device):
+                return torch.device("meta")
+            if isinstance(a, torch.Generator):
+                return None
+            return a
+
+        args = [to_meta(a) for a in call.args]
+        kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
+        result = facts.op(*args, **kwargs)
+        if facts.out_args:
+            self._check_out(facts, call, kwargs)
+        if facts.mutable and all(name is not None for name in facts.returns_written):
+            return []
+        flat = list(result) if isinstance(result, (list, tuple)) else [result]
+        fresh = []
+        names = facts.returns_written if len(flat) == facts.n_returns else (None,) * len(flat)
+        for t, name in zip(flat, names, strict=True):
+            if name is not None:
+                continue
+            if t is not None and not isinstance(t, Tensor):
+                raise NotImplementedError(f"{facts.name} returns a {type(t).__name__}")
+            fresh.append(t)
+        return fresh
+
+    def _check_out(self, facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
+        wrong = {}
+        for name in facts.out_args:
+            real, meta = call.kwargs.get(name), metas.get(name)
+            pairs = zip(real, meta, strict=True) if isinstance(real, (list, tuple)) else [(real, meta)]
+            for r, m in pairs:
+                if isinstance(r, Tensor) and (tuple(r.shape) != tuple(m.shape)):
+                    if isinstance(real, (list, tuple)):
+                        raise _unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
+                    wrong[name] = (tuple(m.shape), m.stride())
+        if wrong:
+            raise ResizeOutError(wrong)
+
+    def _form(
+        self, facts: OpFacts, call: Call, fresh: list[Tensor | None], dynamic: bool
+    ) -> tuple[Form, tuple[int, ...]]:
+        operands: list[Operand] = []
+        params: list[ParamKind] = []
+        scalars: list[Attr] = []
+        written: list[int] = []
+        names = list(facts.positions)
+
+        def attr(a: Any, name: str, lift: bool) -> Attr:
+            if isinstance(a, Tensor):
+                if raw_device(a).type == "wooly":
+                    role = Role.INOUT if name in facts.written else Role.IN
+                    if role is Role.INOUT:
+                        written.append(len(operands))
+                    operands.append(Operand(role, view_of(a)))
+                    return OperandRef(len(operands) - 1)
+                value, dtype = number_of(a)
+                ref = ParamRef(len(params))
+                params.append(kind_of(value))
+                if dtype is not None:
+                    scalars.append((ref, dtype))
+                return ref
+            if lift and isinstance(a, (bool, int, float, complex)):
+                params.append(kind_of(a))
+                return ParamRef(len(params) - 1)
+            if isinstance(a, (list, tuple)):
+                return tuple([attr(x, name, lift) for x in a])
+            return constant(a)
+
+        args = tuple([attr(a, names[i], facts.scalar[i]) for i, a in enumerate(call.args)])
+        kwargs = tuple([(k, attr(v, k, k in facts.scalar_kw)) for k, v in call.kwargs.items()])
+        attrs: dict[str, Attr] = {"name": facts.name, "args": args, "kwargs": kwargs}
+        if facts.random:
+            attrs["rng"] = (ParamRef(len(params)), ParamRef(len(params) + 1))
+            params += [ParamKind.I64, ParamKind.I64]
+        if scalars:
+            attrs["scalars"] = tuple(scalars)
+        for t in fresh:
+            if t is not None:
+                operands.append(Operand(Role.OUT, View(DTYPES[t.dtype], tuple(t.shape), t.stride(), 0)))
+        if dynamic:
+            n = facts.n_returns
+            operands.extend([Operand(Role.OUT, None)] * n)
+        return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+def _has_mask_index(facts: OpFacts, call: Call) -> bool:
+    if facts.op.overloadpacket.__name__ != "index" or len(call.args) < 2:
+        return False
+    indices = call.args[1]
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def view_of(t: Tensor) -> View:
+    """The WIS view of a device tensor."""
+    return View(DTYPES[t.dtype], tuple(t.shape), t.stride(), storage.address_of(t) & storage.OFFSET_MASK)
+
+
+def number_of(t: Tensor) -> tuple[Any, DType | None]:
+    """A host scalar met among device tensors: its value, and its dtype unless PyTorch made it from a Python number.
+
+    Raises:
+        RuntimeError: `t` is not 0-dimensional; mixing devices is the error that CUDA gives.
+    """
+    if t.dim() != 0 or not t.is_cpu:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {raw_device(t)}!"
+        )
+    return t.item(), None if is_python_number(t) else DTYPES[t.dtype]
+
+
+_PROBE = {
+    torch.float64: torch.zeros((), dtype=torch.float16),
+    torch.int64: torch.zeros((), dtype=torch.int8),
+    torch.complex128: torch.zeros((), dtype=torch.complex32),
+}
+
+
+def is_python_number(t: Tensor) -> bool:
+    """Whether PyTorch made this 0-dimensional host tensor from a Python number (it then promotes like one)."""
+    if t.dtype is torch.bool:
+        return True  # a bool promotes alike either way
+    probe = _PROBE.get(t.dtype)
+    return probe is not None and torch.result_type(t, probe) is probe.dtype
+
+
+def kind_of(value: Any) -> ParamKind:
+    """The param kind of a Python number."""
+    if isinstance(value, bool):
+        return ParamKind.BOOL
+    if isinstance(value, int):
+        return ParamKind.I64
+    if isinstance(value, float):
+        return ParamKind.F64
+    return ParamKind.C128
+
+
+def constant(a: Any) -> Attr:
+    """The WIS form of a constant argument.
+
+    Raises:
+        NotImplementedError: no such constant exists in WIS.
+    """
+    if a is None or isinstance(a, (bool, int, float, complex, str)):
+        return a
+    if isinstance(a, torch.dtype):
+        return DTYPES[a]
+    if isinstance(a, torch.device):
+        return Symbol("device", "self")
+    if isinstance(a, torch.layout):
+        return Symbol("layout", str(a).removeprefix("torch."))
+    if isinstance(a, torch.memory_format):
+        return Symbol("memory_format", str(a).removeprefix("torch."))
+    if isinstance(a, torch.Generator):
+        return None
+    raise NotImplementedError(f"an argument of type {type(a).__name__} cannot travel to the wooly device")
+
+
+__all__ = [
+    "DTYPES",
+    "TORCH_DTYPES",
+    "Call",
+    "OpFacts",
+    "Plan",
+    "PlanBuilder",
+    "ResizeOutError",
+    "constant",
+    "is_python_number",
+    "kind_of",
+    "number_of",
+    "view_of",
+]

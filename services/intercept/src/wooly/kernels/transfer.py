@@ -1,0 +1,298 @@
+"""What moves bytes or gives storages: creation, copies in every direction, reading a number, resizing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly.kernels.plan import view_of
+from wooly.recorder import Recorder, origin
+from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
+from wooly.torch_private import raw_device, redispatch_cpu
+from wooly_wis.program import Form, Operand, Role
+
+aten = torch.ops.aten
+_set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
+
+
+def bytes_of(t: Tensor) -> memoryview:
+    """The memory that a dense host tensor spans, as bytes."""
+    n = t.numel() * t.element_size()
+    if not n:
+        return memoryview(b"")
+    flat = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,))
+    return memoryview(flat.numpy())
+
+
+def is_dense(t: Tensor) -> bool:
+    """Whether the elements fill, without gaps or overlap, the bytes that the tensor spans."""
+    n = t.numel()
+    return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
+
+
+class Transfer:
+    """Kernels of one device that create storages or move bytes."""
+
+    def __init__(self, recorder: Recorder, device_type: str) -> None:
+        self._recorder = recorder
+        self._type = device_type
+        self._layouts: dict[tuple[Any, ...], tuple[Layout, int]] = {}
+        self._copies: dict[tuple[Any, ...], int] = {}
+
+    # -- creation ----------------------------------------------------------------------------------------------------
+
+    def empty(
+        self,
+        size: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+        memory_format: torch.memory_format | None = None,
+    ) -> Tensor:
+        """`aten.empty.memory_format`."""
+        dtype = dtype or torch.get_default_dtype()
+        key = (dtype, tuple(size), memory_format)
+        known = self._layouts.get(key)
+        if known is None:
+            self._check(layout, device, pin_memory)
+            sizes = tuple(size)
+            if any(s < 0 for s in sizes):
+                bad = next(s for s in sizes if s < 0)
+                raise RuntimeError(f"Trying to create tensor with negative dimension {bad}: {list(sizes)}")
+            strides = contiguous_strides(sizes)
+            if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+                strides = torch.empty(sizes, dtype=dtype, device="meta", memory_format=memory_format).stride()
+            known = self._remember(key, Layout(dtype, sizes, strides))
+        return self._new(known)
+
+    def empty_strided(
+        self,
+        size: list[int],
+        stride: list[int],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> Tensor:
+        """`aten.empty_strided`."""
+        dtype = dtype or torch.get_default_dtype()
+        key = (dtype, tuple(size), tuple(stride), None)
+        known = self._layouts.get(key)
+        if known is None:
+            self._check(layout, device, pin_memory)
+            known = self._remember(key, Layout(dtype, tuple(size), tuple(stride)))
+        return self._new(known)
+
+    def _check(self, layout: torch.layout | None, device: torch.device | None, pin_memory: bool | None) -> None:
+        if layout not in (None, torch.strided):
+            raise NotImplementedError(f"tensors of layout {layout} are not supported on the wooly device")
+        if pin_memory:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        if device is not None and device.index not in (None, 0):
+            raise RuntimeError(
+                f"CUDA error: invalid device ordinal (this session has 1 device, cuda:{device.index} was asked for)"
+            )
+
+    def _remember(self, key: tuple[Any, ...], layout: Layout) -> tuple[Layout, int]:
+        if len(self._layouts) > 65536:
+            self._layouts.clear()
+        entry = self._layouts[key] = (layout, self._recorder.alloc_form(layout.nbytes))
+        return entry
+
+    def _new(self, entry: tuple[Layout, int]) -> Tensor:
+        recorder = self._recorder
+        with recorder.lock:
+            t, buffer = entry[0].new()
+            recorder.emit(entry[1], [buffer], origin())
+            self._limit()
+        return t
+
+    def _limit(self) -> None:
+        recorder = self._recorder
+        if recorder.dead_waiting():
+            recorder.release_dead()
+        if len(recorder.origins) >= recorder.limit:
+            recorder.flush()
+
+    # -- copies ------------------------------------------------------------------------------------------------------
+
+    def copy_(self, dst: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+        """`aten.copy_` and, with swapped arguments, `aten._copy_from`."""
+        if dst is src:
+            return dst
+        if dst.is_conj():
+            self.copy_(dst.conj(), src.conj())
+            return dst
+        if dst.is_neg():
+            self.copy_(torch._neg_view(dst), torch.neg(src))
+            return dst
+        ours, theirs = raw_device(dst).type == self._type, raw_device(src).type == self._type
+        if ours and theirs:
+            self._copy(dst, self._plain(src))
+        elif ours:
+            self._upload(dst, src)
+        else:
+            dst.copy_(self.to_host(self._plain(src)).expand(dst.shape))
+        return dst
+
+    def copy_from(self, src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
+        """`aten._copy_from`."""
+        return self.copy_(dst, src, non_blocking)
+
+    def copy_from_and_resize(self, src: Tensor, dst: Tensor) -> Tensor:
+        """`aten._copy_from_and_resize`."""
+        if dst.shape != src.shape:
+            dst.resize_(src.shape)
+        return self.copy_(dst, src)
+
+    def _plain(self, t: Tensor) -> Tensor:
+        """The same values without conjugate or negative bit, which only the client knows of."""
+        if t.is_conj():
+            t = torch.conj_physical(t.conj())
+        if t.is_neg():
+            t = torch.neg(torch._neg_view(t))
+        return t
+
+    def _copy(self, dst: Tensor, src: Tensor) -> None:
+        if src.shape != dst.shape:
+            src = src.expand(dst.shape)
+        recorder = self._recorder
+        at, to = address_of(src), address_of(dst)
+        key = (
+            src.dtype,
+            src.shape,
+            src.stride(),
+            at & OFFSET_MASK,
+            dst.dtype,
+            dst.stride(),
+            to & OFFSET_MASK,
+        )
+        with recorder.lock:
+            form = self._copies.get(key)
+            if form is None:
+                if len(self._copies) > 65536:
+                    self._copies.clear()
+                operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
+                form = self._copies[key] = recorder.intern(Form("copy", operands))
+            recorder.operations += 1
+            buffer = to >> ID_SHIFT
+            link = recorder.link
+            if link is not None and link.mirroring:
+                link.forget(buffer)
+            recorder.emit(form, [at >> ID_SHIFT, buffer], origin())
+            self._limit()
+
+    def _upload(self, dst: Tensor, src: Tensor) -> None:
+        host = src.detach()
+        if host.is_conj() or host.is_neg():
+            host = host.resolve_conj().resolve_neg()
+        if host.device.type != "cpu":
+            raise NotImplementedError(f"copies from {host.device} to the wooly device are not supported")
+        if not is_dense(dst):
+            staging = torch.empty(dst.shape, dtype=dst.dtype, device=raw_device(dst))
+            self._upload(staging, src)
+            self._copy(dst, staging)
+            return
+        if host.dtype is not dst.dtype or host.shape != dst.shape or host.stride() != dst.stride():
+            laid = torch.empty_strided(dst.shape, dst.stride(), dtype=dst.dtype)
+            host = laid.copy_(host)
+        recorder = self._recorder
+        with recorder.lock:
+            recorder.operations += 1
+            recorder.flush()
+            link = recorder.require_link()
+            at = address_of(dst)
+            buffer = at >> ID_SHIFT
+            link.forget(buffer)
+            link.write(buffer, at & OFFSET_MASK, bytes_of(host))
+
+    def to_host(self, t: Tensor) -> Tensor:
+        """A host copy of a device tensor. What was read before and not written since comes from memory."""
+        recorder = self._recorder
+        with recorder.lock:
+            at = address_of(t)
+            buffer = at >> ID_SHIFT
+            key = (at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride())
+            link = recorder.require_link()
+            kept = link.mirror(buffer, key)
+            if kept is not None:
+                return kept
+            if not is_dense(t):
+                dense = torch.empty(t.shape, dtype=t.dtype, device=raw_device(t))
+                self._copy(dense, t)
+                host = self.to_host(dense)
+            else:
+                recorder.flush()
+                host = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
+                if t.numel():
+                    link.read(buffer, at & OFFSET_MASK, bytes_of(host))
+            link.keep(buffer, key, host)
+            return host
+
+    def local_scalar_dense(self, t: Tensor) -> Any:
+        """`aten._local_scalar_dense`: the number behind `.item()`."""
+        return self.to_host(self._plain(t)).item()
+
+    # -- storages ----------------------------------------------------------------------------------------------------
+
+    def resize(self, t: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
+        """Give `t` another size, keeping its leading bytes, as `resize_` does."""
+        need = span(sizes, strides) * t.element_size()
+        here = t.storage_offset() * t.element_size()
+        have = t.untyped_storage().nbytes()
+        if here + need <= have:
+            _set_cpu(t, t.untyped_storage(), t.storage_offset(), sizes, strides)
+            return
+        grown = self.empty([here + need], dtype=torch.uint8)
+        if have:
+            old = torch.empty(0, dtype=torch.uint8, device=raw_device(t))
+            _set_cpu(old, t.untyped_storage(), 0, (have,), (1,))
+            self._copy(grown[:have], old)
+        _set_cpu(t, grown.untyped_storage(), t.storage_offset(), sizes, strides)
+
+    def resize_(self, t: Tensor, size: list[int], *, memory_format: torch.memory_format | None = None) -> Tensor:
+        """`aten.resize_`."""
+        sizes = tuple(size)
+        strides = contiguous_strides(sizes)
+        if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+            strides = torch.empty(sizes, device="meta", memory_format=memory_format).stride()
+        if tuple(t.shape) != sizes or memory_format is not None:
+            self.resize(t, sizes, strides)
+        return t
+
+    def set_storage(self, t: Tensor, source: Any) -> Tensor:
+        """`aten.set_.source_Storage`."""
+        n = source.nbytes() // t.element_size()
+        return _set_cpu(t, source, 0, (n,), (1,))  # type: ignore[no-any-return]
+
+    def set_tensor(self, t: Tensor, source: Tensor) -> Tensor:
+        """`aten.set_.source_Tensor`."""
+        return _set_cpu(  # type: ignore[no-any-return]
+            t, source.untyped_storage(), source.storage_offset(), tuple(source.shape), source.stride()
+        )
+
+    def set_none(self, t: Tensor) -> Tensor:
+        """`aten.set_`: an empty storage."""
+        return self.set_tensor(t, self.empty([0], dtype=t.dtype))
+
+    def kernels(self) -> dict[str, Callable[..., Any]]:
+        """Operator name to kernel, for registration under PrivateUse1."""
+        return {
+            "empty.memory_format": self.empty,
+            "empty_strided": self.empty_strided,
+            "copy_": self.copy_,
+            "_copy_from": self.copy_from,
+            "_copy_from_and_resize": self.copy_from_and_resize,
+            "_local_scalar_dense": self.local_scalar_dense,
+            "resize_": self.resize_,
+            "set_.source_Storage": self.set_storage,
+            "set_.source_Storage_storage_offset": _set_cpu,
+            "set_.source_Tensor": self.set_tensor,
+            "set_": self.set_none,
+        }

@@ -1,0 +1,227 @@
+"""One session's data channel, seen from the client: runs, writes, reads, syncs, and what their failures mean.
+
+Blocking and without asyncio. Called with the recorder's lock held. Turns wire errors into exceptions that name the Python line.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
+from wooly.recorder import Origin, describe_origin
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+
+_MIRROR_LIMIT = 64 << 20
+_MIRROR_ITEM_LIMIT = 1 << 20
+
+ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+class Link:
+    """The client end of a session's data channel.
+
+    Attributes:
+        bytes_sent: payload bytes sent.
+        bytes_received: payload bytes received.
+        syncs: answers waited for.
+        device: facts of the device, as the executor told them.
+    """
+
+    def __init__(self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+        self._where = where
+        self._inflight: deque[tuple[int, list[int], list[Origin]]] = deque()
+        self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
+        self._mirror_bytes = 0
+        self._lost: WoolyError | None = None
+        self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.syncs = 0
+        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
+        welcome = self._answer(Kind.WELCOME, timeout)
+        self.device: dict[str, Any] = welcome.get("device", {})
+        channel.window = int(welcome.get("window", channel.window))
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def _send(self, kind: Kind, *buffers: Any) -> int:
+        if self._lost is not None:
+            raise self._lost
+        if os.getpid() != self._pid:
+            raise ForkedProcessError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
+                "'spawn' start method"
+            )
+        for b in buffers:
+            self.bytes_sent += len(b)
+        try:
+            return self._channel.send(kind, *buffers)
+        except ChannelError as e:
+            raise self._lose(e) from e
+
+    def _lose(self, cause: Exception) -> WoolyError:
+        self._lost = ExecutorLostError(
+            f"lost the executor {self._where}: {cause}. What was on its device is gone; start the program again "
+            "(`wooly status` shows what is running, `wooly up` starts a local stack)."
+        )
+        return self._lost
+
+    def define(self, program: bytes) -> None:
+        """Tell the executor a program; it checks it before the first run."""
+        self._send(Kind.DEFINE, program)
+
+    def run(
+        self,
+        digest: bytes,
+        bindings: list[int],
+        params: bytes,
+        frees: list[int],
+        words: list[int],
+        origins: list[Origin],
+        reply: bool = False,
+    ) -> int:
+        """Send one run. Returns its sequence number, under which a failure will be reported."""
+        seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
+        inflight = self._inflight
+        inflight.append((seq, words, origins))
+        acked = self._channel.acked
+        # Keep one acknowledged run: an error of a run is reported by a later answer, not by its acknowledgement.
+        while len(inflight) > 4096 and inflight[0][0] <= acked:
+            inflight.popleft()
+        return seq
+
+    def write(self, buffer: int, offset: int, data: memoryview) -> None:
+        """Put `data` into a buffer at a byte offset. Returns when the bytes have left this process's memory."""
+        for at in range(0, len(data), MAX_CHUNK):
+            chunk = data[at : at + MAX_CHUNK]
+            self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, kind: Kind, timeout: float | None = None) -> dict[str, Any]:
+        try:
+            frame = self._channel.recv(timeout)
+        except ChannelError as e:
+            raise self._lose(e) from e
+        self.syncs += 1
+        self.bytes_received += len(frame.payload)
+        if frame.kind == Kind.ERROR:
+            raise self._remote_error(unpack_json(frame.payload))
+        if frame.kind != kind:
+            raise self._lose(WoolyError(f"expected a {kind.name} frame, got kind {frame.kind}"))
+        return unpack_json(frame.payload)
+
+    def result(self) -> dict[str, Any]:
+        """The answer to a run that asked for one."""
+        answer = self._answer(Kind.RESULT)
+        self._inflight.clear()
+        return answer
+
+    def sync(self) -> None:
+        """Wait until everything sent so far has been executed.
+
+        Raises:
+            RemoteOperationError: something since the last answer failed.
+            ExecutorLostError: the executor is gone.
+        """
+        self._send(Kind.SYNC)
+        self._answer(Kind.RESULT)
+        self._inflight.clear()
+
+    def stats(self) -> dict[str, Any]:
+        """The executor's counters for this session."""
+        self._send(Kind.STATS)
+        return self._answer(Kind.RESULT)
+
+    def read(self, buffer: int, offset: int, into: memoryview) -> None:
+        """Fill `into` from a buffer at a byte offset, straight into its memory.
+
+        Raises:
+            RemoteOperationError: what was to be read, or something before it, failed.
+        """
+        self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        try:
+            other = self._channel.recv_data(into, Kind.DATA)
+        except ChannelError as e:
+            raise self._lose(e) from e
+        self.syncs += 1
+        self.bytes_received += len(into)
+        if other is None:
+            self._inflight.clear()
+            return
+        if other.kind == Kind.ERROR:
+            raise self._remote_error(unpack_json(other.payload))
+        raise self._lose(WoolyError(f"expected DATA, got frame kind {other.kind}"))
+
+    def _remote_error(self, error: dict[str, Any]) -> WoolyError:
+        message, code = str(error.get("message", "")), str(error.get("code", ""))
+        operation = recorded_at = None
+        for seq, words, origins in self._inflight:
+            index = error.get("instruction")
+            if seq == error.get("seq") and isinstance(index, int) and index < len(origins):
+                operation, recorded_at = self.name_of(words, index), describe_origin(origins[index])
+        self._inflight.clear()
+        if code == "executor.out_of_memory":
+            failure: WoolyError | torch.OutOfMemoryError = torch.OutOfMemoryError(
+                message + (f"\n  recorded at {recorded_at}" if recorded_at else "")
+            )
+            raise failure
+        return RemoteOperationError(message, operation=operation, recorded_at=recorded_at)
+
+    # -- what was read is kept until its buffer is written -----------------------------------------------------------
+
+    @property
+    def mirroring(self) -> bool:
+        """Whether any buffer's content is kept here."""
+        return bool(self._mirrors)
+
+    def mirror(self, buffer: int, key: ViewKey) -> torch.Tensor | None:
+        """The host copy of a view, if it was read before and its buffer has not been written since."""
+        kept = self._mirrors.get(buffer)
+        return None if kept is None else kept.get(key)
+
+    def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
+        """Remember what was read. Old entries go when the total passes 64 MiB."""
+        if host.nbytes > _MIRROR_ITEM_LIMIT:
+            return
+        self._mirrors.setdefault(buffer, {})[key] = host
+        self._mirror_bytes += host.nbytes
+        while self._mirror_bytes > _MIRROR_LIMIT:
+            self.forget(next(iter(self._mirrors)))
+
+    def forget(self, buffer: int) -> None:
+        """The buffer is being written or has died."""
+        kept = self._mirrors.pop(buffer, None)
+        if kept is not None:
+            self._mirror_bytes -= sum(host.nbytes for host in kept.values())
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Take in acknowledgements without waiting. True if the executor has caught up with everything sent."""
+        if self._lost is not None:
+            return False
+        try:
+            self._channel.poll_acks()
+        except ChannelError as e:
+            self._lose(e)
+            return False
+        return not self._inflight or self._channel.acked >= self._inflight[-1][0]
+
+    def close(self) -> None:
+        """End the session cleanly if it still lives."""
+        if self._lost is None and os.getpid() == self._pid:
+            try:
+                self._channel.send(Kind.CLOSE)
+            except ChannelError as e:
+                self._lose(e)
+        self._lost = self._lost or ExecutorLostError("this session is closed")
+        self._channel.close()

@@ -1,0 +1,289 @@
+"""The open WIS program: instructions as they are recorded, closed and sent at a sync, at a size limit, or by a timer.
+
+The hot path is `begin … emit`: a few list appends per instruction. Forms are interned once per process, so that a step seen
+before costs one dictionary look-up at its end: its words are its name. Knows PyTorch only as the thing that calls it; the
+socket belongs to `link`.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import threading
+from array import array
+from collections import OrderedDict
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from wooly import storage
+from wooly.errors import NotConnectedError
+from wooly_wis.codec import digest, encode_form, join_program
+from wooly_wis.dtypes import DType
+from wooly_wis.program import Form, Operand, ParamKind, Role, View
+
+if TYPE_CHECKING:
+    from wooly.link import Link
+
+_PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
+
+
+class InternedForm(NamedTuple):
+    """A form as the recorder keeps it: canonical bytes, operand count, `struct` format of its params."""
+
+    raw: bytes
+    arity: int
+    param_format: str
+    name: str
+
+
+class SentProgram(NamedTuple):
+    """A program the executor of this session already has: its digest and the packer of its params."""
+
+    digest: bytes
+    pack_params: struct.Struct
+
+
+#: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
+PROGRAMS_KEPT = 1024
+
+#: One recorded instruction's origin: code object and instruction offset of the Python line.
+Origin = tuple[CodeType, int]
+
+_library_code: dict[CodeType, bool] = {}
+_library_roots: tuple[str, ...] = ("<frozen",)
+
+
+def set_library_roots(roots: tuple[str, ...]) -> None:
+    """Directories whose frames are never shown as the origin of an operation (torch's and our own)."""
+    global _library_roots
+    _library_roots = ("<frozen", *roots)
+    _library_code.clear()
+
+
+def _is_library(code: CodeType) -> bool:
+    known = _library_code[code] = code.co_filename.startswith(_library_roots)
+    return known
+
+
+def origin(depth: int = 2) -> Origin:
+    """The innermost Python line outside torch and Wooly that led here."""
+    frame: FrameType | None = sys._getframe(depth)
+    first = frame
+    known = _library_code
+    while frame is not None:
+        code = frame.f_code
+        library = known.get(code)
+        if library is None:
+            library = _is_library(code)
+        if not library:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    assert first is not None
+    return first.f_code, first.f_lasti
+
+
+def describe_origin(where: Origin) -> str:
+    """``file:line`` of an origin."""
+    code, last = where
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= last < end and number is not None:
+            line = number
+            break
+    return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+class Recorder:
+    """Records for one device. All public methods are called with `lock` held, except `flush_if_idle`.
+
+    Attributes:
+        lock: reentrant; every kernel takes it, so that threads of one process share a device safely.
+        limit: instructions after which the open program is closed.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.lock = threading.RLock()
+        self.limit = limit
+        self.link: Link | None = None
+        self.words: list[int] = []
+        self.bind: list[int] = []
+        self.slot_of: dict[int, int] = {}
+        self.params: list[float | int] = []
+        self.origins: list[Origin] = []
+        self.generation = 0
+        self.operations = 0
+        self.instructions = 0
+        self.programs = 0
+        self._forms: list[InternedForm] = []
+        self._form_ids: dict[bytes, int] = {}
+        self._alloc_ids: dict[int, int] = {}
+        self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
+        self._frees: list[int] = []
+        self._freed: list[int] = []
+        self._free_form = self.intern(Form("free", (Operand(Role.IN, None),)))
+        self.woken = threading.Event()
+        self.sleeping = True
+
+    # -- forms -------------------------------------------------------------------------------------------------------
+
+    def intern(self, form: Form) -> int:
+        """A small number for `form`, the same for equal forms."""
+        raw = encode_form(form)
+        known = self._form_ids.get(raw)
+        if known is None:
+            known = self._form_ids[raw] = len(self._forms)
+            fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
+            name = form.attr("name")
+            self._forms.append(InternedForm(raw, len(form.operands), fmt, str(name or form.opcode)))
+        return known
+
+    def alloc_form(self, nbytes: int) -> int:
+        """The interned `alloc` of `nbytes` bytes."""
+        known = self._alloc_ids.get(nbytes)
+        if known is None:
+            view = View(DType.U8, (nbytes,), (1,), 0)
+            known = self._alloc_ids[nbytes] = self.intern(Form("alloc", (Operand(Role.OUT, view),)))
+        return known
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def emit(self, form: int, buffers: list[int], where: Origin) -> None:
+        """Append one instruction: interned form, buffer id per operand."""
+        words, slot_of, bind = self.words, self.slot_of, self.bind
+        words.append(form)
+        for buffer in buffers:
+            slot = slot_of.get(buffer)
+            if slot is None:
+                slot = slot_of[buffer] = len(bind)
+                bind.append(buffer)
+            words.append(slot)
+        self.origins.append(where)
+
+    def release_dead(self) -> None:
+        """Turn the deaths reported by `storage` into frees.
+
+        A buffer that this program used is freed by an instruction (deaths by reference count repeat exactly); any other
+        after the run, outside the program, so that the garbage collector's timing does not make new programs.
+        """
+        dead = storage.dead
+        link = self.link
+        slot_of, words = self.slot_of, self.words
+        while dead:
+            buffer = dead.pop()
+            slot = slot_of.pop(buffer, None)
+            if slot is None:
+                self._frees.append(buffer)
+            else:
+                words.append(self._free_form)
+                words.append(slot)
+                self.origins.append(self.origins[-1])
+                self._freed.append(buffer)
+            if link is not None:
+                link.forget(buffer)
+
+    @staticmethod
+    def dead_waiting() -> bool:
+        """Whether storages died since `release_dead`."""
+        return bool(storage.dead)
+
+    @property
+    def open(self) -> bool:
+        """Whether anything is recorded and not yet sent."""
+        return bool(self.words or self._frees)
+
+    def flush(self, *, reply: bool = False) -> int:
+        """Close the open program and send it. Returns the frame's sequence number (0: there was nothing to send).
+
+        Raises:
+            WoolyError: there is no session, or it is lost.
+        """
+        if storage.dead:
+            self.release_dead()
+        if not (self.words or self._frees):
+            return 0
+        try:
+            link = self.require_link()
+        except NotConnectedError:
+            self._abandon()
+            raise
+        key = array("I", self.words).tobytes()
+        sent = self._sent.get(key)
+        if sent is None:
+            sent = self._sent[key] = self._define(link)
+            if len(self._sent) > PROGRAMS_KEPT:
+                self._sent.popitem(last=False)
+        else:
+            self._sent.move_to_end(key)
+        n = len(self.origins)
+        try:
+            seq = link.run(sent.digest, self.bind, sent.pack_params.pack(*self.params), self._frees, self.words, self.origins, reply)
+        finally:
+            self._abandon()
+        self.instructions += n
+        self.programs += 1
+        return seq
+
+    def _abandon(self) -> None:
+        storage.recycle(self._frees)
+        storage.recycle(self._freed)
+        self.words = []
+        self.bind = []
+        self.slot_of = {}
+        self.params = []
+        self.origins = []
+        self._frees = []
+        self._freed = []
+        self.generation += 1
+
+    def _define(self, link: Link) -> SentProgram:
+        """Encode the open program, send its definition, and name it."""
+        local: dict[int, int] = {}
+        order: list[bytes] = []
+        fmt = ["<"]
+        words = array("I", self.words)
+        i, n, forms = 0, len(words), self._forms
+        while i < n:
+            form = words[i]
+            info = forms[form]
+            index = local.get(form)
+            if index is None:
+                index = local[form] = len(order)
+                order.append(info.raw)
+            words[i] = index
+            fmt.append(info.param_format)
+            i += 1 + info.arity
+        raw = join_program(order, words)
+        link.define(raw)
+        return SentProgram(digest(raw), struct.Struct("".join(fmt)))
+
+    def take_params(self, form: int) -> list[float | int]:
+        """Take back the params of the instruction of `form` that is being recorded, the last ones."""
+        n = len(self._forms[form].param_format)
+        kept, own = (self.params[:-n], self.params[-n:]) if n else (self.params, [])
+        self.params = kept
+        return own
+
+    def require_link(self) -> Link:
+        """The session's link.
+
+        Raises:
+            NotConnectedError: there is none.
+        """
+        if self.link is None:
+            raise NotConnectedError(
+                "the wooly device is not connected; call wooly.enable(), or run the script with `wooly run`"
+            )
+        return self.link
+
+    def name_of(self, words: list[int], instruction: int) -> str:
+        """Name of the operation at `instruction` in recorded words."""
+        i = 0
+        for _ in range(instruction):
+            i += 1 + self._forms[words[i]].arity
+        return self._forms[words[i]].name
+
+    def forget_session(self) -> None:
+        """Start over for a new session: nothing is defined there yet."""
+        self._sent.clear()
+        self._abandon()
+        self.link = None

@@ -1,0 +1,62 @@
+"""Every private name of PyTorch that Wooly leans on, in one place, so that a new torch release is checked in one file.
+
+Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._C._dynamo.guards import _reinterpret_tensor
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+TensorBase: Any = torch._C.TensorBase
+#: The getters that C++ defines, reachable even after the facade has put its own properties on `torch.Tensor`.
+raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
+raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
+
+#: `from_dlpack(capsule) -> Tensor`, without the Python wrapper's device negotiation.
+from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
+
+#: `reinterpret(t, sizes, strides, storage_offset_increment)`: a new tensor on the storage of `t`, metadata only (0.7 us).
+reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
+
+CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
+
+
+def register_backend(name: str, module: Any) -> None:
+    """Make `name` the PrivateUse1 device type, with `module` as `torch.<name>`."""
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+
+
+def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A callable that runs the CPU kernel of `op` on tensors of any device: right only where it touches metadata alone."""
+    call = op._handle.redispatch_boxed
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(CPU_KEYS, *args, **kwargs)
+
+    return run
+
+
+def has_kernel(op_name: str, key: str) -> bool:
+    """Whether `op_name` ("aten::add.Tensor") has a kernel registered directly for the dispatch key `key`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op_name, key)
+
+
+def all_aten_overloads() -> list[torch._ops.OpOverload]:
+    """Every overload of the aten namespace that this torch build knows, in a stable order."""
+    found = []
+    for qualified in sorted(torch._C._dispatch_get_all_op_names()):
+        namespace, _, rest = qualified.partition("::")
+        if namespace != "aten":
+            continue
+        name, _, overload = rest.partition(".")
+        packet = getattr(torch.ops.aten, name, None)
+        op = getattr(packet, overload or "default", None)
+        if isinstance(op, torch._ops.OpOverload):
+            found.append(op)
+    return found
