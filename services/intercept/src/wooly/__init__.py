@@ -1,1 +1,1 @@
-"""The Wooly client: PyTorch device, recorder, CUDA facade, CLI."""
+"""Wooly: "cuda" work of an ordinary PyTorch program, executed on a device elsewhere."""

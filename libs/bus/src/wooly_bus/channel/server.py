@@ -96,6 +96,7 @@ class Connection:
     _acked: int = 0
     _handshaking: bool = False
     _interest: int = 0
+    _in_events: bool = False
     queued_bytes: int = 0
 
     def send(self, kind: int, *buffers: bytes | bytearray | memoryview) -> int:
@@ -237,7 +238,7 @@ class ChannelServer:
                 self._readable(conn)
         if self._strangers:
             timeout = min(timeout if timeout is not None else 1.0, 1.0)
-        for key, mask in self._selector.select(0 if self._events else timeout):
+        for key, mask in self._selector.select(0 if self._events or self._resumed else timeout):
             if key.data is None:
                 self._drain_wakes()
             elif isinstance(key.data, int):
@@ -250,6 +251,8 @@ class ChannelServer:
         if self._strangers:
             self._expire_strangers()
         events, self._events = self._events, []
+        for event in events:
+            event.conn._in_events = False
         return events
 
     def _drain_wakes(self) -> None:
@@ -415,7 +418,7 @@ class ChannelServer:
                 self._payload_complete(conn, incoming)
             return n
         if incoming.data is None:
-            return 0 if self._ask_sink(conn, incoming) else None
+            return 0 if self._ask_sink(conn, incoming) else None  # waiting for the owner
         n = conn.sock.recv_into(incoming.data[incoming.data_got :])
         if not n:
             self._close(conn, "the connection ended inside a frame")
@@ -452,6 +455,10 @@ class ChannelServer:
 
     def _ask_sink(self, conn: Connection, incoming: _Incoming) -> bool:
         assert self._sink is not None
+        if conn._in_events:
+            # The owner has not seen the frames before this one yet, so it cannot say where these bytes belong.
+            self._resumed[conn] = None
+            return False
         data = self._sink(conn, incoming.kind, bytes(incoming.payload), incoming.data_len)
         if data is None:
             conn.waiting_for_sink = True
@@ -466,4 +473,5 @@ class ChannelServer:
 
     def _deliver(self, conn: Connection, incoming: _Incoming) -> None:
         conn._incoming = None
+        conn._in_events = True
         self._events.append(FrameReceived(conn, incoming.kind, incoming.seq, incoming.payload))

@@ -312,7 +312,7 @@ def number_of(t: Tensor) -> tuple[Any, DType | None]:
 _PROBE = {
     torch.float64: torch.zeros((), dtype=torch.float16),
     torch.int64: torch.zeros((), dtype=torch.int8),
-    torch.complex128: torch.zeros((), dtype=torch.complex32),
+    torch.complex128: torch.zeros((), dtype=torch.complex64),
 }
 
 

@@ -1,0 +1,177 @@
+"""The laws that a single form obeys. One row per law: its name, the law in a sentence, and a check that returns a complaint or None."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import is_allowed
+from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
+
+MAX_BYTES = 1 << 40
+MAX_OPERANDS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """One law of WIS."""
+
+    name: str
+    says: str
+    check: Callable[[Form], str | None]
+
+
+def _opcode_known(form: Form) -> str | None:
+    return None if form.opcode in SHAPES else "there is no such opcode"
+
+
+def _operand_shape(form: Form) -> str | None:
+    roles = SHAPES[form.opcode]
+    if roles is None:
+        return None if len(form.operands) <= MAX_OPERANDS else f"{len(form.operands)} operands, at most {MAX_OPERANDS}"
+    mine = tuple(o.role for o in form.operands)
+    return None if mine == roles else f"operand roles are {[r.name for r in mine]}, not {[r.name for r in roles]}"
+
+
+def _views_present(form: Form) -> str | None:
+    for k, operand in enumerate(form.operands):
+        if operand.view is None and not (form.opcode == "free" or (form.opcode == "extern" and operand.role is Role.OUT)):
+            return f"operand {k} has no view"
+        if operand.view is not None and form.opcode == "free":
+            return "free takes a slot, not a view"
+    unknown = [o for o in form.operands if o.role is Role.OUT and o.view is None]
+    if unknown and len(unknown) != sum(o.role is Role.OUT for o in form.operands):
+        return "either all outputs have a view or none"
+    return None
+
+
+def _view_extent(form: Form) -> str | None:
+    for k, operand in enumerate(form.operands):
+        view = operand.view
+        if view is None:
+            continue
+        if any(s < 0 for s in view.sizes) or any(s < 0 for s in view.strides):
+            return f"operand {k} has a negative size or stride"
+        if view.offset % view.dtype.itemsize:
+            return f"operand {k}: offset {view.offset} is not a multiple of the item size {view.dtype.itemsize}"
+        if max(view.sizes, default=0) > MAX_BYTES or max(view.strides, default=0) > MAX_BYTES or view.end > MAX_BYTES:
+            return f"operand {k} reaches beyond {MAX_BYTES} bytes"
+    return None
+
+
+def overlaps_itself(view: View) -> bool:
+    """Whether two elements of a view may lie at the same place (decided conservatively for exotic strides)."""
+    dims = sorted((st, sz) for sz, st in zip(view.sizes, view.strides, strict=True) if sz > 1)
+    if 0 in view.sizes:
+        return False
+    return any(stride == 0 for stride, _ in dims)
+
+
+def _outputs_distinct(form: Form) -> str | None:
+    for k, operand in enumerate(form.operands):
+        if operand.role is not Role.IN and operand.view is not None and overlaps_itself(operand.view):
+            return f"operand {k} is written and overlaps itself"
+    return None
+
+
+def _alloc_whole(form: Form) -> str | None:
+    if form.opcode != "alloc":
+        return None
+    view = form.operands[0].view
+    if view is None or view.dtype is not DType.U8 or len(view.sizes) != 1 or view.strides != (1,) or view.offset:
+        return "its operand is a flat run of bytes from 0"
+    return None
+
+
+def _copy_shapes(form: Form) -> str | None:
+    if form.opcode != "copy":
+        return None
+    a, b = form.operands[0].view, form.operands[1].view
+    assert a is not None and b is not None
+    return None if a.sizes == b.sizes else f"sizes {a.sizes} and {b.sizes} differ"
+
+
+def _attrs_known(form: Form) -> str | None:
+    names = [name for name, _ in form.attrs]
+    wrong = sorted(set(names) - ATTRS[form.opcode])
+    if wrong:
+        return f"unknown attribute {wrong[0]!r}"
+    if names != sorted(set(names)):
+        return "attributes are not in order"
+    if form.opcode == "fill" and "value" not in names:
+        return "the attribute 'value' is missing"
+    return None
+
+
+def _refs_in_range(form: Form) -> str | None:
+    def complaint(value: Attr) -> str | None:
+        if isinstance(value, OperandRef) and value.index >= len(form.operands):
+            return f"operand {value.index} of {len(form.operands)} is referred to"
+        if isinstance(value, ParamRef) and value.index >= len(form.params):
+            return f"param {value.index} of {len(form.params)} is referred to"
+        if isinstance(value, tuple):
+            for item in value:
+                found = complaint(item)
+                if found:
+                    return found
+        return None
+
+    for _, value in form.attrs:
+        found = complaint(value)
+        if found:
+            return found
+    return None
+
+
+def _extern_allowed(form: Form) -> str | None:
+    if form.opcode != "extern":
+        return None
+    name = form.attr("name")
+    if not isinstance(name, str):
+        return "the attribute 'name' is missing"
+    if not is_allowed(name):
+        return f"operator {name!r} is not in the allow-list"
+    args, kwargs = form.attr("args", ()), form.attr("kwargs", ())
+    if not isinstance(args, tuple) or not isinstance(kwargs, tuple):
+        return "args and kwargs are tuples"
+    for item in kwargs:
+        if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
+            return "kwargs are (name, value) pairs"
+    rng = form.attr("rng")
+    if rng is not None:
+        pair = rng if isinstance(rng, tuple) else ()
+        refs = [r for r in pair if isinstance(r, ParamRef)]
+        if len(pair) != 2 or len(refs) != 2 or any(form.params[r.index] is not ParamKind.I64 for r in refs):
+            return "rng is a pair of i64 params"
+    return None
+
+
+#: Roles per opcode; None: whatever the operator needs.
+SHAPES: dict[str, tuple[Role, ...] | None] = {
+    "alloc": (Role.OUT,),
+    "free": (Role.IN,),
+    "copy": (Role.IN, Role.OUT),
+    "fill": (Role.OUT,),
+    "extern": None,
+}
+ATTRS: dict[str, frozenset[str]] = {
+    "alloc": frozenset(),
+    "free": frozenset(),
+    "copy": frozenset(),
+    "fill": frozenset({"value"}),
+    "extern": frozenset({"args", "kwargs", "name", "rng", "scalars"}),
+}
+
+FORM_LAWS: tuple[Law, ...] = (
+    Law("opcode", "The opcode is a row of the op table.", _opcode_known),
+    Law("operands", "Operands have the roles that the opcode asks for.", _operand_shape),
+    Law("views", "Every operand has a view, but for `free` and for outputs of unknown shape.", _views_present),
+    Law("extent", "Sizes and strides are not negative, offsets aligned, nothing reaches beyond 2^40 bytes.", _view_extent),
+    Law("no-overlap", "What is written does not overlap itself.", _outputs_distinct),
+    Law("alloc", "`alloc` defines a flat run of bytes.", _alloc_whole),
+    Law("copy", "`copy` keeps the sizes.", _copy_shapes),
+    Law("attrs", "Attributes are those of the opcode, each once, in order.", _attrs_known),
+    Law("refs", "References stay within the form's operands and params.", _refs_in_range),
+    Law("extern", "`extern` names an allowed operator and well-formed arguments.", _extern_allowed),
+)

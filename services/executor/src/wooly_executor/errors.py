@@ -1,0 +1,54 @@
+"""What can go wrong in the executor on behalf of one session. Each travels as code + message."""
+
+from __future__ import annotations
+
+
+class ExecutorError(Exception):
+    """Root. `code` and the message go to the client; no other session notices."""
+
+    code = "executor.error"
+    retryable = False
+
+
+class OutOfMemoryError(ExecutorError):
+    """The session's quota, or the device, has no room."""
+
+    code = "executor.out_of_memory"
+
+
+class BindingError(ExecutorError):
+    """A run names buffers or params that do not fit its program."""
+
+    code = "executor.binding"
+
+
+class UnknownProgramError(ExecutorError):
+    """A run names a program that this session has not defined."""
+
+    code = "executor.unknown_program"
+
+
+class OperationError(ExecutorError):
+    """An operator raised.
+
+    Attributes:
+        instruction: index in the program's body.
+    """
+
+    code = "executor.operation"
+
+    def __init__(self, message: str, instruction: int | None = None) -> None:
+        super().__init__(message)
+        self.instruction = instruction
+
+
+class PoisonedError(ExecutorError):
+    """A value is needed that an earlier, failed operation should have written."""
+
+    code = "executor.operation"
+
+
+class AdmissionError(ExecutorError):
+    """A session cannot be opened."""
+
+    code = "executor.admission"

@@ -1,0 +1,1 @@
+"""Runtimes: how programs run on one kind of device."""

@@ -1,0 +1,75 @@
+"""A session's buffers: bytes that torch owns, seen through whatever view an instruction wants."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wooly_executor.runtime.torch_private import reinterpret
+from wooly_wis.dtypes import DType
+from wooly_wis.program import View
+
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    DType.BOOL: torch.bool,
+    DType.U8: torch.uint8,
+    DType.I8: torch.int8,
+    DType.I16: torch.int16,
+    DType.I32: torch.int32,
+    DType.I64: torch.int64,
+    DType.U16: torch.uint16,
+    DType.U32: torch.uint32,
+    DType.U64: torch.uint64,
+    DType.F16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    DType.F32: torch.float32,
+    DType.F64: torch.float64,
+    DType.C32: torch.complex32,
+    DType.C64: torch.complex64,
+    DType.C128: torch.complex128,
+    DType.F8E4M3FN: torch.float8_e4m3fn,
+    DType.F8E5M2: torch.float8_e5m2,
+    DType.F8E4M3FNUZ: torch.float8_e4m3fnuz,
+    DType.F8E5M2FNUZ: torch.float8_e5m2fnuz,
+    DType.F8E8M0FNU: torch.float8_e8m0fnu,
+}
+WIS_DTYPE: dict[torch.dtype, DType] = {v: k for k, v in TORCH_DTYPE.items()}
+
+
+class Buffer:
+    """One buffer of one session.
+
+    Attributes:
+        nbytes: size that the session is charged for.
+        base: a tensor on the buffer's storage, with storage offset 0; None while the content is poisoned.
+        view: the view that `base` is of, where it is the result of an operator, so that the same view costs nothing.
+        poison: why the content is missing.
+    """
+
+    __slots__ = ("base", "nbytes", "poison", "view")
+
+    def __init__(self, nbytes: int, base: Tensor | None, view: View | None = None, poison: str = "") -> None:
+        self.nbytes = nbytes
+        self.base = base
+        self.view = view
+        self.poison = poison
+
+
+def as_view(base: Tensor, view: View) -> Tensor:
+    """The tensor that `view` describes, on the storage of `base` (whose offset is 0)."""
+    dtype = TORCH_DTYPE[view.dtype]
+    if base.dtype is dtype:
+        return reinterpret(base, view.sizes, view.strides, view.offset // dtype.itemsize)
+    return torch.empty(0, dtype=dtype).set_(
+        base.untyped_storage(), view.offset // dtype.itemsize, view.sizes, view.strides
+    )
+
+
+def zeroed(nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Fresh memory that holds no other session's bytes."""
+    return torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype)
+
+
+def bytes_of(base: Tensor, offset: int, nbytes: int) -> memoryview:
+    """The memory of a buffer, writable."""
+    flat = torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), offset, (nbytes,), (1,))
+    return memoryview(flat.numpy())

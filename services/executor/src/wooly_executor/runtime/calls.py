@@ -1,0 +1,137 @@
+"""How an `extern` instruction becomes a Python call: operator, argument template, params, results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import is_allowed
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Symbol
+
+_MASK = (1 << 64) - 1
+
+
+def operator(form: Form) -> torch._ops.OpOverload:
+    """The overload that an `extern` names.
+
+    Raises:
+        OperationError: it is not allowed, or this library does not have it.
+    """
+    name = form.attr("name")
+    if not isinstance(name, str) or not is_allowed(name):
+        raise OperationError(f"operator {name!r} is not in the allow-list")
+    _, packet_name, overload = name.split(".")
+    op = getattr(getattr(torch.ops.aten, packet_name, None), overload, None)
+    if not isinstance(op, torch._ops.OpOverload):
+        raise OperationError(f"this executor's library (torch {torch.__version__}) has no operator {name}")
+    return op
+
+
+def mix(seed: int, offset: int) -> int:
+    """One 64-bit seed from a (seed, offset) pair: SplitMix64 (Steele, Lea, Flood 2014), twice."""
+
+    def splitmix(z: int) -> int:
+        z = (z + 0x9E3779B97F4A7C15) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    return splitmix(splitmix(seed & _MASK) ^ (offset & _MASK))
+
+
+def constant(value: Attr) -> Any:
+    """The Python value of a constant attribute."""
+    if isinstance(value, DType):
+        return TORCH_DTYPE[value]
+    if isinstance(value, Symbol):
+        if value.kind == "device":
+            return torch.device("cpu")
+        if value.kind in ("layout", "memory_format"):
+            found = getattr(torch, value.name, None)
+            if isinstance(found, (torch.layout, torch.memory_format)):
+                return found
+        raise OperationError(f"unknown symbol {value.kind}:{value.name}")
+    return value
+
+
+def refers(value: Attr) -> bool:
+    """Whether an attribute mentions an operand or a param."""
+    if isinstance(value, (OperandRef, ParamRef)):
+        return True
+    return isinstance(value, tuple) and any(refers(v) for v in value)
+
+
+Fill = Callable[[list[Any], list[Any]], Any]
+
+
+def filler(value: Attr, registers: dict[int, int], first_param: int, typed: dict[int, torch.dtype]) -> Fill:
+    """A function of (registers, params) that gives the value of an attribute.
+
+    Args:
+        value: the attribute.
+        registers: register of each operand.
+        first_param: index, in the run's params, of the instruction's first one.
+        typed: params that become 0-dimensional tensors, with their dtype.
+    """
+    if isinstance(value, OperandRef):
+        register = registers[value.index]
+        return lambda r, p: r[register]
+    if isinstance(value, ParamRef):
+        index = first_param + value.index
+        dtype = typed.get(value.index)
+        if dtype is not None:
+            return lambda r, p: torch.tensor(p[index], dtype=dtype)
+        return lambda r, p: p[index]
+    if isinstance(value, tuple):
+        if not refers(value):
+            fixed = [constant_tree(v) for v in value]
+            return lambda r, p: fixed
+        if all(isinstance(v, OperandRef) for v in value):
+            indices = [registers[v.index] for v in value if isinstance(v, OperandRef)]
+            return lambda r, p: [r[i] for i in indices]
+        parts = [filler(v, registers, first_param, typed) for v in value]
+        return lambda r, p: [f(r, p) for f in parts]
+    fixed_value = constant(value)
+    return lambda r, p: fixed_value
+
+
+def constant_tree(value: Attr) -> Any:
+    """Like `constant`, with nested tuples as lists."""
+    if isinstance(value, tuple):
+        return [constant_tree(v) for v in value]
+    return constant(value)
+
+
+def typed_params(form: Form) -> dict[int, torch.dtype]:
+    """Params of a form that stand for 0-dimensional tensors."""
+    typed: dict[int, torch.dtype] = {}
+    scalars = form.attr("scalars")
+    if isinstance(scalars, tuple):
+        for item in scalars:
+            if isinstance(item, tuple) and len(item) == 2:
+                ref, dtype = item
+                if isinstance(ref, ParamRef) and isinstance(dtype, DType):
+                    typed[ref.index] = TORCH_DTYPE[dtype]
+    return typed
+
+
+def split_kwargs(form: Form) -> tuple[tuple[Attr, ...], tuple[tuple[str, Attr], ...]]:
+    """Positional and keyword attributes of an `extern`.
+
+    Raises:
+        OperationError: they are not of that shape.
+    """
+    args, kwargs = form.attr("args", ()), form.attr("kwargs", ())
+    pairs: list[tuple[str, Attr]] = []
+    if not isinstance(args, tuple) or not isinstance(kwargs, tuple):
+        raise OperationError("extern: args and kwargs must be tuples")
+    for item in kwargs:
+        if not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str):
+            raise OperationError("extern: kwargs must be (name, value) pairs")
+        pairs.append((item[0], item[1]))
+    return args, tuple(pairs)

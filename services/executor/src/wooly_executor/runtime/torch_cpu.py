@@ -1,0 +1,515 @@
+"""The CPU runtime: torch is its library, on torch's own memory. Tier 0: instruction by instruction, prepared once per program.
+
+A prepared program is a flat list of steps over registers. Operators' results are adopted as buffers without a copy; a buffer that
+is allocated and freed inside the program never becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, zeroed
+from wooly_executor.runtime.calls import (
+    constant_tree,
+    filler,
+    mix,
+    operator,
+    refers,
+    split_kwargs,
+    typed_params,
+)
+from wooly_executor.runtime.fast_bindings import FAST
+from wooly_executor.runtime.protocol import Outcome
+from wooly_wis.program import Form, OperandRef, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
+
+
+class _Frame:
+    """The state of one run."""
+
+    __slots__ = ("bases", "bindings", "buffers", "outcome", "params", "registers")
+
+    def __init__(self, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> None:
+        self.buffers = buffers
+        self.bindings = bindings
+        self.params = params
+        self.registers: list[Any] = []
+        self.bases: list[Any] = []
+        self.outcome = Outcome()
+
+
+Step = Callable[[_Frame], None]
+
+
+@dataclass(slots=True)
+class PreparedProgram:
+    """A program as steps.
+
+    Attributes:
+        steps: what to do, in order.
+        owner: per step, the instruction that it belongs to.
+        kept: (slot, register, view, nbytes) of buffers that the program leaves behind, adopted from a register.
+        made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
+        dropped: slots bound from outside that the program frees.
+        writes: per instruction, the slots that it writes.
+        peak: bytes that the program allocates.
+    """
+
+    program: Program
+    facts: ProgramFacts
+    steps: list[Step] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    n_registers: int = 0
+    kept: list[tuple[int, int, View, int]] = field(default_factory=list)
+    made: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    writes: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class TorchCpuRuntime:
+    """Executes WIS with torch on the CPU."""
+
+    def facts(self) -> dict[str, Any]:
+        """What `torch.cuda.get_device_properties` is answered from."""
+        return {
+            "name": _cpu_name(),
+            "vendor": "cpu",
+            "runtime": "torch-cpu",
+            "total_memory": psutil.virtual_memory().total,
+            "cores": torch.get_num_threads(),
+            "torch_version": torch.__version__.split("+")[0],
+        }
+
+    def allocate(self, nbytes: int) -> Buffer:
+        """Zeroed memory."""
+        return Buffer(nbytes, zeroed(nbytes))
+
+    def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
+        """Lay out the steps of a verified program.
+
+        Raises:
+            OperationError: an operator is not available here.
+        """
+        return _Preparation(program, facts).finish()
+
+    def run(
+        self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> Outcome:
+        """See `Runtime.run`."""
+        frame = _Frame(buffers, bindings, params)
+        frame.registers = registers = [None] * prepared.n_registers
+        frame.bases = bases = [None] * len(bindings)
+        i = -1
+        try:
+            for i, step in enumerate(prepared.steps):  # noqa: B007 - the failing step's index is used below
+                step(frame)
+        except Exception as e:
+            self._fail(prepared, frame, i, e)
+        else:
+            for slot, register, view, nbytes in prepared.kept:
+                buffers[bindings[slot]] = Buffer(nbytes, registers[register], view)
+            for slot, nbytes in prepared.made:
+                buffers[bindings[slot]] = Buffer(nbytes, bases[slot])
+        for slot in prepared.dropped:
+            buffers.pop(bindings[slot], None)
+        return frame.outcome
+
+    def _fail(self, prepared: PreparedProgram, frame: _Frame, step: int, cause: Exception) -> None:
+        """Report the failure and poison what the rest of the program should have written."""
+        outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
+        outcome.failed_at = at = prepared.owner[step] if step >= 0 else 0
+        if isinstance(cause, PoisonedError):
+            outcome.error = str(cause)
+        elif isinstance(cause, (RuntimeError, OperationError)):
+            outcome.error = str(cause)
+        else:
+            outcome.error = f"{type(cause).__name__}: {cause}"
+        lost = {slot for writes in prepared.writes[at:] for slot in writes}
+        for slot in lost:
+            buffer = buffers.get(bindings[slot])
+            if buffer is not None and prepared.facts.slot_alloc[slot] is None:
+                buffer.base, buffer.view, buffer.poison = None, None, outcome.error
+        for slot, register, view, nbytes in prepared.kept:
+            base = frame.registers[register] if slot not in lost else None
+            poison = "" if base is not None else outcome.error
+            buffers[bindings[slot]] = Buffer(nbytes, base, view if base is not None else None, poison)
+        for slot, nbytes in prepared.made:
+            base = frame.bases[slot] if slot not in lost else None
+            buffers[bindings[slot]] = Buffer(nbytes, base, None, "" if base is not None else outcome.error)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo") as f:
+            for line in f:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor() or "CPU"
+    return platform.processor() or f"CPU ({os.cpu_count()} cores)"
+
+
+class _Preparation:
+    """Builds the steps of one program."""
+
+    def __init__(self, program: Program, facts: ProgramFacts) -> None:
+        self.out = PreparedProgram(program, facts)
+        self._register_of: dict[tuple[int, View], int] = {}
+        self._adopted: dict[int, tuple[int, View]] = {}
+        self._based: set[int] = set()
+        self._first_param = 0
+
+    def finish(self) -> PreparedProgram:
+        out, facts = self.out, self.out.facts
+        self._first_use = self._first_uses()
+        for i, instruction in enumerate(out.program.body):
+            form = out.program.forms[instruction.form]
+            before = len(out.steps)
+            self._instruction(i, form, instruction.slots)
+            out.owner += [i] * (len(out.steps) - before)
+            out.writes.append(
+                tuple([s for o, s in zip(form.operands, instruction.slots, strict=True) if o.role is not Role.IN])
+            )
+            self._first_param += len(form.params)
+        for slot, nbytes in enumerate(facts.slot_alloc):
+            if nbytes is None:
+                if facts.slot_freed[slot]:
+                    out.dropped.append(slot)
+            elif not facts.slot_freed[slot]:
+                adopted = self._adopted.get(slot)
+                if adopted is not None:
+                    out.kept.append((slot, *adopted, nbytes))
+                elif slot in self._based:
+                    out.made.append((slot, nbytes))
+        return out
+
+    def _first_uses(self) -> dict[int, tuple[int, int]]:
+        """For every slot that the program allocates: instruction and operand of its first use after the alloc."""
+        program = self.out.program
+        first: dict[int, tuple[int, int]] = {}
+        for i, instruction in enumerate(program.body):
+            if program.forms[instruction.form].opcode == "alloc":
+                continue
+            for k, slot in enumerate(instruction.slots):
+                first.setdefault(slot, (i, k))
+        return first
+
+    # -- operands ----------------------------------------------------------------------------------------------------
+
+    def _new_register(self) -> int:
+        self.out.n_registers += 1
+        return self.out.n_registers - 1
+
+    def _operand(self, slot: int, view: View) -> int:
+        """The register that holds this view, with a step that fills it if it is the first to ask."""
+        known = self._register_of.get((slot, view))
+        if known is not None:
+            return known
+        register = self._register_of[slot, view] = self._new_register()
+        adopted = self._adopted.get(slot)
+        if adopted is not None:
+            source = adopted[0]
+
+            def from_register(f: _Frame) -> None:
+                f.registers[register] = as_view(f.registers[source], view)
+
+            self.out.steps.append(from_register)
+        elif slot in self._based:
+
+            def from_base(f: _Frame) -> None:
+                f.registers[register] = as_view(f.bases[slot], view)
+
+            self.out.steps.append(from_base)
+        else:
+
+            def from_buffer(f: _Frame) -> None:
+                buffer = f.buffers[f.bindings[slot]]
+                base = buffer.base
+                if base is None:
+                    raise PoisonedError(buffer.poison)
+                f.registers[register] = base if buffer.view == view else as_view(base, view)
+
+            self.out.steps.append(from_buffer)
+        return register
+
+    def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype) -> None:
+        self._based.add(slot)
+
+        def make(f: _Frame) -> None:
+            f.bases[slot] = zeroed(nbytes, dtype)
+
+        self.out.steps.append(make)
+
+    # -- instructions ------------------------------------------------------------------------------------------------
+
+    def _instruction(self, index: int, form: Form, slots: tuple[int, ...]) -> None:
+        if form.opcode == "alloc":
+            self._alloc(slots[0])
+        elif form.opcode == "free":
+            self._free(slots[0])
+        elif form.opcode == "copy":
+            src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+
+            def copy(f: _Frame) -> None:
+                f.registers[dst].copy_(f.registers[src])
+
+            self.out.steps.append(copy)
+        elif form.opcode == "fill":
+            to = self._operand(slots[0], _known(form.operands[0].view))
+            value = filler(form.attr("value"), {}, self._first_param, {})
+
+            def fill(f: _Frame) -> None:
+                f.registers[to].fill_(value(f.registers, list(f.params)))
+
+            self.out.steps.append(fill)
+        elif form.opcode == "extern":
+            self._extern(index, form, slots)
+        else:
+            raise OperationError(f"opcode {form.opcode!r} has no implementation in this runtime")
+
+    def _alloc(self, slot: int) -> None:
+        facts, program = self.out.facts, self.out.program
+        nbytes = facts.slot_alloc[slot]
+        assert nbytes is not None
+        first = self._first_use.get(slot)
+        dtype = torch.uint8
+        if first is not None:
+            form = program.forms[program.body[first[0]].form]
+            operand = form.operands[first[1]]
+            view = operand.view
+            if view is not None:
+                whole = view.offset == 0 and view.end == nbytes
+                if form.opcode == "extern" and operand.role is Role.OUT and whole:
+                    return  # the operator's result will be the buffer
+                if nbytes % view.dtype.itemsize == 0:
+                    dtype = TORCH_DTYPE[view.dtype]
+        self._make_base(slot, nbytes, dtype)
+
+    def _free(self, slot: int) -> None:
+        registers = [r for (s, _), r in self._register_of.items() if s == slot]
+        based = slot in self._based
+        if not registers and not based:
+            return
+
+        def free(f: _Frame) -> None:
+            for r in registers:
+                f.registers[r] = None
+            if based:
+                f.bases[slot] = None
+
+        self.out.steps.append(free)
+
+    def _extern(self, index: int, form: Form, slots: tuple[int, ...]) -> None:
+        op = operator(form)
+        mutable = op._schema.is_mutable
+        args, kwargs = split_kwargs(form)
+        registers: dict[int, int] = {}
+        results: list[int] = []
+        for k, operand in enumerate(form.operands):
+            if operand.role is Role.OUT and not mutable:
+                results.append(k)
+            else:
+                registers[k] = self._operand(slots[k], _known(operand.view))
+        call = _call(form, op, args, kwargs, registers, self._first_param)
+        rng = form.attr("rng")
+        if isinstance(rng, tuple):
+            call = _seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)])
+        if not results:
+            self.out.steps.append(lambda f: _drop(call(f)))
+        elif any(form.operands[k].view is None for k in results):
+            self._dynamic(call, [slots[k] for k in results])
+        else:
+            self._results(call, [(slots[k], _known(form.operands[k].view)) for k in results])
+
+    def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
+        def run(f: _Frame) -> None:
+            result = call(f)
+            flat = list(result) if isinstance(result, (list, tuple)) else [result]
+            if not all(t is None or isinstance(t, Tensor) for t in flat):
+                f.outcome.values = flat
+                return
+            if len(flat) != len(slots):
+                raise OperationError(f"{len(flat)} results where {len(slots)} were announced")
+            for slot, t in zip(slots, flat, strict=True):
+                f.outcome.outputs.append(_adopt_dynamic(f, slot, t))
+
+        self.out.steps.append(run)
+
+    def _results(self, call: Callable[[_Frame], Any], outs: list[tuple[int, View]]) -> None:
+        facts = self.out.facts
+        targets: list[tuple[int, View, bool]] = []
+        for slot, view in outs:
+            nbytes = facts.slot_alloc[slot]
+            fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
+            if fresh:
+                register = self._new_register()
+                self._register_of[slot, view] = register
+                self._adopted[slot] = (register, view)
+            else:
+                register = self._operand(slot, view)
+            targets.append((register, view, fresh))
+        if len(targets) == 1 and targets[0][2]:
+            register, view, _ = targets[0]
+            trusted = False
+
+            def adopt(f: _Frame) -> None:
+                nonlocal trusted
+                t = call(f)
+                if not trusted:
+                    checked = _adoptable(t, view, f)
+                    trusted = checked is t
+                    t = checked
+                f.registers[register] = t
+
+            self.out.steps.append(adopt)
+            return
+
+        def adopt_all(f: _Frame) -> None:
+            result = call(f)
+            flat = [t for t in result if t is not None] if isinstance(result, (list, tuple)) else [result]
+            if len(flat) != len(targets):
+                raise OperationError(f"{len(flat)} results where {len(targets)} were announced")
+            for t, (register, view, fresh) in zip(flat, targets, strict=True):
+                if fresh:
+                    f.registers[register] = _adoptable(t, view, f)
+                else:
+                    f.registers[register].copy_(t)
+
+        self.out.steps.append(adopt_all)
+
+
+def _drop(_: Any) -> None:
+    """An in-place operator's return value is its argument."""
+
+
+def _known(view: View | None) -> View:
+    if view is None:
+        raise OperationError("an operand without a view where one is needed")
+    return view
+
+
+def _adoptable(t: Any, view: View, f: _Frame) -> Tensor:
+    """`t` itself if it can be the buffer that `view` describes, else a copy that can."""
+    if not isinstance(t, Tensor):
+        raise OperationError(f"the operator returned a {type(t).__name__} where a tensor was announced")
+    if tuple(t.shape) != view.sizes:
+        raise OperationError(f"the result has shape {list(t.shape)}, announced was {list(view.sizes)}")
+    dtype = TORCH_DTYPE[view.dtype]
+    if (
+        t.dtype is dtype
+        and t.stride() == view.strides
+        and t.storage_offset() == 0
+        and not t.is_conj()
+        and not t.is_neg()
+        and not any(isinstance(r, Tensor) and r.is_set_to(t) or _shares(r, t) for r in f.registers)
+    ):
+        return t
+    own = as_view(zeroed(view.end, dtype), view)
+    own.copy_(t)
+    return own
+
+
+def _shares(r: Any, t: Tensor) -> bool:
+    return isinstance(r, Tensor) and r.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() and t.numel() > 0
+
+
+def _adopt_dynamic(f: _Frame, slot: int, t: Tensor | None) -> dict[str, Any] | None:
+    if t is None:
+        return None
+    if t.is_conj() or t.is_neg() or t.storage_offset() or any(_shares(r, t) for r in f.registers):
+        t = t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    view = View(WIS_DTYPE[t.dtype], tuple(t.shape), tuple(t.stride()), 0)
+    nbytes = view.end
+    f.buffers[f.bindings[slot]] = Buffer(nbytes, t, view)
+    return {
+        "dtype": view.dtype.label,
+        "sizes": list(view.sizes),
+        "strides": list(view.strides),
+        "offset": 0,
+        "nbytes": nbytes,
+    }
+
+
+def _seeded(call: Callable[[_Frame], Any], pair: list[int]) -> Callable[[_Frame], Any]:
+    seed, offset = pair
+
+    def run(f: _Frame) -> Any:
+        # torch takes seeds of 64 bits signed or unsigned; the generator is this process's own, set before every draw.
+        torch.default_generator.manual_seed(mix(f.params[seed], f.params[offset]) >> 1)
+        return call(f)
+
+    return run
+
+
+def _call(
+    form: Form,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    registers: dict[int, int],
+    first_param: int,
+) -> Callable[[_Frame], Any]:
+    """A function of the frame that calls the operator, as short as its arguments allow."""
+    fn = FAST.get(str(op), op._op)
+    typed = typed_params(form)
+    if not any(refers(v) for _, v in kwargs) and not typed:
+        n = 0
+        while n < len(args) and isinstance(args[n], OperandRef):
+            n += 1
+        if n and not any(refers(a) for a in args[n:]):
+            return _plain_call(fn, [registers[a.index] for a in args[:n]], args[n:], kwargs)
+    fills = [filler(a, registers, first_param, typed) for a in args]
+    named = [(k, filler(v, registers, first_param, typed)) for k, v in kwargs]
+    if len(fills) == 2 and not named:
+        first, second = fills
+
+        def two(f: _Frame) -> Any:
+            r, p = f.registers, f.params
+            return fn(first(r, p), second(r, p))  # type: ignore[arg-type]
+
+        return two
+
+    def general(f: _Frame) -> Any:
+        r, p = f.registers, f.params
+        return fn(*[g(r, p) for g in fills], **{k: g(r, p) for k, g in named})  # type: ignore[arg-type]
+
+    return general
+
+
+def _plain_call(
+    fn: Callable[..., Any], operands: list[int], rest: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]
+) -> Callable[[_Frame], Any]:
+    tail = [constant_tree(a) for a in rest]
+    named = {k: constant_tree(v) for k, v in kwargs}
+    if named:
+        return lambda f: fn(*[f.registers[i] for i in operands], *tail, **named)
+    if len(operands) == 1:
+        (a,) = operands
+        if not tail:
+            return lambda f: fn(f.registers[a])
+        return lambda f: fn(f.registers[a], *tail)
+    if len(operands) == 2:
+        a, b = operands
+        if not tail:
+
+            def two(f: _Frame) -> Any:
+                r = f.registers
+                return fn(r[a], r[b])
+
+            return two
+
+        def two_and_tail(f: _Frame) -> Any:
+            r = f.registers
+            return fn(r[a], r[b], *tail)
+
+        return two_and_tail
+    return lambda f: fn(*[f.registers[i] for i in operands], *tail)

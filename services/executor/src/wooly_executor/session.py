@@ -1,0 +1,189 @@
+"""One client's world on this device: its buffers, its programs, its first unreported error, its counters.
+
+Everything is named by the session's own ids, so no request can reach another session's bytes. Owned by the device loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from wooly_bus.channel import Connection
+from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
+from wooly_executor.programs import ProgramStore, ReadyProgram
+from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
+from wooly_executor.runtime.protocol import Outcome, Runtime
+from wooly_wis.frames import Run
+
+#: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
+PROGRAMS_KEPT = 1100
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The first thing that went wrong since the client was last answered."""
+
+    code: str
+    message: str
+    seq: int
+    instruction: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Payload of an ERROR frame."""
+        return {"code": self.code, "message": self.message, "seq": self.seq, "instruction": self.instruction}
+
+
+@dataclass(slots=True)
+class Counters:
+    """What a session has done."""
+
+    programs: int = 0
+    instructions: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    peak_bytes: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """State of one session.
+
+    Attributes:
+        id: session id.
+        token: what the client must show.
+        quota: bytes it may hold.
+        bytes: bytes it holds.
+        queue: frames received and not yet processed, as (seq, kind, payload).
+    """
+
+    id: str
+    token: str
+    quota: int
+    store: ProgramStore
+    runtime: Runtime
+    conn: Connection | None = None
+    bytes: int = 0
+    buffers: dict[int, Buffer] = field(default_factory=dict)
+    queue: deque[tuple[int, int, Any]] = field(default_factory=deque)
+    queued_bytes: int = 0
+    failure: Failure | None = None
+    counters: Counters = field(default_factory=Counters)
+    programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def define(self, raw: bytes) -> None:
+        """Take a program's definition."""
+        ready = self.store.define(raw)
+        self.programs[ready.digest] = ready
+        self.programs.move_to_end(ready.digest)
+        if len(self.programs) > PROGRAMS_KEPT:
+            self.programs.popitem(last=False)
+
+    def run(self, run: Run, seq: int) -> Outcome:
+        """Run one program and free what the client says is dead.
+
+        Raises:
+            ExecutorError: it could not be started; nothing was executed, but the frees are done.
+        """
+        try:
+            ready = self.programs.get(run.digest)
+            if ready is None:
+                raise UnknownProgramError(f"this session has not defined the program {run.digest.hex()[:16]}")
+            self.programs.move_to_end(run.digest)
+            params = ready.unpack_params(run.params)
+            self._check_bindings(ready, run.bindings)
+            before = self.bytes
+            freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
+            outcome = self.runtime.run(ready.prepared, self.buffers, run.bindings, params)
+            self.bytes += ready.facts.kept_bytes - freed
+            for slot in ready.dynamic:
+                made = self.buffers.get(run.bindings[slot])
+                self.bytes += made.nbytes if made is not None else 0
+        finally:
+            for buffer in run.frees:
+                self.free(buffer)
+        self._account(before, ready)
+        self.counters.programs += 1
+        self.counters.instructions += len(ready.prepared.program.body)
+        if outcome.failed_at is not None:
+            self.fail("executor.operation", outcome.error, seq, outcome.failed_at)
+        return outcome
+
+    def _check_bindings(self, ready: ReadyProgram, bindings: list[int]) -> None:
+        facts = ready.facts
+        if len(bindings) != len(facts.slot_bytes):
+            raise BindingError(f"{len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
+        if len(set(bindings)) != len(bindings):
+            raise BindingError("one buffer is bound to two slots")
+        buffers = self.buffers
+        dynamic = ready.dynamic
+        for slot, (buffer, need, size) in enumerate(zip(bindings, facts.slot_bytes, facts.slot_alloc, strict=True)):
+            known = buffers.get(buffer)
+            if size is not None or slot in dynamic:
+                if known is not None:
+                    raise BindingError(f"buffer {buffer} is allocated again")
+            elif known is None:
+                raise BindingError(f"buffer {buffer} does not exist")
+            elif known.nbytes < need:
+                raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
+        if self.bytes + facts.alloc_bytes > self.quota and self.bytes + facts.kept_bytes > self.quota:
+            raise OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {_mib(facts.alloc_bytes)}. The session's quota is "
+                f"{_mib(self.quota)} of which {_mib(self.quota - self.bytes)} is free."
+            )
+
+    def _account(self, before: int, ready: ReadyProgram) -> None:
+        self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.facts.alloc_bytes)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def free(self, buffer: int) -> None:
+        """Forget a buffer; unknown ids are ignored (a failed program may never have made it)."""
+        gone = self.buffers.pop(buffer, None)
+        if gone is not None:
+            self.bytes -= gone.nbytes
+
+    def memory(self, buffer: int, offset: int, nbytes: int, *, writing: bool) -> memoryview:
+        """The bytes of a buffer, for reading or for being written in place.
+
+        Raises:
+            ExecutorError: no such buffer, out of its bounds, or its content was lost to a failed operation.
+        """
+        known = self.buffers.get(buffer)
+        if known is None:
+            raise BindingError(f"buffer {buffer} does not exist")
+        if offset + nbytes > known.nbytes:
+            raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
+        if known.base is None:
+            if not writing or nbytes != known.nbytes:
+                raise PoisonedError(known.poison)
+            known.base, known.poison = zeroed(known.nbytes), ""
+        return bytes_of(known.base, offset, nbytes)
+
+    # -- errors ------------------------------------------------------------------------------------------------------
+
+    def fail(self, code: str, message: str, seq: int, instruction: int | None = None) -> None:
+        """Keep the first failure until the client is answered."""
+        if self.failure is None:
+            self.failure = Failure(code, message, seq, instruction)
+
+    def take_failure(self) -> Failure | None:
+        """The kept failure, once."""
+        failure, self.failure = self.failure, None
+        return failure
+
+    def release(self) -> None:
+        """Let go of everything."""
+        self.buffers.clear()
+        self.queue.clear()
+        self.programs.clear()
+        self.bytes = self.queued_bytes = 0
+
+
+def _mib(n: int) -> str:
+    return f"{n / (1 << 20):.2f} MiB"
+
+
+__all__ = ["Counters", "ExecutorError", "Failure", "Session"]
