@@ -1,1 +1,23 @@
-"""Wooly: "cuda" work of an ordinary PyTorch program, executed on a device elsewhere."""
+"""Wooly: the "cuda" work of an ordinary PyTorch program, executed on a device elsewhere.
+
+`enable()` opens a session and makes "cuda" live; `wooly run script.py` does it for an unmodified script.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["disable", "enable", "is_enabled", "session_stats"]
+
+if TYPE_CHECKING:
+    from wooly.api import disable, enable, is_enabled, session_stats
+
+
+def __getattr__(name: str) -> Any:
+    """Load the API, and with it torch, only when it is asked for: `wooly status` needs neither."""
+    if name in __all__:
+        from wooly import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module 'wooly' has no attribute {name!r}")

@@ -3,34 +3,209 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from wooly.device import Device, register
+from wooly.errors import NotConnectedError, WoolyError
+from wooly.facade import Facade
 from wooly.link import Link
-from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
+
+_IDLE_CHECK_S = 0.002
 
 
-class _State:
-    device: Device | None = None
-    link: Link | None = None
-    session: Any = None
-    started = 0.0
-    facts: dict[str, Any] = {}
+@dataclass
+class _Attached:
+    """The process's one session."""
+
+    device: Device
+    link: Link
+    executor_id: str
+    node: str
+    close_session: Any = None
+    started: float = field(default_factory=time.monotonic)
 
 
-_state = _State()
+_lock = threading.RLock()
+_attached: _Attached | None = None
+_facade: Facade | None = None
+_flusher: threading.Thread | None = None
 
 
-def attach(endpoint: str, session_id: str, token: str, *, flush_instructions: int = 128, where: str = "") -> Device:
-    """Connect the device to an executor's data channel. `enable` does this and everything around it."""
-    device = register(flush_instructions)
-    channel = ChannelClient.connect(Endpoint.parse(endpoint))
-    link = Link(channel, session_id, token, where or endpoint)
-    link.name_of = device.recorder.name_of
-    device.recorder.forget_session()
-    device.recorder.link = link
-    _state.device, _state.link = device, link
-    return device
+def attach(
+    endpoints: list[str],
+    session_id: str,
+    token: str,
+    *,
+    flush_instructions: int = 128,
+    flush_interval_s: float = 0.005,
+    executor_id: str = "",
+    node: str = "",
+) -> Device:
+    """Connect the device to an executor's data channel: the first of `endpoints` that answers.
+
+    Raises:
+        NotConnectedError: none does.
+    """
+    global _attached
+    with _lock:
+        if _attached is not None:
+            return _attached.device
+        device = register(flush_instructions)
+        failures = []
+        for text in endpoints:
+            endpoint = Endpoint.parse(text)
+            try:
+                link = Link(_dial(endpoint), session_id, token, f"{executor_id or 'executor'} ({endpoint})")
+            except (ChannelError, WoolyError) as e:
+                failures.append(f"{text}: {e}")
+                continue
+            break
+        else:
+            raise NotConnectedError("no endpoint of the executor could be reached:\n  " + "\n  ".join(failures))
+        recorder = device.recorder
+        link.name_of = recorder.name_of
+        with recorder.lock:
+            recorder.forget_session()
+            recorder.link = link
+        _attached = _Attached(device, link, executor_id, node)
+        _start_flusher(device, flush_interval_s)
+        return device
+
+
+def _dial(endpoint: Endpoint) -> ChannelClient:
+    if endpoint.scheme == "nats":
+        from wooly_bus.channel.tunnel import open_tunnel
+
+        return ChannelClient(open_tunnel(f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+    return ChannelClient.connect(endpoint)
+
+
+def enable(settings: Any = None) -> None:
+    """Open a session with the controller and make "cuda" mean the device that it gives.
+
+    Args:
+        settings: `wooly.settings.Settings`, or None for environment and configuration file.
+
+    Raises:
+        WoolyError: there is no controller or no executor; the message says what to start.
+    """
+    global _facade
+    with _lock:
+        if _attached is None:
+            from wooly.control import open_session
+            from wooly.settings import Settings
+
+            settings = settings or Settings()
+            opened = open_session(settings)
+            try:
+                attach(
+                    opened.endpoints,
+                    opened.session_id,
+                    opened.token,
+                    flush_instructions=settings.flush_instructions,
+                    flush_interval_s=settings.flush_interval_ms / 1e3,
+                    executor_id=opened.executor_id,
+                    node=opened.node,
+                )
+            except BaseException:
+                opened.close()
+                raise
+            assert _attached is not None
+            _attached.close_session = opened.close
+        install_facade()
+
+
+def install_facade() -> None:
+    """Make "cuda" mean the attached device."""
+    global _facade
+    with _lock:
+        if _attached is None:
+            raise NotConnectedError("no session; call wooly.enable()")
+        if _facade is None:
+            _facade = Facade(_attached.device, device_facts)
+        _facade.install()
+
+
+def disable() -> None:
+    """End the session and give "cuda" back. Tensors on the device are lost."""
+    global _attached
+    with _lock:
+        if _facade is not None:
+            _facade.uninstall()
+        attached, _attached = _attached, None
+        if attached is None:
+            return
+        recorder = attached.device.recorder
+        with recorder.lock:
+            attached.link.close()
+            recorder.forget_session()
+        if attached.close_session is not None:
+            attached.close_session()
+
+
+atexit.register(disable)
+
+
+def device_facts() -> dict[str, Any]:
+    """The executor's facts of the attached device."""
+    return _attached.link.device if _attached is not None else {}
+
+
+def session_stats() -> dict[str, Any]:
+    """What this session has done so far.
+
+    Raises:
+        NotConnectedError: there is none.
+    """
+    if _attached is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    recorder, link = _attached.device.recorder, _attached.link
+    return {
+        "executor_id": _attached.executor_id,
+        "node": _attached.node,
+        "device": link.device.get("name", ""),
+        "operations": recorder.operations,
+        "instructions": recorder.instructions,
+        "programs": recorder.programs,
+        "bytes_sent": link.bytes_sent,
+        "bytes_received": link.bytes_received,
+        "syncs": link.syncs,
+        "seconds": time.monotonic() - _attached.started,
+    }
+
+
+def _start_flusher(device: Device, interval_s: float) -> None:
+    """The timer: what is recorded reaches an idle executor within a few milliseconds, without a sync."""
+    global _flusher
+    if _flusher is not None and _flusher.is_alive():
+        return
+
+    def watch() -> None:
+        recorder = device.recorder
+        seen, quiet = -1, 0
+        while True:
+            time.sleep(interval_s if quiet < 200 else interval_s * 10)
+            quiet += 1
+            if not recorder.open or recorder.link is None:
+                continue
+            if recorder.generation != seen:
+                seen, quiet = recorder.generation, 0
+                continue
+            with recorder.lock:
+                link = recorder.link
+                if link is not None and recorder.open and recorder.generation == seen and link.poll():
+                    recorder.try_flush()
+
+    _flusher = threading.Thread(target=watch, name="wooly-flusher", daemon=True)
+    _flusher.start()
+
+
+def is_enabled() -> bool:
+    """Whether "cuda" means the Wooly device now."""
+    return _attached is not None and torch.cuda.is_available()

@@ -7,6 +7,7 @@ socket belongs to `link`.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import sys
 import threading
@@ -16,7 +17,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from wooly import storage
-from wooly.errors import NotConnectedError
+from wooly.errors import NotConnectedError, WoolyError
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
@@ -222,6 +223,11 @@ class Recorder:
         self.instructions += n
         self.programs += 1
         return seq
+
+    def try_flush(self) -> None:
+        """Flush for the timer's thread: a lost executor is reported at the next call of the user's own thread."""
+        with contextlib.suppress(WoolyError):
+            self.flush()
 
     def _abandon(self) -> None:
         storage.recycle(self._frees)
