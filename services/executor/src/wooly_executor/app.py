@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import os
 import signal
@@ -10,12 +11,19 @@ import threading
 
 import torch
 
+from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import Endpoint
+from wooly_bus.errors import BusError
+from wooly_bus.tracing import setup_tracing
+from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.settings import ExecutorSettings
 
-RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime}
+log = logging.getLogger("wooly.executor")
+RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime, "reference": ReferenceRuntime}
 
 
 def make_runtime(name: str) -> Runtime:
@@ -30,28 +38,58 @@ def make_runtime(name: str) -> Runtime:
     return runtime
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run until SIGTERM or SIGINT."""
-    parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device.")
-    parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
-    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port)")
-    parser.add_argument("--token", default="", help="with --standalone: the session's token")
-    parser.add_argument("--runtime", choices=sorted(RUNTIMES), default="cpu")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads:
-        torch.set_num_threads(int(threads))
-    loop = DeviceLoop(make_runtime(args.runtime))
-    for text in args.listen.split(","):
-        loop.listen(Endpoint.parse(text))
-    loop.open_session("standalone", args.token, None)
-    thread = threading.Thread(target=loop.run, name="device-loop", daemon=True)
-    thread.start()
+async def serve(settings: ExecutorSettings, loop: DeviceLoop, endpoints: list[str]) -> None:
+    """Be part of the control plane until a signal comes."""
+    app = ServiceApp("executor", settings.nats_url)
+    actor = ExecutorActor(settings, app, loop, endpoints)
+    async with app.running():
+        watching = asyncio.create_task(actor.watch())
+        log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
+        stopping = asyncio.create_task(until_signalled())
+        await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        watching.cancel()
+
+
+def serve_alone(loop: DeviceLoop, token: str) -> None:
+    """Serve one session without a control plane, until a signal comes."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
+    loop.call(lambda: loop.open_session("standalone", token, None)).result()
     stop.wait()
-    loop.stop()
-    thread.join(5)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run until SIGTERM or SIGINT."""
+    parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
+    parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
+    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port)")
+    parser.add_argument("--token", default="", help="with --standalone: the session's token")
+    parser.add_argument("--runtime", choices=sorted(RUNTIMES))
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    settings = ExecutorSettings()
+    setup_tracing("executor")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads:
+        torch.set_num_threads(int(threads))
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory)
+    listen = args.listen.split(",") if args.listen else settings.endpoints()
+    endpoints = [str(loop.listen(Endpoint.parse(text))) for text in listen]
+    thread = threading.Thread(target=loop.run, name="device-loop", daemon=True)
+    thread.start()
+    try:
+        if args.standalone:
+            serve_alone(loop, args.token)
+        else:
+            asyncio.run(serve(settings, loop, endpoints))
+    except BusError as e:
+        log.error("%s", e)
+        return 1
+    finally:
+        loop.stop()
+        thread.join(5)
     return 0

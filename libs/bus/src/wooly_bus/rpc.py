@@ -1,0 +1,111 @@
+"""Requests over NATS from code that is not asynchronous: the client's control connection.
+
+One daemon thread with its own event loop; nats-py alone, because FastStream would cost every `wooly run` half a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+
+from wooly_bus.envelope import decode_reply, encode
+from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError
+from wooly_wis.messages import Message
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+
+class ControlClient:
+    """A connection to NATS that can be used from any thread.
+
+    Raises:
+        BusConnectError: no server answers within `timeout` seconds.
+    """
+
+    def __init__(self, url: str, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
+        self.url = url
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
+        self._thread.start()
+        try:
+            self._nc: Client = self._await(self._connect(timeout, name), timeout + 2)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    async def _connect(self, timeout: float, name: str) -> Client:
+        async def quiet(_: Exception) -> None:
+            """Connection errors reach the caller through the request that they break."""
+
+        try:
+            return await asyncio.wait_for(
+                nats.connect(
+                    self.url,
+                    name=name,
+                    connect_timeout=max(1, int(timeout)),
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.2,
+                    allow_reconnect=True,
+                    error_cb=quiet,
+                ),
+                timeout,
+            )
+        except (OSError, TimeoutError, nats.errors.Error) as e:
+            raise BusConnectError(f"no NATS server answers at {self.url}: {str(e) or type(e).__name__}") from e
+
+    def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except concurrent.futures.TimeoutError as e:
+            future.cancel()
+            raise BusTimeoutError(f"no answer over {self.url} within {timeout:g} s") from e
+
+    def request(self, subject: str, message: Message, reply: type[M], *, timeout: float = 4.0) -> M:
+        """Ask and wait.
+
+        Raises:
+            RefusedError: the service answered with an error.
+            NoResponderError: nobody serves the subject.
+            BusTimeoutError: no answer within `timeout` seconds.
+        """
+
+        async def ask() -> M:
+            data, headers = encode(message)
+            try:
+                answer = await self._nc.request(subject, data, timeout=timeout, headers=headers)
+            except nats.errors.NoRespondersError as e:
+                raise NoResponderError(f"nobody answers {subject}") from e
+            except (TimeoutError, nats.errors.TimeoutError) as e:
+                raise BusTimeoutError(f"no answer to {subject} within {timeout:g} s") from e
+            except nats.errors.Error as e:
+                raise BusConnectError(f"the connection to {self.url} is broken: {e}") from e
+            return decode_reply(answer.data, dict(answer.headers or {}), reply)
+
+        return self._await(ask(), timeout + 2)
+
+    def close(self) -> None:
+        """Close the connection and end the thread."""
+        if self._loop.is_running():
+            try:
+                self._await(self._nc.close(), 2)
+            finally:
+                self._stop()
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(2)
+        if not self._loop.is_running():
+            self._loop.close()

@@ -1,0 +1,44 @@
+"""The only place with subject strings: ``wooly.v1.{rpc|cmd|evt}.<service>.<noun>.<verb>[.<id>]``."""
+
+from __future__ import annotations
+
+PREFIX = "wooly.v1"
+
+ROUTER_SESSION_OPEN = f"{PREFIX}.rpc.router.session.open"
+ROUTER_SESSION_RENEW = f"{PREFIX}.rpc.router.session.renew"
+ROUTER_SESSION_CLOSE = f"{PREFIX}.rpc.router.session.close"
+ROUTER_NODE_LIST = f"{PREFIX}.rpc.router.node.list"
+EXECUTOR_HEARTBEAT = f"{PREFIX}.evt.executor.node.heartbeat"
+EXECUTOR_SESSION_CLOSED = f"{PREFIX}.evt.executor.session.closed"
+
+
+def _id(value: str) -> str:
+    if not value or any(c in value for c in ".*> \t\r\n"):
+        raise ValueError(f"{value!r} cannot be part of a subject")
+    return value
+
+
+def executor_session_open(executor_id: str) -> str:
+    """Where an executor takes sessions."""
+    return f"{PREFIX}.rpc.executor.session.open.{_id(executor_id)}"
+
+
+def executor_session_renew(executor_id: str) -> str:
+    """Where an executor prolongs leases."""
+    return f"{PREFIX}.rpc.executor.session.renew.{_id(executor_id)}"
+
+
+def executor_session_close(executor_id: str) -> str:
+    """Where an executor is told to end a session."""
+    return f"{PREFIX}.rpc.executor.session.close.{_id(executor_id)}"
+
+
+def executor_tunnel(executor_id: str) -> str:
+    """Where a client asks for a byte stream to an executor's data channel."""
+    return f"{PREFIX}.rpc.executor.tunnel.open.{_id(executor_id)}"
+
+
+def template(subject: str) -> str:
+    """The subject without its id, for names that must stay few (spans, metrics)."""
+    parts = subject.split(".")
+    return ".".join(parts[:6]) if len(parts) > 6 else subject

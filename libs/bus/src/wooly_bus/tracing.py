@@ -1,0 +1,54 @@
+"""OpenTelemetry for services: one setup, bounded span names, W3C context in NATS headers.
+
+Spans are exported only where the standard OTEL_EXPORTER_OTLP_* variables say so; otherwise they cost nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+from opentelemetry import propagate, trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+from wooly_bus.subjects import template
+
+
+def setup_tracing(service: str) -> bool:
+    """Install a tracer provider if an OTLP endpoint is configured. True if it was.
+
+    Raises:
+        RuntimeError: an endpoint is configured, but the exporter package is not installed.
+    """
+    if not (os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
+        return False
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError as e:
+        raise RuntimeError(
+            "OTEL_EXPORTER_OTLP_ENDPOINT is set; install opentelemetry-exporter-otlp-proto-http to export traces"
+        ) from e
+    provider = TracerProvider(resource=Resource.create({"service.name": f"wooly-{service}"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
+    return True
+
+
+def inject(headers: dict[str, str]) -> dict[str, str]:
+    """Headers with the current trace context added."""
+    propagate.inject(headers)
+    return headers
+
+
+@contextlib.contextmanager
+def consumer_span(service: str, subject: str, headers: Mapping[str, str] | None) -> Iterator[None]:
+    """A span around the handling of one message, child of the sender's."""
+    context = propagate.extract(dict(headers or {}))
+    name = f"{template(subject)} process"
+    with trace.get_tracer(f"wooly.{service}").start_as_current_span(
+        name, context=context, kind=trace.SpanKind.CONSUMER
+    ):
+        yield

@@ -1,0 +1,138 @@
+"""The executor's side of the control plane: takes sessions, watches their leases, says that it is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from wooly_bus import subjects
+from wooly_bus.actor import Actor
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.errors import ExecutorError
+from wooly_executor.settings import ExecutorSettings
+from wooly_wis.messages import (
+    CloseSessionReply,
+    CloseSessionRequest,
+    DeviceFacts,
+    ExecutorHeartbeat,
+    HostSessionReply,
+    HostSessionRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+    SessionClosed,
+)
+
+log = logging.getLogger("wooly.executor")
+
+
+class ExecutorActor(Actor):
+    """Owns the leases of this executor's sessions; the sessions themselves belong to the device loop."""
+
+    def __init__(
+        self,
+        settings: ExecutorSettings,
+        app: ServiceApp,
+        loop: DeviceLoop,
+        endpoints: list[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__()
+        self._settings = settings
+        self._app = app
+        self._loop = loop
+        self._endpoints = tuple(endpoints)
+        self._clock = clock
+        self._leases: dict[str, tuple[float, float, str]] = {}
+        self._closed: asyncio.Queue[str] = asyncio.Queue()
+        events = asyncio.get_running_loop()
+        loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
+        self._busy_ns = 0
+        self._busy_at = clock()
+        app.serve(
+            subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session)
+        )
+        app.serve(
+            subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session)
+        )
+        app.serve(
+            subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session)
+        )
+
+    async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
+        """Take a session. Asking twice for the same one changes nothing."""
+        known = self._leases.get(request.session_id)
+        if known is None or known[2] != request.token:
+            try:
+                await asyncio.wrap_future(
+                    self._loop.call(
+                        lambda: self._loop.open_session(request.session_id, request.token, request.quota)
+                    )
+                )
+            except ExecutorError as e:
+                raise RefusedError(e.code, str(e), retryable=e.retryable) from e
+        self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
+        return HostSessionReply(endpoints=self._endpoints)
+
+    async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
+        """Prolong a lease."""
+        known = self._leases.get(request.session_id)
+        if known is None or known[2] != request.token:
+            raise RefusedError("executor.no_session", f"session {request.session_id} is not open here")
+        self._leases[request.session_id] = (self._clock() + known[1], known[1], known[2])
+        return RenewSessionReply(lease_s=known[1])
+
+    async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
+        """End a session."""
+        closed = await self._close(request.session_id, request.reason or "closed by the router")
+        return CloseSessionReply(closed=closed)
+
+    async def _close(self, session_id: str, reason: str) -> bool:
+        self._leases.pop(session_id, None)
+        return await asyncio.wrap_future(self._loop.call(lambda: self._loop.close_session(session_id, reason)))
+
+    async def watch(self) -> None:
+        """Heartbeats and lapsed leases, for ever."""
+        await asyncio.gather(self._beat(), self._report_closed())
+
+    async def _beat(self) -> None:
+        while True:
+            now = self._clock()
+            for session_id, (until, lease, _) in list(self._leases.items()):
+                if now > until:
+                    log.warning("session %s: its lease of %.0f s lapsed", session_id, lease)
+                    await self._close(session_id, "the session's lease lapsed")
+            await self._app.publish(subjects.EXECUTOR_HEARTBEAT, await self.heartbeat())
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def heartbeat(self) -> ExecutorHeartbeat:
+        """What this executor says of itself now."""
+        sessions = await asyncio.wrap_future(
+            self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()])
+        )
+        now, busy = self._clock(), self._loop.busy_ns
+        share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
+        self._busy_ns, self._busy_at = busy, now
+        return ExecutorHeartbeat(
+            executor_id=self._settings.id,
+            node=self._settings.node,
+            pid=os.getpid(),
+            device=DeviceFacts(**{**self._loop.runtime.facts(), "total_memory": self._loop.memory}),
+            endpoints=self._endpoints,
+            sessions=tuple([s for s, _ in sessions]),
+            memory_used=sum(b for _, b in sessions),
+            utilization=min(1.0, max(0.0, share)),
+        )
+
+    async def _report_closed(self) -> None:
+        while True:
+            session_id = await self._closed.get()
+            self._leases.pop(session_id, None)
+            await self._app.publish(
+                subjects.EXECUTOR_SESSION_CLOSED,
+                SessionClosed(session_id=session_id, executor_id=self._settings.id),
+            )

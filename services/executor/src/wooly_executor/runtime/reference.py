@@ -1,0 +1,165 @@
+"""The reference runtime: WIS read literally, one instruction at a time, nothing prepared, nothing shared, nothing clever.
+
+It is the living definition of the instruction set and the oracle of the other runtimes' tests. Slow by design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
+from wooly_executor.runtime.calls import constant, mix, operator, split_kwargs, typed_params
+from wooly_executor.runtime.protocol import Outcome
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
+
+
+@dataclass(frozen=True, slots=True)
+class LiteralProgram:
+    """A program as it is."""
+
+    program: Program
+    facts: ProgramFacts
+    dropped: tuple[int, ...]
+
+
+class ReferenceRuntime(TorchCpuRuntime):
+    """Executes every instruction by its definition: read operands as views, compute, copy into the destination views."""
+
+    def facts(self) -> dict[str, Any]:
+        """As the CPU's, under its own name."""
+        return super().facts() | {"runtime": "reference"}
+
+    def prepare(self, program: Program, facts: ProgramFacts) -> Any:
+        """Nothing to prepare, but unknown operators are found before anything runs."""
+        for form in program.forms:
+            if form.opcode == "extern":
+                operator(form)
+        dropped = [s for s, gone in enumerate(facts.slot_freed) if gone and facts.slot_alloc[s] is None]
+        return LiteralProgram(program, facts, tuple(dropped))
+
+    def run(
+        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> Outcome:
+        """See `Runtime.run`."""
+        outcome = Outcome()
+        at = 0
+        for index, instruction in enumerate(prepared.program.body):
+            form = prepared.program.forms[instruction.form]
+            ids = [bindings[s] for s in instruction.slots]
+            mine = params[at : at + len(form.params)]
+            at += len(form.params)
+            if outcome.failed_at is None or form.opcode == "free":
+                try:
+                    self._execute(form, ids, mine, buffers, outcome)
+                    continue
+                except Exception as e:
+                    outcome.failed_at = index
+                    plain = isinstance(e, (RuntimeError, OperationError, PoisonedError))
+                    outcome.error = str(e) if plain else f"{type(e).__name__}: {e}"
+            self._poison(form, ids, buffers, outcome.error)
+        return outcome
+
+    def _poison(self, form: Form, ids: list[int], buffers: dict[int, Buffer], why: str) -> None:
+        for operand, buffer in zip(form.operands, ids, strict=True):
+            if form.opcode == "alloc" and operand.view is not None:
+                buffers[buffer] = Buffer(operand.view.end, None, None, why)
+            elif operand.role is not Role.IN and buffer in buffers:
+                lost = buffers[buffer]
+                lost.base, lost.view, lost.poison = None, None, why
+
+    def _execute(
+        self, form: Form, ids: list[int], params: Sequence[Any], buffers: dict[int, Buffer], outcome: Outcome
+    ) -> None:
+        if form.opcode == "alloc":
+            view = form.operands[0].view
+            assert view is not None
+            buffers[ids[0]] = Buffer(view.end, zeroed(view.end))
+            return
+        if form.opcode == "free":
+            buffers.pop(ids[0], None)
+            return
+
+        def tensor(k: int) -> Tensor:
+            view = form.operands[k].view
+            assert view is not None
+            buffer = buffers[ids[k]]
+            if buffer.base is None:
+                raise PoisonedError(buffer.poison)
+            return as_view(buffer.base, view)
+
+        if form.opcode == "copy":
+            tensor(1).copy_(tensor(0))
+        elif form.opcode == "fill":
+            tensor(0).fill_(self._value(form.attr("value"), [], params, {}))
+        elif form.opcode == "extern":
+            self._extern(form, ids, params, buffers, tensor, outcome)
+        else:
+            raise OperationError(f"opcode {form.opcode!r} has no implementation in this runtime")
+
+    def _extern(
+        self,
+        form: Form,
+        ids: list[int],
+        params: Sequence[Any],
+        buffers: dict[int, Buffer],
+        tensor: Any,
+        outcome: Outcome,
+    ) -> None:
+        op = operator(form)
+        results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT and not op._schema.is_mutable]
+        operands = [None if k in results else tensor(k) for k in range(len(form.operands))]
+        args, kwargs = split_kwargs(form)
+        typed = typed_params(form)
+        rng = form.attr("rng")
+        if isinstance(rng, tuple):
+            pair = [params[r.index] for r in rng if isinstance(r, ParamRef)]
+            torch.default_generator.manual_seed(mix(*pair) >> 1)
+        value = op(
+            *[self._value(a, operands, params, typed) for a in args],
+            **{k: self._value(v, operands, params, typed) for k, v in kwargs},
+        )
+        if not results:
+            return
+        flat = list(value) if isinstance(value, (list, tuple)) else [value]
+        if form.operands[results[0]].view is None:
+            if not all(t is None or isinstance(t, Tensor) for t in flat):
+                outcome.values = flat
+                return
+            for k, t in zip(results, flat, strict=True):
+                outcome.outputs.append(self._describe(ids[k], t, buffers))
+            return
+        flat = [t for t in flat if t is not None]
+        for k, t in zip(results, flat, strict=True):
+            tensor(k).copy_(t)
+
+    def _describe(self, buffer: int, t: Tensor | None, buffers: dict[int, Buffer]) -> dict[str, Any] | None:
+        if t is None:
+            return None
+        own = t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        view = View(WIS_DTYPE[own.dtype], tuple(own.shape), tuple(own.stride()), 0)
+        buffers[buffer] = Buffer(view.end, own, view)
+        return {
+            "dtype": view.dtype.label,
+            "sizes": list(view.sizes),
+            "strides": list(view.strides),
+            "offset": 0,
+            "nbytes": view.end,
+        }
+
+    def _value(self, attr: Attr, operands: list[Any], params: Sequence[Any], typed: dict[int, torch.dtype]) -> Any:
+        if isinstance(attr, OperandRef):
+            return operands[attr.index]
+        if isinstance(attr, ParamRef):
+            value = params[attr.index]
+            return torch.tensor(value, dtype=typed[attr.index]) if attr.index in typed else value
+        if isinstance(attr, tuple):
+            return [self._value(a, operands, params, typed) for a in attr]
+        return constant(attr)
