@@ -1,0 +1,61 @@
+"""The registry of executors, fed by heartbeats. No clock, no I/O: every method is told the time in seconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wooly_wis.messages import ExecutorHeartbeat, NodeInfo
+
+LOST_AFTER_S = 5.0
+FORGOTTEN_AFTER_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The last that was heard of an executor."""
+
+    heartbeat: ExecutorHeartbeat
+    at: float
+
+
+class Registry:
+    """All executors that were heard of."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, Seen] = {}
+
+    def hear(self, heartbeat: ExecutorHeartbeat, now: float) -> bool:
+        """Take in a heartbeat. True if the executor was not known, or lost, before."""
+        before = self._seen.get(heartbeat.executor_id)
+        self._seen[heartbeat.executor_id] = Seen(heartbeat, now)
+        return before is None or now - before.at > LOST_AFTER_S
+
+    def forget_old(self, now: float) -> None:
+        """Drop executors that have been silent for an hour."""
+        for executor_id, seen in list(self._seen.items()):
+            if now - seen.at > FORGOTTEN_AFTER_S:
+                del self._seen[executor_id]
+
+    def alive(self, now: float) -> list[ExecutorHeartbeat]:
+        """Executors heard of within the last five seconds, by id."""
+        return [s.heartbeat for _, s in sorted(self._seen.items()) if now - s.at <= LOST_AFTER_S]
+
+    def lost(self, now: float) -> list[str]:
+        """Ids of executors that have fallen silent."""
+        return [k for k, s in sorted(self._seen.items()) if now - s.at > LOST_AFTER_S]
+
+    def nodes(self, now: float) -> tuple[NodeInfo, ...]:
+        """Everything known, for people."""
+        return tuple(
+            NodeInfo(
+                executor_id=k,
+                node=s.heartbeat.node,
+                state="alive" if now - s.at <= LOST_AFTER_S else "lost",
+                age_s=round(now - s.at, 3),
+                device=s.heartbeat.device,
+                sessions=len(s.heartbeat.sessions),
+                memory_used=s.heartbeat.memory_used,
+                utilization=s.heartbeat.utilization,
+            )
+            for k, s in sorted(self._seen.items())
+        )

@@ -1,0 +1,83 @@
+"""REST for people and probes: nodes, sessions, health. One error shape."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from wooly_router.actor import RouterActor
+from wooly_wis.messages import NodesReply
+
+
+class SessionInfo(BaseModel):
+    """One open session, without its token."""
+
+    session_id: str
+    executor_id: str
+    node: str
+    tenant: str
+    priority: int
+    program: str
+    client_host: str
+    opened_at: float
+
+
+class SessionList(BaseModel):
+    """All open sessions."""
+
+    sessions: list[SessionInfo]
+
+
+class Health(BaseModel):
+    """Whether the router serves, and how many executors are alive."""
+
+    status: str
+    executors: int
+
+
+def create_api(actor: RouterActor) -> FastAPI:
+    """The application."""
+    api = FastAPI(title="Wooly router", version="0.1.0")
+
+    @api.get("/healthz")
+    async def healthz() -> Health:
+        return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
+
+    @api.get("/api/v1/nodes")
+    async def nodes() -> NodesReply:
+        return NodesReply(nodes=actor.registry.nodes(actor.clock()))
+
+    @api.get("/api/v1/sessions")
+    async def sessions() -> SessionList:
+        return SessionList(
+            sessions=[
+                SessionInfo(
+                    session_id=s.id,
+                    executor_id=s.executor_id,
+                    node=s.node,
+                    tenant=s.tenant,
+                    priority=s.priority,
+                    program=s.program,
+                    client_host=s.client_host,
+                    opened_at=s.opened_at,
+                )
+                for s in await actor.store.all()
+            ]
+        )
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, f"http.{error.status_code}", str(error.detail))
+
+    @api.exception_handler(RequestValidationError)
+    async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        return _error(422, "http.invalid", "; ".join(str(e["msg"]) for e in error.errors()))
+
+    return api
+
+
+def _error(status: int, code: str, message: str) -> JSONResponse:
+    return JSONResponse({"code": code, "message": message, "retryable": status >= 500}, status)
