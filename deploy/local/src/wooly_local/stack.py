@@ -1,0 +1,162 @@
+"""Start, find and stop a local stack. The stack itself lives in its supervisor's process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_TIMEOUT_S = 90.0
+
+
+class StackError(RuntimeError):
+    """The local stack cannot be started or stopped; the message says why."""
+
+    code = "local.stack"
+    retryable = False
+
+
+@dataclass
+class Stack:
+    """A running local stack.
+
+    Attributes:
+        state_dir: its files.
+        nats_url: where its NATS is.
+        rest_url: where its router's REST is.
+        services: process id per service.
+        ephemeral: it ends with this process, and its files too.
+    """
+
+    state_dir: Path
+    nats_url: str
+    rest_url: str
+    services: dict[str, int]
+    ephemeral: bool = False
+    _process: subprocess.Popen[bytes] | None = None
+
+    def stop(self) -> None:
+        """Stop it and wait until it is gone."""
+        stop_stack(self.state_dir)
+        if self._process is not None:
+            self._process.wait(10)
+        if self.ephemeral:
+            shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def default_state_dir() -> Path:
+    """`$WOOLYAI_STATE_DIR`, or the user's state directory."""
+    configured = os.environ.get("WOOLYAI_STATE_DIR")
+    if configured:
+        return Path(configured)
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "wooly"
+
+
+def _alive(identity: dict[str, Any]) -> psutil.Process | None:
+    """The process of an identity, unless it has ended and its number has gone to another."""
+    try:
+        process = psutil.Process(int(identity["pid"]))
+        if abs(process.create_time() - float(identity["created"])) > 1 or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+    except (KeyError, ValueError, psutil.NoSuchProcess):
+        return None
+    return process
+
+
+def _read(state_dir: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads((state_dir / "stack.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_stack(state_dir: Path) -> Stack | None:
+    """The stack that runs in `state_dir`, if one does."""
+    content = _read(state_dir)
+    if content is None or content.get("state") != "ready" or _alive(content.get("supervisor", {})) is None:
+        return None
+    services = {name: s["pid"] for name, s in content.get("services", {}).items() if _alive(s) is not None}
+    return Stack(state_dir, content["nats_url"], content["rest_url"], services)
+
+
+def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False) -> Stack:
+    """Start a stack and wait until it serves.
+
+    Args:
+        state_dir: its directory; a temporary one for an ephemeral stack if None.
+        ephemeral: end it when this process ends, however that happens.
+
+    Raises:
+        StackError: one runs there already, or it did not come up.
+    """
+    if state_dir is None:
+        state_dir = Path(tempfile.mkdtemp(prefix="wooly-")) if ephemeral else default_state_dir()
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if read_stack(state_dir) is not None:
+        raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
+    stop_stack(state_dir)
+    argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir)]
+    log_path = state_dir / "supervisor.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [*argv, "--die-with-stdin"] if ephemeral else argv,
+            stdin=subprocess.PIPE if ephemeral else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        stack = read_stack(state_dir)
+        if stack is not None:
+            stack.ephemeral = ephemeral
+            stack._process = process
+            return stack
+        if process.poll() is not None:
+            break
+        time.sleep(0.03)
+    process.kill()
+    process.wait()
+    words = log_path.read_text(errors="replace").strip()
+    if ephemeral:
+        shutil.rmtree(state_dir, ignore_errors=True)
+    raise StackError(words or "the local stack did not come up")
+
+
+def stop_stack(state_dir: Path, timeout: float = 15.0) -> bool:
+    """Stop whatever runs in `state_dir`, also what a killed supervisor left behind. False if nothing did."""
+    content = _read(state_dir)
+    if content is None:
+        return False
+    processes = []
+    supervisor = _alive(content.get("supervisor", {}))
+    if supervisor is not None:
+        supervisor.terminate()
+        processes.append(supervisor)
+    else:
+        for identity in content.get("services", {}).values():
+            process = _alive(identity)
+            if process is not None:
+                process.terminate()
+                processes.append(process)
+    _, stubborn = psutil.wait_procs(processes, timeout)
+    for process in stubborn:
+        process.kill()
+    psutil.wait_procs(stubborn, 5)
+    for identity in content.get("services", {}).values():
+        left = _alive(identity)
+        if left is not None:
+            left.kill()
+    (state_dir / "stack.json").unlink(missing_ok=True)
+    return bool(processes)

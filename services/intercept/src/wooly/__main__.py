@@ -1,0 +1,5 @@
+"""`python -m wooly`: the same as `wooly`."""
+
+from wooly.cli import main
+
+main()

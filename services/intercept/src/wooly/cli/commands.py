@@ -1,0 +1,313 @@
+"""The commands of `wooly`: run, up, down, status, nodes, doctor, disasm, version."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wooly import __version__
+from wooly.control import ControlError, connect, local_stack
+from wooly.errors import WoolyError
+from wooly.settings import Settings
+
+app = typer.Typer(
+    name="wooly",
+    help="Run PyTorch programs that say “cuda” on devices elsewhere.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+err = Console(stderr=True)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def main() -> None:
+    """Entry point of the `wooly` command."""
+    app()
+
+
+def _fail(error: Exception) -> typer.Exit:
+    err.print(f"[bold red]wooly:[/] {error}", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def _stack_module() -> Any:
+    module = local_stack()
+    if module is None:
+        raise _fail(ControlError("the local stack is not installed here; install wooly-local"))
+    return module
+
+
+def _settings() -> Settings:
+    try:
+        return Settings()
+    except ValueError as e:
+        raise _fail(e) from e
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the script's own output.")] = False,
+) -> None:
+    """Run SCRIPT with its "cuda" work on a Wooly device; everything after SCRIPT belongs to it."""
+    if not module and not Path(target).exists():
+        raise _fail(FileNotFoundError(f"can't open file {target!r}: no such file"))
+    settings = _settings()
+    started = time.monotonic()
+    from wooly import api
+    from wooly.cli import script
+
+    try:
+        if not quiet and err.is_terminal:
+            with err.status("finding a device…"):
+                api.enable(settings)
+        else:
+            api.enable(settings)
+    except WoolyError as e:
+        raise _fail(e) from e
+    code = script.run(target, list(context.args), module=module)
+    if code == 0:
+        code = _finish()
+    stats = api.session_stats()
+    api.disable()
+    if not quiet:
+        _summary(stats, time.monotonic() - started)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would let thousands of tensors die one by one; everything is closed and flushed already.
+    os._exit(code)
+
+
+def _finish() -> int:
+    """Wait for the device, so that an error of the last operations is not lost."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except (RuntimeError, MemoryError) as e:
+        err.print(f"[bold red]{type(e).__name__}:[/] {e}", highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _size(n: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return ""
+
+
+def _summary(stats: dict[str, Any], seconds: float) -> None:
+    err.print(
+        f"\n[bold]wooly[/]  ran on [bold]{stats['executor_id']}[/] ({stats['node']}, {stats['device']}) in {seconds:.1f} s\n"
+        f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
+        f"{_size(stats['bytes_sent'])} up, {_size(stats['bytes_received'])} down\n"
+        "       look further: [bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and "
+        "[bold]wooly nodes[/] show it",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def up(
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop the stack at Ctrl-C.")] = False,
+) -> None:
+    """Start a local stack: nats-server, router and an executor, kept running until `wooly down`."""
+    settings, module = _settings(), _stack_module()
+    try:
+        with err.status("starting nats-server, router and executor…"):
+            stack = module.start_stack(settings.state_dir)
+    except RuntimeError as e:
+        raise _fail(e) from e
+    out.print(f"stack is up: NATS {stack.nats_url}, REST {stack.rest_url}, files in {stack.state_dir}", highlight=False)
+    if foreground:
+        try:
+            while module.read_stack(settings.state_dir) is not None:
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            stack.stop()
+            out.print("stack is down")
+
+
+@app.command()
+def down() -> None:
+    """Stop the local stack."""
+    settings, module = _settings(), _stack_module()
+    stopped = module.stop_stack(settings.state_dir)
+    out.print("stack is down" if stopped else "no stack was running")
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Show the local stack and what the controller knows."""
+    settings, module = _settings(), local_stack()
+    stack = module.read_stack(settings.state_dir) if module is not None and not settings.controller_url else None
+    report: dict[str, Any] = {
+        "state": "up" if stack else "down",
+        "controller_url": settings.controller_url or (stack.nats_url if stack else ""),
+        "rest_url": stack.rest_url if stack else "",
+        "services": stack.services if stack else {},
+        "state_dir": str(settings.state_dir),
+        "nodes": [],
+    }
+    problem = ""
+    if report["controller_url"]:
+        try:
+            report["nodes"] = _nodes(settings)
+            report["state"] = "up"
+        except WoolyError as e:
+            problem = str(e)
+            report["state"] = "unreachable"
+    if as_json:
+        print(json.dumps(report | ({"error": problem} if problem else {})))
+    elif stack is None and not settings.controller_url:
+        out.print("no stack is running here; start one with [bold]wooly up[/]")
+    else:
+        out.print(f"controller {report['controller_url']}  {report['state']}", highlight=False)
+        for name, pid in report["services"].items():
+            out.print(f"  {name:10} pid {pid}", highlight=False)
+        if problem:
+            out.print(f"  {problem}", highlight=False)
+        _print_nodes(report["nodes"])
+    if report["state"] != "up":
+        raise typer.Exit(1)
+
+
+def _nodes(settings: Settings) -> list[dict[str, Any]]:
+    controller = connect(settings)
+    try:
+        return [n.model_dump(mode="json") for n in controller.nodes().nodes]
+    finally:
+        controller.close()
+
+
+def _print_nodes(nodes: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("executor", "node", "state", "device", "memory", "sessions", "busy"):
+        table.add_column(column)
+    for n in nodes:
+        memory = f"{_size(n['memory_used'])} of {_size(n['device']['total_memory'])}"
+        busy = f"{100 * n['utilization']:.0f} %"
+        table.add_row(
+            n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy
+        )
+    out.print(table)
+
+
+@app.command()
+def nodes(as_json: Json = False) -> None:
+    """List the executors that the controller knows."""
+    try:
+        found = _nodes(_settings())
+    except WoolyError as e:
+        raise _fail(e) from e
+    if as_json:
+        print(json.dumps({"nodes": found}))
+    else:
+        _print_nodes(found)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Check everything that a run needs, and say how to mend what is missing."""
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, probe: Callable[[], str]) -> bool:
+        try:
+            checks.append({"check": name, "ok": True, "detail": probe()})
+        except Exception as e:
+            checks.append({"check": name, "ok": False, "detail": str(e)})
+        return bool(checks[-1]["ok"])
+
+    check("python", _check_python)
+    check("torch", _check_torch)
+    settings: list[Settings] = []
+    if check("configuration", lambda: settings.append(Settings()) or "valid"):  # type: ignore[func-returns-value]
+        check("controller", lambda: connect(settings[0]).url)
+        check("executor", lambda: _check_executor(settings[0]))
+        check("round trip", _check_round_trip)
+    if as_json:
+        print(json.dumps({"ok": all(c["ok"] for c in checks), "checks": checks}))
+    else:
+        for c in checks:
+            out.print(f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {c['detail']}", highlight=False)
+    sys.stdout.flush()
+    if not all(c["ok"] for c in checks):
+        raise typer.Exit(1)
+
+
+def _check_python() -> str:
+    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+        raise RuntimeError(f"Python {platform.python_version()}; Wooly is tested with 3.11 and 3.12")
+    return platform.python_version()
+
+
+def _check_torch() -> str:
+    import torch
+
+    release = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
+    if not (2, 11) <= release <= (2, 13):
+        raise RuntimeError(f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0")
+    return str(torch.__version__)
+
+
+def _check_executor(settings: Settings) -> str:
+    alive = [n for n in _nodes(settings) if n["state"] == "alive"]
+    if not alive:
+        raise RuntimeError("no executor is registered; start one with `wooly up` or `python -m wooly_executor`")
+    return ", ".join(n["executor_id"] for n in alive)
+
+
+def _check_round_trip() -> str:
+    import torch
+
+    from wooly import api
+
+    api.enable()
+    try:
+        x = torch.ones(2, device="cuda")
+        started = time.perf_counter()
+        value = float((x + 1).sum())
+        took = time.perf_counter() - started
+    finally:
+        api.disable()
+    if value != 4.0:
+        raise RuntimeError(f"1+1 twice gave {value}")
+    return f"{took * 1e6:.0f} µs"
+
+
+@app.command()
+def disasm(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A program in WIS's binary form.")],
+) -> None:
+    """Print a WIS program as assembly."""
+    from wooly_wis.assembly import disassemble
+    from wooly_wis.codec import decode_program
+    from wooly_wis.errors import WisError
+
+    try:
+        print(disassemble(decode_program(file.read_bytes())), end="")
+    except WisError as e:
+        raise _fail(e) from e
+
+
+@app.command()
+def version() -> None:
+    """Print Wooly's version."""
+    print(__version__)

@@ -1,0 +1,187 @@
+"""A session with the controller: find it, ask for a device, keep the lease, give it back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from importlib.metadata import entry_points
+from typing import Any
+
+from wooly.errors import WoolyError
+from wooly.settings import Settings
+from wooly_bus import subjects
+from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError
+from wooly_bus.rpc import ControlClient
+from wooly_wis.messages import (
+    ClientFacts,
+    CloseSessionReply,
+    CloseSessionRequest,
+    NodesReply,
+    NodesRequest,
+    OpenSessionReply,
+    OpenSessionRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+)
+
+log = logging.getLogger("wooly")
+
+
+class ControlError(WoolyError):
+    """The controller cannot be reached or refuses; the message says what to do."""
+
+    code = "wooly.control"
+
+
+def local_stack() -> Any:
+    """The module of the local stack, if it is installed here (it is an optional part of a client)."""
+    for point in entry_points(group="wooly.local_stack"):
+        return point.load()
+    return None
+
+
+class Controller:
+    """A connection to the controller.
+
+    Raises:
+        ControlError: there is none at that address.
+    """
+
+    def __init__(self, url: str, ephemeral_stack: Any = None) -> None:
+        self.url = url
+        self._stack = ephemeral_stack
+        try:
+            self._client = ControlClient(url)
+        except BusConnectError as e:
+            raise ControlError(
+                f"no controller answers: {e}. Start a local stack with `wooly up`, or point WOOLYAI_CONTROLLER_URL at "
+                "your controller's NATS"
+            ) from e
+
+    def ask(self, subject: str, message: Any, reply: Any, timeout: float = 4.0) -> Any:
+        """Ask the router.
+
+        Raises:
+            ControlError: it refuses, or is not there.
+        """
+        try:
+            return self._client.request(subject, message, reply, timeout=timeout)
+        except RefusedError as e:
+            error = ControlError(f"the controller at {self.url} refuses: {e}")
+            error.code, error.retryable = e.code, e.retryable
+            raise error from e
+        except NoResponderError as e:
+            raise ControlError(
+                f"NATS answers at {self.url}, but no router is connected to it; start one with `wooly up`, or with "
+                "`python -m wooly_router`"
+            ) from e
+        except BusError as e:
+            raise ControlError(f"the controller at {self.url} does not answer: {e}") from e
+
+    def nodes(self) -> NodesReply:
+        """All executors that the controller knows."""
+        reply: NodesReply = self.ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
+        return reply
+
+    def close(self) -> None:
+        """Close the connection, and the stack if it was started for this process."""
+        self._client.close()
+        if self._stack is not None:
+            self._stack.stop()
+
+
+def connect(settings: Settings, *, start: bool = False) -> Controller:
+    """The controller that the settings name; else the local stack; else, with `start`, one for this process.
+
+    Raises:
+        ControlError: there is none; the message says what to start.
+    """
+    if settings.controller_url:
+        return Controller(settings.controller_url)
+    stack_module = local_stack()
+    if stack_module is None:
+        raise ControlError("no controller is configured; set WOOLYAI_CONTROLLER_URL to your controller's NATS")
+    running = stack_module.read_stack(settings.state_dir)
+    if running is not None:
+        return Controller(running.nats_url)
+    if not start:
+        raise ControlError("no stack is running here; start one with `wooly up`")
+    try:
+        stack = stack_module.start_stack(None, ephemeral=True)
+    except RuntimeError as e:
+        raise ControlError(f"a local stack could not be started: {e}") from e
+    return Controller(stack.nats_url, stack)
+
+
+class OpenedSession:
+    """A session, kept alive by a thread that renews its lease.
+
+    Attributes:
+        session_id: name of the session.
+        token: what the data channel wants to see.
+        endpoints: where the executor listens.
+        executor_id: who serves.
+        node: on which host.
+    """
+
+    def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
+        self.session_id = opened.session_id
+        self.token = opened.token
+        self.endpoints = list(opened.endpoints)
+        self.executor_id = opened.executor_id
+        self.node = opened.node
+        self._controller = controller
+        self._lease_s = opened.lease_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="wooly-lease", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
+        while not self._closing.wait(self._lease_s / 3):
+            try:
+                self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
+            except ControlError as e:
+                log.warning("the session's lease could not be renewed: %s", e)
+
+    def close(self) -> None:
+        """Give the session back."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        request = CloseSessionRequest(session_id=self.session_id, token=self.token)
+        try:
+            self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)
+        except ControlError as e:
+            log.info("the session was not closed in order: %s", e)
+        finally:
+            self._controller.close()
+
+
+def open_session(settings: Settings) -> OpenedSession:
+    """Ask the controller for a session, starting a local stack for this process if nothing else is there.
+
+    Raises:
+        ControlError: within five seconds, with what to start.
+    """
+    controller = connect(settings, start=True)
+    request = OpenSessionRequest(
+        tenant=settings.tenant,
+        credential=settings.credential,
+        priority=settings.priority,
+        required_vram=settings.required_vram,
+        gpu_count=settings.gpu_count,
+        gpu_mode=settings.gpu_mode,
+        node_groups=settings.node_groups,
+        swap=settings.swap_from_vram,
+        dedup=settings.dedup,
+        client=ClientFacts(host=socket.gethostname(), pid=os.getpid(), program=" ".join(sys.argv[:1])),
+    )
+    try:
+        return OpenedSession(controller, controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply))
+    except BaseException:
+        controller.close()
+        raise

@@ -1,0 +1,83 @@
+"""The client's settings: arguments, then WOOLYAI_* variables, then ~/.config/wooly/config (TOML), then defaults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+ENV_PREFIX = "WOOLYAI_"
+
+
+def config_path() -> Path:
+    """The configuration file: `$XDG_CONFIG_HOME/wooly/config`, usually ~/.config/wooly/config."""
+    base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    return Path(base) / "wooly" / "config"
+
+
+def _state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "wooly"
+
+
+class Settings(BaseSettings):
+    """What a client may configure."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    controller_url: str = Field("", description="NATS URL of the controller; empty: the local stack, or one for this run")
+    tenant: str = Field("default", description="tenant to run as")
+    credential: str = Field("", description="the tenant's credential")
+    priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
+    required_vram: int | None = Field(None, gt=0, description="bytes of device memory to reserve, also the session's quota")
+    gpu_count: int = Field(1, ge=1, description="devices to ask for")
+    gpu_mode: Literal["shared", "exclusive"] = Field("shared", description="share the device or not")
+    node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
+    swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
+    dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
+    state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
+    flush_instructions: int = Field(128, ge=1, le=4096, description="instructions after which a program is sent")
+    flush_interval_ms: float = Field(5.0, gt=0, description="milliseconds after which an idle executor gets what there is")
+
+    @field_validator("node_groups", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple([part.strip() for part in value.split(",") if part.strip()])
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, environment, file."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_path())
+
+
+def documentation_table() -> str:
+    """The table of settings for the README, in Markdown."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        if field.default_factory is not None:
+            default = "`~/.local/state/wooly`"
+        elif field.default in (None, "", ()):
+            default = ""
+        else:
+            value = field.default
+            default = f"`{int(value) if isinstance(value, bool) else value}`"
+        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows)
