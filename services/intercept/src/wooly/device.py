@@ -46,7 +46,6 @@ class Device:
         library = torch.library.Library("aten", "IMPL")
         self._libraries.append(library)
         own = self.transfer.kernels()
-        own["_fused_sdp_choice"] = composite.fused_sdp_choice
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
@@ -61,15 +60,19 @@ class Device:
             if bare in _METADATA or views.is_view(op):
                 library.impl(name, redispatch_cpu(op), "PrivateUse1")
             elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
-                library.impl(name, self.generic.kernel(op), "PrivateUse1")
+                kernel = self.generic.kernel(op)
+                if has_kernel(op.name(), "Conjugate") or has_kernel(op.name(), "Negative"):
+                    kernel = composite.on_plain(kernel)
+                library.impl(name, kernel, "PrivateUse1")
         # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
-        library.impl("lstm.input", composite.lstm_input, "AutogradPrivateUse1")
-        library.impl("lstm.input", composite.lstm_input, "PrivateUse1")
+        for key in ("AutogradPrivateUse1", "PrivateUse1"):
+            library.impl("lstm.input", composite.lstm_input, key)
+            library.impl("scaled_dot_product_attention", composite.attention, key)
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")
         self._libraries.append(rest)

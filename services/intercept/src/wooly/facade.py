@@ -211,6 +211,7 @@ class Facade:
             "device_of": _device_context,
         }.items():
             self._set(torch.cuda, name, value)
+        self._set(torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         self._set(torch.cuda.memory, "memory_allocated", torch.cuda.memory_allocated)
         self._set(torch.cuda.memory, "mem_get_info", torch.cuda.mem_get_info)
         self._set(torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)

@@ -32,6 +32,23 @@ def operator(form: Form) -> torch._ops.OpOverload:
     return op
 
 
+#: Operators that keep what their backward needs only while gradients are enabled, whatever their arguments say.
+_ASKS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"})
+
+
+def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """What to call for an overload, with the grad mode that it needs."""
+    call: Callable[..., Any] = op._op
+    if str(op) not in _ASKS_GRAD_MODE:
+        return call
+
+    def with_grad(*args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            return call(*args, **kwargs)
+
+    return with_grad
+
+
 def mix(seed: int, offset: int) -> int:
     """One 64-bit seed from a (seed, offset) pair: SplitMix64 (Steele, Lea, Flood 2014), twice."""
 

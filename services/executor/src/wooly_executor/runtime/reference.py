@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
-from wooly_executor.runtime.calls import constant, mix, operator, split_kwargs, typed_params
+from wooly_executor.runtime.calls import constant, function_of, mix, operator, split_kwargs, typed_params
 from wooly_executor.runtime.protocol import Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
@@ -122,7 +122,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         if isinstance(rng, tuple):
             pair = [params[r.index] for r in rng if isinstance(r, ParamRef)]
             torch.default_generator.manual_seed(mix(*pair) >> 1)
-        value = op(
+        value = function_of(op)(
             *[self._value(a, operands, params, typed) for a in args],
             **{k: self._value(v, operands, params, typed) for k, v in kwargs},
         )
@@ -136,9 +136,11 @@ class ReferenceRuntime(TorchCpuRuntime):
             for k, t in zip(results, flat, strict=True):
                 outcome.outputs.append(self._describe(ids[k], t, buffers))
             return
-        flat = [t for t in flat if t is not None]
+        if len(flat) > len(results):
+            flat = [t for t in flat if t is not None]
         for k, t in zip(results, flat, strict=True):
-            tensor(k).copy_(t)
+            if t is not None:
+                tensor(k).copy_(t)
 
     def _describe(self, buffer: int, t: Tensor | None, buffers: dict[int, Buffer]) -> dict[str, Any] | None:
         if t is None:

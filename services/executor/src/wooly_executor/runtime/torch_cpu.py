@@ -21,6 +21,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_vi
 from wooly_executor.runtime.calls import (
     constant_tree,
     filler,
+    function_of,
     mix,
     operator,
     refers,
@@ -375,11 +376,16 @@ class _Preparation:
 
         def adopt_all(f: _Frame) -> None:
             result = call(f)
-            flat = [t for t in result if t is not None] if isinstance(result, (list, tuple)) else [result]
+            flat = list(result) if isinstance(result, (list, tuple)) else [result]
+            if len(flat) > len(targets):
+                flat = [t for t in flat if t is not None]
             if len(flat) != len(targets):
                 raise OperationError(f"{len(flat)} results where {len(targets)} were announced")
             for t, (register, view, fresh) in zip(flat, targets, strict=True):
-                if fresh:
+                if t is None:
+                    # Announced, but undefined here (a workspace that inference does not need): nobody will read it.
+                    f.registers[register] = as_view(zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
+                elif fresh:
                     f.registers[register] = _adoptable(t, view, f)
                 else:
                     f.registers[register].copy_(t)
@@ -459,7 +465,7 @@ def _call(
     first_param: int,
 ) -> Callable[[_Frame], Any]:
     """A function of the frame that calls the operator, as short as its arguments allow."""
-    fn = FAST.get(str(op), op._op)
+    fn = FAST.get(str(op)) or function_of(op)
     typed = typed_params(form)
     if not any(refers(v) for _, v in kwargs) and not typed:
         n = 0

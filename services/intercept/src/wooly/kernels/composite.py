@@ -30,10 +30,42 @@ def linear(record: Kernel) -> Kernel:
     return run
 
 
-_sdp_choices: dict[tuple[Any, ...], int] = {}
+def plain(t: Tensor) -> Tensor:
+    """The same values without conjugate or negative bit, of which only the client knows."""
+    if t.is_conj():
+        t = torch.conj_physical(t.conj())
+    if t.is_neg():
+        t = torch.neg(torch._neg_view(t))
+    return t
 
 
-def fused_sdp_choice(
+def on_plain(record: Kernel) -> Kernel:
+    """For operators that PyTorch hands conjugate views to: the same on resolved tensors."""
+
+    def resolve(a: Any) -> Any:
+        if isinstance(a, Tensor):
+            return plain(a)
+        if isinstance(a, list):
+            return [resolve(x) for x in a]
+        return a
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        for a in args:
+            if (isinstance(a, Tensor) and (a.is_conj() or a.is_neg())) or a.__class__ is list:
+                args = tuple([resolve(x) for x in args])
+                break
+        return record(*args, **kwargs)
+
+    return run
+
+
+_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+_attention_math = aten._scaled_dot_product_attention_math.default
+_FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
+_choices: dict[tuple[Any, ...], int] = {}
+
+
+def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,45 +75,46 @@ def fused_sdp_choice(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> int:
-    """The attention kernel that the CPU would choose for tensors of this kind.
-
-    Asked of PyTorch itself, on host tensors of the same shapes that share one element.
-    """
-    needs = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    mask_needs = attn_mask is not None and torch.is_grad_enabled() and attn_mask.requires_grad
+) -> Tensor:
+    """`aten.scaled_dot_product_attention`: one instruction where the CPU would use its fused kernel."""
+    grad = torch.is_grad_enabled()
+    needs = grad and (query.requires_grad or key.requires_grad or value.requires_grad)
+    mask_needs = attn_mask is not None and grad and attn_mask.requires_grad
     signature = (
-        *((t.dtype, t.shape, t.stride()) for t in (query, key, value)),
-        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape),
+        *[(t.dtype, t.shape, t.stride()) for t in (query, key, value)],
+        None if attn_mask is None else (attn_mask.dtype, attn_mask.shape, attn_mask.stride()),
         dropout_p,
         is_causal,
         scale,
         enable_gqa,
         needs,
         mask_needs,
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
     )
-    choice = _sdp_choices.get(signature)
+    choice = _choices.get(signature)
     if choice is None:
-
-        def like(t: Tensor, grad: bool) -> Tensor:
-            # Real strides are part of the choice; the memory behind them is never touched.
-            return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
-
-        if len(_sdp_choices) > 16384:
-            _sdp_choices.clear()
-        choice = _sdp_choices[signature] = torch._fused_sdp_choice(
-            like(query, needs),
-            like(key, needs),
-            like(value, needs),
-            None if attn_mask is None else like(attn_mask, mask_needs),
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
+        if len(_choices) > 16384:
+            _choices.clear()
+        inputs = (query, key, value, attn_mask)
+        stand_ins = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
+        # On host tensors of the same kind, so that a wrong call raises PyTorch's own error here.
+        choice = _choices[signature] = torch._fused_sdp_choice(
+            *stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return choice
+    if attn_mask is not None and attn_mask.dtype is torch.bool:
+        blocked = attn_mask.logical_not()
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(blocked, -torch.inf)
+    if choice == _FLASH:
+        return _flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
+    return _attention_math(  # type: ignore[no-any-return]
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+def _like(t: Tensor, grad: bool) -> Tensor:
+    """A host tensor of the same kind; the memory behind it is never touched."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
 def lstm_input(
@@ -156,7 +189,7 @@ def _fused_lstm(
                 has_biases,
                 bidirectional,
                 False,
-                train,
+                train and torch.is_grad_enabled(),
             )
             outs.append(out)
             hs.append(h)

@@ -118,9 +118,9 @@ class Generic:
     def _plan(
         self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan | None:
-        call = Call(args, kwargs, [], [])
+        call = Call(args, kwargs)
         try:
-            plan = self._builder.build(facts, call, [])
+            plan = self._builder.build(facts, call)
         except ResizeOutError as e:
             assert self.resize is not None
             for name, (sizes, strides) in e.sizes.items():

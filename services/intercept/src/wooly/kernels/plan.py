@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from wooly import storage
 from wooly.recorder import Recorder
@@ -44,6 +45,12 @@ DTYPES: dict[torch.dtype, DType] = {
     torch.float8_e8m0fnu: DType.F8E8M0FNU,
 }
 TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
+
+#: Operators whose meta kernel does not know the size of an output (oneDNN's workspace): inferred on empty host tensors instead.
+_INFERRED_ON_HOST = frozenset({"aten.mkldnn_rnn_layer.default"})
+
+#: Elements up to which a failing call is made again on the host for its error.
+_STAND_IN_LIMIT = 1 << 24
 
 #: Scalars of these decide the output's size, so they stay in the signature.
 _SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
@@ -125,12 +132,10 @@ class Plan(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call, flattened: what `generic` collected while it looked for the plan."""
+    """One call's arguments."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    tensors: list[Tensor]
-    numbers: list[tuple[Any, DType | None]]
 
 
 class ResizeOutError(Exception):
@@ -151,13 +156,8 @@ class PlanBuilder:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    def build(self, facts: OpFacts, call: Call, lifted: list[Any]) -> Plan:
+    def build(self, facts: OpFacts, call: Call) -> Plan:
         """The plan for a call.
-
-        Args:
-            facts: the operator.
-            call: its arguments; `call.tensors` are the device tensors in order of appearance.
-            lifted: ids (`id()`) are not used; the values bound as params, in order.
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described.
@@ -187,28 +187,30 @@ class PlanBuilder:
 
     def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order."""
-        metas: dict[int, Tensor] = {}
+        where = "cpu" if facts.name in _INFERRED_ON_HOST else "meta"
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor):
                 if raw_device(a).type != "wooly":
                     return a
-                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-                if a.is_conj():
-                    m = m.conj()
-                metas[id(a)] = m
-                return m
+                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where)
+                return m.conj() if a.is_conj() else m
             if isinstance(a, (list, tuple)):
                 return [to_meta(x) for x in a]
             if isinstance(a, torch.device):
-                return torch.device("meta")
+                return torch.device(where)
             if isinstance(a, torch.Generator):
                 return None
             return a
 
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
-        result = facts.op(*args, **kwargs)
+        try:
+            result = facts.op(*args, **kwargs)
+        except NotImplementedError:
+            raise
+        except Exception as e:
+            raise self._as_the_cpu_says(facts, call, e) from None
         if facts.out_args:
             self._check_out(facts, call, kwargs)
         if facts.mutable and all(name is not None for name in facts.returns_written):
@@ -223,6 +225,29 @@ class PlanBuilder:
                 raise NotImplementedError(f"{facts.name} returns a {type(t).__name__}")
             fresh.append(t)
         return fresh
+
+    def _as_the_cpu_says(self, facts: OpFacts, call: Call, error: Exception) -> Exception:
+        """The error that the CPU gives for such a call: meta kernels word many of them in their own way.
+
+        The call is made once more on empty host tensors of the same kind; only its error is used.
+        """
+
+        def stand_in(a: Any) -> Any:
+            if isinstance(a, Tensor):
+                if raw_device(a).type != "wooly":
+                    return a
+                return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype)
+            if isinstance(a, (list, tuple)):
+                return [stand_in(x) for x in a]
+            return torch.device("cpu") if isinstance(a, torch.device) else a
+
+        if sum(t.numel() for t in _tensors(call)) > _STAND_IN_LIMIT:
+            return error
+        try:
+            facts.op(*[stand_in(a) for a in call.args], **{k: stand_in(v) for k, v in call.kwargs.items()})
+        except Exception as e:
+            return e
+        return error
 
     def _check_out(self, facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
         wrong = {}
@@ -282,6 +307,10 @@ class PlanBuilder:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
 
 
 def _has_mask_index(facts: OpFacts, call: Call) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.kernels.composite import plain
 from wooly.kernels.plan import view_of
 from wooly.recorder import Recorder, origin
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
@@ -134,11 +135,11 @@ class Transfer:
             return dst
         ours, theirs = raw_device(dst).type == self._type, raw_device(src).type == self._type
         if ours and theirs:
-            self._copy(dst, self._plain(src))
+            self._copy(dst, plain(src))
         elif ours:
             self._upload(dst, src)
         else:
-            dst.copy_(self.to_host(self._plain(src)).expand(dst.shape))
+            dst.copy_(self.to_host(plain(src)).expand(dst.shape))
         return dst
 
     def copy_from(self, src: Tensor, dst: Tensor, non_blocking: bool = False) -> Tensor:
@@ -150,14 +151,6 @@ class Transfer:
         if dst.shape != src.shape:
             dst.resize_(src.shape)
         return self.copy_(dst, src)
-
-    def _plain(self, t: Tensor) -> Tensor:
-        """The same values without conjugate or negative bit, which only the client knows of."""
-        if t.is_conj():
-            t = torch.conj_physical(t.conj())
-        if t.is_neg():
-            t = torch.neg(torch._neg_view(t))
-        return t
 
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         if src.shape != dst.shape:
@@ -237,7 +230,7 @@ class Transfer:
 
     def local_scalar_dense(self, t: Tensor) -> Any:
         """`aten._local_scalar_dense`: the number behind `.item()`."""
-        return self.to_host(self._plain(t)).item()
+        return self.to_host(plain(t)).item()
 
     # -- storages ----------------------------------------------------------------------------------------------------
 

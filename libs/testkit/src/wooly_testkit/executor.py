@@ -1,0 +1,52 @@
+"""A real executor process without a control plane, for tests of what talks to its data channel."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TOKEN = "test-token"
+
+
+@dataclass(frozen=True)
+class RunningExecutor:
+    """A standalone executor: its process, its endpoints (unix first, then TCP), and what its one session needs."""
+
+    process: subprocess.Popen[bytes]
+    endpoints: list[str]
+    session_id: str = "standalone"
+    token: str = TOKEN
+
+
+@contextlib.contextmanager
+def executor_process(*, runtime: str = "cpu", port: int = 0) -> Iterator[RunningExecutor]:
+    """Start one, wait until it listens, end it with the block.
+
+    Raises:
+        RuntimeError: it ended instead.
+    """
+    with tempfile.TemporaryDirectory(prefix="wooly-executor-") as directory:
+        path = Path(directory) / "x.sock"
+        endpoints = [f"unix://{path}"] + ([f"tcp://127.0.0.1:{port}"] if port else [])
+        log = Path(directory) / "log"
+        argv = [sys.executable, "-m", "wooly_executor", "--standalone", "--runtime", runtime]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*argv, "--listen", ",".join(endpoints), "--token", TOKEN], stdout=out, stderr=subprocess.STDOUT
+            )
+        try:
+            deadline = time.monotonic() + 60
+            while not path.exists():
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the executor did not start:\n{log.read_text()}")
+                time.sleep(0.02)
+            yield RunningExecutor(process, endpoints)
+        finally:
+            process.kill()
+            process.wait()

@@ -1,0 +1,24 @@
+"""Pytest fixtures that several distributions share. Installed as a plugin; imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from wooly_testkit.executor import RunningExecutor, executor_process
+from wooly_testkit.nats import nats_server as start_nats_server
+
+
+@pytest.fixture(scope="session")
+def nats_server() -> Iterator[str]:
+    """URL of a real nats-server, one per test process."""
+    with start_nats_server() as url:
+        yield url
+
+
+@pytest.fixture
+def executor() -> Iterator[RunningExecutor]:
+    """A standalone executor process of this test's own."""
+    with executor_process() as running:
+        yield running

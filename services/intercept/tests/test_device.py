@@ -1,0 +1,308 @@
+"""The device against the CPU: creation, copies, views, in-place, out=, dynamic shapes, autograd, errors."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from wooly import api, storage
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+def bits(t):
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transfer_any_dtype_round_trips_bits(cuda, dtype):
+    raw = torch.randint(0, 2 if dtype is torch.bool else 120, (4 * 6 * dtype.itemsize,), dtype=torch.uint8)
+    host = raw.view(dtype).reshape(4, 6)
+    assert torch.equal(bits(host.to(cuda)), bits(host))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 4, 5)])
+def test_transfer_any_shape_round_trips(cuda, shape):
+    host = torch.randn(shape)
+    there = host.to(cuda)
+    assert there.shape == host.shape and there.stride() == host.stride()
+    assert torch.equal(there.cpu(), host)
+
+
+def test_transfer_strided_views_both_ways(cuda):
+    host = torch.arange(60.0).reshape(3, 4, 5)
+    there = host.to(cuda)
+    assert torch.equal(there.transpose(0, 2).cpu(), host.transpose(0, 2))
+    assert torch.equal(there[:, ::2, 1:4].cpu(), host[:, ::2, 1:4])
+    target = torch.zeros(3, 4, 5)
+    there[:, 1::2].copy_(torch.full((3, 2, 5), 7.0))
+    host[:, 1::2] = 7
+    target.copy_(there)
+    assert torch.equal(target, host)
+
+
+def test_tensor_says_it_is_on_cuda(cuda):
+    t = torch.zeros(2, device=cuda)
+    assert t.device == torch.device("cuda", 0) and t.is_cuda and type(t) is torch.Tensor
+    assert t.get_device() == 0 and t.type() == "torch.cuda.FloatTensor" and not t.is_cpu
+    assert "device='cuda:0'" in repr(t)
+    assert torch.cuda.get_device_name().endswith("(WOOLY)") and torch.cuda.device_count() == 1
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.empty(3, device=d).zero_(),
+        lambda d: torch.ones(2, 3, device=d, dtype=torch.int32),
+        lambda d: torch.full((2,), 1.5, device=d),
+        lambda d: torch.arange(2, 11, 3, device=d),
+        lambda d: torch.linspace(0, 1, 7, device=d),
+        lambda d: torch.eye(4, device=d),
+        lambda d: torch.tensor([[1, 2], [3, 4]], device=d),
+        lambda d: torch.as_tensor([1.0, 2.0], device=d),
+        lambda d: torch.zeros(2).new_ones(3, device=d),
+        lambda d: torch.zeros_like(torch.ones(2, 2), device=d),
+        lambda d: torch.hann_window(9, device=d),
+        lambda d: torch.tril_indices(3, 3, device=d),
+        lambda d: torch.ones(3).to(d, torch.float64),
+        lambda d: torch.ones(3).to(device=d),
+        lambda d: torch.ones(3).to(torch.ones(1, device=d)),
+        lambda d: torch.empty_strided((2, 3), (1, 2), device=d).fill_(4),
+        lambda d: torch.empty(1, 2, 3, 4, device=d, memory_format=torch.channels_last).fill_(1),
+    ],
+)
+def test_factories_on_cuda_equal_cpu(cuda, make):
+    ours, theirs = make(cuda), make("cpu")
+    assert ours.is_cuda and ours.dtype == theirs.dtype and ours.stride() == theirs.stride()
+    assert torch.equal(ours.cpu(), theirs)
+
+
+def test_device_context_makes_tensors_there(cuda):
+    with torch.device("cuda"):
+        assert torch.zeros(2).is_cuda and nn.Linear(2, 2).weight.is_cuda
+    assert not torch.zeros(2).is_cuda
+
+
+def test_views_share_storage(cuda):
+    a = torch.zeros(4, 4, device=cuda)
+    b = a.view(2, 8)[1]
+    b.add_(1)
+    assert a.sum().item() == 8 and b.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()
+
+
+def test_inplace_and_out_variants(cuda):
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    x, y = a.to(cuda), b.to(cuda)
+    x.add_(y).mul_(2).clamp_(min=0)
+    assert torch.equal(x.cpu(), a.clone().add_(b).mul_(2).clamp_(min=0))
+    out = torch.empty(0, device=cuda)
+    torch.add(x, y, out=out)
+    assert out.shape == (3, 4) and torch.equal(out, x + y)
+
+
+def test_resize_keeps_old_content(cuda):
+    t = torch.arange(4.0, device=cuda)
+    t.resize_(6)
+    assert torch.equal(t[:4].cpu(), torch.arange(4.0)) and t.shape == (6,)
+    t.resize_(2, 1)
+    assert torch.equal(t.cpu(), torch.tensor([[0.0], [1.0]]))
+
+
+def test_outputs_of_unknown_shape(cuda):
+    host = torch.tensor([3, 0, 1, 3, 0])
+    there = host.to(cuda)
+    assert torch.equal(there.nonzero().cpu(), host.nonzero())
+    assert torch.equal(there[there > 0].cpu(), host[host > 0])
+    for ours, theirs in zip(torch.unique(there, return_counts=True), torch.unique(host, return_counts=True), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    assert torch.equal(there, there.clone()) and not torch.equal(there, there + 1)
+
+
+def test_scalars_of_the_host_mix_in(cuda):
+    x = torch.arange(3, device=cuda)
+    for other in (2, 2.5, True, torch.tensor(2), torch.tensor(2.5), torch.tensor(2.5, dtype=torch.float64)):
+        ours, theirs = x * other, torch.arange(3) * other
+        assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
+    zero = torch.tensor(1.0, device=cuda)
+    wide = torch.tensor(2.0, dtype=torch.float64)
+    assert (zero * 2.0).dtype == torch.float32 and (zero * wide).dtype == torch.float64
+
+
+def test_complex_conjugate_views(cuda):
+    host = torch.randn(4, dtype=torch.complex64)
+    there = host.to(cuda)
+    assert torch.equal(there.conj().cpu(), host.conj().resolve_conj())
+    assert torch.equal((there.conj() * there).cpu(), host.conj() * host)
+    assert torch.equal(there.conj().imag.cpu(), host.conj().imag.resolve_neg())
+
+
+def test_errors_of_shape_are_raised_at_the_call(cuda):
+    a, b = torch.zeros(2, 3, device=cuda), torch.zeros(4, 5, device=cuda)
+    with pytest.raises(RuntimeError, match=r"size of tensor a|must match"):
+        a + b
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        a @ b
+    with pytest.raises(RuntimeError, match="same device"):
+        a + torch.zeros(2, 3)
+
+
+def test_error_on_the_far_side_names_the_line(cuda):
+    table, index = torch.zeros(3, device=cuda), torch.tensor([5], device=cuda)
+    bad = table.index_select(0, index)  # the line that is named
+    with pytest.raises(RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_error_on_the_far_side"):
+        bad.cpu()
+    assert (table + 1).sum().item() == 3
+    with pytest.raises(RuntimeError, match="index out of range"):
+        (bad + 1).cpu()
+
+
+def test_unsupported_layout_says_so(cuda):
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda:0")
+
+
+def test_item_twice_costs_one_round_trip(cuda):
+    t = torch.ones(3, device=cuda).sum()
+    assert t.item() == 3
+    before = api.session_stats()["syncs"]
+    assert t.item() == 3 and t.item() == 3
+    assert api.session_stats()["syncs"] == before
+    t.add_(1)
+    assert t.item() == 4 and api.session_stats()["syncs"] == before + 1
+
+
+def test_storage_dies_with_its_last_view(cuda):
+    before = storage.live_count()
+    a = torch.zeros(8, device=cuda)
+    view = a[2:4]
+    del a
+    assert storage.live_count() == before + 1
+    del view
+    assert storage.live_count() == before
+
+
+def test_manual_seed_repeats_random_numbers(cuda):
+    torch.manual_seed(5)
+    first = torch.rand(4, device=cuda), torch.randn(4, device=cuda), torch.randperm(9, device=cuda)
+    torch.cuda.manual_seed(5)
+    second = torch.rand(4, device=cuda), torch.randn(4, device=cuda), torch.randperm(9, device=cuda)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    assert not torch.equal(first[0], torch.rand(4, device=cuda))
+
+
+def test_deepcopy_and_state_dict(cuda):
+    model = nn.Linear(3, 2).to(cuda)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin.weight, model.weight) and twin.weight.data_ptr() != model.weight.data_ptr()
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, map_location="cuda")
+    assert loaded["weight"].is_cuda and torch.equal(loaded["weight"], model.weight)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+def test_training_equals_cpu_bit_for_bit(cuda, optimizer):
+    def losses(device):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Linear(32, 3)).to(device)
+        x, y = torch.randn(40, 12), torch.randint(0, 3, (40,))
+        x, y = x.to(device), y.to(device)
+        opt = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2, foreach=False)
+        found = []
+        for _ in range(8):
+            loss = nn.functional.cross_entropy(model(x), y)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            found.append(loss.item())
+        return found
+
+    assert losses(cuda) == losses("cpu")
+
+
+def test_conv_net_backward_equals_cpu(cuda):
+    def grads(device):
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3), nn.Flatten()
+        ).to(device)
+        net(torch.randn(2, 3, 12, 12).to(device)).pow(2).sum().backward()
+        return [p.grad.cpu() for p in net.parameters()]
+
+    for ours, theirs in zip(grads(cuda), grads("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("layers", "bidirectional", "batch_first"), [(1, False, False), (2, True, True)])
+def test_lstm_equals_cpu(cuda, layers, bidirectional, batch_first):
+    def run(device):
+        torch.manual_seed(2)
+        net = nn.LSTM(6, 10, layers, bidirectional=bidirectional, batch_first=batch_first).to(device)
+        y, (h, c) = net(torch.randn(3, 5, 6).to(device))
+        (y.sum() + h.sum() + c.sum()).backward()
+        return [t.detach().cpu() for t in (y, h, c, *(p.grad for p in net.parameters()))]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_attention_equals_cpu(cuda):
+    def run(device):
+        torch.manual_seed(3)
+        q, k, v = (torch.randn(2, 4, 7, 8).to(device).requires_grad_() for _ in range(3))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.pow(2).sum().backward()
+        return [t.detach().cpu() for t in (out, q.grad, k.grad, v.grad)]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_memory_statistics_follow_the_tensors(cuda):
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    t = torch.zeros(1 << 18, device=cuda)
+    assert torch.cuda.memory_allocated() == before + (1 << 20)
+    del t
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + (1 << 20)
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total
+
+
+def test_events_and_streams_are_in_order(cuda):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.ones(8, device=cuda).sum()
+    end.record()
+    torch.cuda.synchronize()
+    assert start.elapsed_time(end) >= 0
+
+
+def test_threads_may_share_the_device(cuda):
+    from concurrent.futures import ThreadPoolExecutor
+
+    def work(n):
+        t = torch.full((16,), float(n), device=cuda)
+        for _ in range(50):
+            t = t + 1
+        return t.sum().item()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(8))) == [16.0 * (n + 50) for n in range(8)]
+
+
+def test_more_ids_than_live_storages_are_recycled(cuda):
+    t = torch.zeros(1, device=cuda)
+    highest = 0
+    for _ in range(3000):
+        t = t + 1
+        highest = max(highest, t.untyped_storage().data_ptr() >> storage.ID_SHIFT)
+    assert t.item() == 3000 and highest < 2500
