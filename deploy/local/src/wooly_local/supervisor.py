@@ -155,7 +155,8 @@ class Supervisor:
             if ready and not os.read(sys.stdin.fileno(), 4096):
                 return
             now = time.monotonic()
-            if any([service.keep_alive(now) for service in self.services]):
+            restarted = [service.name for service in self.services if service.keep_alive(now)]
+            if restarted:
                 port_file = self.dir / "router.port"
                 if port_file.exists():
                     self.rest_url = f"http://127.0.0.1:{port_file.read_text().strip()}"

@@ -7,8 +7,9 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from wooly_bus.errors import BusError
 from wooly_wis.messages import ErrorReply, Message
+
+from wooly_bus.errors import BusError
 
 log = logging.getLogger("wooly.bus")
 Q = TypeVar("Q", bound=Message)

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
+from wooly_wis.messages import Message
 
 from wooly_bus.envelope import KIND_HEADER, decode, encode
 from wooly_bus.errors import BusConnectError, EnvelopeError
 from wooly_bus.tracing import consumer_span
-from wooly_wis.messages import Message
 
 log = logging.getLogger("wooly.bus")
 Q = TypeVar("Q", bound=Message)
@@ -41,7 +41,7 @@ class ServiceApp:
             logger=None,
             name=f"wooly-{name}",
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.5,
+            reconnect_time_wait=1,
             connect_timeout=3,
         )
 

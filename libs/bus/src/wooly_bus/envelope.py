@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 from pydantic import ValidationError
+from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.errors import EnvelopeError, RefusedError
-from wooly_wis.messages import ErrorReply, Message
 
 MAX_PAYLOAD = 1 << 20
 KIND_HEADER = "Wooly-Kind"

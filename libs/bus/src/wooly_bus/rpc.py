@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 import nats
 import nats.errors
 from nats.aio.client import Client
+from wooly_wis.messages import Message
 
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError
-from wooly_wis.messages import Message
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

@@ -10,8 +10,6 @@ import threading
 from importlib.metadata import entry_points
 from typing import Any
 
-from wooly.errors import WoolyError
-from wooly.settings import Settings
 from wooly_bus import subjects
 from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
@@ -26,6 +24,9 @@ from wooly_wis.messages import (
     RenewSessionReply,
     RenewSessionRequest,
 )
+
+from wooly.errors import WoolyError
+from wooly.settings import Settings
 
 log = logging.getLogger("wooly")
 

@@ -34,11 +34,15 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
-    controller_url: str = Field("", description="NATS URL of the controller; empty: the local stack, or one for this run")
+    controller_url: str = Field(
+        "", description="NATS URL of the controller; empty: the local stack, or one for this run"
+    )
     tenant: str = Field("default", description="tenant to run as")
     credential: str = Field("", description="the tenant's credential")
     priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
-    required_vram: int | None = Field(None, gt=0, description="bytes of device memory to reserve, also the session's quota")
+    required_vram: int | None = Field(
+        None, gt=0, description="bytes of device memory to reserve, also the session's quota"
+    )
     gpu_count: int = Field(1, ge=1, description="devices to ask for")
     gpu_mode: Literal["shared", "exclusive"] = Field("shared", description="share the device or not")
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
@@ -46,7 +50,9 @@ class Settings(BaseSettings):
     dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     flush_instructions: int = Field(128, ge=1, le=4096, description="instructions after which a program is sent")
-    flush_interval_ms: float = Field(5.0, gt=0, description="milliseconds after which an idle executor gets what there is")
+    flush_interval_ms: float = Field(
+        5.0, gt=0, description="milliseconds after which an idle executor gets what there is"
+    )
 
     @field_validator("node_groups", mode="before")
     @classmethod

@@ -11,16 +11,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import nats.errors
-
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import RefusedError
-from wooly_router.core.placement import place
-from wooly_router.core.registry import Registry
-from wooly_router.settings import RouterSettings
-from wooly_router.store import SessionRecord, SessionStore
 from wooly_wis.messages import (
     CloseSessionReply,
     CloseSessionRequest,
@@ -36,6 +31,11 @@ from wooly_wis.messages import (
     RenewSessionRequest,
     SessionClosed,
 )
+
+from wooly_router.core.placement import place
+from wooly_router.core.registry import Registry
+from wooly_router.settings import RouterSettings
+from wooly_router.store import SessionRecord, SessionStore
 
 log = logging.getLogger("wooly.router")
 M = TypeVar("M", bound=Message)

@@ -7,10 +7,10 @@ import logging
 import socket
 
 import uvicorn
-
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
+
 from wooly_router.actor import RouterActor
 from wooly_router.rest import create_api
 from wooly_router.settings import RouterSettings

@@ -7,9 +7,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from wooly_wis.messages import NodesReply
 
 from wooly_router.actor import RouterActor
-from wooly_wis.messages import NodesReply
 
 
 class SessionInfo(BaseModel):

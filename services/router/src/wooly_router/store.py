@@ -1,4 +1,4 @@
-"""Sessions in the database, so that a restarted router still knows them. SQLAlchemy; SQLite embedded, PostgreSQL in production."""
+"""Sessions in the database, so that a restarted router still knows them. SQLite embedded, PostgreSQL in production."""
 
 from __future__ import annotations
 

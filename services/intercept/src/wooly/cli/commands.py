@@ -204,9 +204,7 @@ def _print_nodes(nodes: list[dict[str, Any]]) -> None:
     for n in nodes:
         memory = f"{_size(n['memory_used'])} of {_size(n['device']['total_memory'])}"
         busy = f"{100 * n['utilization']:.0f} %"
-        table.add_row(
-            n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy
-        )
+        table.add_row(n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy)
     out.print(table)
 
 
@@ -246,7 +244,9 @@ def doctor(as_json: Json = False) -> None:
         print(json.dumps({"ok": all(c["ok"] for c in checks), "checks": checks}))
     else:
         for c in checks:
-            out.print(f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {c['detail']}", highlight=False)
+            out.print(
+                f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {c['detail']}", highlight=False
+            )
     sys.stdout.flush()
     if not all(c["ok"] for c in checks):
         raise typer.Exit(1)
@@ -263,7 +263,9 @@ def _check_torch() -> str:
 
     release = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
     if not (2, 11) <= release <= (2, 13):
-        raise RuntimeError(f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0")
+        raise RuntimeError(
+            f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0"
+        )
     return str(torch.__version__)
 
 

@@ -8,6 +8,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 
 _OWN = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "<frozen runpy>", "<frozen importlib")
@@ -42,7 +43,7 @@ def run(target: str, arguments: list[str], *, module: bool) -> int:
     """
     try:
         if module:
-            with _arguments([target, *arguments], os.getcwd()):
+            with _arguments([target, *arguments], str(Path.cwd())):
                 runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
             with _arguments([target, *arguments], os.path.dirname(os.path.abspath(target))):

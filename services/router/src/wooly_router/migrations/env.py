@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from alembic import context
 from sqlalchemy import create_engine, make_url
-
 from wooly_router.store import Base
 
 

@@ -1,0 +1,131 @@
+"""The control side over a real nats-server: requests, errors, actors, events."""
+
+import asyncio
+import threading
+
+import pytest
+
+from wooly_bus import subjects
+from wooly_bus.actor import Actor
+from wooly_bus.app import ServiceApp
+from wooly_bus.envelope import MAX_PAYLOAD, decode, decode_reply, encode
+from wooly_bus.errors import BusConnectError, EnvelopeError, NoResponderError, RefusedError
+from wooly_bus.rpc import ControlClient
+from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, ErrorReply, NodesRequest
+
+pytestmark = pytest.mark.connected
+
+
+class Counting(Actor):
+    def __init__(self):
+        super().__init__()
+        self.inside = self.most = self.total = 0
+
+    async def on_close_session(self, request):
+        self.inside += 1
+        self.most = max(self.most, self.inside)
+        await asyncio.sleep(0.001)
+        self.inside -= 1
+        self.total += 1
+        if request.reason == "refuse":
+            raise RefusedError("test.no", "not today", retryable=True)
+        if request.reason == "break":
+            raise ZeroDivisionError("oops")
+        return CloseSessionReply(closed=True)
+
+
+@pytest.fixture
+def service(nats_server):
+    ready, stop = threading.Event(), []
+    actor = []
+
+    async def main():
+        app = ServiceApp("test", nats_server)
+        actor.append(Counting())
+        app.serve("wooly.v1.rpc.test.session.close", CloseSessionRequest, actor[0].alone(actor[0].on_close_session))
+        stop.append((asyncio.get_running_loop(), done := asyncio.Event()))
+        async with app.running():
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+    yield actor[0]
+    loop, done = stop[0]
+    loop.call_soon_threadsafe(done.set)
+    thread.join(10)
+
+
+SUBJECT = "wooly.v1.rpc.test.session.close"
+
+
+def test_request_and_reply(service, nats_server):
+    client = ControlClient(nats_server)
+    assert client.request(SUBJECT, CloseSessionRequest(session_id="a"), CloseSessionReply).closed
+    client.close()
+
+
+def test_errors_travel_in_one_shape(service, nats_server, caplog):
+    client = ControlClient(nats_server)
+    with pytest.raises(RefusedError, match="not today") as refused:
+        client.request(SUBJECT, CloseSessionRequest(session_id="a", reason="refuse"), CloseSessionReply)
+    assert refused.value.code == "test.no" and refused.value.retryable
+    with pytest.raises(RefusedError, match="ZeroDivisionError") as broken:
+        client.request(SUBJECT, CloseSessionRequest(session_id="a", reason="break"), CloseSessionReply)
+    assert broken.value.code == "internal"
+    with pytest.raises(RefusedError) as malformed:
+        client.request(SUBJECT, NodesRequest(), CloseSessionReply)
+    assert malformed.value.code == "bus.envelope"
+    client.close()
+
+
+def test_actor_handles_one_message_at_a_time(service, nats_server):
+    clients = [ControlClient(nats_server) for _ in range(3)]
+
+    def ask(client):
+        for _ in range(10):
+            client.request(SUBJECT, CloseSessionRequest(session_id="a"), CloseSessionReply)
+
+    threads = [threading.Thread(target=ask, args=(c,)) for c in clients]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert service.total == 30 and service.most == 1
+    for c in clients:
+        c.close()
+
+
+def test_nobody_serving_is_said_at_once(nats_server):
+    client = ControlClient(nats_server)
+    with pytest.raises(NoResponderError, match="nobody answers"):
+        client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply)
+    client.close()
+
+
+def test_no_server_is_a_clear_error():
+    with pytest.raises(BusConnectError, match="127.0.0.1:9"):
+        ControlClient("nats://127.0.0.1:9", timeout=1)
+
+
+def test_envelope_refuses_garbage_and_oversize():
+    with pytest.raises(EnvelopeError):
+        decode(b"{}", CloseSessionRequest)
+    with pytest.raises(EnvelopeError):
+        decode(b'{"session_id":"a","extra":1}', CloseSessionRequest)
+    with pytest.raises(EnvelopeError):
+        decode(b"x" * (MAX_PAYLOAD + 1), CloseSessionRequest)
+    with pytest.raises(EnvelopeError):
+        encode(CloseSessionRequest(session_id="a", reason="r" * MAX_PAYLOAD))
+    data, headers = encode(ErrorReply(code="a.b", message="m"))
+    with pytest.raises(RefusedError, match="m"):
+        decode_reply(data, headers, CloseSessionReply)
+
+
+def test_subjects_take_no_wildcards():
+    assert subjects.executor_session_open("a-1") == "wooly.v1.rpc.executor.session.open.a-1"
+    assert subjects.template("wooly.v1.rpc.executor.session.open.a-1") == "wooly.v1.rpc.executor.session.open"
+    for bad in ("", "a.b", "*", ">", "a b"):
+        with pytest.raises(ValueError, match="subject"):
+            subjects.executor_session_open(bad)
