@@ -1,7 +1,6 @@
 """One executor and one attached device per test process: attaching is what a user's process does once."""
 
 import pytest
-
 from wooly_testkit.executor import executor_process
 
 

@@ -6,7 +6,6 @@ import io
 import pytest
 import torch
 from torch import nn
-
 from wooly import api, storage
 
 DTYPES = [
@@ -119,7 +118,9 @@ def test_outputs_of_unknown_shape(cuda):
     there = host.to(cuda)
     assert torch.equal(there.nonzero().cpu(), host.nonzero())
     assert torch.equal(there[there > 0].cpu(), host[host > 0])
-    for ours, theirs in zip(torch.unique(there, return_counts=True), torch.unique(host, return_counts=True), strict=True):
+    for ours, theirs in zip(
+        torch.unique(there, return_counts=True), torch.unique(host, return_counts=True), strict=True
+    ):
         assert torch.equal(ours.cpu(), theirs)
     assert torch.equal(there, there.clone()) and not torch.equal(there, there + 1)
 
@@ -155,7 +156,9 @@ def test_errors_of_shape_are_raised_at_the_call(cuda):
 def test_error_on_the_far_side_names_the_line(cuda):
     table, index = torch.zeros(3, device=cuda), torch.tensor([5], device=cuda)
     bad = table.index_select(0, index)  # the line that is named
-    with pytest.raises(RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_error_on_the_far_side"):
+    with pytest.raises(
+        RuntimeError, match=r"index out of range.*\n.*test_device\.py:\d+ in test_error_on_the_far_side"
+    ):
         bad.cpu()
     assert (table + 1).sum().item() == 3
     with pytest.raises(RuntimeError, match="index out of range"):
@@ -231,7 +234,12 @@ def test_conv_net_backward_equals_cpu(cuda):
     def grads(device):
         torch.manual_seed(1)
         net = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3), nn.Flatten()
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(8, 4, 3),
+            nn.Flatten(),
         ).to(device)
         net(torch.randn(2, 3, 12, 12).to(device)).pow(2).sum().backward()
         return [p.grad.cpu() for p in net.parameters()]

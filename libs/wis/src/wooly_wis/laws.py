@@ -1,4 +1,4 @@
-"""The laws that a single form obeys. One row per law: its name, the law in a sentence, and a check that returns a complaint or None."""
+"""The laws that a single form obeys. A row: name, the law in a sentence, a check that returns a complaint or None."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def _operand_shape(form: Form) -> str | None:
 
 def _views_present(form: Form) -> str | None:
     for k, operand in enumerate(form.operands):
-        if operand.view is None and not (form.opcode == "free" or (form.opcode == "extern" and operand.role is Role.OUT)):
+        if operand.view is None and not (
+            form.opcode == "free" or (form.opcode == "extern" and operand.role is Role.OUT)
+        ):
             return f"operand {k} has no view"
         if operand.view is not None and form.opcode == "free":
             return "free takes a slot, not a view"
@@ -167,7 +169,11 @@ FORM_LAWS: tuple[Law, ...] = (
     Law("opcode", "The opcode is a row of the op table.", _opcode_known),
     Law("operands", "Operands have the roles that the opcode asks for.", _operand_shape),
     Law("views", "Every operand has a view, but for `free` and for outputs of unknown shape.", _views_present),
-    Law("extent", "Sizes and strides are not negative, offsets aligned, nothing reaches beyond 2^40 bytes.", _view_extent),
+    Law(
+        "extent",
+        "Sizes and strides are not negative, offsets aligned, nothing reaches beyond 2^40 bytes.",
+        _view_extent,
+    ),
     Law("no-overlap", "What is written does not overlap itself.", _outputs_distinct),
     Law("alloc", "`alloc` defines a flat run of bytes.", _alloc_whole),
     Law("copy", "`copy` keeps the sizes.", _copy_shapes),

@@ -93,7 +93,7 @@ class ParamKind(IntEnum):
 
 
 Attr: TypeAlias = (
-    "None | bool | int | float | complex | str | DType | OperandRef | ParamRef | Symbol | tuple[Attr, ...]"
+    "bool | int | float | complex | str | DType | OperandRef | ParamRef | Symbol | tuple[Attr, ...] | None"
 )
 
 

@@ -10,11 +10,11 @@ import signal
 import threading
 
 import torch
-
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import Endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
+
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.protocol import Runtime

@@ -12,9 +12,6 @@ from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
-from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.errors import ExecutorError
-from wooly_executor.settings import ExecutorSettings
 from wooly_wis.messages import (
     CloseSessionReply,
     CloseSessionRequest,
@@ -26,6 +23,10 @@ from wooly_wis.messages import (
     RenewSessionRequest,
     SessionClosed,
 )
+
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.errors import ExecutorError
+from wooly_executor.settings import ExecutorSettings
 
 log = logging.getLogger("wooly.executor")
 
@@ -53,15 +54,9 @@ class ExecutorActor(Actor):
         loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
         self._busy_ns = 0
         self._busy_at = clock()
-        app.serve(
-            subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session)
-        )
-        app.serve(
-            subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session)
-        )
-        app.serve(
-            subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session)
-        )
+        app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
+        app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session))
+        app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
         """Take a session. Asking twice for the same one changes nothing."""
@@ -69,9 +64,7 @@ class ExecutorActor(Actor):
         if known is None or known[2] != request.token:
             try:
                 await asyncio.wrap_future(
-                    self._loop.call(
-                        lambda: self._loop.open_session(request.session_id, request.token, request.quota)
-                    )
+                    self._loop.call(lambda: self._loop.open_session(request.session_id, request.token, request.quota))
                 )
             except ExecutorError as e:
                 raise RefusedError(e.code, str(e), retryable=e.retryable) from e
@@ -111,9 +104,7 @@ class ExecutorActor(Actor):
 
     async def heartbeat(self) -> ExecutorHeartbeat:
         """What this executor says of itself now."""
-        sessions = await asyncio.wrap_future(
-            self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()])
-        )
+        sessions = await asyncio.wrap_future(self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()]))
         now, busy = self._clock(), self._loop.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now

@@ -16,12 +16,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
-
 from wooly_bus.channel import ChannelServer, Connected, Connection, Disconnected, Endpoint, Event, ProtocolError
-from wooly_executor.errors import AdmissionError, ExecutorError
-from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime.protocol import Runtime
-from wooly_executor.session import Session
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
     MAX_CHUNK,
@@ -33,6 +28,11 @@ from wooly_wis.frames import (
     unpack_read,
     unpack_run,
 )
+
+from wooly_executor.errors import AdmissionError, ExecutorError
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.session import Session
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")

@@ -10,12 +10,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
-from wooly_executor.errors import BindingError, ExecutorError, OperationError
-from wooly_executor.runtime.protocol import Runtime
 from wooly_wis.codec import body_of, decode_form, digest, split_program
 from wooly_wis.errors import WisError
 from wooly_wis.program import Form, ParamKind, Program
 from wooly_wis.verifier import ProgramFacts, Verifier
+
+from wooly_executor.errors import BindingError, ExecutorError, OperationError
+from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 FORMS_KEPT = 65536

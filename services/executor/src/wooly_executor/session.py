@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from wooly_bus.channel import Connection
+from wooly_wis.frames import Run
+
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Outcome, Runtime
-from wooly_wis.frames import Run
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100

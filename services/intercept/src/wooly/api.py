@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
 
 from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
-from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
 
 _IDLE_CHECK_S = 0.002
 

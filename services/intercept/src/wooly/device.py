@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
 import wooly_wis
+
 from wooly import storage
 from wooly.kernels import composite, views
 from wooly.kernels.generic import Generic
@@ -80,8 +80,7 @@ class Device:
 
 
 def _short(op: torch._ops.OpOverload) -> str:
-    name = op.name().removeprefix("aten::")
-    return name
+    return op.name().removeprefix("aten::")
 
 
 def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

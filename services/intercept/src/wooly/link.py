@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
-from wooly_bus.channel import ChannelClient, ChannelError
-from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 
 _MIRROR_LIMIT = 64 << 20
 _MIRROR_ITEM_LIMIT = 1 << 20

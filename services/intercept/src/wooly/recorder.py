@@ -16,11 +16,12 @@ from collections import OrderedDict
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
-from wooly import storage
-from wooly.errors import NotConnectedError, WoolyError
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
+
+from wooly import storage
+from wooly.errors import NotConnectedError, WoolyError
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -217,7 +218,15 @@ class Recorder:
             self._sent.move_to_end(key)
         n = len(self.origins)
         try:
-            seq = link.run(sent.digest, self.bind, sent.pack_params.pack(*self.params), self._frees, self.words, self.origins, reply)
+            seq = link.run(
+                sent.digest,
+                self.bind,
+                sent.pack_params.pack(*self.params),
+                self._frees,
+                self.words,
+                self.origins,
+                reply,
+            )
         finally:
             self._abandon()
         self.instructions += n

@@ -61,6 +61,7 @@ class ChannelClient:
             ChannelClosedError: nobody listens there.
             ChannelTimeoutError: no answer within `timeout` seconds.
         """
+        sock: socket.socket | None = None
         try:
             if endpoint.scheme == "unix":
                 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,10 +74,12 @@ class ChannelClient:
                 if endpoint.scheme == "tls":
                     context = tls or ssl.create_default_context()
                     sock = context.wrap_socket(sock, server_hostname=endpoint.host)
-        except TimeoutError as e:
-            raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
         except OSError as e:
-            raise ChannelClosedError(f"{endpoint}: {e}") from e
+            if sock is not None:
+                sock.close()
+            if not isinstance(e, TimeoutError):
+                raise ChannelClosedError(f"{endpoint}: {e}") from e
+            raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
         return cls(sock)
 
     # -- sending -----------------------------------------------------------------------------------------------------

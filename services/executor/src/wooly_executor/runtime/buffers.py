@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from wooly_executor.runtime.torch_private import reinterpret
 from wooly_wis.dtypes import DType
 from wooly_wis.program import View
+
+from wooly_executor.runtime.torch_private import reinterpret
 
 TORCH_DTYPE: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from wooly_executor.errors import OperationError
-from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Symbol
+
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.buffers import TORCH_DTYPE
 
 _MASK = (1 << 64) - 1
 

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from wooly_executor.runtime.buffers import Buffer
 from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.runtime.buffers import Buffer
 
 
 @dataclass(slots=True)
@@ -50,9 +51,7 @@ class Runtime(Protocol):
         """Resolve and lay out everything that does not change from run to run."""
         ...
 
-    def run(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
-    ) -> Outcome:
+    def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """Run. Creates and removes entries of `buffers` as the program allocates and frees.
 
         The caller has checked the bindings. A failing instruction is reported, not raised; what the rest of the program should

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
 from wooly_executor.runtime.calls import constant, function_of, mix, operator, split_kwargs, typed_params
 from wooly_executor.runtime.protocol import Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
-from wooly_wis.verifier import ProgramFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         dropped = [s for s, gone in enumerate(facts.slot_freed) if gone and facts.slot_alloc[s] is None]
         return LiteralProgram(program, facts, tuple(dropped))
 
-    def run(
-        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
-    ) -> Outcome:
+    def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """See `Runtime.run`."""
         outcome = Outcome()
         at = 0

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from wooly_wis.program import Form, OperandRef, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, zeroed
@@ -30,8 +32,6 @@ from wooly_executor.runtime.calls import (
 )
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.protocol import Outcome
-from wooly_wis.program import Form, OperandRef, ParamRef, Program, Role, View
-from wooly_wis.verifier import ProgramFacts
 
 
 class _Frame:
@@ -128,9 +128,7 @@ class TorchCpuRuntime:
         """Report the failure and poison what the rest of the program should have written."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
         outcome.failed_at = at = prepared.owner[step] if step >= 0 else 0
-        if isinstance(cause, PoisonedError):
-            outcome.error = str(cause)
-        elif isinstance(cause, (RuntimeError, OperationError)):
+        if isinstance(cause, (PoisonedError, RuntimeError, OperationError)):
             outcome.error = str(cause)
         else:
             outcome.error = f"{type(cause).__name__}: {cause}"
@@ -416,7 +414,7 @@ def _adoptable(t: Any, view: View, f: _Frame) -> Tensor:
         and t.storage_offset() == 0
         and not t.is_conj()
         and not t.is_neg()
-        and not any(isinstance(r, Tensor) and r.is_set_to(t) or _shares(r, t) for r in f.registers)
+        and not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
     ):
         return t
     own = as_view(zeroed(view.end, dtype), view)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
 from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
@@ -17,7 +18,6 @@ from wooly.recorder import Recorder, origin
 from wooly.rng import Generator
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
 from wooly.torch_private import raw_device
-from wooly_wis.dtypes import BY_LABEL
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -52,8 +52,7 @@ class Generic:
             key: list[Any] = [op]
             buffers: list[int] = []
             params: list[Any] = []
-            i = 0
-            for a in args:
+            for i, a in enumerate(args):
                 if isinstance(a, Tensor):
                     if a.is_cpu:
                         collect(a, False, key, buffers, params)
@@ -67,7 +66,6 @@ class Generic:
                     collect(a, False, key, buffers, params)
                 else:
                     key.append(a)
-                i += 1
             if kwargs:
                 for name, a in kwargs.items():
                     key.append(name)

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import is_allowed
+from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly import storage
 from wooly.recorder import Recorder
 from wooly.storage import Layout
 from wooly.torch_private import raw_device
-from wooly_wis.dtypes import DType
-from wooly_wis.externs import is_allowed
-from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,

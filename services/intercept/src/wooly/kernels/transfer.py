@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.program import Form, Operand, Role
 
 from wooly.kernels.composite import plain
 from wooly.kernels.plan import view_of
 from wooly.recorder import Recorder, origin
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
 from wooly.torch_private import raw_device, redispatch_cpu
-from wooly_wis.program import Form, Operand, Role
 
 aten = torch.ops.aten
 _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
@@ -24,7 +24,9 @@ def bytes_of(t: Tensor) -> memoryview:
     n = t.numel() * t.element_size()
     if not n:
         return memoryview(b"")
-    flat = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,))
+    flat = torch.empty(0, dtype=torch.uint8).set_(
+        t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,)
+    )
     return memoryview(flat.numpy())
 
 

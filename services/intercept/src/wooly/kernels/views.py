@@ -21,15 +21,13 @@ _MAX_KNOWN = 65536
 _known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
 
-def as_strided(
-    t: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
-) -> Tensor:
+def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
     """`aten.as_strided`, bounds checked against the storage."""
     here = t.storage_offset()
     offset = here if storage_offset is None else storage_offset
     need = span(tuple(size), tuple(stride))
     have = t.untyped_storage().nbytes()
-    if need and (offset + need) * t.element_size() > have or offset < 0:
+    if (need and (offset + need) * t.element_size() > have) or offset < 0:
         raise RuntimeError(
             f"setStorage: sizes {list(size)}, strides {list(stride)}, storage offset {offset}, and itemsize "
             f"{t.element_size()} requiring a storage size of {(offset + need) * t.element_size()} are out of bounds "

@@ -1,0 +1,244 @@
+"""The data channel over real sockets: both ends, flow control, bulk, hostile peers, dead peers."""
+
+import os
+import random
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wooly_bus.channel import (
+    ChannelClient,
+    ChannelClosedError,
+    ChannelServer,
+    Connected,
+    Disconnected,
+    Endpoint,
+    EndpointError,
+    FrameReceived,
+    ProtocolError,
+)
+from wooly_bus.channel.framing import ACK, HEADER, MAX_FRAME
+
+ECHO, BULK, DATA, HOLD = 20, 21, 22, 23
+
+
+class EchoServer:
+    """Echoes ECHO frames, stores BULK data, never acknowledges after HOLD."""
+
+    def __init__(self, endpoint, **options):
+        self.memory = bytearray(8 << 20)
+        self.server = ChannelServer({BULK: 8}, self.sink, **options)
+        self.endpoint = self.server.listen(Endpoint.parse(endpoint))
+        self.seen, self.gone, self.stopping = [], [], False
+        self.put_off = 0
+        self.hold = False
+        self.thread = threading.Thread(target=self.loop, daemon=True)
+        self.thread.start()
+
+    def sink(self, conn, kind, prefix, n):
+        if self.put_off:
+            self.put_off -= 1
+            threading.Timer(0.02, lambda: (self.later.append(conn), self.server.wake())).start()
+            return None
+        at = int.from_bytes(prefix, "little")
+        return memoryview(self.memory)[at : at + n]
+
+    later: list = []
+
+    def loop(self):
+        while not self.stopping:
+            for event in self.server.poll(0.2):
+                if isinstance(event, Connected):
+                    event.conn.authenticated = True
+                elif isinstance(event, Disconnected):
+                    self.gone.append(event.reason)
+                elif isinstance(event, FrameReceived):
+                    self.seen.append(event.kind)
+                    if event.kind == HOLD:
+                        self.hold = True
+                    if not self.hold:
+                        event.conn.ack(event.seq)
+                    if event.kind == ECHO:
+                        event.conn.send(ECHO, event.payload)
+                    if event.kind == DATA:
+                        n = int.from_bytes(event.payload, "little")
+                        for at in range(0, n, 1 << 20):
+                            event.conn.send(DATA, memoryview(self.memory)[at : min(n, at + (1 << 20))])
+            while self.later:
+                self.later.pop().resume()
+        self.server.close()
+
+    def stop(self):
+        self.stopping = True
+        self.server.wake()
+        self.thread.join(5)
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def echo(request, tmp_path):
+    server = EchoServer(f"unix://{tmp_path}/s" if request.param == "unix" else "tcp://127.0.0.1:0")
+    yield server
+    server.stop()
+
+
+def test_frames_come_back_in_order(echo):
+    client = ChannelClient.connect(echo.endpoint)
+    for n in (0, 1, 100, 70_000):
+        client.send(ECHO, b"a" * n, b"", b"b" * 3)
+        assert client.recv(5).payload == b"a" * n + b"bbb"
+    assert client.acked == 4 and client.in_flight == 0
+    client.close()
+
+
+@given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
+@settings(max_examples=25, deadline=None)
+def test_any_sizes_are_echoed(sizes):
+    path = f"/tmp/wooly-test-{os.getpid()}-{random.random()}"
+    server = EchoServer(f"unix://{path}")
+    try:
+        client = ChannelClient.connect(server.endpoint)
+        for n in sizes:
+            client.send(ECHO, bytes([n % 251]) * n)
+        for n in sizes:
+            assert client.recv(5).payload == bytes([n % 251]) * n
+        client.close()
+    finally:
+        server.stop()
+
+
+def test_bulk_lands_in_place_and_comes_back_in_place(echo):
+    client = ChannelClient.connect(echo.endpoint)
+    data = os.urandom(5 << 20)
+    for at in range(0, len(data), 1 << 20):
+        client.send(BULK, at.to_bytes(8, "little"), memoryview(data)[at : at + (1 << 20)])
+    into = bytearray(len(data))
+    client.send(DATA, len(data).to_bytes(8, "little"))
+    assert client.recv_data(memoryview(into), DATA) is None
+    assert into == data and echo.memory[: len(data)] == data
+    client.close()
+
+
+def test_bulk_waits_until_its_owner_is_ready(echo):
+    echo.put_off = 2
+    client = ChannelClient.connect(echo.endpoint)
+    client.send(BULK, (0).to_bytes(8, "little"), b"later")
+    client.send(ECHO, b"x")
+    assert client.recv(5).payload == b"x" and echo.memory[:5] == b"later" and echo.put_off == 0
+    client.close()
+
+
+def test_client_stops_at_its_window_without_acknowledgements(echo):
+    client = ChannelClient.connect(echo.endpoint)
+    client.window = 100_000
+    client.send(HOLD)
+    sent = []
+
+    def push():
+        for _ in range(10):
+            client.send(BULK, (0).to_bytes(8, "little"), b"z" * 30_000)
+            sent.append(1)
+
+    thread = threading.Thread(target=push, daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert len(sent) == 3 and client.in_flight <= 100_000
+    echo.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        os.urandom(4096),
+        HEADER.pack(MAX_FRAME + 1, ECHO, 0, 0, 1),
+        HEADER.pack(0, ECHO, 1, 0, 1),
+        HEADER.pack(0, ECHO, 0, 0, 7),
+        HEADER.pack(4, ACK, 0, 0, 1) + b"1234",
+        HEADER.pack(4, BULK, 0, 0, 1) + b"1234",
+        HEADER.pack(100, ECHO, 0, 0, 1) + b"cut",
+    ],
+    ids=["garbage", "oversize", "flags", "sequence", "ack-with-payload", "bulk-too-short", "truncated"],
+)
+def test_hostile_peer_is_closed_and_harms_nobody(echo, hostile):
+    good = ChannelClient.connect(echo.endpoint)
+    address = echo.endpoint
+    bad = socket.socket(socket.AF_UNIX) if address.scheme == "unix" else socket.socket()
+    bad.connect(address.path if address.scheme == "unix" else (address.host, address.port))
+    bad.sendall(hostile)
+    bad.shutdown(socket.SHUT_WR)
+    bad.settimeout(5)
+    try:
+        assert bad.recv(1) == b""
+    except ConnectionResetError:
+        bad.close()
+    assert echo.gone and echo.gone[0]
+    good.send(ECHO, b"still here")
+    assert good.recv(5).payload == b"still here"
+    good.close()
+    bad.close()
+
+
+def test_unauthenticated_peer_may_not_send_much(tmp_path):
+    server = ChannelServer()
+    endpoint = server.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    client = ChannelClient.connect(endpoint)
+    client.send(ECHO, b"x" * 100_000)
+    reasons = []
+    for _ in range(20):
+        reasons += [e.reason for e in server.poll(0.05) if isinstance(e, Disconnected)]
+    assert reasons and "before the hello" in reasons[0]
+    client.close()
+    server.close()
+
+
+def test_silent_peer_is_closed_after_the_handshake_time(tmp_path):
+    now = [0.0]
+    server = ChannelServer(clock=lambda: now[0], handshake_timeout=10)
+    client = ChannelClient.connect(server.listen(Endpoint.parse(f"unix://{tmp_path}/s")))
+    assert any(isinstance(e, Connected) for e in server.poll(1))
+    now[0] = 11
+    assert any(isinstance(e, Disconnected) and "hello" in e.reason for e in server.poll(0))
+    client.close()
+    server.close()
+
+
+def test_dead_server_is_noticed_at_once(echo):
+    client = ChannelClient.connect(echo.endpoint)
+    client.send(ECHO, b"x")
+    client.recv(5)
+    echo.stop()
+    with pytest.raises(ChannelClosedError):
+        for _ in range(100):
+            client.send(ECHO, b"x" * 100_000)
+            client.recv(5)
+
+
+def test_nobody_listening_is_a_clear_error(tmp_path):
+    with pytest.raises(ChannelClosedError, match="No such file"):
+        ChannelClient.connect(Endpoint.parse(f"unix://{tmp_path}/nothing"))
+
+
+def test_oversize_frame_is_not_sent():
+    near, far = socket.socketpair()
+    with near, far, pytest.raises(ProtocolError):
+        ChannelClient(near).send(ECHO, b"x" * (MAX_FRAME + 1))
+
+
+@pytest.mark.parametrize(
+    "text", ["unix:///a/b", "tcp://127.0.0.1:80", "tls://h:1", "nats://h:4222#wooly.x", "tcp://[::1]:9"]
+)
+def test_endpoint_round_trips(text):
+    assert str(Endpoint.parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "http://x:1", "unix://host/x", "tcp://h", "tcp://h:99999", "nats://h:1", "tcp://h:1#x"]
+)
+def test_endpoint_refuses_other_forms(text):
+    with pytest.raises(EndpointError):
+        Endpoint.parse(text)

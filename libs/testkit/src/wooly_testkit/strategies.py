@@ -1,0 +1,97 @@
+"""Hypothesis strategies for WIS forms and programs; only valid ones, so that a test breaks exactly what it means to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from wooly_wis.dtypes import DType
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, Symbol, View
+
+dtypes = st.sampled_from(list(DType))
+finite = st.floats(allow_nan=False)
+
+
+@st.composite
+def views(draw: Any) -> View:
+    """Row-major views at small offsets."""
+    dtype = draw(dtypes)
+    sizes = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    strides: list[int] = []
+    n = 1
+    for size in reversed(sizes):
+        strides.append(n)
+        n *= max(size, 1)
+    return View(dtype, sizes, tuple(reversed(strides)), draw(st.integers(0, 8)) * dtype.itemsize)
+
+
+def attrs(n_operands: int, n_params: int) -> Any:
+    """Attribute values of every kind."""
+    leaves: list[Any] = [
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**63 - 1),
+        finite,
+        st.complex_numbers(allow_nan=False),
+        st.text(max_size=8),
+        dtypes,
+        st.builds(Symbol, st.sampled_from(["layout", "memory_format", "device"]), st.sampled_from(["strided", "self"])),
+    ]
+    if n_operands:
+        leaves.append(st.builds(OperandRef, st.integers(0, n_operands - 1)))
+    if n_params:
+        leaves.append(st.builds(ParamRef, st.integers(0, n_params - 1)))
+    return st.recursive(st.one_of(leaves), lambda x: st.lists(x, max_size=3).map(tuple), max_leaves=6)
+
+
+@st.composite
+def externs(draw: Any) -> Form:
+    """`extern` forms."""
+    operands = [Operand(Role.IN, draw(views())) for _ in range(draw(st.integers(0, 3)))]
+    operands += [Operand(Role.OUT, draw(views())) for _ in range(draw(st.integers(1, 2)))]
+    params = tuple(draw(st.lists(st.sampled_from(list(ParamKind)), max_size=3)))
+    args = tuple(draw(st.lists(attrs(len(operands), len(params)), max_size=3)))
+    kwargs = tuple((k, draw(attrs(len(operands), len(params)))) for k in draw(st.sets(st.sampled_from("abc"))))
+    name = draw(st.sampled_from(["aten.add.Tensor", "aten.mm.default"]))
+    return Form("extern", tuple(operands), params, (("args", args), ("kwargs", kwargs), ("name", name)))
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    """Valid programs: allocs before use, views inside them, frees last."""
+    forms: list[Form] = []
+    body: list[Instruction] = []
+    index: dict[Form, int] = {}
+    sizes: list[int | None] = []
+
+    def add(form: Form, slots: list[int]) -> None:
+        if form not in index:
+            index[form] = len(forms)
+            forms.append(form)
+        body.append(Instruction(index[form], tuple(slots)))
+
+    for _ in range(draw(st.integers(1, 5))):
+        form = draw(externs())
+        slots: list[int] = []
+        for operand in form.operands:
+            assert operand.view is not None
+            end = operand.view.end
+            fitting = [s for s, known in enumerate(sizes) if known is None or known >= end]
+            if fitting and draw(st.booleans()):
+                slots.append(draw(st.sampled_from(fitting)))
+                continue
+            slot = len(sizes)
+            if draw(st.booleans()):
+                size = end + draw(st.integers(0, 8))
+                sizes.append(size)
+                add(Form("alloc", (Operand(Role.OUT, View(DType.U8, (size,), (1,))),)), [slot])
+            else:
+                sizes.append(None)
+                # The slot's first use is in the extern below: it must be the next new one there too.
+                add(Form("copy", (Operand(Role.IN, operand.view), Operand(Role.OUT, operand.view))), [slot, slot])
+            slots.append(slot)
+        add(form, slots)
+    if draw(st.booleans()):
+        add(Form("free", (Operand(Role.IN, None),)), [draw(st.integers(0, len(sizes) - 1))])
+    return Program(tuple(forms), tuple(body))

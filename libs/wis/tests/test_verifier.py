@@ -1,0 +1,100 @@
+"""The verifier: valid programs pass, and each law has a program that breaks it alone."""
+
+import pytest
+from hypothesis import given, settings
+
+from wooly_testkit import strategies
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import VerifyError
+from wooly_wis.laws import FORM_LAWS
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, View
+from wooly_wis.verifier import Limits, verify_program
+
+V = View(DType.F32, (4,), (1,))
+ALLOC = Form("alloc", (Operand(Role.OUT, View(DType.U8, (16,), (1,))),))
+FREE = Form("free", (Operand(Role.IN, None),))
+
+
+def extern(*operands, params=(), **attrs):
+    attrs = {"name": "aten.neg.default", "args": (OperandRef(0),), "kwargs": ()} | attrs
+    return Form("extern", operands, params, tuple(sorted(attrs.items())))
+
+
+NEG = extern(Operand(Role.IN, V), Operand(Role.OUT, V))
+
+
+def program(*steps):
+    forms, body = [], []
+    for form, *slots in steps:
+        if form not in forms:
+            forms.append(form)
+        body.append(Instruction(forms.index(form), tuple(slots)))
+    return Program(tuple(forms), tuple(body))
+
+
+@given(strategies.programs())
+@settings(max_examples=150, deadline=None)
+def test_valid_programs_pass_and_report_what_they_need(candidate):
+    facts = verify_program(candidate)
+    assert len(facts.slot_bytes) == candidate.n_slots
+    for size, need in zip(facts.slot_alloc, facts.slot_bytes, strict=True):
+        assert size is None or need <= size
+
+
+def test_facts_of_a_small_program():
+    facts = verify_program(program((ALLOC, 0), (NEG, 1, 0), (FREE, 1)))
+    assert facts.slot_bytes == (16, 16) and facts.slot_alloc == (16, None)
+    assert facts.slot_freed == (False, True) and facts.alloc_bytes == facts.kept_bytes == 16
+
+
+WIDE = View(DType.F32, (5,), (1,))
+SELF = View(DType.F32, (4,), (0,))
+
+BROKEN = {
+    "opcode": program((Form("jump"),)),
+    "operands": program((Form("copy", (Operand(Role.IN, V),)), 0)),
+    "views": program((Form("copy", (Operand(Role.IN, None), Operand(Role.OUT, V))), 0, 1)),
+    "extent": program((extern(Operand(Role.IN, View(DType.F32, (4,), (-1,))), Operand(Role.OUT, V)), 0, 1)),
+    "no-overlap": program((extern(Operand(Role.IN, V), Operand(Role.OUT, SELF)), 0, 1)),
+    "alloc": program((Form("alloc", (Operand(Role.OUT, V),)), 0)),
+    "copy": program((Form("copy", (Operand(Role.IN, V), Operand(Role.OUT, WIDE))), 0, 1)),
+    "attrs": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), colour=1), 0, 1)),
+    "refs": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), args=(OperandRef(7),)), 0, 1)),
+    "extern": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), name="aten.from_file.default"), 0, 1)),
+    "form-order": Program((NEG, ALLOC), (Instruction(1, (0,)), Instruction(0, (0, 1)))),
+    "form-used": Program((NEG, ALLOC), (Instruction(0, (0, 1)),)),
+    "form-unique": Program((NEG, extern(Operand(Role.IN, V), Operand(Role.OUT, V))), (Instruction(0, (0, 1)),)),
+    "arity": Program((NEG,), (Instruction(0, (0,)),)),
+    "slot-order": program((NEG, 0, 2)),
+    "alloc-first": program((NEG, 0, 1), (ALLOC, 1)),
+    "use-after-free": program((NEG, 0, 1), (FREE, 1), (NEG, 1, 0)),
+    "bounds": program((ALLOC, 0), (extern(Operand(Role.IN, V), Operand(Role.OUT, WIDE)), 1, 0)),
+}
+
+
+@pytest.mark.parametrize("law", BROKEN)
+def test_breaking_a_law_is_named(law):
+    with pytest.raises(VerifyError) as caught:
+        verify_program(BROKEN[law])
+    assert caught.value.law == law and law in str(caught.value)
+
+
+def test_every_form_law_has_a_program_that_breaks_it():
+    assert {law.name for law in FORM_LAWS} <= set(BROKEN)
+
+
+def test_limits_are_enforced():
+    with pytest.raises(VerifyError, match="instructions"):
+        verify_program(program((NEG, 0, 1), (NEG, 1, 0)), Limits(instructions=1))
+    with pytest.raises(VerifyError, match="slots"):
+        verify_program(program((NEG, 0, 1)), Limits(slots=1))
+
+
+def test_misaligned_offset_and_wrong_rng_are_refused():
+    odd = View(DType.F32, (1,), (1,), 2)
+    with pytest.raises(VerifyError, match="not a multiple"):
+        verify_program(program((extern(Operand(Role.IN, odd), Operand(Role.OUT, V)), 0, 1)))
+    params = (ParamKind.F64, ParamKind.I64)
+    rng = (ParamRef(0), ParamRef(1))
+    with pytest.raises(VerifyError, match="rng"):
+        verify_program(program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), params=params, rng=rng), 0, 1)))

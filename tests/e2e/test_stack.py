@@ -1,0 +1,231 @@
+"""The whole stack as a user meets it: real nats-server, router, executor and client processes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wooly_local.stack import StackError, read_stack, start_stack
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+ROOT = Path(__file__).parents[2]
+WOOLY = [sys.executable, "-m", "wooly"]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
+    yield running
+    running.stop()
+
+
+def run(*argv, stack=None, env=None, timeout=120, **options):
+    full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | (env or {})
+    if stack is not None:
+        full["WOOLYAI_CONTROLLER_URL"] = stack.nats_url
+    return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=full, timeout=timeout, **options)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
+    ours = run("run", str(ROOT / "examples/train_digits.py"), "--epochs", "3", stack=stack)
+    assert ours.returncode == 0, ours.stderr
+    source = (ROOT / "examples/train_digits.py").read_text()
+    local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", '"cpu"')
+    theirs = subprocess.run(
+        [sys.executable, script(tmp_path, local), "--epochs", "3"], capture_output=True, text=True, check=True
+    )
+
+    def figures(text):
+        return [line.split("  ")[1] if line.startswith("epoch") else line for line in text.splitlines()[1:]]
+
+    assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
+    assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly status" in ours.stderr
+
+
+def test_run_starts_a_stack_of_its_own_and_leaves_nothing(tmp_path):
+    before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
+    path = script(tmp_path, "import torch; print((torch.ones(3, device='cuda') + 1).sum().item())")
+    done = run("run", path, env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "6.0\n"
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = {p.pid for p in psutil.process_iter() if f"{tmp_path}" in " ".join(_argv(p))} - before
+        if not left:
+            break
+        time.sleep(0.1)
+    assert not left
+
+
+def _argv(process):
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
+    done = run(
+        "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
+    )
+    assert done.returncode == 1
+    assert "KeyError: 'mine'" in done.stderr and 'script.py", line 3' in done.stderr
+    assert "runpy" not in done.stderr and "wooly/cli" not in done.stderr
+    assert run("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
+    assert run("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
+
+
+def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
+    path = script(tmp_path, "import sys; print(__name__, sys.argv[1:], sys.path[0])")
+    done = run("run", path, "--epochs", "3", "-m", "x", stack=stack)
+    assert done.stdout == f"__main__ ['--epochs', '3', '-m', 'x'] {tmp_path}\n"
+    (tmp_path / "mod.py").write_text("import sys; print('mod', __name__, sys.argv[1:])")
+    done = run("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
+    assert done.stdout == "mod __main__ ['a']\n", done.stderr
+
+
+def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
+    path = script(
+        tmp_path, "import torch\nt = torch.zeros(3, device='cuda')\nt.index_select(0, torch.tensor([9], device='cuda'))"
+    )
+    done = run("run", path, stack=stack)
+    assert done.returncode == 1 and "index out of range" in done.stderr and "script.py:3" in done.stderr
+
+
+def test_no_controller_is_said_within_five_seconds(tmp_path):
+    path = script(tmp_path, "print('never')")
+    started = time.monotonic()
+    done = run("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
+    assert done.returncode == 1 and "wooly up" in done.stderr and "never" not in done.stdout
+    assert time.monotonic() - started < 15  # the five seconds and the start of Python and torch on a busy machine
+
+
+def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
+    env = os.environ | {
+        "WOOLY_ROUTER_NATS_URL": nats_server,
+        "WOOLY_ROUTER_STATE_DIR": str(tmp_path),
+        "WOOLY_ROUTER_HTTP_PORT": "0",
+    }
+    router = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=env, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "router.port").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        done = run("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
+    finally:
+        router.terminate()
+        router.wait(10)
+    assert done.returncode == 1 and "no executor is registered" in done.stderr and "wooly up" in done.stderr
+
+
+def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
+    own = start_stack(tmp_path / "own", ephemeral=True)
+    try:
+        path = script(
+            tmp_path,
+            """
+            import torch
+            t = torch.zeros(64, 64, device="cuda")
+            print("ready", flush=True)
+            while True:
+                t = t + 1
+            """,
+        )
+        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url}
+        client = subprocess.Popen(
+            [*WOOLY, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
+        assert client.stdout.readline() == "ready\n"
+        os.kill(own.services["executor"], signal.SIGKILL)
+        started = time.monotonic()
+        _, errors = client.communicate(timeout=30)
+        assert time.monotonic() - started < 5
+        assert client.returncode == 1 and "lost the executor" in errors
+    finally:
+        own.stop()
+
+
+def test_nodes_and_status_in_json_and_rest(stack):
+    nodes = json.loads(run("nodes", "--json", stack=stack).stdout)["nodes"]
+    assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"
+    status = json.loads(run("status", "--json", stack=stack).stdout)
+    assert status["state"] == "up"
+    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/nodes") as answer:
+        assert json.load(answer)["nodes"][0]["executor_id"] == "local-0"
+    with urllib.request.urlopen(f"{stack.rest_url}/healthz") as answer:
+        assert json.load(answer) == {"status": "ok", "executors": 1}
+
+
+def test_doctor_passes_on_a_running_stack(stack):
+    done = run("doctor", "--json", stack=stack)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
+
+
+def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
+    path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
+    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+    client = subprocess.Popen([*WOOLY, "run", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert client.stdout.readline() == "up\n"
+    assert len(_sessions(stack)) == 1
+    client.kill()
+    client.wait()
+    deadline = time.monotonic() + 10
+    while _sessions(stack) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _sessions(stack) == []
+
+
+def _sessions(stack):
+    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/sessions") as answer:
+        return json.load(answer)["sessions"]
+
+
+def test_up_twice_is_refused_and_down_stops_everything(tmp_path):
+    env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    assert run("down", env=env).stdout == "no stack was running\n"
+    assert run("up", env=env).returncode == 0
+    running = read_stack(tmp_path / "wooly")
+    processes = [psutil.Process(pid) for pid in running.services.values()]
+    try:
+        again = run("up", env=env)
+        assert again.returncode == 1 and "runs in" in again.stderr.replace("\n", " ")
+        with pytest.raises(StackError):
+            start_stack(tmp_path / "wooly")
+        assert "local-0" in run("status", env=env).stdout
+    finally:
+        assert run("down", env=env).stdout == "stack is down\n"
+    gone, alive = psutil.wait_procs(processes, 5)
+    assert not alive and len(gone) == 3
+    assert run("status", "--json", env=env).returncode == 1
+
+
+def test_crashed_service_is_restarted(tmp_path):
+    own = start_stack(tmp_path / "own", ephemeral=True)
+    try:
+        first = own.services["router"]
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            now = read_stack(tmp_path / "own")
+            if now and now.services.get("router") not in (None, first):
+                break
+            time.sleep(0.1)
+        assert now.services["router"] != first
+    finally:
+        own.stop()
+    assert not Path(tmp_path / "own").exists()
