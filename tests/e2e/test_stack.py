@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from wooly_local.stack import StackError, read_stack, start_stack
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
@@ -44,7 +43,7 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
     ours = run("run", str(ROOT / "examples/train_digits.py"), "--epochs", "3", stack=stack)
     assert ours.returncode == 0, ours.stderr
     source = (ROOT / "examples/train_digits.py").read_text()
-    local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", '"cpu"')
+    local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", "'cpu'")
     theirs = subprocess.run(
         [sys.executable, script(tmp_path, local), "--epochs", "3"], capture_output=True, text=True, check=True
     )
@@ -183,7 +182,7 @@ def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     assert client.stdout.readline() == "up\n"
     assert len(_sessions(stack)) == 1
     client.kill()
-    client.wait()
+    client.communicate()
     deadline = time.monotonic() + 10
     while _sessions(stack) and time.monotonic() < deadline:
         time.sleep(0.1)

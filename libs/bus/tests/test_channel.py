@@ -1,5 +1,6 @@
 """The data channel over real sockets: both ends, flow control, bulk, hostile peers, dead peers."""
 
+import contextlib
 import os
 import random
 import socket
@@ -9,7 +10,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from wooly_bus.channel import (
     ChannelClient,
     ChannelClosedError,
@@ -34,7 +34,7 @@ class EchoServer:
         self.server = ChannelServer({BULK: 8}, self.sink, **options)
         self.endpoint = self.server.listen(Endpoint.parse(endpoint))
         self.seen, self.gone, self.stopping = [], [], False
-        self.put_off = 0
+        self.put_off, self.later = 0, []
         self.hold = False
         self.thread = threading.Thread(target=self.loop, daemon=True)
         self.thread.start()
@@ -46,8 +46,6 @@ class EchoServer:
             return None
         at = int.from_bytes(prefix, "little")
         return memoryview(self.memory)[at : at + n]
-
-    later: list = []
 
     def loop(self):
         while not self.stopping:
@@ -73,8 +71,9 @@ class EchoServer:
         self.server.close()
 
     def stop(self):
-        self.stopping = True
-        self.server.wake()
+        if not self.stopping:
+            self.stopping = True
+            self.server.wake()
         self.thread.join(5)
 
 
@@ -138,9 +137,10 @@ def test_client_stops_at_its_window_without_acknowledgements(echo):
     sent = []
 
     def push():
-        for _ in range(10):
-            client.send(BULK, (0).to_bytes(8, "little"), b"z" * 30_000)
-            sent.append(1)
+        with contextlib.suppress(ChannelClosedError):
+            for _ in range(10):
+                client.send(BULK, (0).to_bytes(8, "little"), b"z" * 30_000)
+                sent.append(1)
 
     thread = threading.Thread(target=push, daemon=True)
     thread.start()
@@ -148,7 +148,8 @@ def test_client_stops_at_its_window_without_acknowledgements(echo):
     assert len(sent) == 3 and client.in_flight <= 100_000
     echo.stop()
     thread.join(5)
-    assert not thread.is_alive()
+    assert not thread.is_alive() and len(sent) == 3
+    client.close()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,10 @@ def test_hostile_peer_is_closed_and_harms_nobody(echo, hostile):
         assert bad.recv(1) == b""
     except ConnectionResetError:
         bad.close()
-    assert echo.gone and echo.gone[0]
+    deadline = time.monotonic() + 5
+    while not echo.gone and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert echo.gone[0]
     good.send(ECHO, b"still here")
     assert good.recv(5).payload == b"still here"
     good.close()
@@ -216,6 +220,7 @@ def test_dead_server_is_noticed_at_once(echo):
         for _ in range(100):
             client.send(ECHO, b"x" * 100_000)
             client.recv(5)
+    client.close()
 
 
 def test_nobody_listening_is_a_clear_error(tmp_path):

@@ -4,7 +4,6 @@ import asyncio
 import threading
 
 import pytest
-
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
@@ -105,7 +104,7 @@ def test_nobody_serving_is_said_at_once(nats_server):
 
 
 def test_no_server_is_a_clear_error():
-    with pytest.raises(BusConnectError, match="127.0.0.1:9"):
+    with pytest.raises(BusConnectError, match=r"127\.0\.0\.1:9"):
         ControlClient("nats://127.0.0.1:9", timeout=1)
 
 

@@ -5,7 +5,6 @@ from array import array
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from wooly_testkit import strategies
 from wooly_wis.codec import decode_form, decode_program, digest, encode_form, encode_program, join_program
 from wooly_wis.dtypes import DType

@@ -2,7 +2,6 @@
 
 import pytest
 from hypothesis import given, settings
-
 from wooly_testkit import strategies
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import VerifyError

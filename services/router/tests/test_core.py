@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from wooly_router.core.placement import place
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_wis.messages import ClientFacts, DeviceFacts, ExecutorHeartbeat, OpenSessionRequest

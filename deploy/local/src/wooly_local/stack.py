@@ -48,6 +48,8 @@ class Stack:
         """Stop it and wait until it is gone."""
         stop_stack(self.state_dir)
         if self._process is not None:
+            if self._process.stdin is not None:
+                self._process.stdin.close()
             self._process.wait(10)
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
@@ -128,6 +130,8 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False) -> St
         time.sleep(0.03)
     process.kill()
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
     words = log_path.read_text(errors="replace").strip()
     if ephemeral:
         shutil.rmtree(state_dir, ignore_errors=True)

@@ -3,43 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from wooly_wis.messages import ErrorReply, Message
+from wooly_wis.messages import Message
 
-from wooly_bus.errors import BusError
-
-log = logging.getLogger("wooly.bus")
 Q = TypeVar("Q", bound=Message)
 
 
 class Actor:
-    """Base of actors: `alone` wraps a handler so that no two of one actor's handlers run at the same time."""
+    """Base of actors.
+
+    `alone` wraps a handler so that no two of one actor's handlers run at the same time. A handler that must wait for
+    somebody else takes its turn itself (`async with self._turn`) for each step that reads and writes the actor's state,
+    and waits outside of it: else one slow peer would stop everybody.
+    """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     def alone(self, handler: Callable[[Q], Awaitable[Message | None]]) -> Handler[Q]:
-        """`handler`, one message at a time, with its errors as replies."""
+        """`handler`, one message at a time, in the order of arrival."""
         return Handler(self._turn, handler)
 
 
 class Handler(Generic[Q]):
-    """A handler that never raises: errors become `ErrorReply`; unexpected ones are logged and called internal."""
+    """A handler that waits for its actor's turn. Errors pass: the app makes replies of them."""
 
     def __init__(self, turn: asyncio.Lock, handler: Callable[[Q], Awaitable[Message | None]]) -> None:
         self._turn = turn
         self._handler = handler
+        self.__qualname__ = getattr(handler, "__qualname__", type(self).__qualname__)
 
     async def __call__(self, message: Q) -> Message | None:
         """Handle one message."""
         async with self._turn:
-            try:
-                return await self._handler(message)
-            except BusError as e:
-                return e.to_reply()
-            except Exception as e:
-                log.exception("%s failed", getattr(self._handler, "__qualname__", self._handler))
-                return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}")
+            return await self._handler(message)

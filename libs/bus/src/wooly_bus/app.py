@@ -12,17 +12,25 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from faststream import AckPolicy
 from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
-from wooly_wis.messages import Message
+from wooly_wis.messages import ErrorReply, Message
 
-from wooly_bus.envelope import KIND_HEADER, decode, encode
-from wooly_bus.errors import BusConnectError, EnvelopeError
-from wooly_bus.tracing import consumer_span
+from wooly_bus.envelope import decode, decode_reply, encode
+from wooly_bus.errors import BusConnectError, BusError, EnvelopeError
+from wooly_bus.rpc import nats_errors
+from wooly_bus.tracing import consumer_span, mark_failed
 
 log = logging.getLogger("wooly.bus")
 Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
 HandlerFunction = Callable[[Q], Awaitable[Message | None]]
+
+#: Requests on one subject that may be in work at once. Actors order what must be ordered.
+CONCURRENT_REQUESTS = 64
+#: Seconds that requests in work have to finish when a service ends.
+GRACE_S = 5.0
 
 
 class ServiceApp:
@@ -31,11 +39,14 @@ class ServiceApp:
     Args:
         name: service name, as in subjects.
         nats_url: where NATS is.
+        patience_s: seconds to wait for NATS at the start.
     """
 
-    def __init__(self, name: str, nats_url: str) -> None:
+    def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:
         self.name = name
         self.url = nats_url
+        self._patience_s = patience_s
+        self._last_error = ""
         self.broker = NatsBroker(
             nats_url,
             logger=None,
@@ -43,58 +54,121 @@ class ServiceApp:
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
             connect_timeout=3,
+            graceful_timeout=GRACE_S,
+            # Control traffic is core NATS: there is nothing to acknowledge, and nothing may be acknowledged by surprise.
+            ack_policy=AckPolicy.MANUAL,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnect,
+            reconnected_cb=self._on_reconnect,
         )
 
+    async def _on_error(self, error: Exception) -> None:
+        text = str(error) or type(error).__name__
+        if text != self._last_error:  # the same one comes every second while NATS is away
+            log.warning("NATS at %s: %s", self.url, text)
+        self._last_error = text
+
+    async def _on_disconnect(self) -> None:
+        log.warning("the connection to NATS at %s is gone; trying again", self.url)
+
+    async def _on_reconnect(self) -> None:
+        self._last_error = ""
+        log.info("connected to NATS at %s again", self.url)
+
     def serve(self, subject: str, model: type[Q], handler: HandlerFunction[Q], *, queue: str = "") -> None:
-        """Answer requests on `subject`. With `queue`, instances of the service share them."""
+        """Answer requests on `subject`: with the handler's reply, or with the `ErrorReply` of what it raised.
+
+        Args:
+            subject: where to listen.
+            model: what a request must be.
+            handler: makes the reply; None sends none.
+            queue: instances of the service with the same queue share the requests.
+        """
 
         async def answer(body: bytes, message: NatsMessage) -> None:
             with consumer_span(self.name, subject, message.headers):
-                try:
-                    request = decode(bytes(message.body), model)
-                except EnvelopeError as e:
-                    reply: Message | None = e.to_reply()
-                else:
-                    reply = await handler(request)
-            if reply is not None and message.reply_to:
-                data, headers = encode(reply)
-                await self.broker.publish(data, message.reply_to, headers=headers)
+                reply = await _handled(handler, model, bytes(message.body))
+                if isinstance(reply, ErrorReply):
+                    mark_failed(reply.code)
+                if reply is not None and message.reply_to:
+                    data, headers = _encoded(reply)
+                    await self.broker.publish(data, message.reply_to, headers=headers)
 
-        self.broker.subscriber(subject, queue=queue, decoder=_raw)(answer)
+        self.broker.subscriber(
+            subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS
+        )(answer)
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
-        """Hear events on `subject`. A malformed one is logged and dropped: it will not get better."""
+        """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better."""
 
         async def hear(body: bytes, message: NatsMessage) -> None:
-            try:
-                event = decode(bytes(message.body), model)
-            except EnvelopeError as e:
-                log.warning("%s: %s", subject, e)
-                return
-            await handler(event)
+            with consumer_span(self.name, subject, message.headers):
+                failure = await _handled(handler, model, bytes(message.body))
+                if isinstance(failure, ErrorReply):
+                    log.warning("%s dropped: %s", subject, failure.message)
+                    mark_failed(failure.code)
 
-        self.broker.subscriber(subject, decoder=_raw)(hear)
+        self.broker.subscriber(subject, decoder=_raw, no_reply=True)(hear)
 
     async def publish(self, subject: str, message: Message) -> None:
-        """Send an event."""
+        """Send an event.
+
+        Raises:
+            EnvelopeError: larger than NATS carries.
+        """
         data, headers = encode(message)
         await self.broker.publish(data, subject, headers=headers)
 
+    async def request(self, subject: str, message: Message, reply: type[R], *, timeout: float) -> R:
+        """Ask another service and wait at most `timeout` seconds.
+
+        Raises:
+            RefusedError: the service answered with an error.
+            NoResponderError: nobody serves the subject.
+            BusTimeoutError: no answer in time.
+            BusConnectError: the connection is broken.
+        """
+        data, headers = encode(message)
+        with nats_errors(self.url, subject, timeout):
+            answer = await self.broker.request(data, subject, headers=headers, timeout=timeout)
+        return decode_reply(bytes(answer.body), dict(answer.headers or {}), reply)
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ServiceApp]:
-        """Connected and subscribed inside the block.
+        """Connected and subscribed inside the block. At its end, requests in work are finished and answered.
 
         Raises:
             BusConnectError: NATS does not answer.
         """
         try:
-            await self.broker.start()
+            await asyncio.wait_for(self.broker.start(), self._patience_s)
         except Exception as e:
-            raise BusConnectError(f"cannot reach NATS at {self.url}: {e}") from e
+            await self.broker.stop()
+            why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
+            raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         try:
             yield self
         finally:
             await self.broker.stop()
+
+
+async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> Message | None:
+    """What the handler replies; an error becomes an `ErrorReply`, an unexpected one is logged and called internal."""
+    try:
+        return await handler(decode(data, model))
+    except BusError as e:
+        return e.to_reply()
+    except Exception as e:
+        log.exception("%s failed", getattr(handler, "__qualname__", handler))
+        return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}"[:4096])
+
+
+def _encoded(reply: Message) -> tuple[bytes, dict[str, str]]:
+    try:
+        return encode(reply)
+    except EnvelopeError as e:
+        log.error("a reply could not be sent: %s", e)
+        return encode(e.to_reply())
 
 
 async def _raw(message: Any) -> bytes:
@@ -108,6 +182,3 @@ async def until_signalled() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await stop.wait()
-
-
-__all__ = ["KIND_HEADER", "ServiceApp", "until_signalled"]

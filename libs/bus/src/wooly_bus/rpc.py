@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 import nats
@@ -23,8 +24,27 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def nats_errors(url: str, subject: str, timeout: float) -> Iterator[None]:
+    """NATS's own errors of a request as ours.
+
+    Raises:
+        NoResponderError: nobody serves the subject.
+        BusTimeoutError: no answer within `timeout` seconds.
+        BusConnectError: the connection is broken.
+    """
+    try:
+        yield
+    except nats.errors.NoRespondersError as e:
+        raise NoResponderError(f"nobody answers {subject}") from e
+    except (TimeoutError, nats.errors.TimeoutError) as e:
+        raise BusTimeoutError(f"no answer to {subject} within {timeout:g} s") from e
+    except nats.errors.Error as e:
+        raise BusConnectError(f"the connection to {url} is broken: {e}") from e
+
+
 class ControlClient:
-    """A connection to NATS that can be used from any thread.
+    """A connection to NATS that can be used from any thread. It comes back by itself when NATS does.
 
     Raises:
         BusConnectError: no server answers within `timeout` seconds.
@@ -32,6 +52,7 @@ class ControlClient:
 
     def __init__(self, url: str, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
         self.url = url
+        self._last_error = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
         self._thread.start()
@@ -43,12 +64,20 @@ class ControlClient:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+        finally:
+            left = asyncio.all_tasks(self._loop)
+            for task in left:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.close()
+
+    async def _on_error(self, error: Exception) -> None:
+        """Connection errors reach the caller through the request that they break."""
+        self._last_error = str(error) or type(error).__name__
 
     async def _connect(self, timeout: float, name: str) -> Client:
-        async def quiet(_: Exception) -> None:
-            """Connection errors reach the caller through the request that they break."""
-
         try:
             return await asyncio.wait_for(
                 nats.connect(
@@ -58,15 +87,20 @@ class ControlClient:
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=0.2,
                     allow_reconnect=True,
-                    error_cb=quiet,
+                    error_cb=self._on_error,
                 ),
                 timeout,
             )
-        except (OSError, TimeoutError, nats.errors.Error) as e:
-            raise BusConnectError(f"no NATS server answers at {self.url}: {str(e) or type(e).__name__}") from e
+        except (OSError, ValueError, TimeoutError, nats.errors.Error) as e:
+            why = self._last_error or str(e) or f"silence for {timeout:g} s"
+            raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
 
     def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as e:
+            work.close()
+            raise BusConnectError(f"the connection to {self.url} is closed") from e
         try:
             return future.result(timeout)
         except concurrent.futures.TimeoutError as e:
@@ -80,32 +114,27 @@ class ControlClient:
             RefusedError: the service answered with an error.
             NoResponderError: nobody serves the subject.
             BusTimeoutError: no answer within `timeout` seconds.
+            BusConnectError: the connection is broken or was closed.
         """
+        data, headers = encode(message)
 
         async def ask() -> M:
-            data, headers = encode(message)
-            try:
+            with nats_errors(self.url, subject, timeout):
                 answer = await self._nc.request(subject, data, timeout=timeout, headers=headers)
-            except nats.errors.NoRespondersError as e:
-                raise NoResponderError(f"nobody answers {subject}") from e
-            except (TimeoutError, nats.errors.TimeoutError) as e:
-                raise BusTimeoutError(f"no answer to {subject} within {timeout:g} s") from e
-            except nats.errors.Error as e:
-                raise BusConnectError(f"the connection to {self.url} is broken: {e}") from e
-            return decode_reply(answer.data, dict(answer.headers or {}), reply)
+            return decode_reply(answer.data, answer.headers, reply)
 
         return self._await(ask(), timeout + 2)
 
     def close(self) -> None:
-        """Close the connection and end the thread."""
-        if self._loop.is_running():
-            try:
-                self._await(self._nc.close(), 2)
-            finally:
-                self._stop()
+        """Close the connection and end the thread. Closing twice is no error."""
+        if self._loop.is_closed():
+            return
+        try:
+            self._await(self._nc.close(), 2)
+        finally:
+            self._stop()
 
     def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(2)
-        if not self._loop.is_running():
-            self._loop.close()

@@ -9,11 +9,12 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping
 
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from wooly_bus.envelope import TRACE_CONTEXT
 from wooly_bus.subjects import template
 
 
@@ -37,18 +38,22 @@ def setup_tracing(service: str) -> bool:
     return True
 
 
-def inject(headers: dict[str, str]) -> dict[str, str]:
-    """Headers with the current trace context added."""
-    propagate.inject(headers)
-    return headers
-
-
 @contextlib.contextmanager
 def consumer_span(service: str, subject: str, headers: Mapping[str, str] | None) -> Iterator[None]:
-    """A span around the handling of one message, child of the sender's."""
-    context = propagate.extract(dict(headers or {}))
-    name = f"{template(subject)} process"
+    """A span around the handling of one message, child of the sender's.
+
+    Its name holds the subject's template, not its id: names must stay few. The whole subject is an attribute.
+    """
+    context = TRACE_CONTEXT.extract(dict(headers or {}))
     with trace.get_tracer(f"wooly.{service}").start_as_current_span(
-        name, context=context, kind=trace.SpanKind.CONSUMER
+        f"{template(subject)} process",
+        context=context,
+        kind=trace.SpanKind.CONSUMER,
+        attributes={"messaging.system": "nats", "messaging.destination.name": subject},
     ):
         yield
+
+
+def mark_failed(code: str) -> None:
+    """Say on the current span that its work ended in the error `code`."""
+    trace.get_current_span().set_status(trace.StatusCode.ERROR, code)

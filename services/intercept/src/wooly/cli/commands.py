@@ -56,7 +56,9 @@ def _settings() -> Settings:
         raise _fail(e) from e
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 def run(
     context: typer.Context,
     target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
