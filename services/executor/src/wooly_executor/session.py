@@ -89,22 +89,37 @@ class Session:
             ExecutorError: it could not be started; nothing was executed, but the frees are done.
         """
         try:
-            ready = self.programs.get(run.digest)
-            if ready is None:
-                raise UnknownProgramError(f"this session has not defined the program {run.digest.hex()[:16]}")
-            self.programs.move_to_end(run.digest)
-            params = ready.unpack_params(run.params)
-            self._check_bindings(ready, run.bindings)
-            before = self.bytes
-            freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
-            outcome = self.runtime.run(ready.prepared, self.buffers, run.bindings, params)
-            self.bytes += ready.facts.kept_bytes - freed
-            for slot in ready.dynamic:
-                made = self.buffers.get(run.bindings[slot])
-                self.bytes += made.nbytes if made is not None else 0
+            return self._run(run, seq)
+        except ExecutorError as e:
+            self._lose(run.bindings, str(e))
+            raise
         finally:
             for buffer in run.frees:
                 self.free(buffer)
+
+    def _lose(self, bindings: list[int], why: str) -> None:
+        """Poison everything that a run which could not start names: what it should have made, written or freed is unknown."""
+        for buffer in bindings:
+            known = self.buffers.get(buffer)
+            if known is None:
+                self.buffers[buffer] = Buffer(0, None, None, why)
+            else:
+                known.base, known.view, known.poison = None, None, known.poison or why
+
+    def _run(self, run: Run, seq: int) -> Outcome:
+        ready = self.programs.get(run.digest)
+        if ready is None:
+            raise UnknownProgramError(f"this session has not defined the program {run.digest.hex()[:16]}")
+        self.programs.move_to_end(run.digest)
+        params = ready.unpack_params(run.params)
+        self._check_bindings(ready, run.bindings)
+        before = self.bytes
+        freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
+        outcome = self.runtime.run(ready.prepared, self.buffers, run.bindings, params)
+        self.bytes += ready.facts.kept_bytes - freed
+        for slot in ready.dynamic:
+            made = self.buffers.get(run.bindings[slot])
+            self.bytes += made.nbytes if made is not None else 0
         self._account(before, ready)
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
@@ -124,10 +139,12 @@ class Session:
             known = buffers.get(buffer)
             if size is not None or slot in dynamic:
                 if known is not None:
-                    raise BindingError(f"buffer {buffer} is allocated again")
+                    if not known.poison:
+                        raise BindingError(f"buffer {buffer} is allocated again")
+                    self.free(buffer)
             elif known is None:
                 raise BindingError(f"buffer {buffer} does not exist")
-            elif known.nbytes < need:
+            elif known.nbytes < need and not known.poison:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
         if self.bytes + facts.alloc_bytes > self.quota and self.bytes + facts.kept_bytes > self.quota:
             raise OutOfMemoryError(

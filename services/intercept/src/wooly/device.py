@@ -25,7 +25,7 @@ NAME = "wooly"
 aten = torch.ops.aten
 
 #: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
-_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "rms_norm")
+_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding")
 #: Metadata questions that the CPU kernel answers without touching memory.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 

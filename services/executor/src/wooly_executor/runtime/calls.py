@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
-from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Symbol
+from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Symbol
 
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_executor.runtime.fast_bindings import FAST
 
 _MASK = (1 << 64) - 1
 
@@ -124,8 +125,15 @@ def constant_tree(value: Attr) -> Any:
     return constant(value)
 
 
-def typed_params(form: Form) -> dict[int, torch.dtype]:
-    """Params of a form that stand for 0-dimensional tensors."""
+_SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.BOOL: True}
+
+
+def typed_params(form: Form, op: torch._ops.OpOverload) -> dict[int, torch.dtype]:
+    """Params that become 0-dimensional tensors, with their dtype.
+
+    Those that the form types itself, and Python numbers where the operator insists on a tensor: they get the dtype to which
+    the number would promote.
+    """
     typed: dict[int, torch.dtype] = {}
     scalars = form.attr("scalars")
     if isinstance(scalars, tuple):
@@ -134,7 +142,36 @@ def typed_params(form: Form) -> dict[int, torch.dtype]:
                 ref, dtype = item
                 if isinstance(ref, ParamRef) and isinstance(dtype, DType):
                     typed[ref.index] = TORCH_DTYPE[dtype]
+    if str(op) in FAST:
+        return typed
+    views = [o.view for o in form.operands if o.view is not None]
+    args, kwargs = split_kwargs(form)
+    by_name = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
+    for argument in op._schema.arguments:
+        value = by_name.get(argument.name)
+        if isinstance(value, ParamRef) and value.index not in typed and "Tensor" in str(argument.type) and views:
+            like = torch.empty((0,) * min(1, len(views[0].sizes)), dtype=TORCH_DTYPE[views[0].dtype])
+            typed[value.index] = torch.result_type(like, _SAMPLE[form.params[value.index]])
     return typed
+
+
+def returns_one_tensor(op: torch._ops.OpOverload) -> bool:
+    """Whether the operator's only result is a tensor, not a list of them."""
+    returns = op._schema.returns
+    return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+def fresh_results(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` with only those results that are no arguments (an operator may write one and return another)."""
+    fresh = [i for i, r in enumerate(op._schema.returns) if r.alias_info is None]
+    if len(fresh) == len(op._schema.returns):
+        return call
+
+    def run(f: Any) -> Any:
+        result = call(f)
+        return [result[i] for i in fresh]
+
+    return run
 
 
 def split_kwargs(form: Form) -> tuple[tuple[Attr, ...], tuple[tuple[str, Attr], ...]]:

@@ -16,7 +16,7 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
-from wooly_executor.runtime.calls import constant, function_of, mix, operator, split_kwargs, typed_params
+from wooly_executor.runtime.calls import constant, fresh_results, function_of, mix, operator, split_kwargs, typed_params
 from wooly_executor.runtime.protocol import Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
@@ -112,10 +112,10 @@ class ReferenceRuntime(TorchCpuRuntime):
         outcome: Outcome,
     ) -> None:
         op = operator(form)
-        results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT and not op._schema.is_mutable]
+        results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
         operands = [None if k in results else tensor(k) for k in range(len(form.operands))]
         args, kwargs = split_kwargs(form)
-        typed = typed_params(form)
+        typed = typed_params(form, op)
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             pair = [params[r.index] for r in rng if isinstance(r, ParamRef)]
@@ -126,6 +126,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         )
         if not results:
             return
+        value = fresh_results(op, lambda v: v)(value)
         flat = list(value) if isinstance(value, (list, tuple)) else [value]
         if form.operands[results[0]].view is None:
             if not all(t is None or isinstance(t, Tensor) for t in flat):

@@ -23,10 +23,12 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_vi
 from wooly_executor.runtime.calls import (
     constant_tree,
     filler,
+    fresh_results,
     function_of,
     mix,
     operator,
     refers,
+    returns_one_tensor,
     split_kwargs,
     typed_params,
 )
@@ -309,12 +311,11 @@ class _Preparation:
 
     def _extern(self, index: int, form: Form, slots: tuple[int, ...]) -> None:
         op = operator(form)
-        mutable = op._schema.is_mutable
         args, kwargs = split_kwargs(form)
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
-            if operand.role is Role.OUT and not mutable:
+            if operand.role is Role.OUT:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))
@@ -327,7 +328,8 @@ class _Preparation:
         elif any(form.operands[k].view is None for k in results):
             self._dynamic(call, [slots[k] for k in results])
         else:
-            self._results(call, [(slots[k], _known(form.operands[k].view)) for k in results])
+            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._results(fresh_results(op, call), outs, returns_one_tensor(op))
 
     def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
         def run(f: _Frame) -> None:
@@ -343,7 +345,7 @@ class _Preparation:
 
         self.out.steps.append(run)
 
-    def _results(self, call: Callable[[_Frame], Any], outs: list[tuple[int, View]]) -> None:
+    def _results(self, call: Callable[[_Frame], Any], outs: list[tuple[int, View]], single: bool) -> None:
         facts = self.out.facts
         targets: list[tuple[int, View, bool]] = []
         for slot, view in outs:
@@ -356,7 +358,7 @@ class _Preparation:
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
-        if len(targets) == 1 and targets[0][2]:
+        if single and len(targets) == 1 and targets[0][2]:
             register, view, _ = targets[0]
             trusted = False
 
@@ -464,7 +466,7 @@ def _call(
 ) -> Callable[[_Frame], Any]:
     """A function of the frame that calls the operator, as short as its arguments allow."""
     fn = FAST.get(str(op)) or function_of(op)
-    typed = typed_params(form)
+    typed = typed_params(form, op)
     if not any(refers(v) for _, v in kwargs) and not typed:
         n = 0
         while n < len(args) and isinstance(args[n], OperandRef):

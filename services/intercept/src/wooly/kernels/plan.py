@@ -46,8 +46,18 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
 
-#: Operators whose meta kernel does not know the size of an output (oneDNN's workspace): inferred on empty host tensors instead.
-_INFERRED_ON_HOST = frozenset({"aten.mkldnn_rnn_layer.default"})
+#: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics): inferred on the host.
+_INFERRED_ON_HOST = frozenset(
+    {
+        "aten.mkldnn_rnn_layer.default",
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten._batch_norm_with_update.default",
+        "aten._histogramdd_bin_edges.default",
+        "aten._histogramdd_from_bin_cts.default",
+    }
+)
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24

@@ -1,0 +1,158 @@
+"""Compares every operator of PyTorch's own operator database with the CPU, on the device: forward, and backward where there is one.
+
+Run as a program it works through a range of operators in a process of its own and prints one JSON line per sample that does not pass:
+a crash ends only that process, and the caller knows at which operator.
+"""
+
+import argparse
+import json
+import sys
+import warnings
+
+import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import tree_flatten, tree_map
+
+MAX_SAMPLES = 16
+
+
+def key(op):
+    return f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
+
+
+def to(value, device, requires_grad=False):
+    def move(t):
+        if not isinstance(t, torch.Tensor):
+            return device if isinstance(t, torch.device) else t
+        moved = t.detach().to(device)
+        return moved.requires_grad_() if t.requires_grad and requires_grad else moved
+
+    return tree_map(move, value)
+
+
+def same(ours, theirs):
+    """Bit for bit, but for NaNs, which only have to be in the same places."""
+    flat_a, spec_a = tree_flatten(ours)
+    flat_b, spec_b = tree_flatten(theirs)
+    if len(flat_a) != len(flat_b):
+        return f"{len(flat_a)} results, {len(flat_b)} on the CPU"
+    for a, b in zip(flat_a, flat_b, strict=True):
+        if isinstance(b, torch.Tensor):
+            if not isinstance(a, torch.Tensor):
+                return f"a {type(a).__name__} where the CPU gives a tensor"
+            if a.dtype != b.dtype or a.shape != b.shape:
+                return f"{a.dtype}{tuple(a.shape)}, on the CPU {b.dtype}{tuple(b.shape)}"
+            if b.layout is not torch.strided:
+                a, b = a.to_dense(), b.to_dense()
+            x, y = a.detach().cpu(), b.detach().resolve_conj().resolve_neg()
+            if not torch.equal(x, y) and not torch.allclose(x, y, rtol=0, atol=0, equal_nan=True):
+                d = (x.to(torch.complex128) - y.to(torch.complex128)).abs()
+                return f"values differ by up to {d[~d.isnan()].max().item() if d.numel() else 0:.3g}"
+        elif isinstance(b, (int, float, bool, complex, str, torch.dtype)) and a != b and not (a != a and b != b):
+            return f"{a!r}, on the CPU {b!r}"
+    return ""
+
+
+RANDOM = {
+    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal.in_place", "normal.number_mean",
+    "rand_like", "randint", "randint_like", "randn", "randn_like", "uniform", "nn.functional.dropout", "nn.functional.dropout2d",
+    "nn.functional.dropout3d", "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout.with_train",
+    "nn.functional.rrelu", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.multi_head_attention_forward",
+    "svd_lowrank", "pca_lowrank", "rand", "randperm",
+}  # fmt: skip
+UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def shapes_only(ours, theirs):
+    flat_a, flat_b = tree_flatten(ours)[0], tree_flatten(theirs)[0]
+    for a, b in zip(flat_a, flat_b, strict=True):
+        if isinstance(b, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
+            return f"{a.dtype}{tuple(a.shape)}, on the CPU {b.dtype}{tuple(b.shape)}"
+    return ""
+
+
+def check(op, sample, dtype, device, backward):
+    """One sample. Returns (outcome, detail): pass, skip, unsupported, wrong, error."""
+    requires = backward and op.supports_autograd
+    local = (sample.input, tuple(sample.args), dict(sample.kwargs))
+    a = to(local, "cpu", requires)
+    compare = shapes_only if key(op) in RANDOM | UNDEFINED else same
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = op(a[0], *a[1], **a[2])
+    except Exception as e:
+        return "skip", f"the CPU raises {type(e).__name__}"
+    b = to(local, device, requires)
+    if "device" in b[2]:
+        b[2]["device"] = device
+    try:
+        got = op(b[0], *b[1], **b[2])
+        wrong = compare(got, expected)
+        if wrong:
+            return "wrong", wrong
+        if not requires or key(op) in RANDOM | UNDEFINED:
+            return "pass", ""
+        leaves_a = [t for t in tree_flatten(a)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        leaves_b = [t for t in tree_flatten(b)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        outs_a = [t for t in tree_flatten(expected)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        outs_b = [t for t in tree_flatten(got)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        if not outs_a or not leaves_a:
+            return "pass", ""
+        torch.manual_seed(7)
+        seeds = [torch.randn_like(t.detach()) for t in outs_a]
+        try:
+            grads_a = torch.autograd.grad(outs_a, leaves_a, seeds, allow_unused=True)
+        except Exception as e:
+            return "pass", f"forward only: the CPU's backward raises {type(e).__name__}"
+        grads_b = torch.autograd.grad(outs_b, leaves_b, [s.to(device) for s in seeds], allow_unused=True)
+        for x, y in zip(grads_b, grads_a, strict=True):
+            if (x is None) != (y is None):
+                return "wrong", "a gradient is missing"
+        wrong = same([g for g in grads_b if g is not None], [g for g in grads_a if g is not None])
+        return ("wrong", f"backward: {wrong}") if wrong else ("pass", "")
+    except NotImplementedError as e:
+        return "unsupported", str(e).split("\n")[0][:160]
+    except Exception as e:
+        return "error", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--start", type=int, default=0)
+    parser.add_argument("--stop", type=int, default=len(op_db))
+    parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--samples", type=int, default=MAX_SAMPLES)
+    args = parser.parse_args()
+    from wooly import api
+    from wooly_testkit.executor import executor_process
+
+    torch.set_num_threads(1)
+    dtype = torch.float32
+    with executor_process() as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        for index in range(args.start, args.stop, args.step):
+            op = op_db[index]
+            if (args.only and key(op) != args.only) or dtype not in op.dtypes:
+                continue
+            print(json.dumps({"op": key(op), "index": index, "outcome": "start"}), flush=True)
+            torch.manual_seed(0)
+            backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for n, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=backward)):
+                    if n >= args.samples:
+                        break
+                    outcome, detail = check(op, sample, dtype, "cuda", backward)
+                    print(json.dumps({"op": key(op), "sample": n, "outcome": outcome, "detail": detail}), flush=True)
+        sys.stdout.flush()
+        running.process.kill()
+        import os
+
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
