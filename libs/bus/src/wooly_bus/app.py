@@ -47,6 +47,7 @@ class ServiceApp:
         self.url = nats_url
         self._patience_s = patience_s
         self._last_error = ""
+        self._ending = False
         self.broker = NatsBroker(
             nats_url,
             logger=None,
@@ -69,7 +70,8 @@ class ServiceApp:
         self._last_error = text
 
     async def _on_disconnect(self) -> None:
-        log.warning("the connection to NATS at %s is gone; trying again", self.url)
+        if not self._ending:
+            log.warning("the connection to NATS at %s is gone; trying again", self.url)
 
     async def _on_reconnect(self) -> None:
         self._last_error = ""
@@ -94,9 +96,9 @@ class ServiceApp:
                     data, headers = _encoded(reply)
                     await self.broker.publish(data, message.reply_to, headers=headers)
 
-        self.broker.subscriber(
-            subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS
-        )(answer)
+        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS)(
+            answer
+        )
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
         """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better."""
@@ -141,15 +143,22 @@ class ServiceApp:
             BusConnectError: NATS does not answer.
         """
         try:
-            await asyncio.wait_for(self.broker.start(), self._patience_s)
+            await asyncio.wait_for(self._start(), self._patience_s)
         except Exception as e:
+            self._ending = True
             await self.broker.stop()
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         try:
             yield self
         finally:
+            self._ending = True
             await self.broker.stop()
+
+    async def _start(self) -> None:
+        await self.broker.start()
+        # The server has every subscription before anybody is told that the service is there.
+        await (await self.broker.connect()).flush()
 
 
 async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> Message | None:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-import nats
 import nats.errors
 from nats.aio.client import Client
 from wooly_wis.messages import Message
@@ -71,6 +70,7 @@ class ControlClient:
             for task in left:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
     async def _on_error(self, error: Exception) -> None:
@@ -78,22 +78,25 @@ class ControlClient:
         self._last_error = str(error) or type(error).__name__
 
     async def _connect(self, timeout: float, name: str) -> Client:
+        client = Client()
+        connecting = client.connect(
+            self.url,
+            name=name,
+            connect_timeout=max(1, int(timeout)),
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=0.2,  # type: ignore[arg-type]  # it sleeps so long; annotated int
+            allow_reconnect=True,
+            error_cb=self._on_error,
+        )
         try:
-            return await asyncio.wait_for(
-                nats.connect(
-                    self.url,
-                    name=name,
-                    connect_timeout=max(1, int(timeout)),
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.2,
-                    allow_reconnect=True,
-                    error_cb=self._on_error,
-                ),
-                timeout,
-            )
-        except (OSError, ValueError, TimeoutError, nats.errors.Error) as e:
-            why = self._last_error or str(e) or f"silence for {timeout:g} s"
+            await asyncio.wait_for(connecting, timeout)
+        except TimeoutError as e:
+            await client.close()
+            why = self._last_error or f"silence for {timeout:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
+        except (OSError, ValueError, nats.errors.Error) as e:
+            raise BusConnectError(f"cannot use {self.url} as the address of a NATS server: {e}") from e
+        return client
 
     def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         try:

@@ -13,7 +13,7 @@ EXECUTOR_SESSION_CLOSED = f"{PREFIX}.evt.executor.session.closed"
 
 
 def _id(value: str) -> str:
-    if not value or any(c in value for c in ".*> \t\r\n"):
+    if not value or any(c in ".*>" or c.isspace() for c in value):
         raise ValueError(f"{value!r} cannot be part of a subject")
     return value
 

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+#: A name that becomes one token of a subject.
+Id = Annotated[str, StringConstraints(pattern=r"^[^.*>\s]+$", max_length=128)]
+SessionId = Annotated[str, StringConstraints(pattern=r"^[^.*>\s]+$", max_length=64)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+Host = Annotated[str, StringConstraints(max_length=255)]
+Endpoints = Annotated[tuple[Annotated[str, StringConstraints(max_length=1024)], ...], Field(max_length=32)]
+Token = Annotated[str, StringConstraints(max_length=128)]
+#: Bytes; what a signed 64-bit column holds.
+Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class Message(BaseModel):
@@ -20,7 +30,7 @@ class DeviceFacts(Message):
     name: str
     vendor: str
     runtime: str
-    total_memory: int = Field(ge=0)
+    total_memory: Bytes
     cores: int = Field(ge=1)
     torch_version: str = ""
 
@@ -31,34 +41,34 @@ class ExecutorHeartbeat(Message):
     `utilization` is the share of the last second, 0 to 1, in which the device executed.
     """
 
-    executor_id: str
-    node: str
+    executor_id: Id
+    node: Host
     pid: int
     device: DeviceFacts
-    endpoints: tuple[str, ...]
-    sessions: tuple[str, ...] = ()
-    memory_used: int = Field(default=0, ge=0)
+    endpoints: Endpoints
+    sessions: tuple[SessionId, ...] = ()
+    memory_used: Bytes = 0
     utilization: float = Field(default=0.0, ge=0.0, le=1.0)
 
 
 class ClientFacts(Message):
     """Who asks for a session."""
 
-    host: str
+    host: Host
     pid: int
-    program: str = ""
+    program: str = Field(default="", max_length=4096)
 
 
 class OpenSessionRequest(Message):
     """A client wants a device (to the router)."""
 
-    tenant: str = "default"
-    credential: str = ""
+    tenant: Name = "default"
+    credential: str = Field(default="", max_length=65536)
     priority: int = Field(default=2, ge=0, le=4)
-    required_vram: int | None = Field(default=None, gt=0)
+    required_vram: int | None = Field(default=None, gt=0, lt=1 << 63)
     gpu_count: int = Field(default=1, ge=1, le=64)
     gpu_mode: Literal["shared", "exclusive"] = "shared"
-    node_groups: tuple[str, ...] = ()
+    node_groups: tuple[Name, ...] = Field(default=(), max_length=64)
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     client: ClientFacts
@@ -67,34 +77,34 @@ class OpenSessionRequest(Message):
 class OpenSessionReply(Message):
     """The client's session: where to connect and with what token; renew within `lease_s` seconds."""
 
-    session_id: str
-    executor_id: str
-    node: str
-    endpoints: tuple[str, ...]
-    token: str
-    lease_s: float
+    session_id: SessionId
+    executor_id: Id
+    node: Host
+    endpoints: Endpoints
+    token: Token
+    lease_s: float = Field(gt=0)
     device: DeviceFacts
 
 
 class RenewSessionRequest(Message):
     """The client is still there."""
 
-    session_id: str
-    token: str
+    session_id: SessionId
+    token: Token
 
 
 class RenewSessionReply(Message):
     """The lease runs for another `lease_s` seconds."""
 
-    lease_s: float
+    lease_s: float = Field(gt=0)
 
 
 class CloseSessionRequest(Message):
     """The client is done, or the router takes a session back."""
 
-    session_id: str
-    token: str = ""
-    reason: str = ""
+    session_id: SessionId
+    token: Token = ""
+    reason: str = Field(default="", max_length=4096)
 
 
 class CloseSessionReply(Message):
@@ -106,26 +116,26 @@ class CloseSessionReply(Message):
 class HostSessionRequest(Message):
     """The router asks an executor to take a session."""
 
-    session_id: str
-    token: str
-    tenant: str
+    session_id: SessionId
+    token: Token
+    tenant: Name
     priority: int = Field(ge=0, le=4)
-    quota: int | None = Field(default=None, gt=0)
+    quota: int | None = Field(default=None, gt=0, lt=1 << 63)
     lease_s: float = Field(gt=0)
 
 
 class HostSessionReply(Message):
     """The executor took it."""
 
-    endpoints: tuple[str, ...]
+    endpoints: Endpoints
 
 
 class SessionClosed(Message):
     """A session ended on its executor (event)."""
 
-    session_id: str
-    executor_id: str
-    reason: str = ""
+    session_id: SessionId
+    executor_id: Id
+    reason: str = Field(default="", max_length=4096)
 
 
 class NodesRequest(Message):
@@ -135,13 +145,13 @@ class NodesRequest(Message):
 class NodeInfo(Message):
     """One executor as the router sees it. `age_s`: seconds since its last heartbeat."""
 
-    executor_id: str
-    node: str
+    executor_id: Id
+    node: Host
     state: Literal["alive", "lost"]
     age_s: float
     device: DeviceFacts
     sessions: int
-    memory_used: int
+    memory_used: Bytes
     utilization: float
 
 

@@ -1,0 +1,223 @@
+"""ServiceApp over a real nats-server: replies, errors, events, order, traces, an orderly end."""
+
+import asyncio
+import logging
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from wooly_bus import tracing
+from wooly_bus.actor import Actor
+from wooly_bus.app import ServiceApp
+from wooly_bus.envelope import MAX_PAYLOAD
+from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, ErrorReply, Message, NodesRequest
+
+pytestmark = pytest.mark.connected
+
+
+class Blob(Message):
+    text: str
+
+
+def close(session_id="a", reason=""):
+    return CloseSessionRequest(session_id=session_id, reason=reason)
+
+
+async def test_request_reply_and_refusal_between_services(nats_server):
+    async def handler(request):
+        if request.reason:
+            raise RefusedError("test.no", request.reason, retryable=True)
+        return CloseSessionReply(closed=True)
+
+    subject = "wooly.v1.rpc.test.reply.ask"
+    server, client = ServiceApp("server", nats_server), ServiceApp("client", nats_server)
+    server.serve(subject, CloseSessionRequest, handler)
+    async with server.running(), client.running():
+        assert (await client.request(subject, close(), CloseSessionReply, timeout=5)).closed
+        with pytest.raises(RefusedError, match="because") as refused:
+            await client.request(subject, close(reason="because"), CloseSessionReply, timeout=5)
+        assert refused.value.code == "test.no" and refused.value.retryable
+        with pytest.raises(NoResponderError, match="nobody answers"):
+            await client.request("wooly.v1.rpc.test.reply.nobody", close(), CloseSessionReply, timeout=5)
+
+
+async def test_unexpected_error_is_internal_and_logged(nats_server, caplog):
+    async def handler(request):
+        raise ZeroDivisionError("oops")
+
+    subject = "wooly.v1.rpc.test.internal.ask"
+    app = ServiceApp("test", nats_server)
+    app.serve(subject, CloseSessionRequest, handler)
+    async with app.running():
+        with pytest.raises(RefusedError, match="ZeroDivisionError: oops") as caught:
+            await app.request(subject, close(), CloseSessionReply, timeout=5)
+        assert caught.value.code == "internal"
+        with pytest.raises(RefusedError, match="session_id") as malformed:
+            await app.request(subject, NodesRequest(), CloseSessionReply, timeout=5)
+        assert malformed.value.code == "bus.envelope"
+    assert [r.levelno for r in caplog.records if "handler failed" in r.getMessage()] == [logging.ERROR]
+
+
+async def test_reply_that_is_too_large_becomes_an_error(nats_server):
+    async def handler(request):
+        return Blob(text="x" * MAX_PAYLOAD)
+
+    subject = "wooly.v1.rpc.test.large.ask"
+    app = ServiceApp("test", nats_server)
+    app.serve(subject, CloseSessionRequest, handler)
+    async with app.running():
+        with pytest.raises(RefusedError, match="NATS carries at most"):
+            await app.request(subject, close(), Blob, timeout=5)
+
+
+async def test_no_reply_is_a_timeout(nats_server):
+    async def handler(request):
+        return None
+
+    subject = "wooly.v1.rpc.test.silent.ask"
+    app = ServiceApp("test", nats_server)
+    app.serve(subject, CloseSessionRequest, handler)
+    async with app.running():
+        with pytest.raises(BusTimeoutError, match=r"within 0\.2 s"):
+            await app.request(subject, close(), CloseSessionReply, timeout=0.2)
+
+
+async def test_slow_request_does_not_hold_up_others_unless_the_actor_says_so(nats_server):
+    class Slow(Actor):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.gate = [], asyncio.Event()
+
+        async def on_free(self, request):
+            if request.session_id == "slow":
+                await self.gate.wait()
+            return CloseSessionReply(closed=True)
+
+        async def on_alone(self, request):
+            self.seen.append(("in", request.session_id))
+            await asyncio.sleep(0.001)
+            self.seen.append(("out", request.session_id))
+            return CloseSessionReply(closed=True)
+
+    free, alone = "wooly.v1.rpc.test.slow.free", "wooly.v1.rpc.test.slow.alone"
+    app, actor = ServiceApp("test", nats_server), Slow()
+    app.serve(free, CloseSessionRequest, actor.on_free)
+    app.serve(alone, CloseSessionRequest, actor.alone(actor.on_alone))
+    async with app.running():
+        slow = asyncio.create_task(app.request(free, close("slow"), CloseSessionReply, timeout=5))
+        await app.request(free, close("fast"), CloseSessionReply, timeout=5)
+        assert not slow.done()
+        actor.gate.set()
+        await slow
+        names = [f"s{i}" for i in range(20)]
+        await asyncio.gather(*[app.request(alone, close(n), CloseSessionReply, timeout=5) for n in names])
+    assert sorted(actor.seen[0::2]) == sorted(("in", n) for n in names)
+    assert [("out", n) for _, n in actor.seen[0::2]] == actor.seen[1::2]
+
+
+async def test_actor_keeps_the_order_of_arrival():
+    seen = []
+
+    async def handler(message):
+        seen.append(message.session_id)
+        await asyncio.sleep(0 if len(seen) % 2 else 0.001)
+
+    alone = Actor().alone(handler)
+    names = [f"s{i}" for i in range(50)]
+    await asyncio.gather(*[alone(close(n)) for n in names])
+    assert seen == names
+
+
+async def test_events_arrive_in_order_and_bad_ones_are_dropped(nats_server, caplog):
+    heard, subject = [], "wooly.v1.evt.test.thing.happened"
+    done = asyncio.Event()
+
+    async def handler(event):
+        heard.append(event.session_id)
+        if event.session_id == "bad":
+            raise ValueError("cannot")
+        if event.session_id == "last":
+            done.set()
+
+    app = ServiceApp("test", nats_server)
+    app.listen(subject, CloseSessionRequest, handler)
+    async with app.running():
+        for name in ("a", "bad", "b"):
+            await app.publish(subject, close(name))
+        await app.publish(subject, NodesRequest())
+        await app.publish(subject, close("last"))
+        await asyncio.wait_for(done.wait(), 5)
+    assert heard == ["a", "bad", "b", "last"]
+    dropped = [r.getMessage() for r in caplog.records if " dropped: " in r.getMessage()]
+    assert len(dropped) == 2 and "cannot" in dropped[0] and "not a CloseSessionRequest" in dropped[1]
+
+
+async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
+    entered, subject = asyncio.Event(), "wooly.v1.rpc.test.ending.ask"
+
+    async def handler(request):
+        entered.set()
+        await asyncio.sleep(0.3)
+        return CloseSessionReply(closed=True)
+
+    server, client = ServiceApp("server", nats_server), ServiceApp("client", nats_server)
+    server.serve(subject, CloseSessionRequest, handler)
+    async with client.running():
+        async with server.running():
+            asked = asyncio.create_task(client.request(subject, close(), CloseSessionReply, timeout=5))
+            await entered.wait()
+        assert (await asked).closed
+
+
+async def test_queue_shares_requests_and_no_queue_hears_all(nats_server):
+    counts = [0, 0]
+    subject = "wooly.v1.rpc.test.shared.ask"
+    apps = [ServiceApp("test", nats_server) for _ in counts]
+    for i, app in enumerate(apps):
+
+        async def handler(request, i=i):
+            counts[i] += 1
+            return CloseSessionReply(closed=True)
+
+        app.serve(subject, CloseSessionRequest, handler, queue="q")
+    async with apps[0].running(), apps[1].running():
+        for _ in range(30):
+            await apps[0].request(subject, close(), CloseSessionReply, timeout=5)
+    assert sum(counts) == 30
+
+
+async def test_no_server_is_a_clear_error():
+    app = ServiceApp("test", "nats://127.0.0.1:9", patience_s=0.5)
+    with pytest.raises(BusConnectError, match=r"nats://127\.0\.0\.1:9: .*(refused|Connect)"):
+        async with app.running():
+            raise AssertionError("connected to nothing")
+
+
+async def test_span_is_the_child_of_the_sender_s_and_its_name_has_no_id(nats_server, monkeypatch):
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(tracing.trace, "get_tracer", provider.get_tracer)
+
+    async def handler(request):
+        return ErrorReply(code="test.no", message="no")
+
+    subject = "wooly.v1.rpc.test.span.ask.id-1"
+    app = ServiceApp("test", nats_server)
+    app.serve(subject, CloseSessionRequest, handler)
+    async with app.running():
+        with provider.get_tracer("t").start_as_current_span("asking") as parent, pytest.raises(RefusedError):
+            await app.request(subject, close(), CloseSessionReply, timeout=5)
+    span = next(s for s in exporter.get_finished_spans() if s.name == "wooly.v1.rpc.test.span.ask process")
+    assert span.parent.span_id == parent.get_span_context().span_id
+    assert span.attributes["messaging.destination.name"] == subject
+    assert span.kind is trace.SpanKind.CONSUMER and span.status.description == "test.no"
+
+
+def test_tracing_is_off_unless_an_endpoint_is_configured(monkeypatch):
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
+    assert tracing.setup_tracing("test") is False

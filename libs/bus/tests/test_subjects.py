@@ -1,0 +1,43 @@
+"""Subjects: one grammar, one place."""
+
+import re
+from pathlib import Path
+
+import pytest
+from wooly_bus import subjects
+
+ROOT = Path(__file__).parents[3]
+GRAMMAR = re.compile(r"wooly\.v1\.(rpc|cmd|evt)\.[a-z]+\.[a-z]+\.[a-z]+(\.[^.*>\s]+)?")
+CONSTANTS = {k: v for k, v in vars(subjects).items() if k.isupper() and k != "PREFIX"}
+FUNCTIONS = [
+    subjects.executor_session_open,
+    subjects.executor_session_renew,
+    subjects.executor_session_close,
+    subjects.executor_tunnel,
+]
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constant_subject_follows_the_grammar(name):
+    assert GRAMMAR.fullmatch(CONSTANTS[name])
+    assert subjects.template(CONSTANTS[name]) == CONSTANTS[name]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_addressed_subject_follows_the_grammar_and_has_a_template(function):
+    subject = function("host-0")
+    assert GRAMMAR.fullmatch(subject) and subject.endswith(".host-0")
+    assert subjects.template(subject) == subject.removesuffix(".host-0")
+
+
+@pytest.mark.parametrize("bad", ["", "a.b", "*", ">", "a b", "a\n", "a\u2003b"])
+def test_id_that_would_change_the_subject_is_refused(bad):
+    with pytest.raises(ValueError, match="subject"):
+        subjects.executor_session_open(bad)
+
+
+def test_subject_strings_live_in_subjects_only():
+    sources = [p for d in ("libs", "services", "deploy") for p in (ROOT / d).glob("**/src/**/*.py")]
+    assert len(sources) > 20
+    offenders = [str(p) for p in sources if p.name != "subjects.py" and "wooly.v1." in p.read_text(encoding="utf-8")]
+    assert offenders == []
