@@ -10,7 +10,9 @@ import re
 
 import torch
 
-WHOLE = re.compile(r"^(clone|convolution|convolution_backward|native_dropout|embedding|linear|_foreach_\w+)$")
+WHOLE = re.compile(
+    r"^(clone|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|_foreach_\w+)$"
+)
 #: Storage surgery, other layouts, packed or quantised weights, nested tensors, raw metadata, host-only or unchecked internals.
 DENIED = re.compile(
     r"sparse|mkldnn(?!_rnn_layer)|quantiz|qint|fbgemm|nested|jagged|_cslt|_weight_int|int_mm|int4|int8|packed|pack_"

@@ -36,11 +36,11 @@ class View:
 
     @property
     def end(self) -> int:
-        """Bytes that the buffer must have, counted from its start; an empty view reaches only to its offset."""
+        """Bytes that the buffer must have, counted from its start; an empty view touches none, wherever it lies."""
         last = 0
         for size, stride in zip(self.sizes, self.strides, strict=True):
             if size == 0:
-                return self.offset
+                return 0
             last += (size - 1) * stride
         return self.offset + (last + 1) * self.dtype.itemsize
 

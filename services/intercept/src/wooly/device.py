@@ -25,7 +25,7 @@ NAME = "wooly"
 aten = torch.ops.aten
 
 #: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
-_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding")
+_WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "linalg_lstsq")
 #: Metadata questions that the CPU kernel answers without touching memory.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
@@ -61,7 +61,7 @@ class Device:
                 library.impl(name, redispatch_cpu(op), "PrivateUse1")
             elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
                 kernel = self.generic.kernel(op)
-                if has_kernel(op.name(), "Conjugate") or has_kernel(op.name(), "Negative"):
+                if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
                     kernel = composite.on_plain(kernel)
                 library.impl(name, kernel, "PrivateUse1")
         # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import socket
+from collections.abc import Iterator
 
 import uvicorn
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
@@ -20,43 +25,65 @@ log = logging.getLogger("wooly.router")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the service has its own."""
+    """uvicorn without its signal handlers: signals belong to `until_signalled`."""
 
-    def install_signal_handlers(self) -> None:
-        """Signals belong to `until_signalled`."""
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 async def serve(settings: RouterSettings) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal comes.
+
+    Raises:
+        BusConnectError: NATS does not answer.
+        OSError: the REST port is taken.
+        SQLAlchemyError: the database does not answer.
+    """
     store = SessionStore(settings.database())
     app = ServiceApp("router", settings.nats_url)
     actor = RouterActor(settings, app, store)
     listener = socket.create_server((settings.http_host, settings.http_port))
-    port = listener.getsockname()[1]
+    port_file = settings.state_dir / "router.port"
     server = _Server(uvicorn.Config(create_api(actor), log_level="warning", access_log=False, lifespan="off"))
-    async with app.running():
-        (settings.state_dir / "router.port").write_text(str(port))
-        log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
-        http = asyncio.create_task(server.serve(sockets=[listener]))
-        sweep = asyncio.create_task(actor.sweep())
-        stopping = asyncio.create_task(until_signalled())
-        await asyncio.wait((http, sweep, stopping), return_when=asyncio.FIRST_COMPLETED)
-        server.should_exit = True
-        sweep.cancel()
-        await asyncio.wait((http,), timeout=3)
-    await store.close()
+    try:
+        await actor.resume()
+        async with app.running():
+            port = listener.getsockname()[1]
+            port_file.write_text(str(port))
+            log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
+            await _first_end(server, listener, actor)
+    finally:
+        port_file.unlink(missing_ok=True)
+        listener.close()
+        await store.close()
+
+
+async def _first_end(server: _Server, listener: socket.socket, actor: RouterActor) -> None:
+    """Run REST and the sweep until a signal comes or one of them fails."""
+    http = asyncio.create_task(server.serve(sockets=[listener]))
+    sweep = asyncio.create_task(actor.sweep())
+    stopping = asyncio.create_task(until_signalled())
+    done, _ = await asyncio.wait((http, sweep, stopping), return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    sweep.cancel()
+    stopping.cancel()
+    await asyncio.wait((http,), timeout=3)
+    for task in done:
+        task.result()
 
 
 def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    settings = RouterSettings()
-    settings.state_dir.mkdir(parents=True, exist_ok=True)
-    setup_tracing("router")
-    migrate(settings.database())
     try:
+        settings = RouterSettings()
+        setup_tracing("router")
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.umask(0o077)
+        migrate(settings.database())
         asyncio.run(serve(settings))
-    except BusError as e:
-        log.error("%s", e)
+    except (BusError, ValidationError, SQLAlchemyError, OSError) as e:
+        log.error("the router ends: %s", e)
         return 1
     return 0

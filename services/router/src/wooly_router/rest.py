@@ -13,7 +13,7 @@ from wooly_router.actor import RouterActor
 
 
 class SessionInfo(BaseModel):
-    """One open session, without its token."""
+    """One open session, without its token. Times are seconds since the epoch."""
 
     session_id: str
     executor_id: str
@@ -23,6 +23,7 @@ class SessionInfo(BaseModel):
     program: str
     client_host: str
     opened_at: float
+    lease_until: float
 
 
 class SessionList(BaseModel):
@@ -63,6 +64,7 @@ def create_api(actor: RouterActor) -> FastAPI:
                     program=s.program,
                     client_host=s.client_host,
                     opened_at=s.opened_at,
+                    lease_until=s.lease_until,
                 )
                 for s in await actor.store.all()
             ]
@@ -75,6 +77,10 @@ def create_api(actor: RouterActor) -> FastAPI:
     @api.exception_handler(RequestValidationError)
     async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
         return _error(422, "http.invalid", "; ".join(str(e["msg"]) for e in error.errors()))
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        return _error(500, "internal", f"{type(error).__name__}: {error}")
 
     return api
 

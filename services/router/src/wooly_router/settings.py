@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import tempfile
+import os
 from pathlib import Path
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import URL
+
+
+def _state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "wooly" / "router"
 
 
 class RouterSettings(BaseSettings):
     """What a router needs to know. Times in seconds.
 
     Attributes:
+        nats_url: where NATS is.
+        database_url: an SQLAlchemy URL (`sqlite+aiosqlite:///…`, `postgresql+psycopg://…`); empty: SQLite in `state_dir`.
+        state_dir: files of this router; only its user may read them, for they hold session tokens.
+        http_host: where REST listens.
         http_port: 0 takes any free port; the one taken is written to `state_dir`/router.port.
+        lease_s: how long a session lives without a word from its client.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_")
 
     nats_url: str = "nats://127.0.0.1:4222"
     database_url: str = ""
-    state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-router")
+    state_dir: Path = Field(default_factory=_state_dir)
     http_host: str = "127.0.0.1"
-    http_port: int = 8420
-    lease_s: float = 15.0
+    http_port: int = Field(default=8420, ge=0, le=65535)
+    lease_s: float = Field(default=15.0, gt=0)
 
     def database(self) -> str:
         """The database's URL; SQLite in the state directory unless configured."""
-        return self.database_url or f"sqlite+aiosqlite:///{self.state_dir}/router.sqlite"
+        if self.database_url:
+            return self.database_url
+        path = str(self.state_dir / "router.sqlite")
+        return URL.create("sqlite+aiosqlite", database=path).render_as_string(hide_password=False)

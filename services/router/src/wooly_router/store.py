@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import BigInteger, Float, Integer, String, delete, select, update
+from sqlalchemy import BigInteger, ColumnElement, Float, Integer, String, delete, event, make_url, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from wooly_router.core.placement import Claim
 
 
 class Base(DeclarativeBase):
@@ -52,6 +55,10 @@ class SessionRecord:
     opened_at: float
     lease_until: float
 
+    def claim(self) -> Claim:
+        """What the session takes of its executor."""
+        return Claim(self.executor_id, self.required_vram, self.gpu_mode == "exclusive")
+
 
 def migrate(url: str) -> None:
     """Bring the database at `url` to the newest schema (blocking)."""
@@ -70,6 +77,8 @@ class SessionStore:
 
     def __init__(self, url: str) -> None:
         self._engine: AsyncEngine = create_async_engine(url)
+        if make_url(url).get_backend_name() == "sqlite":
+            event.listen(self._engine.sync_engine, "connect", _tune_sqlite)
         self._session = async_sessionmaker(self._engine, expire_on_commit=False)
 
     async def add(self, record: SessionRecord) -> None:
@@ -85,27 +94,47 @@ class SessionStore:
 
     async def all(self) -> list[SessionRecord]:
         """All open sessions, oldest first."""
+        return await self._where()
+
+    async def on_executor(self, executor_id: str) -> list[SessionRecord]:
+        """The open sessions of one executor, oldest first."""
+        return await self._where(SessionRow.executor_id == executor_id)
+
+    async def lapsed(self, now: float) -> list[SessionRecord]:
+        """The sessions whose lease is over, oldest first."""
+        return await self._where(SessionRow.lease_until < now)
+
+    async def _where(self, *conditions: ColumnElement[bool]) -> list[SessionRecord]:
+        query = select(SessionRow).where(*conditions).order_by(SessionRow.opened_at, SessionRow.id)
         async with self._session() as db:
-            rows = await db.scalars(select(SessionRow).order_by(SessionRow.opened_at, SessionRow.id))
-            return [_record(r) for r in rows]
+            return [_record(r) for r in await db.scalars(query)]
 
     async def prolong(self, session_id: str, until: float) -> None:
         """Move a session's lease."""
         async with self._session.begin() as db:
             await db.execute(update(SessionRow).where(SessionRow.id == session_id).values(lease_until=until))
 
-    async def remove(self, session_id: str) -> bool:
-        """Forget a session. False if it was not there."""
+    async def prolong_all(self, until: float) -> None:
+        """Move every lease that would end before `until`."""
         async with self._session.begin() as db:
-            row = await db.get(SessionRow, session_id)
-            if row is None:
-                return False
+            await db.execute(update(SessionRow).where(SessionRow.lease_until < until).values(lease_until=until))
+
+    async def remove(self, session_id: str) -> None:
+        """Forget a session, if it is there."""
+        async with self._session.begin() as db:
             await db.execute(delete(SessionRow).where(SessionRow.id == session_id))
-            return True
 
     async def close(self) -> None:
         """Close the connections."""
         await self._engine.dispose()
+
+
+def _tune_sqlite(connection: Any, _: Any) -> None:
+    """A write costs no wait for the disk: after a power cut no session is left that would need its row."""
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA journal_mode=WAL")
+    cursor.execute("PRAGMA synchronous=NORMAL")
+    cursor.close()
 
 
 def _record(row: SessionRow) -> SessionRecord:

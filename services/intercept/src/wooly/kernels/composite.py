@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.torch_private import raw_device
+
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
 
@@ -31,7 +33,9 @@ def linear(record: Kernel) -> Kernel:
 
 
 def plain(t: Tensor) -> Tensor:
-    """The same values without conjugate or negative bit, of which only the client knows."""
+    """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
+    if t._is_zerotensor():
+        return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
     if t.is_conj():
         t = torch.conj_physical(t.conj())
     if t.is_neg():
@@ -51,7 +55,7 @@ def on_plain(record: Kernel) -> Kernel:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for a in args:
-            if (isinstance(a, Tensor) and (a.is_conj() or a.is_neg())) or a.__class__ is list:
+            if a.__class__ is list or (isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())):
                 args = tuple([resolve(x) for x in args])
                 break
         return record(*args, **kwargs)

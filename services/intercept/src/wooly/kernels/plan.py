@@ -56,6 +56,8 @@ _INFERRED_ON_HOST = frozenset(
         "aten._batch_norm_with_update.default",
         "aten._histogramdd_bin_edges.default",
         "aten._histogramdd_from_bin_cts.default",
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
     }
 )
 
@@ -72,6 +74,7 @@ class OpFacts:
     Attributes:
         op: the overload.
         name: ``aten.add.Tensor``.
+        wants_tensor: per positional argument, whether the schema wants a tensor there.
         scalar: per positional argument, whether it is a number that may be bound per run.
         scalar_kw: names of keyword-only arguments of that kind.
         written: names of the arguments that the operator writes.
@@ -93,6 +96,7 @@ class OpFacts:
         "returns_written",
         "scalar",
         "scalar_kw",
+        "wants_tensor",
         "written",
     )
 
@@ -103,6 +107,7 @@ class OpFacts:
         lift = op.overloadpacket.__name__ not in _SHAPED_BY_SCALARS
         positional = [a for a in schema.arguments if not a.kwarg_only]
         self.scalar = tuple([lift and _is_number(a) for a in positional])
+        self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
         self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
         self.positions = {a.name: i for i, a in enumerate(positional)}
         self.written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -120,7 +125,8 @@ class OpFacts:
 
 
 def _is_number(argument: Any) -> bool:
-    return str(argument.type) in ("number", "Optional[number]", "List[number]")
+    # A Python number given where a tensor is expected arrives as a number, too.
+    return str(argument.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
 
 
 class Plan(NamedTuple):
@@ -175,7 +181,7 @@ class PlanBuilder:
         """
         if not is_allowed(facts.name):
             raise _unsupported(facts.name, "the executor's library does not offer it")
-        dynamic = facts.dynamic or _has_mask_index(facts, call)
+        dynamic = (facts.dynamic and not facts.out_args) or _has_mask_index(facts, call)
         fresh: list[Tensor | None] = []
         if not dynamic:
             try:
@@ -204,7 +210,7 @@ class PlanBuilder:
                 if raw_device(a).type != "wooly":
                     return a
                 m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where)
-                return m.conj() if a.is_conj() else m
+                return m if where == "meta" else m.zero_()
             if isinstance(a, (list, tuple)):
                 return [to_meta(x) for x in a]
             if isinstance(a, torch.device):
@@ -216,7 +222,7 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            result = facts.op(*args, **kwargs)
+            result = _call(facts, args, kwargs, where)
         except NotImplementedError:
             raise
         except Exception as e:
@@ -246,7 +252,7 @@ class PlanBuilder:
             if isinstance(a, Tensor):
                 if raw_device(a).type != "wooly":
                     return a
-                return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype)
+                return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
             if isinstance(a, (list, tuple)):
                 return [stand_in(x) for x in a]
             return torch.device("cpu") if isinstance(a, torch.device) else a
@@ -254,7 +260,8 @@ class PlanBuilder:
         if sum(t.numel() for t in _tensors(call)) > _STAND_IN_LIMIT:
             return error
         try:
-            facts.op(*[stand_in(a) for a in call.args], **{k: stand_in(v) for k, v in call.kwargs.items()})
+            args, kwargs = [stand_in(a) for a in call.args], {k: stand_in(v) for k, v in call.kwargs.items()}
+            _call(facts, args, kwargs, "cpu")
         except Exception as e:
             return e
         return error
@@ -317,6 +324,21 @@ class PlanBuilder:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
+    """Call the operator. Some take Python numbers for tensors and some do not; for these they become tensors."""
+    like = next((a for a in args if isinstance(a, Tensor)), None)
+    numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
+    try:
+        return facts.op(*args, **kwargs)
+    except RuntimeError:
+        if not numbers or like is None:
+            raise
+    for i in numbers:
+        dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
+        args[i] = torch.tensor(args[i], dtype=dtype, device=where)
+    return facts.op(*args, **kwargs)
 
 
 def _tensors(call: Call) -> list[Tensor]:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from wooly_wis.messages import ExecutorHeartbeat, OpenSessionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What one session, open or being opened, takes of its executor. Memory in bytes."""
+
+    executor_id: str
+    required_vram: int | None = None
+    exclusive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What all sessions take of one executor."""
+
+    sessions: int = 0
+    reserved: int = 0
+    exclusive: bool = False
+
+
+IDLE = Load()
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,40 +34,63 @@ class Placement:
     """The choice: an executor, or None with the reason for each that was passed over."""
 
     executor: ExecutorHeartbeat | None
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def place(
-    request: OpenSessionRequest,
-    alive: Sequence[ExecutorHeartbeat],
-    reserved: Mapping[str, int],
-    pending: Mapping[str, int],
-) -> Placement:
-    """Choose among executors that are alive.
+def loads(claims: Iterable[Claim]) -> dict[str, Load]:
+    """The load of each executor that has sessions."""
+    result: dict[str, Load] = {}
+    for claim in claims:
+        load = result.get(claim.executor_id, IDLE)
+        result[claim.executor_id] = replace(
+            load,
+            sessions=load.sessions + 1,
+            reserved=load.reserved + (claim.required_vram or 0),
+            exclusive=load.exclusive or claim.exclusive,
+        )
+    return result
+
+
+def unfit(request: OpenSessionRequest, executor: ExecutorHeartbeat, load: Load) -> str:
+    """Why the executor cannot take the session; empty if it can."""
+    room = executor.device.total_memory - load.reserved
+    if request.gpu_count > 1:
+        return f"has 1 device, {request.gpu_count} were asked for"
+    if request.node_groups:
+        return f"is in none of the groups {', '.join(request.node_groups)}"
+    if load.exclusive:
+        return "is held exclusively by another session"
+    if request.gpu_mode == "exclusive" and load.sessions:
+        return "has sessions, an exclusive device was asked for"
+    if request.required_vram is not None and request.required_vram > room:
+        return f"has {max(room, 0)} bytes unreserved, {request.required_vram} were asked for"
+    return ""
+
+
+def place(request: OpenSessionRequest, candidates: Sequence[ExecutorHeartbeat], load: Mapping[str, Load]) -> Placement:
+    """Choose among executors.
+
+    The fewest sessions win, then the lowest utilization in hundredths, then the id: the same input always gives the same
+    choice.
 
     Args:
         request: what the client wants.
-        alive: candidates.
-        reserved: bytes promised on each executor to sessions that named a size.
-        pending: sessions on each executor, as the router has them.
-
-    The fewest sessions win, then the lowest utilization, then the id: the same input always gives the same choice.
+        candidates: executors that are alive.
+        load: what sessions take of them.
     """
     reasons: dict[str, str] = {}
     fitting: list[ExecutorHeartbeat] = []
-    for executor in alive:
-        room = executor.device.total_memory - reserved.get(executor.executor_id, 0)
-        if request.gpu_count > 1:
-            reasons[executor.executor_id] = f"has 1 device, {request.gpu_count} were asked for"
-        elif request.node_groups:
-            reasons[executor.executor_id] = f"is in none of the groups {', '.join(request.node_groups)}"
-        elif request.required_vram is not None and request.required_vram > room:
-            reasons[executor.executor_id] = f"has {room} bytes unreserved, {request.required_vram} were asked for"
-        elif request.gpu_mode == "exclusive" and pending.get(executor.executor_id, 0):
-            reasons[executor.executor_id] = "has sessions, an exclusive device was asked for"
+    for executor in candidates:
+        why = unfit(request, executor, load.get(executor.executor_id, IDLE))
+        if why:
+            reasons[executor.executor_id] = why
         else:
             fitting.append(executor)
     if not fitting:
         return Placement(None, reasons)
-    best = min(fitting, key=lambda e: (pending.get(e.executor_id, 0), round(e.utilization, 2), e.executor_id))
-    return Placement(best, reasons)
+
+    def score(executor: ExecutorHeartbeat) -> tuple[int, int, str]:
+        sessions = load.get(executor.executor_id, IDLE).sessions
+        return sessions, round(100 * executor.utilization), executor.executor_id
+
+    return Placement(min(fitting, key=score), reasons)

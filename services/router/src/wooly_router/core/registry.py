@@ -40,10 +40,6 @@ class Registry:
         """Executors heard of within the last five seconds, by id."""
         return [s.heartbeat for _, s in sorted(self._seen.items()) if now - s.at <= LOST_AFTER_S]
 
-    def lost(self, now: float) -> list[str]:
-        """Ids of executors that have fallen silent."""
-        return [k for k, s in sorted(self._seen.items()) if now - s.at > LOST_AFTER_S]
-
     def nodes(self, now: float) -> tuple[NodeInfo, ...]:
         """Everything known, for people."""
         return tuple(

@@ -1,0 +1,122 @@
+"""What router tests share: a hand-driven clock, an executor that is a few lines, a router in this process."""
+
+import contextlib
+import dataclasses
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_router.actor import RouterActor
+from wooly_router.settings import RouterSettings
+from wooly_router.store import SessionStore, migrate
+from wooly_wis.messages import (
+    ClientFacts,
+    CloseSessionReply,
+    CloseSessionRequest,
+    DeviceFacts,
+    ExecutorHeartbeat,
+    HostSessionReply,
+    HostSessionRequest,
+    OpenSessionRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+)
+
+DEVICE = DeviceFacts(name="device", vendor="cpu", runtime="cpu", total_memory=1000, cores=1)
+
+
+class Clock:
+    def __init__(self):
+        self.now = 1_000_000.0
+
+    def __call__(self):
+        return self.now
+
+
+class FakeExecutor:
+    """Takes sessions like an executor, and remembers."""
+
+    def __init__(self, app, name):
+        self.app, self.name = app, name
+        self.sessions, self.closed = {}, []
+        self.refuse = None
+        app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
+        app.serve(subjects.executor_session_renew(name), RenewSessionRequest, self.on_renew)
+        app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
+
+    async def on_open(self, request):
+        if self.refuse:
+            raise self.refuse
+        self.sessions[request.session_id] = request
+        return HostSessionReply(endpoints=(f"unix:///tmp/{self.name}.sock",))
+
+    async def on_renew(self, request):
+        if request.session_id not in self.sessions:
+            raise RefusedError("executor.no_session", "not here")
+        return RenewSessionReply(lease_s=self.sessions[request.session_id].lease_s)
+
+    async def on_close(self, request):
+        self.closed.append((request.session_id, request.reason))
+        return CloseSessionReply(closed=self.sessions.pop(request.session_id, None) is not None)
+
+    def heartbeat(self, **changes):
+        return ExecutorHeartbeat(
+            **{
+                "executor_id": self.name,
+                "node": "host",
+                "pid": 1,
+                "device": DEVICE,
+                "endpoints": (),
+                "sessions": tuple(self.sessions),
+            }
+            | changes
+        )
+
+
+@dataclasses.dataclass
+class Rig:
+    """A router and executors on one connection."""
+
+    app: ServiceApp
+    actor: RouterActor
+    clock: Clock
+    executors: list[FakeExecutor]
+
+    async def beat(self):
+        for executor in self.executors:
+            await self.actor.on_heartbeat(executor.heartbeat())
+
+    async def open(self, **wanted):
+        return await self.actor.on_open_session(ask(**wanted))
+
+
+def ask(**wanted):
+    return OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="train.py"), **wanted)
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return RouterSettings(state_dir=tmp_path, lease_s=9.0)
+
+
+@pytest.fixture
+def rig(nats_server, settings):
+    """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of."""
+
+    @contextlib.asynccontextmanager
+    async def make(*names):
+        migrate(settings.database())
+        store, clock = SessionStore(settings.database()), Clock()
+        app = ServiceApp("test", nats_server)
+        actor = RouterActor(settings, app, store, clock)
+        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names])
+        await actor.resume()
+        try:
+            async with app.running():
+                await built.beat()
+                yield built
+        finally:
+            await store.close()
+
+    return make

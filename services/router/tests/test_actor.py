@@ -1,0 +1,243 @@
+"""The router's actor over a real nats-server: opening, renewing, closing, lapsing, restarts, silent executors."""
+
+import asyncio
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.errors import RefusedError
+from wooly_router import actor as actor_module
+from wooly_wis.messages import (
+    CloseSessionRequest,
+    HostSessionRequest,
+    NodesRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+    SessionClosed,
+)
+
+pytestmark = pytest.mark.connected
+
+
+async def refusal(work):
+    with pytest.raises(RefusedError) as caught:
+        await work
+    return caught.value
+
+
+async def test_open_asks_the_executor_and_remembers(rig):
+    async with rig("a") as r:
+        opened = await r.open(tenant="t", priority=1, required_vram=10)
+        hosted = r.executors[0].sessions[opened.session_id]
+        assert (opened.executor_id, opened.node, opened.endpoints) == ("a", "host", ("unix:///tmp/a.sock",))
+        assert (hosted.token, hosted.tenant, hosted.priority, hosted.quota) == (opened.token, "t", 1, 10)
+        assert opened.lease_s == hosted.lease_s == 9.0 and len(opened.token) >= 32
+        record = await r.actor.store.get(opened.session_id)
+        assert record.program == "train.py" and record.lease_until == r.clock.now + 9.0
+
+
+async def test_open_without_an_executor_names_the_cure(rig):
+    async with rig() as r:
+        r.clock.now += actor_module.HEARTBEAT_GRACE_S
+        error = await refusal(r.open())
+        assert error.code == "router.no_executor" and error.retryable
+        assert "wooly up" in str(error) and "python -m wooly_executor" in str(error)
+
+
+async def test_open_right_after_the_start_waits_for_the_first_heartbeat(rig):
+    async with rig() as r:
+        opening = asyncio.create_task(r.open())
+        await asyncio.sleep(0.1)
+        assert not opening.done()
+        late = r.executors[0:0]
+        r.clock.now += actor_module.HEARTBEAT_GRACE_S
+        assert late == [] and (await refusal(opening)).code == "router.no_executor"
+
+
+async def test_open_after_five_silent_seconds_is_refused(rig):
+    async with rig("a") as r:
+        r.clock.now += 5.1
+        assert (await refusal(r.open())).code == "router.no_executor"
+        await r.beat()
+        assert (await r.open()).executor_id == "a"
+
+
+async def test_open_spreads_sessions_also_when_asked_at_once(rig):
+    async with rig("a", "b") as r:
+        opened = await asyncio.gather(*[r.open() for _ in range(6)])
+        assert sorted(o.executor_id for o in opened) == ["a", "a", "a", "b", "b", "b"]
+        assert r.actor._opening == {}
+
+
+async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
+    async with rig("a") as r:
+        answers = await asyncio.gather(*[r.open(gpu_mode="exclusive") for _ in range(4)], return_exceptions=True)
+        assert sum(not isinstance(a, Exception) for a in answers) == 1
+        error = await refusal(r.open())
+        assert error.code == "router.no_fit" and "exclusively" in str(error)
+
+
+async def test_reserved_memory_is_not_promised_twice(rig):
+    async with rig("a") as r:
+        opened = await r.open(required_vram=600)
+        assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=600)))
+        await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+        await r.open(required_vram=600)
+
+
+async def test_open_passes_over_executors_that_are_dead_or_refuse(rig):
+    async with rig("a", "b", "c") as r:
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="0-dead"))
+        r.executors[0].refuse = RefusedError("executor.admission", "full")
+        assert (await r.open()).executor_id == "b"
+        for executor in r.executors:
+            executor.refuse = RefusedError("executor.admission", "full", retryable=True)
+        error = await refusal(r.open())
+        assert (error.code, str(error), error.retryable) == ("executor.admission", "full", True)
+        assert r.actor._opening == {}
+
+
+async def test_open_on_nothing_but_dead_executors_says_so(rig):
+    async with rig("a") as r:
+        ghost = r.executors[0].heartbeat(executor_id="ghost")
+        r.clock.now += 5.1
+        await r.actor.on_heartbeat(ghost)
+        error = await refusal(r.open())
+        assert error.code == "router.executor_silent" and "ghost" in str(error)
+
+
+async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
+    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 1.0)
+    async with rig("b") as r:
+        frozen = asyncio.Event()
+
+        async def never(request):
+            await frozen.wait()
+
+        mine = await r.open()
+        r.app.broker.subscriber  # noqa: B018  # the broker is running: a late subscriber must be started by hand
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="a"))
+        client = await r.app.broker.connect()
+        subscription = await client.subscribe(subjects.executor_session_open("a"))
+        opening = asyncio.create_task(r.open())
+        renewed = await r.app.request(
+            subjects.ROUTER_SESSION_RENEW,
+            RenewSessionRequest(session_id=mine.session_id, token=mine.token),
+            RenewSessionReply,
+            timeout=0.8,
+        )
+        assert renewed.lease_s == 9.0 and not opening.done()
+        assert (await opening).executor_id == "b"
+        await subscription.unsubscribe()
+
+
+async def test_renewal_moves_the_lease_and_wants_the_token(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        r.clock.now += 5
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
+        assert (await r.actor.store.get(opened.session_id)).lease_until == r.clock.now + 9.0
+        for wrong in ({"token": "x"}, {"token": "schlüssel"}, {"session_id": "other"}):
+            request = RenewSessionRequest(**{"session_id": opened.session_id, "token": opened.token} | wrong)
+            assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
+
+
+async def test_renewal_of_what_the_executor_lost_ends_the_session(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        r.executors[0].sessions.clear()
+        request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
+        assert await r.actor.store.all() == []
+
+
+async def test_renewal_on_a_dead_executor_is_retryable(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        await r.actor.store.remove(opened.session_id)
+        record = actor_module.SessionRecord("s", "ghost", "n", "t", "x", 2, "shared", None, "", "h", 0.0, r.clock.now)
+        await r.actor.store.add(record)
+        error = await refusal(r.actor.on_renew_session(RenewSessionRequest(session_id="s", token="t")))
+        assert error.code == "router.executor_lost" and error.retryable
+
+
+async def test_close_tells_the_executor_and_twice_is_no_error(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        request = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
+        stranger = CloseSessionRequest(session_id=opened.session_id, token="x")
+        assert (await refusal(r.actor.on_close_session(stranger))).code == "router.no_session"
+        assert (await r.actor.on_close_session(request)).closed
+        assert r.executors[0].closed == [(opened.session_id, "closed by its client")]
+        assert not (await r.actor.on_close_session(request)).closed
+
+
+async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
+    async with rig("a") as r:
+        first, second = await r.open(), await r.open()
+        r.clock.now += 8
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=second.session_id, token=second.token))
+        assert await r.actor.lapse() == 0
+        r.clock.now += 1.5
+        assert await r.actor.lapse() == 1
+        assert r.executors[0].closed == [(first.session_id, "the session's lease lapsed")]
+        assert [s.id for s in await r.actor.store.all()] == [second.session_id]
+
+
+async def test_sweep_outlives_a_failing_database(rig, monkeypatch, caplog):
+    async with rig("a") as r:
+        calls = []
+
+        async def failing(now):
+            calls.append(now)
+            raise OSError("disk away")
+
+        monkeypatch.setattr(r.actor.store, "lapsed", failing)
+        task = asyncio.create_task(r.actor.sweep(0.01))
+        while len(calls) < 3:
+            await asyncio.sleep(0.01)
+        assert not task.done() and "leases could not be checked" in caplog.text
+        task.cancel()
+
+
+async def test_heartbeat_without_an_old_session_ends_it_but_spares_a_fresh_one(rig):
+    async with rig("a") as r:
+        old = await r.open()
+        r.clock.now += actor_module.FRESH_S + 0.1
+        fresh = await r.open()
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
+        assert [s.id for s in await r.actor.store.all()] == [fresh.session_id]
+        assert old.session_id != fresh.session_id
+
+
+async def test_executor_s_news_of_an_end_is_taken(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        event = SessionClosed(session_id=opened.session_id, executor_id="a")
+        await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
+        await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
+        deadline = asyncio.get_running_loop().time() + 5
+        while await r.actor.store.all():
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+
+
+async def test_restarted_router_gives_sessions_a_whole_lease(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        r.clock.now += 100
+        await r.actor.resume()
+        assert await r.actor.lapse() == 0
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
+
+
+async def test_nodes_tell_who_is_lost(rig):
+    async with rig("a", "b") as r:
+        r.clock.now += 6
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(utilization=0.5, memory_used=7))
+        nodes = (await r.actor.on_nodes(NodesRequest())).nodes
+        assert [(n.executor_id, n.state, n.age_s) for n in nodes] == [("a", "lost", 6.0), ("b", "alive", 0.0)]
+        assert (nodes[1].utilization, nodes[1].memory_used) == (0.5, 7)
+
+
+def test_hosting_request_fits_what_a_client_may_ask():
+    HostSessionRequest(session_id="s", token="t", tenant="x", priority=4, quota=None, lease_s=0.1)
