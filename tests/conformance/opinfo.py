@@ -1,7 +1,7 @@
-"""Compares every operator of PyTorch's own operator database with the CPU, on the device: forward, and backward where there is one.
+"""Compares every operator of PyTorch's own operator database with the CPU: forward, and backward where there is one.
 
-Run as a program it works through a range of operators in a process of its own and prints one JSON line per sample that does not pass:
-a crash ends only that process, and the caller knows at which operator.
+Run as a program it works through a range of operators and prints one JSON line per sample: a crash ends only that process, and
+whoever started it knows at which operator.
 """
 
 import argparse
@@ -44,8 +44,8 @@ CLOSE = [False]
 
 def same(ours, theirs):
     """Empty if equal. Bit for bit is `pass`; within PyTorch's own tolerance for float32 it is noted in `CLOSE`."""
-    flat_a, spec_a = tree_flatten(ours)
-    flat_b, spec_b = tree_flatten(theirs)
+    flat_a, _ = tree_flatten(ours)
+    flat_b, _ = tree_flatten(theirs)
     if len(flat_a) != len(flat_b):
         return f"{len(flat_a)} results, {len(flat_b)} on the CPU"
     for a, b in zip(flat_a, flat_b, strict=True):
@@ -72,12 +72,35 @@ def same(ours, theirs):
 
 
 RANDOM = {
-    "bernoulli", "cauchy", "exponential", "geometric", "log_normal", "multinomial", "normal", "normal.in_place", "normal.number_mean",
-    "rand_like", "randint", "randint_like", "randn", "randn_like", "uniform", "nn.functional.dropout", "nn.functional.dropout2d",
-    "nn.functional.dropout3d", "nn.functional.alpha_dropout", "nn.functional.feature_alpha_dropout.with_train",
-    "nn.functional.rrelu", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "nn.functional.multi_head_attention_forward",
-    "svd_lowrank", "pca_lowrank", "rand", "randperm",
-}  # fmt: skip
+    "bernoulli",
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "multinomial",
+    "normal",
+    "normal.in_place",
+    "normal.number_mean",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "uniform",
+    "nn.functional.dropout",
+    "nn.functional.dropout2d",
+    "nn.functional.dropout3d",
+    "nn.functional.alpha_dropout",
+    "nn.functional.feature_alpha_dropout.with_train",
+    "nn.functional.rrelu",
+    "nn.functional.fractional_max_pool2d",
+    "nn.functional.fractional_max_pool3d",
+    "nn.functional.multi_head_attention_forward",
+    "svd_lowrank",
+    "pca_lowrank",
+    "rand",
+    "randperm",
+}
 PASSED = {False: "pass", True: "close"}
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 

@@ -15,21 +15,28 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 from wooly_bus.envelope import TRACE_CONTEXT
+from wooly_bus.errors import BusError
 from wooly_bus.subjects import template
+
+
+class TracingError(BusError):
+    """Traces cannot be exported as configured."""
+
+    code = "bus.tracing"
 
 
 def setup_tracing(service: str) -> bool:
     """Install a tracer provider if an OTLP endpoint is configured. True if it was.
 
     Raises:
-        RuntimeError: an endpoint is configured, but the exporter package is not installed.
+        TracingError: an endpoint is configured, but the exporter package is not installed.
     """
     if not (os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
         return False
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as e:
-        raise RuntimeError(
+        raise TracingError(
             "OTEL_EXPORTER_OTLP_ENDPOINT is set; install opentelemetry-exporter-otlp-proto-http to export traces"
         ) from e
     provider = TracerProvider(resource=Resource.create({"service.name": f"wooly-{service}"}))
