@@ -1,5 +1,6 @@
 """What router tests share: a hand-driven clock, an executor that is a few lines, a router in this process."""
 
+import asyncio
 import contextlib
 import dataclasses
 
@@ -118,5 +119,27 @@ def rig(nats_server, settings):
                 yield built
         finally:
             await store.close()
+
+    return make
+
+
+@pytest.fixture
+def beating_executor(nats_server):
+    """`async with beating_executor("a") as e`: an executor on a connection of its own, with heartbeats."""
+
+    @contextlib.asynccontextmanager
+    async def make(name):
+        app = ServiceApp("executor", nats_server)
+        executor = FakeExecutor(app, name)
+
+        async def beat():
+            while True:
+                await app.publish(subjects.EXECUTOR_HEARTBEAT, executor.heartbeat())
+                await asyncio.sleep(0.1)
+
+        async with app.running():
+            task = asyncio.create_task(beat())
+            yield executor
+            task.cancel()
 
     return make

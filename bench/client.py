@@ -1,0 +1,254 @@
+"""What a client costs: the device against local CPU PyTorch, both in this run, one thread each.
+
+Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N]
+"""
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from wooly import api
+from wooly_testkit.executor import executor_process
+
+
+def row(name, unit, ours, baseline, goal, *, higher_is_better=False, spread=None, against="ratio"):
+    """One result. `goal` bounds the ratio to the baseline, or with `against="value"` our own figure."""
+    ratio = ours / baseline if baseline else None
+    value = ours if against == "value" else ratio
+    ok = value >= goal if higher_is_better else value <= goal
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": round(ours, 3),
+        "baseline": round(baseline, 3) if baseline else None,
+        "ratio": round(ratio, 3) if ratio else None,
+        "goal": goal,
+        "ok": bool(ok),
+        "spread": spread,
+    }
+
+
+def timed(function, repeat, clock=time.perf_counter):
+    """Median and (min, max) of `repeat` runs, after one that warms up."""
+    function()
+    found = []
+    for _ in range(repeat):
+        started = clock()
+        function()
+        found.append(clock() - started)
+    return statistics.median(found), (min(found), max(found))
+
+
+def chain(device, n=1000):
+    x, y = torch.ones(64, 64, device=device), torch.ones(64, 64, device=device)
+
+    def run():
+        t = x
+        for _ in range(n):
+            t = t + y
+        return t
+
+    return run
+
+
+def bench_chain(repeat):
+    """Client CPU time of this thread per eager operation; the baseline is local PyTorch executing it."""
+    ours, local = chain("cuda"), chain("cpu")
+
+    def settle():
+        ours()
+        torch.cuda.synchronize()
+
+    settle()
+    found = []
+    for _ in range(repeat):
+        started = time.thread_time()
+        result = ours()
+        found.append((time.thread_time() - started) / 1000 * 1e6)
+        del result
+        torch.cuda.synchronize()
+    base, _ = timed(local, repeat)
+    spread = [round(min(found), 2), round(max(found), 2)]
+    yield row("client CPU per eager op", "us", statistics.median(found), base * 1e3, 20, spread=spread, against="value")
+    wall, _ = timed(settle, repeat)
+    yield row("chain of 1,000 adds, wall", "ms", wall * 1e3, base * 1e3, 20)
+
+
+def bench_item(repeat):
+    """One add and the number read back."""
+    x = torch.ones(4, device="cuda")
+    one = torch.ones(4)
+
+    def ours():
+        for _ in range(100):
+            x.add_(1)
+            x[0].item()
+
+    def local():
+        for _ in range(100):
+            one.add_(1)
+            one[0].item()
+
+    a, spread = timed(ours, repeat)
+    b, _ = timed(local, repeat)
+    yield row("add + .item()", "us", a * 1e4, b * 1e4, 300, spread=[round(s * 1e4, 1) for s in spread], against="value")
+    y = x.sum()
+    y.item()
+    a, _ = timed(lambda: [y.item() for _ in range(1000)], repeat)
+    yield row(".item() again, unchanged", "us", a * 1e3, None, 10, against="value")
+
+
+def pair(ours, local, repeat):
+    """Runs both sides in turn; median ratio and its spread."""
+    ours(), local()
+    a, b = [], []
+    for _ in range(repeat):
+        for function, found in ((ours, a), (local, b)):
+            started = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - started)
+    ratios = sorted(x / y for x, y in zip(a, b, strict=True))
+    return statistics.median(a), statistics.median(b), [round(ratios[0], 2), round(ratios[-1], 2)]
+
+
+def bench_mlp(repeat):
+    """One training step of an MLP 784-512-10, batch 64, Adam and SGD."""
+    for name, make, goal in (
+        ("Adam", lambda p: torch.optim.Adam(p), 2.0),
+        ("SGD", lambda p: torch.optim.SGD(p, lr=0.1), 2.0),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+        x, y = torch.randn(64, 784), torch.randint(0, 10, (64,))
+
+        def trainer(device, model=model, make=make, x=x, y=y):
+            mine = copy.deepcopy(model).to(device)
+            opt, a, b = make(mine.parameters()), x.to(device), y.to(device)
+
+            def run(n=20):
+                for _ in range(n):
+                    loss = nn.functional.cross_entropy(mine(a), b)
+                    opt.zero_grad()
+                    loss.backward()
+                    opt.step()
+                return loss.item()
+
+            return run
+
+        a, b, spread = pair(trainer("cuda"), trainer("cpu"), repeat)
+        yield row(f"MLP step, {name}", "ms", a / 20 * 1e3, b / 20 * 1e3, goal, spread=spread)
+
+
+def bench_llama(repeat):
+    """64 tokens from a Llama of 4 layers, hidden 256, vocabulary 1,000, greedy, random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        max_position_embeddings=256,
+    )
+    local = LlamaForCausalLM(config).eval()
+    ours = copy.deepcopy(local).to("cuda")
+    prompt = torch.arange(5, 13).unsqueeze(0)
+
+    def generate(model, ids):
+        return model.generate(ids, max_new_tokens=64, min_new_tokens=64, do_sample=False, pad_token_id=0)
+
+    there = prompt.to("cuda")
+    assert torch.equal(generate(ours, there).cpu(), generate(local, prompt)), "the tokens differ from the CPU's"
+    before = time.thread_time()
+    generate(ours, there).cpu()
+    cpu = (time.thread_time() - before) / 64 * 1e3
+    a, b, spread = pair(lambda: generate(ours, there).cpu(), lambda: generate(local, prompt), repeat)
+    yield row("Llama, 64 tokens", "ms/token", a / 64 * 1e3, b / 64 * 1e3, 2.5, spread=spread)
+    yield row("Llama, client CPU", "ms/token", cpu, b / 64 * 1e3, 2.5)
+
+
+def bench_transfer(repeat):
+    """256 MB over the unix socket; the baseline is a copy in memory."""
+    host = torch.randn(64 << 20)
+    there = torch.empty(64 << 20, device="cuda")
+    back = torch.empty(64 << 20)
+    gigabytes = host.nbytes / 1e9
+
+    def up():
+        there.copy_(host)
+        torch.cuda.synchronize()
+
+    def down():
+        there.add_(0)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        back.copy_(there)
+        return time.perf_counter() - started
+
+    copied, _ = timed(lambda: back.copy_(host), repeat)
+    a, spread = timed(up, repeat)
+    yield row(
+        "upload 256 MB", "GB/s", gigabytes / a, gigabytes / copied, 1.0, higher_is_better=True, against="value",
+        spread=[round(gigabytes / s, 2) for s in reversed(spread)],
+    )  # fmt: skip
+    down()
+    found = [down() for _ in range(repeat)]
+    assert torch.equal(back, host)
+    yield row(
+        "download 256 MB", "GB/s", gigabytes / statistics.median(found), gigabytes / copied, 1.0, higher_is_better=True,
+        against="value", spread=[round(gigabytes / max(found), 2), round(gigabytes / min(found), 2)],
+    )  # fmt: skip
+
+
+BENCHES = {
+    "chain": bench_chain,
+    "item": bench_item,
+    "mlp": bench_mlp,
+    "llama": bench_llama,
+    "transfer": bench_transfer,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--only", choices=BENCHES)
+    parser.add_argument("--repeat", type=int, default=7)
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with executor_process() as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        rows = []
+        for name, bench in BENCHES.items():
+            if args.only in (None, name):
+                rows += bench(args.repeat)
+        api.disable()
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        table = Table("name", "unit", "ours", "local", "ratio", "spread", "goal", "ok")
+        for r in rows:
+            table.add_row(*["" if r[k] is None else str(r[k]) for k in
+                            ("name", "unit", "ours", "baseline", "ratio", "spread", "goal", "ok")])  # fmt: skip
+        Console(width=120).print(table)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Which type a computation has when its operands have several.
+
+PyTorch's rules, as data; numbers of the program are weaker than tensors.
+
+Source: c10/core/ScalarType.cpp (promoteTypes) and ATen/native/TypeProperties.cpp (result_type) of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import WisError
+from wooly_wis.program import View
+
+
+class RuleError(WisError):
+    """Operands, attributes, dtypes or sizes do not fit an opcode's row.
+
+    Attributes:
+        law: name of the law that is broken: ``operands``, ``attrs``, ``dtype`` or ``shape``.
+    """
+
+    code = "wis.rule"
+
+    def __init__(self, law: str, message: str) -> None:
+        super().__init__(message)
+        self.law = law
+
+
+class NumberKind(IntEnum):
+    """Kind of a number that is no tensor; ordered: each can hold those before it."""
+
+    BOOL = 0
+    INT = 1
+    FLOAT = 2
+    COMPLEX = 3
+
+
+#: The dtype that a number has where no tensor decides.
+DEFAULT_OF = {
+    NumberKind.BOOL: DType.BOOL,
+    NumberKind.INT: DType.I64,
+    NumberKind.FLOAT: DType.F32,
+    NumberKind.COMPLEX: DType.C64,
+}
+
+FLOAT8 = frozenset(d for d in DType if d.label.startswith("f8"))
+#: Unsigned types that promote with nothing but themselves and floating point.
+LONELY = frozenset({DType.U16, DType.U32, DType.U64})
+_COMPLEX_OF = {DType.F16: DType.C32, DType.BF16: DType.C64, DType.F32: DType.C64, DType.F64: DType.C128}
+_REAL_OF = {DType.C32: DType.F16, DType.C64: DType.F32, DType.C128: DType.F64}
+_OPMATH = {DType.F16: DType.F32, DType.BF16: DType.F32, DType.C32: DType.C64}
+_INTS = (DType.I8, DType.I16, DType.I32, DType.I64)
+
+
+def kind_of(dtype: DType) -> NumberKind:
+    """The kind of a dtype's elements."""
+    return {
+        "bool": NumberKind.BOOL,
+        "uint": NumberKind.INT,
+        "int": NumberKind.INT,
+        "float": NumberKind.FLOAT,
+        "complex": NumberKind.COMPLEX,
+    }[dtype.kind]
+
+
+def complex_of(dtype: DType) -> DType:
+    """The complex dtype whose parts are at least `dtype`."""
+    return dtype if dtype.kind == "complex" else _COMPLEX_OF[dtype]
+
+
+def real_of(dtype: DType) -> DType:
+    """The dtype of a magnitude."""
+    return _REAL_OF.get(dtype, dtype)
+
+
+def opmath(dtype: DType) -> DType:
+    """The dtype in which elements are computed before they are rounded once to `dtype`."""
+    return _OPMATH.get(dtype, dtype)
+
+
+def promote(a: DType, b: DType) -> DType:
+    """The smallest dtype that holds both.
+
+    Raises:
+        RuleError: none does, or it would be ambiguous.
+    """
+    if a is b:
+        return a
+    if a in FLOAT8 or b in FLOAT8:
+        raise RuleError("dtype", f"{a.label} and {b.label} do not promote; convert them first")
+    ka, kb = kind_of(a), kind_of(b)
+    if ka < kb:
+        a, b, ka, kb = b, a, kb, ka
+    if b in LONELY and ka is NumberKind.COMPLEX:
+        raise RuleError("dtype", f"{a.label} and {b.label} do not promote; convert them first")
+    if ka is NumberKind.COMPLEX:
+        other = b if kb is NumberKind.COMPLEX else complex_of(b) if kb is NumberKind.FLOAT else a
+        return max(a, other, key=lambda d: d.itemsize)
+    if ka is NumberKind.FLOAT:
+        if kb is not NumberKind.FLOAT:
+            return a
+        return DType.F32 if {a, b} == {DType.F16, DType.BF16} else max(a, b, key=lambda d: d.itemsize)
+    if a in LONELY or b in LONELY:
+        raise RuleError("dtype", f"{a.label} and {b.label} do not promote; convert them first")
+    if kb is NumberKind.BOOL:
+        return a
+    if DType.U8 in (a, b):
+        signed = b if a is DType.U8 else a
+        return max(signed, DType.I16, key=lambda d: d.itemsize)
+    return max(a, b, key=_INTS.index)
+
+
+def _combine(higher: DType | None, lower: DType | None) -> DType | None:
+    """Join two classes of operands, of which the first decides unless the second is of a higher kind."""
+    if higher is None or lower is None:
+        return higher or lower
+    kh, kl = kind_of(higher), kind_of(lower)
+    if kh is NumberKind.COMPLEX:
+        return higher
+    if kh is NumberKind.FLOAT:
+        if kl is NumberKind.COMPLEX and higher in FLOAT8:
+            raise RuleError("dtype", f"{higher.label} has no complex counterpart")
+        return complex_of(higher) if kl is NumberKind.COMPLEX else higher
+    if kl is NumberKind.COMPLEX:
+        return lower
+    return promote(higher, lower) if kh is NumberKind.BOOL or kl is NumberKind.FLOAT else higher
+
+
+def result_type(views: Iterable[View], numbers: Iterable[NumberKind] = ()) -> DType:
+    """The dtype that tensors and numbers have together: dimensioned tensors decide, then 0-dimensional ones, then numbers.
+
+    Raises:
+        RuleError: they do not promote, or there are none.
+    """
+    classes: list[DType | None] = [None, None, None]
+    for view in views:
+        at = 0 if view.sizes else 1
+        known = classes[at]
+        classes[at] = view.dtype if known is None else promote(known, view.dtype)
+    for number in numbers:
+        known = classes[2]
+        dtype = DEFAULT_OF[number]
+        classes[2] = dtype if known is None else promote(known, dtype)
+    found = _combine(_combine(classes[0], classes[1]), classes[2])
+    if found is None:
+        raise RuleError("dtype", "there is no operand to take a dtype from")
+    return found

@@ -1,0 +1,174 @@
+"""`python -m wooly_router` as a process: requests, REST, restart, signals, bad starts."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_wis.messages import (
+    ClientFacts,
+    CloseSessionReply,
+    CloseSessionRequest,
+    NodesReply,
+    NodesRequest,
+    OpenSessionReply,
+    OpenSessionRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+)
+
+pytestmark = pytest.mark.connected
+REQUEST = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="train.py"))
+
+
+@pytest.fixture
+def start_router(nats_server, tmp_path):
+    """Starts routers on one state directory; ends them with the test."""
+    running = []
+
+    def start(**env):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wooly_router"],
+            env=os.environ
+            | {
+                "WOOLY_ROUTER_NATS_URL": nats_server,
+                "WOOLY_ROUTER_STATE_DIR": str(tmp_path / "router"),
+                "WOOLY_ROUTER_HTTP_PORT": "0",
+                "WOOLY_ROUTER_LEASE_S": "2",
+            }
+            | env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+async def rest_of(tmp_path):
+    """The REST address of the router, once it serves."""
+    port_file = tmp_path / "router" / "router.port"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, httpx.HTTPError):
+            url = f"http://127.0.0.1:{port_file.read_text()}"
+            async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+                if (await http.get("/healthz")).json()["executors"]:
+                    return url
+        await asyncio.sleep(0.02)
+    raise AssertionError("the router did not come up")
+
+
+async def ended(process, timeout=10):
+    return await asyncio.to_thread(process.communicate, timeout=timeout)
+
+
+@contextlib.asynccontextmanager
+async def client_of(url):
+    async with ServiceApp("client", url).running() as app:
+
+        def ask(subject, request, reply):
+            return app.request(subject, request, reply, timeout=5)
+
+        yield ask
+
+
+async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
+    nats_server, tmp_path, start_router, beating_executor
+):
+    process = start_router()
+    async with beating_executor("a") as executor, client_of(nats_server) as ask:
+        url = await rest_of(tmp_path)
+        opened = await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply)
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
+            node = (await http.get("/api/v1/nodes")).json()["nodes"][0]
+            assert (node["executor_id"], node["state"], node["device"]["name"]) == ("a", "alive", "device")
+            listed = await http.get("/api/v1/sessions")
+            assert [s["session_id"] for s in listed.json()["sessions"]] == [opened.session_id]
+            assert listed.json()["sessions"][0]["program"] == "train.py" and opened.token not in listed.text
+            missing = await http.get("/api/v1/nothing")
+            assert missing.status_code == 404
+            assert missing.json() == {"code": "http.404", "message": "Not Found", "retryable": False}
+        process.kill()
+        await ended(process)
+        (tmp_path / "router" / "router.port").unlink()
+        start_router()
+        await rest_of(tmp_path)
+        assert (await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)).lease_s == 2
+        assert (await ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)).nodes[0].sessions == 1
+        close = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
+        assert (await ask(subjects.ROUTER_SESSION_CLOSE, close, CloseSessionReply)).closed
+        assert executor.sessions == {}
+
+
+async def test_lease_that_nobody_renews_lapses(nats_server, tmp_path, start_router, beating_executor):
+    start_router(WOOLY_ROUTER_LEASE_S="0.5")
+    async with beating_executor("a") as executor, client_of(nats_server) as ask:
+        await rest_of(tmp_path)
+        opened = await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply)
+        deadline = time.monotonic() + 10
+        while not executor.closed:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        assert executor.closed == [(opened.session_id, "the session's lease lapsed")]
+        renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        with pytest.raises(RefusedError, match="is not open"):
+            await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signal_ends_the_router_in_order(tmp_path, start_router, beating_executor, number):
+    process = start_router()
+    async with beating_executor("a"):
+        await rest_of(tmp_path)
+        process.send_signal(number)
+        _, log = await ended(process)
+    assert process.returncode == 0 and "Traceback" not in log
+    assert not (tmp_path / "router" / "router.port").exists()
+
+
+async def test_state_is_for_its_user_only(tmp_path, start_router, beating_executor):
+    start_router()
+    async with beating_executor("a"):
+        await rest_of(tmp_path)
+    for path in (tmp_path / "router", tmp_path / "router" / "router.sqlite"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0
+
+
+async def test_taken_port_is_a_clear_error(start_router):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        process = start_router(WOOLY_ROUTER_HTTP_PORT=str(taken.getsockname()[1]))
+        _, log = await ended(process, 30)
+    assert process.returncode == 1 and "Address already in use" in log and "Traceback" not in log
+
+
+async def test_bad_database_and_bad_setting_are_clear_errors(start_router):
+    for env in ({"WOOLY_ROUTER_DATABASE_URL": "sqlite+aiosqlite:////no/such/dir/x"}, {"WOOLY_ROUTER_LEASE_S": "-1"}):
+        process = start_router(**env)
+        _, log = await ended(process, 30)
+        assert process.returncode == 1 and "the router ends" in log and "Traceback" not in log
+
+
+async def test_nobody_answers_once_the_router_is_gone(nats_server, tmp_path, start_router, beating_executor):
+    process = start_router()
+    async with beating_executor("a"), client_of(nats_server) as ask:
+        await rest_of(tmp_path)
+        process.terminate()
+        await ended(process)
+        with pytest.raises(BusError, match="nobody answers"):
+            await ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
