@@ -10,8 +10,9 @@ import signal
 import threading
 
 import torch
+from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
-from wooly_bus.channel import Endpoint
+from wooly_bus.channel import ChannelError, Endpoint, EndpointError
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
 
@@ -20,7 +21,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_executor.settings import ExecutorSettings
+from wooly_executor.settings import ExecutorSettings, complaints
 
 log = logging.getLogger("wooly.executor")
 RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime, "reference": ReferenceRuntime}
@@ -70,15 +71,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--runtime", choices=sorted(RUNTIMES))
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    settings = ExecutorSettings()
+    try:
+        settings = ExecutorSettings()
+    except ValidationError as e:
+        for line in complaints(e):
+            log.error("%s", line)
+        return 2
     setup_tracing("executor")
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    settings.state_dir.mkdir(parents=True, exist_ok=True)
     loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory)
     listen = args.listen.split(",") if args.listen else settings.endpoints()
-    endpoints = [str(loop.listen(Endpoint.parse(text))) for text in listen]
+    try:
+        settings.state_dir.mkdir(parents=True, exist_ok=True)
+        endpoints = [str(loop.listen(Endpoint.parse(text))) for text in listen]
+    except (ChannelError, EndpointError, OSError) as e:
+        log.error("%s", e)
+        return 2
     thread = threading.Thread(target=loop.run, name="device-loop", daemon=True)
     thread.start()
     try:

@@ -29,7 +29,7 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
-from wooly_executor.errors import AdmissionError, ExecutorError
+from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.session import Session
@@ -154,8 +154,7 @@ class DeviceLoop:
             self._hello(conn, event.kind, event.payload, event.seq)
             return
         session = conn.owner
-        if not session.queue:
-            self._turn.append(session)
+        self._wait(session)
         session.queue.append((event.seq, event.kind, event.payload))
         session.queued_bytes += len(event.payload)
         if len(session.queue) > QUEUE_FRAMES or session.queued_bytes > QUEUE_BYTES:
@@ -184,15 +183,24 @@ class DeviceLoop:
 
     # -- one frame ---------------------------------------------------------------------------------------------------
 
-    def _step(self, session: Session) -> None:
-        conn = session.conn
-        if conn is None or conn.closed or not session.queue:
-            return
-        if conn.queued_bytes > MAX_CHUNK:
-            # An answer is still leaving from this session's memory: nothing of it may change yet.
+    def _wait(self, session: Session) -> None:
+        if not session.waiting:
+            session.waiting = True
             self._turn.append(session)
-            for event in self.server.poll(0.001):
-                self._on_event(event)
+
+    def _step(self, session: Session) -> None:
+        session.waiting = False
+        conn = session.conn
+        if conn is None or conn.closed:
+            return
+        if session.lending and not self._given_back(conn):
+            if not conn.closed:
+                self._wait(session)
+            return
+        session.lending = False
+        if not session.queue:
+            if conn.waiting_for_sink:
+                conn.resume()
             return
         seq, kind, payload = session.queue.popleft()
         session.queued_bytes -= len(payload)
@@ -201,16 +209,32 @@ class DeviceLoop:
             self._process(session, conn, seq, kind, payload)
         except (ExecutorError, DecodeError) as e:
             session.fail(e.code, str(e), seq, getattr(e, "instruction", None))
-            if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(payload)):
-                self._answer_failure(session, conn)
+            self._answer_if_awaited(session, conn, kind, payload)
+        except Exception as e:
+            log.exception("session %s: frame %d failed", session.id, seq)
+            session.fail(InternalError.code, f"{type(e).__name__}: {e}", seq)
+            self._answer_if_awaited(session, conn, kind, payload)
         self.busy_ns += time.perf_counter_ns() - started
         conn.ack(seq)
-        if session.queue:
-            self._turn.append(session)
+        if session.queue or session.lending:
+            self._wait(session)
         elif conn.waiting_for_sink:
             conn.resume()
         if conn.paused and len(session.queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
             conn.resume()
+
+    def _given_back(self, conn: Connection) -> bool:
+        """Whether the answer that leaves straight from the buffers' memory is gone; until then nothing of it may change."""
+        for event in self.server.poll(0):
+            self._on_event(event)
+        if conn.queued_bytes and not self._turn:
+            for event in self.server.poll(0.1):
+                self._on_event(event)
+        return not conn.closed and not conn.queued_bytes
+
+    def _answer_if_awaited(self, session: Session, conn: Connection, kind: int, payload: Any) -> None:
+        if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(payload)):
+            self._answer_failure(session, conn)
 
     def _process(self, session: Session, conn: Connection, seq: int, kind: int, payload: Any) -> None:
         if kind == Kind.RUN:
@@ -229,6 +253,7 @@ class DeviceLoop:
             memory = session.memory(buffer, offset, nbytes, writing=False)
             for at in range(0, nbytes, MAX_CHUNK):
                 conn.send(Kind.DATA, memory[at : at + MAX_CHUNK])
+            session.lending = nbytes > 0
             session.counters.bytes_out += nbytes
         elif kind == Kind.SYNC:
             if not self._answer_failure(session, conn):
@@ -254,7 +279,7 @@ class DeviceLoop:
         session: Session | None = conn.owner
         if session is None:
             raise ProtocolError("data before the hello")
-        if session.queue:
+        if session.queue or session.lending:
             return None
         buffer, offset = WRITE_HEAD.unpack(prefix)
         try:
@@ -262,6 +287,9 @@ class DeviceLoop:
         except ExecutorError as e:
             session.fail(e.code, str(e), 0)
             return memoryview(bytearray(data_len))  # taken off the wire and dropped; the failure is kept
+        except (RuntimeError, MemoryError) as e:
+            session.fail(OutOfMemoryError.code, str(e), 0)
+            return memoryview(bytearray(data_len))
         session.counters.bytes_in += data_len
         return memory
 

@@ -48,6 +48,12 @@ class PoisonedError(ExecutorError):
     code = "executor.operation"
 
 
+class InternalError(ExecutorError):
+    """The executor itself is at fault; only the session that met the fault hears of it."""
+
+    code = "executor.internal"
+
+
 class AdmissionError(ExecutorError):
     """A session cannot be opened."""
 

@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from wooly_wis.codec import body_of, decode_form, digest, split_program
-from wooly_wis.errors import WisError
-from wooly_wis.program import Form, ParamKind, Program
+from wooly_wis.errors import VerifyError, WisError
+from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier
 
 from wooly_executor.errors import BindingError, ExecutorError, OperationError
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
+#: What the store keeps at most, in numbers and in bytes of definitions.
 FORMS_KEPT = 65536
+FORM_BYTES_KEPT = 32 << 20
 PROGRAMS_KEPT = 8192
+PROGRAM_BYTES_KEPT = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,9 @@ class ReadyProgram:
         facts: what a run must satisfy.
         prepared: the runtime's own form.
         dynamic: slots whose buffers a run creates without an `alloc`.
+        written: slots that the program writes.
+        peak_bytes: most that the program's own slots hold at one time.
+        nbytes: length of its definition.
     """
 
     digest: bytes
@@ -41,6 +47,9 @@ class ReadyProgram:
     kinds: tuple[ParamKind, ...]
     plain_params: bool
     dynamic: frozenset[int]
+    written: frozenset[int]
+    peak_bytes: int
+    nbytes: int
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -72,8 +81,10 @@ class ProgramStore:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._verifier = Verifier()
-        self._forms: OrderedDict[bytes, Form] = OrderedDict()
+        self._forms: dict[bytes, Form] = {}
+        self._form_bytes = 0
         self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
+        self._ready_bytes = 0
 
     def define(self, raw: bytes) -> ReadyProgram:
         """Decode, verify and prepare, or find what was prepared before.
@@ -91,6 +102,7 @@ class ProgramStore:
             forms = tuple([self._form(f) for f in form_bytes])
             program = Program(forms, body_of(words, [len(f.operands) for f in forms]))
             facts = self._verifier.verify(program)
+            dynamic = _dynamic_slots(program)
         except WisError as e:
             error = OperationError(str(e), getattr(e, "instruction", None))
             error.code = e.code
@@ -103,26 +115,93 @@ class ProgramStore:
             struct.Struct("<" + "".join(_FORMAT[k] for k in kinds)),
             kinds,
             not any(k in (ParamKind.BOOL, ParamKind.C128) for k in kinds),
-            frozenset(
-                slot
-                for i in program.body
-                if forms[i.form].opcode == "extern"
-                for slot, o in zip(i.slots, forms[i.form].operands, strict=True)
-                if o.view is None
-            ),
+            dynamic,
+            _written_slots(program),
+            _peak_bytes(program, facts),
+            len(raw),
         )
         self._ready[name] = ready
-        if len(self._ready) > PROGRAMS_KEPT:
-            self._ready.popitem(last=False)
+        self._ready_bytes += ready.nbytes
+        while len(self._ready) > PROGRAMS_KEPT or self._ready_bytes > PROGRAM_BYTES_KEPT:
+            _, gone = self._ready.popitem(last=False)
+            self._ready_bytes -= gone.nbytes
         return ready
 
     def _form(self, raw: bytes) -> Form:
         form = self._forms.get(raw)
         if form is None:
-            form = self._forms[raw] = decode_form(raw)
-            if len(self._forms) > FORMS_KEPT:
-                self._forms.popitem(last=False)
+            form = decode_form(raw)
+            _check_references(form)
+            if len(self._forms) >= FORMS_KEPT or self._form_bytes + len(raw) > FORM_BYTES_KEPT:
+                # The verifier remembers the forms too, so both start anew.
+                self._forms.clear()
+                self._form_bytes = 0
+                self._verifier = Verifier()
+            self._forms[raw] = form
+            self._form_bytes += len(raw)
         return form
+
+
+def _check_references(form: Form) -> None:
+    """Make sure that a form's arguments are operands that have a value before the call.
+
+    Raises:
+        VerifyError: one refers to an operand that is only written, or a `fill` refers to any.
+    """
+
+    def check(value: Attr) -> None:
+        if isinstance(value, OperandRef) and value.index < len(form.operands):
+            if form.opcode == "fill" or form.operands[value.index].role is Role.OUT:
+                raise VerifyError(f"{form.opcode}: operand {value.index} is only written", law="argument-has-value")
+        elif isinstance(value, tuple):
+            for item in value:
+                check(item)
+
+    for _, value in form.attrs:
+        check(value)
+
+
+def _dynamic_slots(program: Program) -> frozenset[int]:
+    """Slots whose size only the operator knows that fills them.
+
+    Raises:
+        VerifyError: one is used a second time, where nothing could have checked its bounds.
+    """
+    dynamic: dict[int, int] = {}
+    used: set[int] = set()
+    for i, instruction in enumerate(program.body):
+        form = program.forms[instruction.form]
+        for slot, operand in zip(instruction.slots, form.operands, strict=True):
+            unsized = form.opcode == "extern" and operand.view is None
+            if slot in dynamic or (unsized and slot in used):
+                raise VerifyError(
+                    f"slot {slot} is of unknown size and used twice", instruction=i, law="unknown-size-once"
+                )
+            if unsized:
+                dynamic[slot] = i
+            used.add(slot)
+    return frozenset(dynamic)
+
+
+def _written_slots(program: Program) -> frozenset[int]:
+    return frozenset(
+        slot
+        for i in program.body
+        for slot, o in zip(i.slots, program.forms[i.form].operands, strict=True)
+        if o.role is not Role.IN
+    )
+
+
+def _peak_bytes(program: Program, facts: ProgramFacts) -> int:
+    held = peak = 0
+    for instruction in program.body:
+        opcode = program.forms[instruction.form].opcode
+        if opcode == "alloc":
+            held += facts.slot_alloc[instruction.slots[0]] or 0
+            peak = max(peak, held)
+        elif opcode == "free":
+            held -= facts.slot_alloc[instruction.slots[0]] or 0
+    return peak
 
 
 __all__ = ["ExecutorError", "ProgramStore", "ReadyProgram"]

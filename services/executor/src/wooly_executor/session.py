@@ -19,6 +19,8 @@ from wooly_executor.runtime.protocol import Outcome, Runtime
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
+#: Bytes of their definitions. No client reaches it with programs of the usual size.
+PROGRAM_BYTES_KEPT = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class Session:
         quota: bytes it may hold.
         bytes: bytes it holds.
         queue: frames received and not yet processed, as (seq, kind, payload).
+        lending: an answer may still be leaving straight from the buffers' memory.
+        waiting: the device loop has this session among those that wait for their turn.
     """
 
     id: str
@@ -68,19 +72,25 @@ class Session:
     buffers: dict[int, Buffer] = field(default_factory=dict)
     queue: deque[tuple[int, int, Any]] = field(default_factory=deque)
     queued_bytes: int = 0
+    lending: bool = False
+    waiting: bool = False
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
+    program_bytes: int = 0
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def define(self, raw: bytes) -> None:
         """Take a program's definition."""
         ready = self.store.define(raw)
+        if ready.digest not in self.programs:
+            self.program_bytes += ready.nbytes
         self.programs[ready.digest] = ready
         self.programs.move_to_end(ready.digest)
-        if len(self.programs) > PROGRAMS_KEPT:
-            self.programs.popitem(last=False)
+        while len(self.programs) > PROGRAMS_KEPT or self.program_bytes > PROGRAM_BYTES_KEPT:
+            _, gone = self.programs.popitem(last=False)
+            self.program_bytes -= gone.nbytes
 
     def run(self, run: Run, seq: int) -> Outcome:
         """Run one program and free what the client says is dead.
@@ -91,15 +101,26 @@ class Session:
         try:
             return self._run(run, seq)
         except ExecutorError as e:
-            self._lose(run.bindings, str(e))
+            self._lose(run, str(e))
             raise
         finally:
             for buffer in run.frees:
                 self.free(buffer)
 
-    def _lose(self, bindings: list[int], why: str) -> None:
-        """Poison everything that a run which could not start names: what it should have made, written or freed is unknown."""
-        for buffer in bindings:
+    def _lose(self, run: Run, why: str) -> None:
+        """Poison what a run that could not start should have written, and free what it should have freed.
+
+        Where it is not known which buffers those are, everything that the run names is lost.
+        """
+        ready = self.programs.get(run.digest)
+        fits = ready is not None and len(run.bindings) == len(ready.facts.slot_bytes)
+        for slot, buffer in enumerate(run.bindings):
+            if ready is not None and fits:
+                if ready.facts.slot_freed[slot]:
+                    self.free(buffer)
+                    continue
+                if slot not in ready.written:
+                    continue
             known = self.buffers.get(buffer)
             if known is None:
                 self.buffers[buffer] = Buffer(0, None, None, why)
@@ -120,11 +141,16 @@ class Session:
         for slot in ready.dynamic:
             made = self.buffers.get(run.bindings[slot])
             self.bytes += made.nbytes if made is not None else 0
-        self._account(before, ready)
+        self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.peak_bytes, self.bytes)
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:
             self.fail("executor.operation", outcome.error, seq, outcome.failed_at)
+        if ready.dynamic and self.bytes > self.quota:
+            size = self.bytes - before
+            for slot in ready.dynamic:
+                self.free(run.bindings[slot])
+            raise self._out_of_memory(size, before)
         return outcome
 
     def _check_bindings(self, ready: ReadyProgram, bindings: list[int]) -> None:
@@ -146,14 +172,14 @@ class Session:
                 raise BindingError(f"buffer {buffer} does not exist")
             elif known.nbytes < need and not known.poison:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
-        if self.bytes + facts.alloc_bytes > self.quota and self.bytes + facts.kept_bytes > self.quota:
-            raise OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {_mib(facts.alloc_bytes)}. The session's quota is "
-                f"{_mib(self.quota)} of which {_mib(self.quota - self.bytes)} is free."
-            )
+        if self.bytes + ready.peak_bytes > self.quota:
+            raise self._out_of_memory(ready.peak_bytes, self.bytes)
 
-    def _account(self, before: int, ready: ReadyProgram) -> None:
-        self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.facts.alloc_bytes)
+    def _out_of_memory(self, wanted: int, held: int) -> OutOfMemoryError:
+        return OutOfMemoryError(
+            f"CUDA out of memory. Tried to allocate {_mib(wanted)}. The session's quota is {_mib(self.quota)} of which "
+            f"{_mib(self.quota - held)} is free."
+        )
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
@@ -172,11 +198,11 @@ class Session:
         known = self.buffers.get(buffer)
         if known is None:
             raise BindingError(f"buffer {buffer} does not exist")
+        if known.base is None and (not writing or nbytes != known.nbytes):
+            raise PoisonedError(known.poison)
         if offset + nbytes > known.nbytes:
             raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
         if known.base is None:
-            if not writing or nbytes != known.nbytes:
-                raise PoisonedError(known.poison)
             known.base, known.poison = zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)
 
@@ -197,7 +223,7 @@ class Session:
         self.buffers.clear()
         self.queue.clear()
         self.programs.clear()
-        self.bytes = self.queued_bytes = 0
+        self.bytes = self.queued_bytes = self.program_bytes = 0
 
 
 def _mib(n: int) -> str:

@@ -5,28 +5,39 @@ from __future__ import annotations
 import socket
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from wooly_wis.messages import Id
+
+PREFIX = "WOOLY_EXECUTOR_"
 
 
 class ExecutorSettings(BaseSettings):
     """What an executor needs to know. Memory in bytes, times in seconds."""
 
-    model_config = SettingsConfigDict(env_prefix="WOOLY_EXECUTOR_")
+    model_config = SettingsConfigDict(env_prefix=PREFIX)
 
     nats_url: str = "nats://127.0.0.1:4222"
-    id: str = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
+    id: Id = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
     node: str = Field(default_factory=socket.gethostname)
     runtime: Literal["cpu", "reference"] = "cpu"
     listen: str = ""
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
-    memory: int | None = None
-    heartbeat_s: float = 1.0
+    memory: Annotated[int, Field(gt=0, lt=1 << 63)] | None = None
+    heartbeat_s: float = Field(default=1.0, gt=0)
 
     def endpoints(self) -> list[str]:
         """Where to listen: as configured, or a unix socket in the state directory."""
         if self.listen:
             return [part.strip() for part in self.listen.split(",") if part.strip()]
         return [f"unix://{self.state_dir}/{self.id}.sock"]
+
+
+def complaints(error: ValidationError) -> list[str]:
+    """One line per setting that is wrong: its variable, what was given, what is asked for."""
+    return [
+        f"{PREFIX}{'_'.join(str(part) for part in e['loc'][:1]).upper()}={e['input']!s}: {e['msg']}"
+        for e in error.errors()
+    ]
