@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,8 @@ class RunningExecutor:
 
 
 @contextlib.contextmanager
-def executor_process(*, runtime: str = "cpu", port: int = 0) -> Iterator[RunningExecutor]:
-    """Start one, wait until it listens, end it with the block.
+def executor_process(*, runtime: str = "cpu", port: int = 0, threads: int = 1) -> Iterator[RunningExecutor]:
+    """Start one, wait until it listens, end it with the block. It computes with `threads` threads.
 
     Raises:
         RuntimeError: it ended instead.
@@ -38,7 +39,10 @@ def executor_process(*, runtime: str = "cpu", port: int = 0) -> Iterator[Running
         argv = [sys.executable, "-m", "wooly_executor", "--standalone", "--runtime", runtime]
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*argv, "--listen", ",".join(endpoints), "--token", TOKEN], stdout=out, stderr=subprocess.STDOUT
+                [*argv, "--listen", ",".join(endpoints), "--token", TOKEN],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"OMP_NUM_THREADS": str(threads)},
             )
         try:
             deadline = time.monotonic() + 60

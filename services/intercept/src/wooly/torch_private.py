@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor
+from torch._prims_common import suggest_memory_format
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TensorBase: Any = torch._C.TensorBase
@@ -23,6 +24,9 @@ from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
 #: `reinterpret(t, sizes, strides, storage_offset_increment)`: a new tensor on the storage of `t`, metadata only (0.7 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
+
+#: The memory format that ATen's kernels take a tensor to be in, from its strides.
+suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format
 
 CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 

@@ -19,7 +19,7 @@ from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamR
 from wooly import storage
 from wooly.recorder import Recorder
 from wooly.storage import Layout
-from wooly.torch_private import raw_device
+from wooly.torch_private import raw_device, suggested_format
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.bool: DType.BOOL,
@@ -203,7 +203,7 @@ class PlanBuilder:
 
     def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order."""
-        where = "cpu" if facts.name in _INFERRED_ON_HOST else "meta"
+        where = "cpu" if facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call) else "meta"
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -240,6 +240,8 @@ class PlanBuilder:
             if t is not None and not isinstance(t, Tensor):
                 raise NotImplementedError(f"{facts.name} returns a {type(t).__name__}")
             fresh.append(t)
+        if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
+            fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
         return fresh
 
     def _as_the_cpu_says(self, facts: OpFacts, call: Call, error: Exception) -> Exception:
@@ -324,6 +326,19 @@ class PlanBuilder:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+def _convolution_format(call: Call) -> torch.memory_format:
+    """Layout of a convolution's result on the CPU: channels last where input or weight is. The meta kernel forgets that."""
+    formats = {suggested_format(t) for t in call.args[:2]}
+    return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
+
+
+def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
+    """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
+    if not facts.name.startswith("aten.convolution"):
+        return False
+    return any(t.dim() == 5 and not t.is_contiguous() for t in _tensors(call))
 
 
 def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:

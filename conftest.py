@@ -1,0 +1,26 @@
+"""Fixtures of tests that cross services: what intercept's own tests and those in `tests/` share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from wooly_testkit.executor import executor_process
+
+
+@pytest.fixture(scope="session")
+def cuda() -> Iterator[str]:
+    """The device as users see it: after this, "cuda" is live in this process.
+
+    One executor and one attached device per test process: attaching is what a user's process does once. Both sides compute
+    with one thread, because a sum depends on how it is cut.
+    """
+    import torch
+    from wooly import api
+
+    torch.set_num_threads(1)
+    with executor_process(threads=1) as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        yield "cuda"
+        api.disable()

@@ -1,0 +1,40 @@
+"""Strides of results: later sums run over memory in that order, so the CPU's own layout is part of its numbers."""
+
+import pytest
+import torch
+from torch import nn
+
+
+def steps(t):
+    """Strides of the dimensions that have any."""
+    return [stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("last", ["none", "input", "weight", "both"])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_convolution_channels_last_result_is_laid_out_as_on_the_cpu(cuda, dims, last, kernel, transposed):
+    torch.manual_seed(0)
+    make = {(2, False): nn.Conv2d, (2, True): nn.ConvTranspose2d, (3, False): nn.Conv3d, (3, True): nn.ConvTranspose3d}
+    model = make[dims, transposed](4, 6, kernel)
+    x = torch.randn(2, 4, *[6] * dims)
+    layout = torch.channels_last if dims == 2 else torch.channels_last_3d
+    if last in ("input", "both"):
+        x = x.to(memory_format=layout)
+    if last in ("weight", "both"):
+        model = model.to(memory_format=layout)
+
+    def run(device):
+        there = make[dims, transposed](4, 6, kernel).to(device)
+        there.load_state_dict(model.state_dict())
+        if last in ("weight", "both"):
+            there = there.to(memory_format=layout)
+        a = x.to(device).requires_grad_()
+        result = there(a)
+        result.square().sum().backward()
+        return [result.detach(), a.grad, there.weight.grad, there.bias.grad]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert steps(ours) == steps(theirs)
+        assert torch.equal(ours.cpu(), theirs)
