@@ -1,8 +1,10 @@
 """Device storages: plain `torch.Tensor`s whose data pointer is a buffer id, and the news of their death.
 
 A storage is born from a DLPack capsule (device kDLExtDev, which PyTorch maps to PrivateUse1) with the fake data pointer
-``id << 40``; PyTorch calls the capsule's deleter exactly when the storage dies. The managed structs live in one arena and are
-reused, so that making a tensor costs one `pack_into`, one capsule and one `from_dlpack`: 1.7 us with its death.
+``id << 40``; PyTorch calls the capsule's deleter exactly when the storage dies. That may be while an exception unwinds, when no
+Python function may simply be called: a ctypes callback would replace the user's exception with a SystemError. So the deleter is
+NumPy's, a C function that takes the interpreter's lock, frees the struct and drops one reference to an object of ours, whose
+finalizer Python itself runs with the exception put aside.
 
 This file knows nothing of programs or sessions: it hands out ids and reports deaths in `dead`.
 """
@@ -11,8 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from typing import Any
 
+import numpy as np
 import torch
 
 from wooly.torch_private import from_dlpack, redispatch_cpu, reinterpret
@@ -40,11 +42,10 @@ _DL_TYPE: dict[torch.dtype, tuple[int, int]] = {
     torch.bool: (6, 8),
 }
 
-_CHUNK = 1024
 _MAX_DIM = 24  # beyond it the tensor is made flat and re-viewed
-_RECORD = 64 + 16 * _MAX_DIM
 # DLManagedTensor: data, device type, device id, ndim, dtype code, bits, lanes, shape*, strides*, byte_offset, context, deleter
 _MANAGED = [struct.Struct(f"<QiiiBBHQQQQQ{n}q") for n in range(2 * _MAX_DIM + 1)]
+_MANAGED_SIZE = _MANAGED[0].size
 _CAPSULE_NAME = b"dltensor"
 
 _view_dtype = redispatch_cpu(torch.ops.aten.view.dtype)
@@ -52,41 +53,48 @@ _view_dtype = redispatch_cpu(torch.ops.aten.view.dtype)
 #: Ids of storages that died since the recorder last looked. An id is given out again only after `recycle`.
 dead: list[int] = []
 _reusable: list[int] = []
-#: Live storages: arena address of the managed struct -> (id, bytes).
-_live: dict[int, tuple[int, int]] = {}
-_free: list[int] = []
-_arenas: list[Any] = []
 _next_id = 0
+_live = 0
 _bytes_live = 0
 _bytes_peak = 0
 
+_ID_BITS = 64 - ID_SHIFT
+_ID_MASK = (1 << _ID_BITS) - 1
 
-def _on_death(address: int) -> None:
-    global _bytes_live
-    buffer, nbytes = _live.pop(address)
-    _bytes_live -= nbytes
-    dead.append(buffer)
-    _free.append(address)
+
+class _Owner(int):
+    """What a storage holds one reference to: ``bytes << 24 | id``. A number, so that the garbage collector need not track it."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        global _live, _bytes_live
+        if dead is None:  # the interpreter is ending and has cleared this module
+            return
+        _live -= 1
+        _bytes_live -= self >> _ID_BITS
+        dead.append(self & _ID_MASK)
 
 
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_on_death)
-_deleter_address = ctypes.cast(_deleter, ctypes.c_void_p).value
-# Storages may die after this module's globals are cleared at interpreter exit: the callback must outlive them.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
+_allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t)(("PyMem_Malloc", ctypes.pythonapi))
+_hold = ctypes.PYFUNCTYPE(None, ctypes.py_object)(("Py_IncRef", ctypes.pythonapi))
+#: This process's address space, for `pack_into` at an address.
+_memory = (ctypes.c_char * (1 << 62)).from_address(0)
 
 
-def _grow() -> None:
-    arena = (ctypes.c_char * (_RECORD * _CHUNK))()
-    _arenas.append(arena)
-    base = ctypes.addressof(arena)
-    _arena_of.update({base + i * _RECORD: (arena, i * _RECORD) for i in range(_CHUNK)})
-    _free.extend(base + i * _RECORD for i in range(_CHUNK))
+def _numpy_deleter() -> int:
+    """Address of NumPy's deleter for DLPack structs: `PyMem_Free` of the struct, `Py_DECREF` of its context, under the lock."""
+    pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+        ("PyCapsule_GetPointer", ctypes.pythonapi)
+    )
+    capsule = np.empty(0).__dlpack__()
+    return int(_MANAGED[0].unpack_from(_memory, pointer_of(capsule, _CAPSULE_NAME))[-1])
 
 
-_arena_of: dict[int, tuple[Any, int]] = {}
+_deleter = _numpy_deleter()
 
 
 class Layout:
@@ -99,7 +107,20 @@ class Layout:
         nbytes: bytes of the storage, exactly what sizes and strides span.
     """
 
-    __slots__ = ("_pack", "_tail", "bits", "code", "dtype", "flat", "nbytes", "ndim", "shape_at", "sizes", "strides")
+    __slots__ = (
+        "_pack",
+        "_tail",
+        "bits",
+        "code",
+        "dtype",
+        "flat",
+        "nbytes",
+        "ndim",
+        "shape_at",
+        "size",
+        "sizes",
+        "strides",
+    )
 
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], nbytes: int = -1) -> None:
         self.dtype = dtype
@@ -115,8 +136,10 @@ class Layout:
         else:
             self.ndim, (self.code, self.bits) = ndim, _DL_TYPE[dtype]
             self._tail = self.sizes + self.strides
-        self._pack = _MANAGED[2 * self.ndim].pack_into
-        self.shape_at = 64 + 8 * self.ndim
+        layout = _MANAGED[2 * self.ndim]
+        self._pack = layout.pack_into
+        self.size = layout.size
+        self.shape_at = _MANAGED_SIZE + 8 * self.ndim
 
     def new(self, buffer: int = 0) -> tuple[torch.Tensor, int]:
         """A tensor of this layout on a new storage, and the storage's buffer id. Nothing is sent anywhere.
@@ -124,19 +147,22 @@ class Layout:
         Args:
             buffer: an id from `reserve_id`, or 0 for a fresh one.
         """
-        global _next_id, _bytes_live, _bytes_peak
-        if not _free:
-            _grow()
-        address = _free.pop()
+        global _next_id, _live, _bytes_live, _bytes_peak
         if not buffer:
             if _reusable:
                 buffer = _reusable.pop()
             else:
                 _next_id = buffer = _next_id + 1
-        arena, at = _arena_of[address]
+        owner = _Owner(self.nbytes << _ID_BITS | buffer)
+        _live += 1
+        _bytes_live += self.nbytes
+        if _bytes_live > _bytes_peak:
+            _bytes_peak = _bytes_live
+        _hold(owner)
+        address = _allocate(self.size)
         self._pack(
-            arena,
-            at,
+            _memory,
+            address,
             buffer << ID_SHIFT,
             _KDL_EXT_DEV,
             0,
@@ -144,17 +170,13 @@ class Layout:
             self.code,
             self.bits,
             1,
-            address + 64,
+            address + _MANAGED_SIZE,
             address + self.shape_at,
             0,
-            0,
-            _deleter_address,
+            id(owner),
+            _deleter,
             *self._tail,
         )
-        _live[address] = (buffer, self.nbytes)
-        _bytes_live += self.nbytes
-        if _bytes_live > _bytes_peak:
-            _bytes_peak = _bytes_live
         t = from_dlpack(_capsule_new(address, _CAPSULE_NAME, None))
         if self.flat:
             t = self._review(t)
@@ -228,4 +250,4 @@ def reset_peak() -> None:
 
 def live_count() -> int:
     """Number of live storages."""
-    return len(_live)
+    return _live
