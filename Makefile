@@ -57,7 +57,7 @@ fuzz: setup ## decode a million mutated programs
 
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
-	$(BIN)/python -m wooly_wis.reference > docs/reference/optable.md
+	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
 
 .PHONY: clean
 clean: ## remove the virtual environment and caches

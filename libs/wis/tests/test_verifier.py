@@ -59,6 +59,9 @@ BROKEN = {
     "copy": program((Form("copy", (Operand(Role.IN, V), Operand(Role.OUT, WIDE))), 0, 1)),
     "attrs": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), colour=1), 0, 1)),
     "refs": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), args=(OperandRef(7),)), 0, 1)),
+    "rule": program(
+        (Form("add", (Operand(Role.IN, V), Operand(Role.OUT, V)), (), (("args", (OperandRef(0),)),)), 0, 1)
+    ),
     "extern": program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), name="aten.from_file.default"), 0, 1)),
     "form-order": Program((NEG, ALLOC), (Instruction(1, (0,)), Instruction(0, (0, 1)))),
     "form-used": Program((NEG, ALLOC), (Instruction(0, (0, 1)),)),

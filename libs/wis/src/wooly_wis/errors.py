@@ -45,3 +45,17 @@ class VerifyError(WisError):
         super().__init__(f"{where}: {message}" + (f" [law: {law}]" if law else ""))
         self.instruction = instruction
         self.law = law
+
+
+class RuleError(WisError):
+    """Operands, attributes, dtypes or sizes do not fit an opcode's row.
+
+    Attributes:
+        law: name of the law that is broken: ``operands``, ``args``, ``dtype`` or ``shape``.
+    """
+
+    code = "wis.rule"
+
+    def __init__(self, law: str, message: str) -> None:
+        super().__init__(message)
+        self.law = law

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from wooly_wis.dtypes import DType
+from wooly_wis.errors import RuleError
 from wooly_wis.externs import is_allowed
+from wooly_wis.optable import TABLE, check
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
 
 MAX_BYTES = 1 << 40
@@ -22,12 +24,43 @@ class Law:
     check: Callable[[Form], str | None]
 
 
+@dataclass(frozen=True, slots=True)
+class BaseOpcode:
+    """An opcode whose laws are its own: memory, and calls of the library.
+
+    Attributes:
+        roles: its operands; None: whatever the operator needs.
+        attrs: names of its attributes.
+        says: what it does.
+    """
+
+    roles: tuple[Role, ...] | None
+    attrs: frozenset[str]
+    says: str
+
+
+BASE: dict[str, BaseOpcode] = {
+    "alloc": BaseOpcode((Role.OUT,), frozenset(), "defines the slot: a buffer of that many bytes, all zero"),
+    "free": BaseOpcode((Role.IN,), frozenset(), "ends the buffer; the slot may not be used again"),
+    "copy": BaseOpcode((Role.IN, Role.OUT), frozenset(), "out = a, converted to out's dtype"),
+    "fill": BaseOpcode((Role.OUT,), frozenset({"value"}), "every element of out = value"),
+    "extern": BaseOpcode(
+        None,
+        frozenset({"args", "kwargs", "name", "rng", "scalars"}),
+        "an operator of the device's library, from the allow-list; `rng` is the (seed, offset) pair that it draws with, "
+        "so that a replay draws the same numbers",
+    ),
+}
+_NATIVE_ATTRS = frozenset({"args"})
+
+
 def _opcode_known(form: Form) -> str | None:
-    return None if form.opcode in SHAPES else "there is no such opcode"
+    return None if form.opcode in BASE or form.opcode in TABLE else "there is no such opcode"
 
 
 def _operand_shape(form: Form) -> str | None:
-    roles = SHAPES[form.opcode]
+    base = BASE.get(form.opcode)
+    roles = base.roles if base is not None else None
     if roles is None:
         return None if len(form.operands) <= MAX_OPERANDS else f"{len(form.operands)} operands, at most {MAX_OPERANDS}"
     mine = tuple(o.role for o in form.operands)
@@ -96,7 +129,7 @@ def _copy_shapes(form: Form) -> str | None:
 
 def _attrs_known(form: Form) -> str | None:
     names = [name for name, _ in form.attrs]
-    wrong = sorted(set(names) - ATTRS[form.opcode])
+    wrong = sorted(set(names) - (BASE[form.opcode].attrs if form.opcode in BASE else _NATIVE_ATTRS))
     if wrong:
         return f"unknown attribute {wrong[0]!r}"
     if names != sorted(set(names)):
@@ -149,21 +182,15 @@ def _extern_allowed(form: Form) -> str | None:
     return None
 
 
-#: Roles per opcode; None: whatever the operator needs.
-SHAPES: dict[str, tuple[Role, ...] | None] = {
-    "alloc": (Role.OUT,),
-    "free": (Role.IN,),
-    "copy": (Role.IN, Role.OUT),
-    "fill": (Role.OUT,),
-    "extern": None,
-}
-ATTRS: dict[str, frozenset[str]] = {
-    "alloc": frozenset(),
-    "free": frozenset(),
-    "copy": frozenset(),
-    "fill": frozenset({"value"}),
-    "extern": frozenset({"args", "kwargs", "name", "rng", "scalars"}),
-}
+def _rule(form: Form) -> str | None:
+    if form.opcode not in TABLE:
+        return None
+    try:
+        check(form)
+    except RuleError as e:
+        return str(e)
+    return None
+
 
 FORM_LAWS: tuple[Law, ...] = (
     Law("opcode", "The opcode is a row of the op table.", _opcode_known),
@@ -179,5 +206,6 @@ FORM_LAWS: tuple[Law, ...] = (
     Law("copy", "`copy` keeps the sizes.", _copy_shapes),
     Law("attrs", "Attributes are those of the opcode, each once, in order.", _attrs_known),
     Law("refs", "References stay within the form's operands and params.", _refs_in_range),
+    Law("rule", "Arguments, dtypes and sizes fit the opcode's row.", _rule),
     Law("extern", "`extern` names an allowed operator and well-formed arguments.", _extern_allowed),
 )

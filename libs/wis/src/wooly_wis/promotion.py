@@ -11,22 +11,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 
 from wooly_wis.dtypes import DType
-from wooly_wis.errors import WisError
+from wooly_wis.errors import RuleError
 from wooly_wis.program import View
-
-
-class RuleError(WisError):
-    """Operands, attributes, dtypes or sizes do not fit an opcode's row.
-
-    Attributes:
-        law: name of the law that is broken: ``operands``, ``attrs``, ``dtype`` or ``shape``.
-    """
-
-    code = "wis.rule"
-
-    def __init__(self, law: str, message: str) -> None:
-        super().__init__(message)
-        self.law = law
 
 
 class NumberKind(IntEnum):

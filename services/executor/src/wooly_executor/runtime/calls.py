@@ -1,14 +1,17 @@
-"""How an `extern` instruction becomes a Python call: operator, argument template, params, results."""
+"""How an instruction becomes a call of the library: operator, argument template, params, results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
-from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Symbol
+from wooly_wis.optable import TABLE, Row, Spelling
+from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, Symbol
+from wooly_wis.scalar_expr import Name
 
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
@@ -17,20 +20,94 @@ from wooly_executor.runtime.fast_bindings import FAST
 _MASK = (1 << 64) - 1
 
 
-def operator(form: Form) -> torch._ops.OpOverload:
-    """The overload that an `extern` names.
+@dataclass(frozen=True, slots=True)
+class LibraryCall:
+    """The library operator that an instruction means, with its arguments as attributes of the form."""
+
+    op: torch._ops.OpOverload
+    args: tuple[Attr, ...]
+    kwargs: tuple[tuple[str, Attr], ...]
+
+
+def library_call(form: Form) -> LibraryCall:
+    """What an `extern` or a native instruction calls.
 
     Raises:
         OperationError: it is not allowed, or this library does not have it.
     """
+    if form.opcode != "extern":
+        return _native_call(form)
     name = form.attr("name")
     if not isinstance(name, str) or not is_allowed(name):
         raise OperationError(f"operator {name!r} is not in the allow-list")
+    return LibraryCall(_overload(name), *_split_kwargs(form))
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
     _, packet_name, overload = name.split(".")
     op = getattr(getattr(torch.ops.aten, packet_name, None), overload, None)
     if not isinstance(op, torch._ops.OpOverload):
         raise OperationError(f"this executor's library (torch {torch.__version__}) has no operator {name}")
     return op
+
+
+def _native_call(form: Form) -> LibraryCall:
+    row = TABLE.get(form.opcode)
+    if row is None:
+        raise OperationError(f"opcode {form.opcode!r} has no implementation in this runtime")
+    values = form.attr("args", ())
+    assert isinstance(values, tuple)
+    given = {arg.name: value for arg, value in zip(row.args, values, strict=False)}
+    in_place = any(o.role is Role.INOUT for o in form.operands)
+    fallback: LibraryCall | None = None
+    for spelling in row.spellings:
+        if spelling.in_place is not in_place:
+            continue
+        op = _overload(spelling.operator)
+        found = _spelled(row, op, spelling, given)
+        if found is None:
+            continue
+        if _takes_as_they_are(op, spelling, given):
+            return found
+        fallback = fallback or found
+    if fallback is None:
+        raise OperationError(f"{form.opcode}: the library has no operator for these arguments")
+    return fallback
+
+
+def _spelled(row: Row, op: torch._ops.OpOverload, spelling: Spelling, given: dict[str, Attr]) -> LibraryCall | None:
+    """A call of `op`, or None if it cannot express what is given."""
+    if not set(given) <= {a.name for a in spelling.args if isinstance(a, Name)}:
+        return None
+    defaults = {a.name: a.default for a in row.args}
+    args: list[Attr] = []
+    kwargs: list[tuple[str, Attr]] = []
+    whole = True
+    for a, declared in zip(spelling.args, op._schema.arguments, strict=False):
+        if isinstance(a, Name):
+            value = given.get(a.name, defaults[a.name])
+            omitted = a.name not in given
+        else:
+            value, omitted = a, True
+        if omitted and declared.has_default_value() and declared.default_value == value:
+            whole = False
+            continue
+        if declared.kwarg_only or not whole:
+            kwargs.append((declared.name, value))
+        else:
+            args.append(value)
+    return LibraryCall(op, tuple(args), tuple(kwargs))
+
+
+def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
+    """Whether tensors go where the schema has tensors, and numbers where it has numbers."""
+    for a, declared in zip(spelling.args, op._schema.arguments, strict=False):
+        value = given.get(a.name) if isinstance(a, Name) else None
+        if value is not None and not isinstance(value, tuple):
+            tensor = "Tensor" in str(declared.type)
+            if tensor is not isinstance(value, OperandRef):
+                return False
+    return True
 
 
 #: Operators that keep what their backward needs only while gradients are enabled, whatever their arguments say.
@@ -128,7 +205,7 @@ def constant_tree(value: Attr) -> Any:
 _SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.BOOL: True}
 
 
-def typed_params(form: Form, op: torch._ops.OpOverload) -> dict[int, torch.dtype]:
+def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
     """Params that become 0-dimensional tensors, with their dtype.
 
     Those that the form types itself, and Python numbers where the operator insists on a tensor: they get the dtype to which
@@ -142,12 +219,11 @@ def typed_params(form: Form, op: torch._ops.OpOverload) -> dict[int, torch.dtype
                 ref, dtype = item
                 if isinstance(ref, ParamRef) and isinstance(dtype, DType):
                     typed[ref.index] = TORCH_DTYPE[dtype]
-    if str(op) in FAST:
+    if str(call.op) in FAST:
         return typed
     views = [o.view for o in form.operands if o.view is not None]
-    args, kwargs = split_kwargs(form)
-    by_name = {a.name: v for a, v in zip(op._schema.arguments, args, strict=False)} | dict(kwargs)
-    for argument in op._schema.arguments:
+    by_name = {a.name: v for a, v in zip(call.op._schema.arguments, call.args, strict=False)} | dict(call.kwargs)
+    for argument in call.op._schema.arguments:
         value = by_name.get(argument.name)
         if isinstance(value, ParamRef) and value.index not in typed and "Tensor" in str(argument.type) and views:
             like = torch.empty((0,) * min(1, len(views[0].sizes)), dtype=TORCH_DTYPE[views[0].dtype])
@@ -174,7 +250,7 @@ def fresh_results(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callab
     return run
 
 
-def split_kwargs(form: Form) -> tuple[tuple[Attr, ...], tuple[tuple[str, Attr], ...]]:
+def _split_kwargs(form: Form) -> tuple[tuple[Attr, ...], tuple[tuple[str, Attr], ...]]:
     """Positional and keyword attributes of an `extern`.
 
     Raises:

@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.optable import result_operands
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
-from wooly_executor.runtime.calls import constant, fresh_results, function_of, mix, operator, split_kwargs, typed_params
+from wooly_executor.runtime.calls import constant, fresh_results, function_of, library_call, mix, typed_params
+from wooly_executor.runtime.definitions import define
 from wooly_executor.runtime.protocol import Outcome
-from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime, check_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         """Nothing to prepare, but unknown operators are found before anything runs."""
         for form in program.forms:
             if form.opcode == "extern":
-                operator(form)
+                library_call(form)
         dropped = [s for s, gone in enumerate(facts.slot_freed) if gone and facts.slot_alloc[s] is None]
         return LiteralProgram(program, facts, tuple(dropped))
 
@@ -100,7 +102,8 @@ class ReferenceRuntime(TorchCpuRuntime):
         elif form.opcode == "extern":
             self._extern(form, ids, params, buffers, tensor, outcome)
         else:
-            raise OperationError(f"opcode {form.opcode!r} has no implementation in this runtime")
+            for k, value in zip(result_operands(form), define(form, tensor, params), strict=True):
+                tensor(k).copy_(value)
 
     def _extern(
         self,
@@ -111,22 +114,24 @@ class ReferenceRuntime(TorchCpuRuntime):
         tensor: Any,
         outcome: Outcome,
     ) -> None:
-        op = operator(form)
+        library = library_call(form)
         results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
-        operands = [None if k in results else tensor(k) for k in range(len(form.operands))]
-        args, kwargs = split_kwargs(form)
-        typed = typed_params(form, op)
+        operands: list[Any] = [None if k in results else tensor(k) for k in range(len(form.operands))]
+        typed = typed_params(form, library)
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             pair = [params[r.index] for r in rng if isinstance(r, ParamRef)]
             torch.default_generator.manual_seed(mix(*pair) >> 1)
-        value = function_of(op)(
-            *[self._value(a, operands, params, typed) for a in args],
-            **{k: self._value(v, operands, params, typed) for k, v in kwargs},
+        value = function_of(library.op)(
+            *[self._value(a, operands, params, typed) for a in library.args],
+            **{k: self._value(v, operands, params, typed) for k, v in library.kwargs},
         )
+        for k, operand in enumerate(form.operands):
+            if operand.role is Role.INOUT and operand.view is not None:
+                check_size(operands[k], operand.view.sizes)
         if not results:
             return
-        value = fresh_results(op, lambda v: v)(value)
+        value = fresh_results(library.op, lambda v: v)(value)
         flat = list(value) if isinstance(value, (list, tuple)) else [value]
         if form.operands[results[0]].view is None:
             if not all(t is None or isinstance(t, Tensor) for t in flat):

@@ -21,15 +21,15 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, zeroed
 from wooly_executor.runtime.calls import (
+    LibraryCall,
     constant_tree,
     filler,
     fresh_results,
     function_of,
+    library_call,
     mix,
-    operator,
     refers,
     returns_one_tensor,
-    split_kwargs,
     typed_params,
 )
 from wooly_executor.runtime.fast_bindings import FAST
@@ -272,10 +272,8 @@ class _Preparation:
                 f.registers[to].fill_(value(f.registers, list(f.params)))
 
             self.out.steps.append(fill)
-        elif form.opcode == "extern":
-            self._extern(index, form, slots)
         else:
-            raise OperationError(f"opcode {form.opcode!r} has no implementation in this runtime")
+            self._compute(form, slots)
 
     def _alloc(self, slot: int) -> None:
         facts, program = self.out.facts, self.out.program
@@ -289,7 +287,7 @@ class _Preparation:
             view = operand.view
             if view is not None:
                 whole = view.offset == 0 and view.end == nbytes
-                if form.opcode == "extern" and operand.role is Role.OUT and whole:
+                if form.opcode not in ("copy", "fill") and operand.role is Role.OUT and whole:
                     return  # the operator's result will be the buffer
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
@@ -309,9 +307,8 @@ class _Preparation:
 
         self.out.steps.append(free)
 
-    def _extern(self, index: int, form: Form, slots: tuple[int, ...]) -> None:
-        op = operator(form)
-        args, kwargs = split_kwargs(form)
+    def _compute(self, form: Form, slots: tuple[int, ...]) -> None:
+        library = library_call(form)
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
@@ -319,7 +316,9 @@ class _Preparation:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))
-        call = _call(form, op, args, kwargs, registers, self._first_param)
+        call = _call(form, library, registers, self._first_param)
+        if any(a.is_out for a in library.op._schema.arguments):
+            call = _keeping_sizes(call, [(r, _known(form.operands[k].view).sizes) for k, r in registers.items()])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             call = _seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)])
@@ -329,7 +328,7 @@ class _Preparation:
             self._dynamic(call, [slots[k] for k in results])
         else:
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
-            self._results(fresh_results(op, call), outs, returns_one_tensor(op))
+            self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op))
 
     def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
         def run(f: _Frame) -> None:
@@ -365,7 +364,7 @@ class _Preparation:
             def adopt(f: _Frame) -> None:
                 nonlocal trusted
                 t = call(f)
-                if not trusted:
+                if not trusted or not _fits(t, view):
                     checked = _adoptable(t, view, f)
                     trusted = checked is t
                     t = checked
@@ -424,6 +423,11 @@ def _adoptable(t: Any, view: View, f: _Frame) -> Tensor:
     return own
 
 
+def _fits(t: Tensor, view: View) -> bool:
+    """Whether `t` lies as `view` says: its form may hang on numbers and contents that change from run to run."""
+    return t.shape == view.sizes and t.stride() == view.strides and t.storage_offset() == 0
+
+
 def _shares(r: Any, t: Tensor) -> bool:
     return isinstance(r, Tensor) and r.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() and t.numel() > 0
 
@@ -445,6 +449,30 @@ def _adopt_dynamic(f: _Frame, slot: int, t: Tensor | None) -> dict[str, Any] | N
     }
 
 
+def _keeping_sizes(
+    call: Callable[[_Frame], Any], operands: list[tuple[int, tuple[int, ...]]]
+) -> Callable[[_Frame], Any]:
+    """`call`, failing where `out=` was given a new size: that would be memory which nobody counts."""
+
+    def run(f: _Frame) -> Any:
+        result = call(f)
+        for register, sizes in operands:
+            check_size(f.registers[register], sizes)
+        return result
+
+    return run
+
+
+def check_size(t: Tensor, sizes: tuple[int, ...]) -> None:
+    """Make sure that an operator has left an argument's size as it was.
+
+    Raises:
+        OperationError: it has not.
+    """
+    if t.shape != sizes:
+        raise OperationError(f"the result has shape {list(t.shape)}, out= has {list(sizes)}")
+
+
 def _seeded(call: Callable[[_Frame], Any], pair: list[int]) -> Callable[[_Frame], Any]:
     seed, offset = pair
 
@@ -456,17 +484,11 @@ def _seeded(call: Callable[[_Frame], Any], pair: list[int]) -> Callable[[_Frame]
     return run
 
 
-def _call(
-    form: Form,
-    op: torch._ops.OpOverload,
-    args: tuple[Any, ...],
-    kwargs: tuple[tuple[str, Any], ...],
-    registers: dict[int, int],
-    first_param: int,
-) -> Callable[[_Frame], Any]:
+def _call(form: Form, library: LibraryCall, registers: dict[int, int], first_param: int) -> Callable[[_Frame], Any]:
     """A function of the frame that calls the operator, as short as its arguments allow."""
+    op, args, kwargs = library.op, library.args, library.kwargs
     fn = FAST.get(str(op)) or function_of(op)
-    typed = typed_params(form, op)
+    typed = typed_params(form, library)
     if not any(refers(v) for _, v in kwargs) and not typed:
         n = 0
         while n < len(args) and isinstance(args[n], OperandRef):

@@ -17,6 +17,7 @@ from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly import storage
+from wooly.kernels.opcodes import native_form
 from wooly.recorder import Recorder
 from wooly.storage import Layout
 from wooly.torch_private import raw_device, suggested_format
@@ -325,6 +326,10 @@ class PlanBuilder:
         if dynamic:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
+        if not (facts.random or scalars or dynamic):
+            native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
+            if native is not None:
+                return native, tuple(written)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
 
 

@@ -281,6 +281,7 @@ class Transfer:
         return {
             "empty.memory_format": self.empty,
             "empty_strided": self.empty_strided,
+            "_efficientzerotensor": self.empty,  # fresh buffers are zero
             "copy_": self.copy_,
             "_copy_from": self.copy_from,
             "_copy_from_and_resize": self.copy_from_and_resize,

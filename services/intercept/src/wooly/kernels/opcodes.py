@@ -1,0 +1,73 @@
+"""Which opcode of the op table an ATen operator is. What has none travels as `extern`."""
+
+from __future__ import annotations
+
+import torch
+from wooly_wis.errors import RuleError
+from wooly_wis.optable import TABLE, Row, Spelling, canonical_args, check
+from wooly_wis.program import Attr, Form, Operand, ParamKind, Role
+from wooly_wis.scalar_expr import Name
+
+
+def _spellings() -> dict[str, list[tuple[Row, Spelling]]]:
+    found: dict[str, list[tuple[Row, Spelling]]] = {}
+    for row in TABLE.values():
+        for spelling in row.spellings:
+            found.setdefault(spelling.operator, []).append((row, spelling))
+    return found
+
+
+_SPELLINGS = _spellings()
+_MISSING = object()
+
+
+def native_form(
+    op: torch._ops.OpOverload,
+    args: tuple[Attr, ...],
+    kwargs: tuple[tuple[str, Attr], ...],
+    operands: tuple[Operand, ...],
+    params: tuple[ParamKind, ...],
+) -> Form | None:
+    """The native form of a call, or None if no row means exactly that.
+
+    Args:
+        op: the operator.
+        args: its positional arguments, as attributes.
+        kwargs: its keyword arguments, likewise.
+        operands: the call's tensors, results included.
+        params: kinds of the numbers that are bound per run.
+    """
+    named = dict(kwargs)
+    if str(op) in ("aten.fill_.Scalar", "aten.zero_.default"):
+        value = args[1] if len(args) > 1 else 0
+        return Form("fill", (Operand(Role.OUT, operands[0].view),), params, (("value", value),))
+    for row, spelling in _SPELLINGS.get(str(op), ()):
+        given = _given(op, spelling, args, named)
+        if given is None:
+            continue
+        full = tuple([given.get(a.name, a.default) for a in row.args])
+        form = Form(row.opcode, operands, params, (("args", canonical_args(row, full)),))
+        try:
+            check(form)
+        except RuleError:
+            continue
+        return form
+    return None
+
+
+def _given(
+    op: torch._ops.OpOverload, spelling: Spelling, args: tuple[Attr, ...], named: dict[str, Attr]
+) -> dict[str, Attr] | None:
+    """The row's arguments as this call gives them; None if it gives one that the spelling fixes otherwise."""
+    given: dict[str, Attr] = {}
+    for k, declared in enumerate(op._schema.arguments):
+        default = declared.default_value if declared.has_default_value() else None
+        present = k < len(args) or declared.name in named
+        value = args[k] if k < len(args) else named.get(declared.name, default)
+        meant = spelling.args[k] if k < len(spelling.args) else default
+        if not isinstance(meant, Name):
+            if value != meant:
+                return None
+        elif present:
+            given[meant.name] = value
+    return given
