@@ -116,7 +116,8 @@ class DeviceLoop:
         """Serve until `stop` is called."""
         with torch.inference_mode():
             while not self._stopping.is_set():
-                for event in self.server.poll(0 if self._turn else None):
+                idle = not self._turn and self._calls.empty()
+                for event in self.server.poll(None if idle else 0):
                     self._on_event(event)
                 self._run_calls()
                 until = time.perf_counter() + _SLICE_S
