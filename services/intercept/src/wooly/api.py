@@ -102,6 +102,8 @@ def enable(settings: Any = None) -> None:
             from wooly.settings import Settings
 
             settings = settings or Settings()
+            if settings.programs_dir is not None:
+                settings.programs_dir.mkdir(parents=True, exist_ok=True)
             opened = open_session(settings)
             try:
                 attach(
@@ -118,6 +120,7 @@ def enable(settings: Any = None) -> None:
                 raise
             assert _attached is not None
             _attached.close_session = opened.close
+            _attached.device.recorder.programs_dir = settings.programs_dir
         install_facade()
 
 

@@ -13,6 +13,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -101,12 +102,14 @@ class Recorder:
     Attributes:
         lock: reentrant; every kernel takes it, so that threads of one process share a device safely.
         limit: instructions after which the open program is closed.
+        programs_dir: where new programs are written, as ``<digest>.wis``.
     """
 
     def __init__(self, limit: int) -> None:
         self.lock = threading.RLock()
         self.limit = limit
         self.link: Link | None = None
+        self.programs_dir: Path | None = None
         self.words: list[int] = []
         self.bind: list[int] = []
         self.slot_of: dict[int, int] = {}
@@ -269,7 +272,10 @@ class Recorder:
             i += 1 + info.arity
         raw = join_program(order, words)
         link.define(raw)
-        return SentProgram(digest(raw), struct.Struct("".join(fmt)))
+        name = digest(raw)
+        if self.programs_dir is not None:
+            (self.programs_dir / f"{name.hex()[:16]}.wis").write_bytes(raw)
+        return SentProgram(name, struct.Struct("".join(fmt)))
 
     def take_params(self, form: int) -> list[float | int]:
         """Take back the params of the instruction of `form` that is being recorded, the last ones."""

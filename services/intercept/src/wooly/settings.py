@@ -49,6 +49,9 @@ class Settings(BaseSettings):
     swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
     dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
+    programs_dir: Path | None = Field(
+        None, description="folder to which every new program is written, for `wooly disasm`"
+    )
     flush_instructions: int = Field(128, ge=1, le=4096, description="instructions after which a program is sent")
     flush_interval_ms: float = Field(
         5.0, gt=0, description="milliseconds after which an idle executor gets what there is"

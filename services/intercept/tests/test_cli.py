@@ -1,0 +1,96 @@
+"""The command line, as far as it needs no stack (the stack's own tests are in tests/e2e)."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+from wooly.cli.commands import app
+from wooly_wis.assembly import assemble, disassemble
+from wooly_wis.codec import decode_program, encode_program
+
+REPOSITORY = Path(__file__).parents[3]
+cli = CliRunner()
+
+
+@pytest.fixture
+def program(tmp_path, cuda):
+    """A program that the device wrote."""
+    import torch
+    from wooly import api
+
+    recorder = api._attached.device.recorder
+    recorder.flush()
+    recorder.programs_dir = tmp_path
+    try:
+        (torch.ones(3, 5, device=cuda).mul(2.5).relu() + 1).sum().item()
+    finally:
+        recorder.programs_dir = None
+    files = list(tmp_path.glob("*.wis"))
+    assert files
+    return files[0]
+
+
+def test_disasm_prints_a_recorded_program_that_assembles_to_the_same_bytes(program):
+    shown = cli.invoke(app, ["disasm", str(program)])
+    assert shown.exit_code == 0, shown.output
+    assert "mul" in shown.output and "f32[3, 5]" in shown.output.replace("3,5", "3, 5")
+    assert encode_program(assemble(shown.output)) == program.read_bytes()
+    assert disassemble(decode_program(program.read_bytes())) == shown.output
+
+
+def test_disasm_refuses_anything_else(tmp_path):
+    path = tmp_path / "x.wis"
+    path.write_bytes(b"WIS1 and then nonsense")
+    result = cli.invoke(app, ["disasm", str(path)])
+    assert result.exit_code == 1 and "wooly:" in result.output
+
+
+def test_missing_script_is_said_before_anything_starts():
+    result = cli.invoke(app, ["run", "no_such_script.py"])
+    assert result.exit_code == 1 and "no_such_script.py" in result.output
+
+
+def test_wrong_variable_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("WOOLYAI_PRIORITY", "9")
+    script = tmp_path / "s.py"
+    script.write_text("")
+    result = cli.invoke(app, ["run", str(script)])
+    assert result.exit_code == 1 and "priority" in result.output
+
+
+def test_status_of_nothing_is_json_and_not_success(monkeypatch, tmp_path):
+    monkeypatch.setenv("WOOLYAI_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("WOOLYAI_CONTROLLER_URL", "")
+    result = cli.invoke(app, ["status", "--json"])
+    assert result.exit_code == 1 and json.loads(result.output)["state"] == "down"
+
+
+def test_every_command_that_the_readme_names_exists():
+    text = (REPOSITORY / "README.md").read_text()
+    commands = {c.name or c.callback.__name__ for c in app.registered_commands}
+    named = set(re.findall(r"(?:\.venv/bin/|`|\s)wooly ([a-z]+)(?=[\s`])", "\n".join(_code(text))))
+    assert named and named <= commands
+    targets = set(re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.M))
+    assert set(re.findall(r"make ([a-z-]+)", "\n".join(_code(text)))) <= targets
+
+
+def _code(text):
+    """What the README sets in code: blocks and spans."""
+    return re.findall(r"```sh\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]+)`", text)
+
+
+def test_readme_links_lead_somewhere():
+    text = (REPOSITORY / "README.md").read_text()
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (REPOSITORY / target).exists(), target
+
+
+def test_module_runs_without_torch_for_help():
+    """`wooly --help` answers without importing torch, which takes seconds."""
+    probe = "import sys; import wooly.cli.commands; print('torch' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "False"
