@@ -155,6 +155,19 @@ async def test_events_arrive_in_order_and_bad_ones_are_dropped(nats_server, capl
     assert len(dropped) == 2 and "cannot" in dropped[0] and "not a CloseSessionRequest" in dropped[1]
 
 
+async def test_running_service_is_known_to_the_server(nats_server):
+    async def handler(request):
+        return CloseSessionReply(closed=True)
+
+    client = ServiceApp("client", nats_server)
+    async with client.running():
+        for i in range(20):
+            subject, server = f"wooly.v1.rpc.test.known.ask.{i}", ServiceApp("server", nats_server)
+            server.serve(subject, CloseSessionRequest, handler)
+            async with server.running():
+                assert (await client.request(subject, close(), CloseSessionReply, timeout=5)).closed
+
+
 async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
     entered, subject = asyncio.Event(), "wooly.v1.rpc.test.ending.ask"
 
@@ -168,7 +181,9 @@ async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
     async with client.running():
         async with server.running():
             asked = asyncio.create_task(client.request(subject, close(), CloseSessionReply, timeout=5))
-            await entered.wait()
+            waiting = asyncio.create_task(entered.wait())
+            await asyncio.wait((asked, waiting), return_when=asyncio.FIRST_COMPLETED)
+            assert not asked.done()
         assert (await asked).closed
 
 

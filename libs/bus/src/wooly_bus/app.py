@@ -19,7 +19,7 @@ from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError
-from wooly_bus.rpc import nats_errors
+from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.tracing import consumer_span, mark_failed
 
 log = logging.getLogger("wooly.bus")
@@ -158,7 +158,7 @@ class ServiceApp:
     async def _start(self) -> None:
         await self.broker.start()
         # The server has every subscription before anybody is told that the service is there.
-        await (await self.broker.connect()).flush()
+        await settled(await self.broker.connect())
 
 
 async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> Message | None:

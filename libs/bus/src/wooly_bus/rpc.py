@@ -42,6 +42,16 @@ def nats_errors(url: str, subject: str, timeout: float) -> Iterator[None]:
         raise BusConnectError(f"the connection to {url} is broken: {e}") from e
 
 
+async def settled(client: Client) -> None:
+    """Return once the server has taken in everything that was subscribed and published before.
+
+    nats-py's `flush` alone does not say so: its PING goes to the socket at once, while commands before it still wait for the
+    flusher task. When that PING's answer is here the flusher has run, so a second PING comes after them.
+    """
+    await client.flush()
+    await client.flush()
+
+
 class ControlClient:
     """A connection to NATS that can be used from any thread. It comes back by itself when NATS does.
 
