@@ -1,0 +1,235 @@
+"""What executor tests share: programs by name, a device in this process, clients that speak the real channel."""
+
+import json
+import struct
+import tempfile
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import MAX_CHUNK, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
+
+WAIT_S = 30
+ROLES = {"in": Role.IN, "out": Role.OUT, "inout": Role.INOUT}
+
+
+def view(dtype, *sizes, strides=None, offset=0):
+    """A row-major view unless strides are given."""
+    if strides is None:
+        strides, n = [], 1
+        for size in reversed(sizes):
+            strides.insert(0, n)
+            n *= max(size, 1)
+    return View(dtype, tuple(sizes), tuple(strides), offset)
+
+
+@dataclass
+class Body:
+    """A program under construction; slots have names and are numbered by first use."""
+
+    forms: dict = field(default_factory=dict)
+    body: list = field(default_factory=list)
+    names: list = field(default_factory=list)
+
+    def add(self, form, *names):
+        self.forms.setdefault(form, len(self.forms))
+        self.names += [n for n in dict.fromkeys(names) if n not in self.names]
+        self.body.append(Instruction(self.forms[form], tuple(self.names.index(n) for n in names)))
+        return self
+
+    def alloc(self, name, nbytes):
+        return self.add(Form("alloc", (Operand(Role.OUT, view(DType.U8, nbytes)),)), name)
+
+    def free(self, name):
+        return self.add(Form("free", (Operand(Role.IN, None),)), name)
+
+    def fill(self, name, v, value, params=()):
+        return self.add(Form("fill", (Operand(Role.OUT, v),), tuple(params), (("value", value),)), name)
+
+    def copy(self, source, source_view, target, target_view):
+        form = Form("copy", (Operand(Role.IN, source_view), Operand(Role.OUT, target_view)))
+        return self.add(form, source, target)
+
+    def call(self, operator, *operands, args=None, kwargs=(), params=(), rng=None):
+        """An extern. Operands are (role, name, view); without `args` all that are not "out" are passed in order."""
+        if args is None:
+            args = tuple(OperandRef(i) for i, (role, _, _) in enumerate(operands) if role != "out")
+        attrs = {"args": args, "kwargs": tuple(kwargs), "name": operator} | ({"rng": rng} if rng else {})
+        form = Form(
+            "extern",
+            tuple(Operand(ROLES[role], v) for role, _, v in operands),
+            tuple(params),
+            tuple(sorted(attrs.items())),
+        )
+        return self.add(form, *(name for _, name, _ in operands))
+
+    @property
+    def program(self):
+        return Program(tuple(self.forms), tuple(self.body))
+
+    @property
+    def raw(self):
+        return encode_program(self.program)
+
+
+class RemoteError(Exception):
+    """An ERROR frame."""
+
+    def __init__(self, payload):
+        error = json.loads(bytes(payload))
+        super().__init__(error["message"])
+        self.code, self.message, self.instruction = error["code"], error["message"], error["instruction"]
+
+
+class Client:
+    """One session's end of a real channel."""
+
+    def __init__(self, endpoint, session_id, token):
+        self.channel = ChannelClient.connect(endpoint)
+        hello = {"protocol": 1, "session_id": session_id, "token": token}
+        try:
+            self.channel.send(Kind.HELLO, pack_json(hello))
+            self.welcome = self.answer(Kind.WELCOME)
+        except BaseException:
+            self.channel.close()
+            raise
+
+    def answer(self, kind=Kind.RESULT):
+        frame = self.channel.recv(WAIT_S)
+        if frame.kind == Kind.ERROR:
+            raise RemoteError(frame.payload)
+        assert frame.kind == kind
+        return json.loads(bytes(frame.payload))
+
+    def define(self, body):
+        raw = body if isinstance(body, bytes) else body.raw
+        self.channel.send(Kind.DEFINE, raw)
+        return digest(raw)
+
+    def start(self, name, bindings, params=b"", frees=(), *, reply=False):
+        self.channel.send(Kind.RUN, pack_run(name, list(bindings), params, list(frees), reply=reply))
+
+    def run(self, body, bindings, params=b"", frees=(), *, reply=False):
+        """Define and run. Bindings: a buffer id per name."""
+        name = self.define(body)
+        ids = [bindings[n] for n in body.names] if isinstance(bindings, dict) else bindings
+        self.start(name, ids, params, frees, reply=reply)
+        return self.answer() if reply else None
+
+    def write(self, buffer, data, offset=0):
+        for at in range(0, max(len(data), 1), MAX_CHUNK):
+            self.channel.send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), data[at : at + MAX_CHUNK])
+
+    def ask(self, buffer, nbytes, offset=0):
+        self.channel.send(Kind.READ, READ_HEAD.pack(buffer, offset, nbytes))
+
+    def take(self, nbytes):
+        into = bytearray(nbytes)
+        other = self.channel.recv_data(memoryview(into), Kind.DATA)
+        if other is not None:
+            raise RemoteError(other.payload)
+        return bytes(into)
+
+    def read(self, buffer, nbytes, offset=0):
+        self.ask(buffer, nbytes, offset)
+        return self.take(nbytes)
+
+    def floats(self, buffer, n):
+        return list(struct.unpack(f"<{n}f", self.read(buffer, 4 * n)))
+
+    def sync(self):
+        self.channel.send(Kind.SYNC)
+        return self.answer()
+
+    def stats(self):
+        self.channel.send(Kind.STATS)
+        return self.answer()
+
+    def make(self, buffer, *values):
+        """A new buffer of f32 values."""
+        self.run(Body().alloc("x", 4 * len(values)), {"x": buffer})
+        self.write(buffer, struct.pack(f"<{len(values)}f", *values))
+
+    def close(self):
+        self.channel.send(Kind.CLOSE)
+        self.channel.close()
+
+
+class Device:
+    """A device loop in a thread of this process, reached over its unix socket."""
+
+    def __init__(self, path, runtime, memory):
+        self.loop = DeviceLoop(runtime, memory)
+        self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
+        self.closed, self.clients = [], []
+        self.changed = threading.Condition()
+        self.loop.on_closed = self.on_closed
+        self.thread = threading.Thread(target=self.loop.run, daemon=True)
+        self.thread.start()
+
+    def on_closed(self, session_id):
+        with self.changed:
+            self.closed.append(session_id)
+            self.changed.notify_all()
+
+    def call(self, function):
+        return self.loop.call(function).result(WAIT_S)
+
+    def admit(self, session_id, quota=None):
+        self.call(lambda: self.loop.open_session(session_id, f"token of {session_id}", quota))
+
+    def open(self, session_id, quota=None):
+        self.admit(session_id, quota)
+        self.clients.append(Client(self.endpoint, session_id, f"token of {session_id}"))
+        return self.clients[-1]
+
+    def held(self):
+        return self.call(lambda: {s.id: (s.bytes, len(s.buffers)) for s in self.loop.sessions()})
+
+    def wait_closed(self, session_id):
+        with self.changed:
+            assert self.changed.wait_for(lambda: session_id in self.closed, WAIT_S)
+
+    def stop(self):
+        for client in self.clients:
+            client.channel.close()
+        assert self.thread.is_alive(), "the device loop ended before its time"
+        self.loop.stop()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def make_device():
+    devices = []
+    with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
+
+        def make(*, runtime=None, memory=1 << 30):
+            devices.append(Device(Path(directory) / f"{len(devices)}.sock", runtime or TorchCpuRuntime(), memory))
+            return devices[-1]
+
+        yield make
+        for device in devices:
+            device.stop()
+
+
+@pytest.fixture
+def device(make_device):
+    return make_device()
+
+
+@pytest.fixture(scope="session")
+def wis():
+    """The tools with which tests write programs and meet errors."""
+
+    class Tools:
+        body, at, error, client, ref = Body, staticmethod(view), RemoteError, Client, OperandRef
+
+    return Tools

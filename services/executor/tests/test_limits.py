@@ -1,0 +1,126 @@
+"""What a client may make the executor hold, and for how long it may keep it busy."""
+
+import pytest
+from wooly_executor import device_loop, programs, session
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import MAX_CHUNK
+
+HUGE = 32 << 20
+
+
+def program_of(wis, size, number):
+    """A program whose definition has about `size` bytes."""
+    return wis.body().alloc("x", number + 1).call("aten.neg.default", args=("x" * size, number))
+
+
+def test_definitions_are_kept_up_to_a_number_of_bytes(device, wis, monkeypatch):
+    monkeypatch.setattr(session, "PROGRAM_BYTES_KEPT", 300_000)
+    monkeypatch.setattr(programs, "PROGRAM_BYTES_KEPT", 600_000)
+    monkeypatch.setattr(programs, "FORM_BYTES_KEPT", 200_000)
+    clients = [device.open(name) for name in "abc"]
+    for i, client in enumerate(clients):
+        for number in range(5):
+            client.define(program_of(wis, 90_000, 5 * i + number))
+        assert client.sync() == {}
+    held = device.call(lambda: [(len(s.programs), s.program_bytes) for s in device.loop.sessions()])
+    assert [n for n, _ in held] == [3, 3, 3] and all(size <= 300_000 for _, size in held)
+    store = device.loop._store
+    assert device.call(lambda: len(store._ready)) == 6
+    assert store._ready_bytes <= 600_000 and store._form_bytes <= 200_000
+
+
+def test_program_defined_again_counts_once(device, wis):
+    a = device.open("a")
+    for _ in range(3):
+        a.define(program_of(wis, 1000, 0))
+    a.sync()
+    assert device.call(lambda: device.loop.sessions()[0].program_bytes) == len(program_of(wis, 1000, 0).raw)
+
+
+@pytest.mark.parametrize("count", [65537, 100_000])
+def test_program_with_too_many_instructions_is_refused(device, wis, count):
+    body = wis.body().alloc("x", 1)
+    body.fill("x", wis.at(DType.U8, 1), 0)
+    body.body += body.body[-1:] * (count - 2)
+    a = device.open("a")
+    a.define(body)
+    with pytest.raises(wis.error, match="at most 65536") as caught:
+        a.sync()
+    assert caught.value.code == "wis.verify" and not device.loop._store._ready
+
+
+def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_device, wis):
+    device = make_device(memory=1 << 20)
+    a = device.open("a")
+    for i in range(4):
+        a.run(wis.body().alloc("x", 400_000), {"x": i})
+    with pytest.raises(wis.error, match="out of memory"):
+        a.sync()
+    body = wis.body()
+    for name in "xyz":
+        body.alloc(name, 400_000)
+    a.run(body, dict(zip("xyz", (10, 11, 12), strict=True)), frees=[0, 1])
+    with pytest.raises(wis.error, match="out of memory"):
+        a.sync()
+    a.run(wis.body(), {}, frees=[2, 3, 10, 11, 12])
+    assert a.sync() == {} and device.held() == {"a": (0, 0)}
+
+
+def test_out_argument_that_would_grow_is_refused(device, wis):
+    a = device.open("a")
+    a.make(1, *range(64))
+    small, large = wis.at(DType.F32, 1), wis.at(DType.F32, 64)
+    operands = ("in", "x", large), ("inout", "y", small)
+    body = wis.body().call("aten.neg.out", *operands, args=(wis.ref(0),), kwargs=(("out", wis.ref(1)),))
+    a.run(wis.body().alloc("y", 4).fill("y", small, 1.0), {"y": 2})
+    a.run(body, {"x": 1, "y": 2})
+    with pytest.raises(wis.error, match=r"out= has \[1\]|was resized"):
+        a.sync()
+    with pytest.raises(wis.error):
+        a.read(2, 4)
+    assert a.floats(1, 64) == list(range(64))
+
+
+def test_result_smaller_than_announced_never_becomes_a_buffer(device, wis):
+    """The same program first tells the truth about its result, then does not."""
+    a = device.open("a")
+    a.make(1, 1, 2, 3, 4)
+    a.make(2, 0, 0, 0, 4)
+    full = wis.at(DType.I64, 4, 1, strides=(1, 4))
+    body = wis.body().alloc("i", 32).call("aten.nonzero.default", ("in", "x", wis.at(DType.F32, 4)), ("out", "i", full))
+    a.run(body, {"x": 1, "i": 3})
+    assert a.sync() == {}
+    a.run(body, {"x": 2, "i": 4})
+    with pytest.raises(wis.error, match=r"shape \[1, 1\], announced was \[4, 1\]"):
+        a.sync()
+    with pytest.raises(wis.error):
+        a.read(4, 32)
+
+
+def test_client_that_does_not_read_stalls_no_other(device, wis):
+    slow, other = device.open("slow"), device.open("other")
+    slow.run(wis.body().alloc("x", HUGE).fill("x", wis.at(DType.U8, HUGE), 3), {"x": 1})
+    for _ in range(8):
+        slow.ask(1, HUGE)
+    other.make(1, 1, 2)
+    add = wis.body().call("aten.add_.Tensor", ("inout", "x", wis.at(DType.F32, 2)), ("in", "x", wis.at(DType.F32, 2)))
+    for _ in range(20):
+        other.run(add, {"x": 1})
+        other.sync()
+    assert other.floats(1, 2) == [2.0**20, 2.0**21]
+    queued = device.call(lambda: {s.id: (s.conn.queued_bytes, len(s.queue)) for s in device.loop.sessions()})
+    assert 0 < queued["slow"][0] < HUGE + MAX_CHUNK and queued["slow"][1] == 7
+    assert slow.take(HUGE) == b"\3" * HUGE
+
+
+def test_client_that_sends_faster_than_it_is_served_is_read_no_further(device, wis, monkeypatch):
+    monkeypatch.setattr(device_loop, "QUEUE_FRAMES", 8)
+    a = device.open("a")
+    a.make(1, 0)
+    a.make(2, 1)
+    v = wis.at(DType.F32, 1)
+    add = wis.body().call("aten.add_.Tensor", ("inout", "x", v), ("in", "y", v))
+    name = a.define(add)
+    for _ in range(1000):
+        a.start(name, [1, 2])
+    assert a.floats(1, 1) == [1000]

@@ -1,0 +1,110 @@
+"""Settings from the environment, and what a process says when they, or its command line, make no sense."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+from wooly_bus.channel import Endpoint
+from wooly_executor.app import make_runtime
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.settings import ExecutorSettings, complaints
+from wooly_testkit.executor import executor_process
+
+VALID = {
+    "WOOLY_EXECUTOR_ID": "gpu-7",
+    "WOOLY_EXECUTOR_NODE": "rack.local",
+    "WOOLY_EXECUTOR_RUNTIME": "reference",
+    "WOOLY_EXECUTOR_MEMORY": "1048576",
+    "WOOLY_EXECUTOR_HEARTBEAT_S": "0.5",
+    "WOOLY_EXECUTOR_NATS_URL": "nats://control:4222",
+    "WOOLY_EXECUTOR_STATE_DIR": "/var/lib/executor",
+}
+INVALID = [
+    ("WOOLY_EXECUTOR_MEMORY", "0", "greater than 0"),
+    ("WOOLY_EXECUTOR_MEMORY", "-1", "greater than 0"),
+    ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
+    ("WOOLY_EXECUTOR_RUNTIME", "cuda", "'cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_HEARTBEAT_S", "0", "greater than 0"),
+    ("WOOLY_EXECUTOR_ID", "gpu.7", "match pattern"),
+]
+
+
+@pytest.fixture
+def clean(monkeypatch):
+    for name in [n for n in os.environ if n.startswith("WOOLY_EXECUTOR_")]:
+        monkeypatch.delenv(name)
+    return monkeypatch
+
+
+def run(*arguments, **variables):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | variables
+    argv = [sys.executable, "-m", "wooly_executor", *arguments]
+    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_every_variable_is_read(clean):
+    for name, value in VALID.items():
+        clean.setenv(name, value)
+    s = ExecutorSettings()
+    assert (s.id, s.node, s.runtime, s.memory, s.heartbeat_s) == ("gpu-7", "rack.local", "reference", 1 << 20, 0.5)
+    assert s.nats_url == "nats://control:4222"
+    assert s.endpoints() == ["unix:///var/lib/executor/gpu-7.sock"]
+
+
+def test_listen_names_several_endpoints(clean):
+    clean.setenv("WOOLY_EXECUTOR_LISTEN", "tcp://10.0.0.7:7400, unix:///run/x.sock,")
+    assert ExecutorSettings().endpoints() == ["tcp://10.0.0.7:7400", "unix:///run/x.sock"]
+
+
+def test_defaults_ask_for_all_memory(clean):
+    assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "cpu"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), INVALID)
+def test_bad_value_is_complained_of_by_its_variable(clean, name, value, message):
+    clean.setenv(name, value)
+    with pytest.raises(ValidationError) as caught:
+        ExecutorSettings()
+    (line,) = complaints(caught.value)
+    assert line.startswith(f"{name}={value}: ") and message in line
+
+
+def test_runtime_by_name():
+    assert isinstance(make_runtime("reference"), ReferenceRuntime)
+    with pytest.raises(ValueError, match="unknown runtime 'cuda'; there are cpu, reference"):
+        make_runtime("cuda")
+
+
+def test_process_names_all_bad_variables_and_nothing_else():
+    ended = run(WOOLY_EXECUTOR_MEMORY="much", WOOLY_EXECUTOR_ID="a.b")
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "WOOLY_EXECUTOR_MEMORY=much" in ended.stderr and "WOOLY_EXECUTOR_ID=a.b" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"), [("http://x", "the scheme must be one of"), ("unix:///nowhere/x.sock", "cannot listen on")]
+)
+def test_process_that_cannot_listen_says_so(tmp_path, listen, message):
+    ended = run("--standalone", "--listen", listen, WOOLY_EXECUTOR_STATE_DIR=str(tmp_path))
+    assert ended.returncode == 2 and message in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_process_whose_state_directory_cannot_be_made_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    ended = run("--standalone", WOOLY_EXECUTOR_STATE_DIR=str(tmp_path / "file" / "x"))
+    assert ended.returncode == 2 and "file/x" in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("runtime", ["cpu", "reference"])
+def test_process_serves_its_session_and_ends_on_sigterm(wis, runtime):
+    with executor_process(runtime=runtime) as running:
+        client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
+        client.make(1, 1, 2)
+        assert client.floats(1, 2) == [1, 2]
+        assert client.welcome["device"]["runtime"] == {"cpu": "torch-cpu"}.get(runtime, runtime)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(30) == 0
+        client.channel.close()
