@@ -36,6 +36,22 @@ def test_id_that_would_change_the_subject_is_refused(bad):
         subjects.executor_session_open(bad)
 
 
+def test_inbox_is_an_inbox_and_nothing_else():
+    assert subjects.inbox("_INBOX.aB3.x_-") == "_INBOX.aB3.x_-"
+    for bad in (
+        "",
+        "_INBOX",
+        "_INBOX.",
+        "_INBOX.>",
+        "_INBOX.a.*",
+        "_INBOX.a b",
+        "_INBOX.a\n",
+        subjects.ROUTER_NODE_LIST,
+    ):
+        with pytest.raises(ValueError, match="inbox"):
+            subjects.inbox(bad)
+
+
 def test_subject_strings_live_in_subjects_only():
     sources = [p for d in ("libs", "services", "deploy") for p in (ROOT / d).glob("**/src/**/*.py")]
     assert len(sources) > 20

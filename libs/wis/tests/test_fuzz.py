@@ -17,6 +17,34 @@ COUNT = int(os.environ.get("WOOLY_FUZZ_COUNT", "20000"))
 INTERESTING = [0, 1, 0x7F, 0x80, 0xFF]
 
 
+def dense(dtype, *sizes):
+    strides, n = [], 1
+    for size in reversed(sizes):
+        strides.append(n)
+        n *= size
+    return View(dtype, sizes, tuple(reversed(strides)))
+
+
+def natives():
+    """Forms whose rules look at everything that an argument can be."""
+    f = DType.F32
+
+    def form(opcode, args, ins, outs, params=()):
+        operands = [Operand(Role.IN, v) for v in ins] + [Operand(Role.OUT, v) for v in outs]
+        return Form(opcode, tuple(operands), params, (("args", args),))
+
+    a, b, c, p = OperandRef(0), OperandRef(1), OperandRef(2), ParamRef(0)
+    yield form("add", (a, b, p), [dense(f, 3, 4), dense(f, 4)], [dense(f, 3, 4)], (ParamKind.F64,))
+    yield form("sum", (a, (0, -1), True, DType.F64), [dense(f, 3, 4, 5)], [dense(DType.F64, 1, 4, 1)])
+    yield form("concat", ((a, b), 1), [dense(f, 2, 3), dense(f, 2, 1)], [dense(f, 2, 4)])
+    yield form("baddbmm", (a, b, c, 0.5, p), [dense(f, 1, 5), dense(f, 2, 3, 4), dense(f, 2, 4, 5)], [dense(f, 2, 3, 5)],
+               (ParamKind.F64,))  # fmt: skip
+    yield form("where", (a, b, 1.5), [dense(DType.BOOL, 3), dense(f, 3)], [dense(f, 3)])
+    yield form("gather", (a, -1, b), [dense(f, 3, 4), dense(DType.I64, 3, 2)], [dense(f, 3, 2)])
+    yield form("layer_norm", (a, (4,), b, None, 1e-5), [dense(f, 3, 4), dense(f, 4)],
+               [dense(f, 3, 4), dense(f, 3, 1), dense(f, 3, 1)])  # fmt: skip
+
+
 def seeds():
     v = View(DType.F32, (2, 3), (3, 1), 8)
     wide = View(DType.BF16, (4, 0, 2), (2, 2, 1), 0)
@@ -31,6 +59,8 @@ def seeds():
             ("rng", (ParamRef(2), ParamRef(3))),
         ),
     )
+    for form in natives():
+        yield encode_program(Program((form,), (Instruction(0, tuple(range(len(form.operands)))),)))
     alloc = Form("alloc", (Operand(Role.OUT, View(DType.U8, (64,), (1,))),))
     free = Form("free", (Operand(Role.IN, None),))
     yield encode_program(Program((rich,), (Instruction(0, (0, 1, 2)),)))

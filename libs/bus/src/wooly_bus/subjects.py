@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 PREFIX = "wooly.v1"
 
 ROUTER_SESSION_OPEN = f"{PREFIX}.rpc.router.session.open"
@@ -36,6 +38,17 @@ def executor_session_close(executor_id: str) -> str:
 def executor_tunnel(executor_id: str) -> str:
     """Where a client asks for a byte stream to an executor's data channel."""
     return f"{PREFIX}.rpc.executor.tunnel.open.{_id(executor_id)}"
+
+
+def inbox(subject: str) -> str:
+    """`subject`, if it is an inbox of NATS's usual form: one that a peer named, to which we are going to publish.
+
+    Raises:
+        ValueError: it is not; publishing there could speak to a service in our name.
+    """
+    if not re.fullmatch(r"_INBOX(\.[A-Za-z0-9_-]{1,64}){1,4}", subject):
+        raise ValueError(f"{subject[:100]!r} is not an inbox")
+    return subject
 
 
 def template(subject: str) -> str:

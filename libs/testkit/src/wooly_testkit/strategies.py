@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 from wooly_wis.dtypes import DType
+from wooly_wis.oprules import SAME, ArgKind
+from wooly_wis.optable import TABLE, Family
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, Symbol, View
 
 dtypes = st.sampled_from(list(DType))
@@ -56,6 +58,34 @@ def externs(draw: Any) -> Form:
     return Form("extern", tuple(operands), params, (("args", args), ("kwargs", kwargs), ("name", name)))
 
 
+_POINTWISE = [
+    row for row in TABLE.values() if row.family is Family.POINTWISE and row.results[0].dtype is SAME and not row.truths
+]
+
+
+@st.composite
+def natives(draw: Any) -> Form:
+    """Forms of pointwise opcodes: operands of one dtype and size, numbers as params or constants."""
+    row = draw(st.sampled_from(_POINTWISE))
+    view = draw(views())
+    dtype = draw(st.sampled_from([DType.F32, DType.F64, DType.BF16]))
+    view = View(dtype, view.sizes, view.strides, draw(st.integers(0, 8)) * dtype.itemsize)
+    operands: list[Operand] = []
+    params: list[ParamKind] = []
+    args: list[Any] = []
+    for arg in row.args:
+        number = arg.kind is ArgKind.NUMBER or (arg.kind is ArgKind.EITHER and operands and draw(st.booleans()))
+        if not number:
+            operands.append(Operand(Role.IN, view))
+            args.append(OperandRef(len(operands) - 1))
+        elif draw(st.booleans()):
+            params.append(ParamKind.F64)
+            args.append(ParamRef(len(params) - 1))
+        else:
+            args.append(draw(finite))
+    return Form(row.opcode, (*operands, Operand(Role.OUT, view)), tuple(params), (("args", tuple(args)),))
+
+
 @st.composite
 def programs(draw: Any) -> Program:
     """Valid programs: allocs before use, views inside them, frees last."""
@@ -71,7 +101,7 @@ def programs(draw: Any) -> Program:
         body.append(Instruction(index[form], tuple(slots)))
 
     for _ in range(draw(st.integers(1, 5))):
-        form = draw(externs())
+        form = draw(st.one_of(externs(), natives()))
         slots: list[int] = []
         for operand in form.operands:
             assert operand.view is not None

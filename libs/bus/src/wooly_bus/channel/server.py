@@ -276,8 +276,19 @@ class ChannelServer:
         if tls is not None:
             sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
         peer = str(endpoint) if endpoint.scheme == "unix" else f"{address[0]}:{address[1]}"
+        self._take_in(sock, peer, handshaking=tls is not None)
+
+    def adopt(self, sock: socket.socket, peer: str) -> None:
+        """Serve a socket that was connected elsewhere, as if it had come through a listener (in the loop's thread)."""
+        if len(self._connections) >= self._max:
+            sock.close()
+            return
+        sock.setblocking(False)
+        self._take_in(sock, peer, handshaking=False)
+
+    def _take_in(self, sock: socket.socket, peer: str, *, handshaking: bool) -> None:
         conn = Connection(sock, peer, self._clock(), self)
-        conn._handshaking = tls is not None
+        conn._handshaking = handshaking
         self._connections[conn] = None
         self._strangers[conn] = None
         self._watch(conn)

@@ -1,0 +1,479 @@
+"""A byte stream through NATS, for a data channel where no route exists. It knows bytes only: no frames, no sessions.
+
+Each end joins a pair of inboxes to a socket pair. The near socket goes to the ordinary `ChannelClient` or `ChannelServer`, so that
+framing and everything above are the same as on any other transport; the far one is pumped by a `_Tunnel`.
+
+A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
+
+| kind | number | data |
+|---|---|---|
+| 1 DATA | 1, 2, 3, … | bytes of the stream |
+| 2 CREDIT | bytes that left the receiver's hands so far; at most `window` more may be sent | none |
+| 3 BEAT | DATA messages sent so far; once a second | none |
+| 4 END | DATA messages sent so far | why, in words; nothing where the stream just ended |
+
+Whatever does not carry the key comes from somebody else and is dropped. NATS keeps one sender's order, so a number that does not
+fit means that messages were lost: the tunnel ends, it does not repeat. Every end has a NATS connection of its own: what waits in it
+is at most the window, far below the point at which the server gives a slow consumer up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import secrets
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from pydantic import AfterValidator, Field
+from wooly_wis.messages import Message
+
+from wooly_bus import subjects
+from wooly_bus.channel.endpoint import tune
+from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
+from wooly_bus.envelope import decode_reply, encode
+from wooly_bus.errors import BusError, BusTimeoutError, RefusedError
+from wooly_bus.rpc import nats_errors, settled
+
+log = logging.getLogger("wooly.tunnel")
+
+HEAD = struct.Struct("<8sBQ")
+DATA, CREDIT, BEAT, END = 1, 2, 3, 4
+#: Bytes that one end takes from the other before they are in its socket.
+WINDOW = 8 << 20
+#: Bytes per message, where the server allows so many: large enough for speed, small enough to be a sign of life on a slow line.
+CHUNK = 256 << 10
+BEAT_S = 1.0
+#: Beats without a word from the other end after which it is dead.
+SILENT_BEATS = 5
+OPEN_TIMEOUT_S = 5.0
+#: Seconds that closing waits until what was sent is on its way.
+LINGER_S = 2.0
+_NO_RESPONDERS = "503"
+_REASON_LIMIT = 500
+
+Inbox = Annotated[str, AfterValidator(subjects.inbox)]
+
+
+class OpenTunnelRequest(Message):
+    """A client wants a byte stream. `window` is what it takes unasked, in bytes; `key` marks the messages of this tunnel."""
+
+    inbox: Inbox
+    key: str = Field(pattern=r"^[0-9a-f]{16}$")
+    window: int = Field(ge=1 << 10, le=1 << 30)
+
+
+class OpenTunnelReply(Message):
+    """The other end of it."""
+
+    inbox: Inbox
+    window: int = Field(ge=1 << 10, le=1 << 30)
+
+
+class _Fate:
+    """Why a tunnel ended, as its near socket has to tell. Empty: in order."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+
+class TunnelSocket(socket.socket):
+    """The near end of a tunnel: a stream socket whose end of stream says why, where the tunnel did not end in order."""
+
+    def __init__(self, fileno: int, fate: _Fate, thread: threading.Thread | None = None) -> None:
+        super().__init__(fileno=fileno)
+        self._fate = fate
+        self._thread = thread
+
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        """As of any socket.
+
+        Raises:
+            ConnectionAbortedError: the tunnel broke; the words say how.
+        """
+        n = super().recv_into(buffer, nbytes, flags)
+        if not n and self._fate.reason:
+            raise ConnectionAbortedError(self._fate.reason)
+        return n
+
+    def sendmsg(self, *args: Any) -> int:
+        """As of any socket.
+
+        Raises:
+            ConnectionAbortedError: the tunnel broke; the words say how.
+        """
+        try:
+            return super().sendmsg(*args)
+        except ConnectionError as e:
+            if self._fate.reason:
+                raise ConnectionAbortedError(self._fate.reason) from e
+            raise
+
+    def close(self) -> None:
+        """Close it, and see that what was sent leaves this process."""
+        with contextlib.suppress(OSError):  # not connected any more
+            self.shutdown(socket.SHUT_RDWR)  # also where a forked process holds a copy
+        super().close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(LINGER_S)
+
+
+class _Tunnel:
+    """One end, in the event loop that made it."""
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url = url
+        self._key = bytes.fromhex(key)
+        self._client = Client()
+        self._fate = _Fate()
+        self._to = ""
+        self._far: socket.socket | None = None
+        self._over = asyncio.Event()
+        self._wake_up = asyncio.Event()
+        self._wake_down = asyncio.Event()
+        self._heard = False
+        self._silent_beats = 0
+        # what goes out
+        self._sent_chunks = 0
+        self._sent_bytes = 0
+        self._may_send = 0
+        # what comes in
+        self._got_chunks = 0
+        self._got_bytes = 0
+        self._passed_on = 0
+        self._waiting: deque[bytes] = deque()
+        self._peer_ended = False
+        self.inbox = ""
+
+    async def connect(self, timeout: float) -> None:
+        """Connect to NATS and listen on an inbox of this tunnel's own.
+
+        Raises:
+            ChannelError: no server answers.
+        """
+        try:
+            async with asyncio.timeout(timeout):
+                await self._client.connect(
+                    self._url,
+                    name="wooly-tunnel",
+                    allow_reconnect=False,  # what was under way is lost: the stream could not go on
+                    connect_timeout=max(1, int(timeout)),
+                    pending_size=4
+                    * WINDOW,  # never reached; nats-py would wait, and give up, in the middle of a publish
+                    error_cb=self._on_error,
+                    closed_cb=self._on_closed,
+                )
+                self.inbox = self._client.new_inbox()
+                await self._client.subscribe(self.inbox, cb=self._on_message)
+                await settled(self._client)
+        except TimeoutError as e:
+            await self._disconnect()
+            raise ChannelTimeoutError(f"no NATS server answers at {_shown(self._url)} within {timeout:g} s") from e
+        except (OSError, ValueError, nats.errors.Error) as e:
+            await self._disconnect()
+            raise ChannelClosedError(f"no NATS server for the tunnel at {_shown(self._url)}: {e}") from e
+
+    async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
+        """Ask for the other end.
+
+        Raises:
+            BusError: nobody answers, or refuses.
+        """
+        data, headers = encode(request)
+        with nats_errors(_shown(self._url), subject, timeout):
+            answer = await self._client.request(subject, data, timeout=timeout, headers=headers)
+        return decode_reply(answer.data, answer.headers, OpenTunnelReply)
+
+    def join(self, inbox: str, window: int, thread: threading.Thread | None = None) -> TunnelSocket:
+        """Bind to the other end. Returns the near socket; nothing moves before `run`."""
+        self._to, self._may_send = inbox, window
+        near, far = socket.socketpair()
+        for sock in (near, far):
+            tune(sock, SOCKET_BUFFER)
+        far.setblocking(False)
+        self._far = far
+        return TunnelSocket(near.detach(), self._fate, thread)
+
+    async def run(self) -> str:
+        """Pump until either side ends it or it breaks. Returns why it broke, or nothing."""
+        tasks = [asyncio.create_task(part()) for part in (self._up, self._down, self._beat)]
+        try:
+            await self._over.wait()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.abandon()
+        return self._fate.reason
+
+    async def abandon(self) -> None:
+        """Give back everything that is held."""
+        if self._far is not None:
+            self._far.close()
+        self._waiting.clear()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        with contextlib.suppress(OSError, nats.errors.Error):
+            await self._client.close()
+
+    async def end(self, reason: str) -> None:
+        """End it here and tell the other side."""
+        if self._over.is_set():
+            return
+        self._fate.reason = reason
+        self._over.set()
+        if self._to and not self._peer_ended:
+            with contextlib.suppress(OSError, nats.errors.Error):
+                await self._say(END, self._sent_chunks, reason.encode()[:_REASON_LIMIT])
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    async def _say(self, kind: int, number: int, data: bytes | bytearray | memoryview = b"", reply: str = "") -> None:
+        await self._client.publish(self._to, HEAD.pack(self._key, kind, number) + data, reply)
+
+    async def _up(self) -> None:
+        loop, far = asyncio.get_running_loop(), self._far
+        assert far is not None
+        chunk = max(1, min(CHUNK, self._client.max_payload - HEAD.size))
+        view = memoryview(bytearray(chunk))
+        try:
+            while True:
+                while self._sent_bytes >= self._may_send and not self._peer_ended:
+                    self._wake_up.clear()
+                    await self._wake_up.wait()
+                room = chunk if self._peer_ended else min(chunk, self._may_send - self._sent_bytes)
+                n = await loop.sock_recv_into(far, view[:room])
+                if not n:
+                    await self.end("")
+                    return
+                if self._peer_ended:
+                    continue  # nobody is left to read it; taken so that our writer comes to read what is left for it
+                self._sent_chunks += 1
+                self._sent_bytes += n
+                await self._say(DATA, self._sent_chunks, view[:n])
+                await asyncio.sleep(0)  # let it leave: neither call above waits while there is work
+        except (OSError, nats.errors.Error) as e:
+            await self.end(f"the tunnel broke: {e}")
+
+    async def _beat(self) -> None:
+        # Beats are counted, not seconds: if this process was stopped, the other end has not been silent.
+        while not self._peer_ended:
+            if self._silent_beats > SILENT_BEATS:
+                await self.end(f"the other end of the tunnel has been silent for {SILENT_BEATS * BEAT_S:g} s")
+                return
+            self._silent_beats += 1
+            with contextlib.suppress(OSError, nats.errors.Error):  # `closed_cb` tells
+                await self._say(BEAT, self._sent_chunks, reply=self.inbox)
+            await asyncio.sleep(BEAT_S)
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    async def _on_message(self, message: Msg) -> None:
+        """Never waits: beats and credit must not queue behind data that nobody takes."""
+        data = message.data
+        if len(data) < HEAD.size or data[:8] != self._key:
+            if not data and message.headers and message.headers.get("Status") == _NO_RESPONDERS and self._heard:
+                await self.end("the other end of the tunnel is gone")
+            return
+        if self._over.is_set() or self._peer_ended:
+            return
+        self._heard, self._silent_beats = True, 0
+        _, kind, number = HEAD.unpack_from(data)
+        if kind == DATA:
+            await self._take(number, data)
+        elif kind == CREDIT:
+            if not self._may_send <= number + self._window_out <= self._sent_bytes + self._window_out:
+                await self.end("the other end of the tunnel broke its rules: credit for what was never sent")
+                return
+            self._may_send = number + self._window_out
+            self._wake_up.set()
+        elif kind in (BEAT, END):
+            if number != self._got_chunks:
+                await self.end(f"the tunnel lost data: {number} messages were sent, {self._got_chunks} came")
+                return
+            if kind == END:
+                self._fate.reason = data[HEAD.size : HEAD.size + _REASON_LIMIT].decode(errors="replace")
+                self._peer_ended = True
+                self._wake_up.set()
+                self._wake_down.set()
+        else:
+            await self.end(f"the other end of the tunnel broke its rules: message of kind {kind}")
+
+    async def _take(self, number: int, data: bytes) -> None:
+        if number != self._got_chunks + 1:
+            await self.end(f"the tunnel lost data: message {number} came where {self._got_chunks + 1} was due")
+            return
+        self._got_chunks = number
+        self._got_bytes += len(data) - HEAD.size
+        if self._got_bytes - self._passed_on > WINDOW:
+            await self.end("the other end of the tunnel broke its rules: it sent more than its window")
+            return
+        self._waiting.append(data)
+        self._wake_down.set()
+
+    async def _down(self) -> None:
+        loop, far = asyncio.get_running_loop(), self._far
+        assert far is not None
+        told = 0
+        try:
+            while True:
+                while self._waiting:
+                    data = memoryview(self._waiting.popleft())[HEAD.size :]
+                    await loop.sock_sendall(far, data)
+                    self._passed_on += len(data)
+                    if self._passed_on - told >= WINDOW // 4 and not self._peer_ended:
+                        told = self._passed_on
+                        await self._say(CREDIT, told)
+                if self._peer_ended:
+                    self._over.set()
+                    return
+                self._wake_down.clear()
+                await self._wake_down.wait()
+        except nats.errors.Error as e:
+            await self.end(f"the tunnel broke: {e}")
+        except OSError:
+            await self.end("")  # our side closed its socket with data on the way to it
+
+    # -- what NATS says ----------------------------------------------------------------------------------------------
+
+    async def _on_error(self, error: Exception) -> None:
+        if self._to:
+            await self.end(f"the tunnel broke: NATS at {_shown(self._url)}: {error or type(error).__name__}")
+
+    async def _on_closed(self) -> None:
+        if self._to:
+            await self.end(f"the tunnel broke: the connection to NATS at {_shown(self._url)} is gone")
+
+
+def _shown(url: str) -> str:
+    """A URL for messages: without credentials."""
+    scheme, mark, rest = url.partition("://")
+    return scheme + mark + rest.rsplit("@", 1)[-1]
+
+
+# -- the client ------------------------------------------------------------------------------------------------------
+
+
+def open_tunnel(url: str, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
+    """A connected stream socket whose other end is at whoever serves `subject` on the NATS server at `url`.
+
+    One daemon thread pumps it, and ends when the socket is closed or the tunnel breaks.
+
+    Raises:
+        ChannelClosedError: no NATS server answers, or nobody serves the subject.
+        ChannelTimeoutError: no answer within `timeout` seconds.
+        ChannelError: the other side refuses.
+    """
+    opened: concurrent.futures.Future[TunnelSocket] = concurrent.futures.Future()
+    thread = threading.Thread(
+        target=lambda: asyncio.run(_client_end(url, subject, timeout, opened)), name="wooly-tunnel", daemon=True
+    )
+    thread.start()
+    try:
+        return opened.result()
+    except BaseException:
+        if opened.done() and opened.exception() is not None:
+            thread.join(LINGER_S)
+        raise
+
+
+async def _client_end(url: str, subject: str, timeout: float, opened: concurrent.futures.Future[TunnelSocket]) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout
+    request = OpenTunnelRequest.model_construct(inbox="", key=secrets.token_hex(8), window=WINDOW)
+    tunnel = _Tunnel(url, request.key)
+    try:
+        await tunnel.connect(timeout)
+        request = request.model_copy(update={"inbox": tunnel.inbox})
+        try:
+            reply = await tunnel.ask(subject, request, max(0.1, deadline - loop.time()))
+        except BusError as e:
+            raise _channel_error(e, subject, timeout) from e
+        near = tunnel.join(reply.inbox, reply.window, threading.current_thread())
+    except BaseException as e:
+        await tunnel.abandon()
+        opened.set_exception(e)
+        return
+    opened.set_result(near)
+    await tunnel.run()
+
+
+def _channel_error(error: BusError, subject: str, timeout: float) -> ChannelError:
+    if isinstance(error, BusTimeoutError):
+        return ChannelTimeoutError(f"no answer from the tunnel's other end ({subject}) within {timeout:g} s")
+    if isinstance(error, RefusedError):
+        return ChannelError(f"the tunnel is refused: {error}")
+    return ChannelClosedError(f"no tunnel to {subject}: {error}")
+
+
+# -- the executor ----------------------------------------------------------------------------------------------------
+
+
+class TunnelListener:
+    """The executor's end of all tunnels, in the event loop of its control side.
+
+    Args:
+        url: where NATS is.
+        deliver: gets the near socket of every new tunnel, and a name for its peer.
+        limit: tunnels at a time.
+    """
+
+    def __init__(self, url: str, deliver: Callable[[socket.socket, str], None], *, limit: int = 128) -> None:
+        self._url = url
+        self._deliver = deliver
+        self._limit = limit
+        self._tunnels: dict[_Tunnel, asyncio.Task[None]] = {}
+        self._opening = 0
+
+    @property
+    def open(self) -> int:
+        """Tunnels that are open now."""
+        return len(self._tunnels)
+
+    async def on_open_tunnel(self, request: OpenTunnelRequest) -> OpenTunnelReply:
+        """Handle a client's request.
+
+        Raises:
+            RefusedError: there are too many tunnels, or NATS does not let us in.
+        """
+        if len(self._tunnels) + self._opening >= self._limit:
+            raise RefusedError(
+                "channel.busy", f"{self._limit} tunnels are open here, no more are served", retryable=True
+            )
+        tunnel = _Tunnel(self._url, request.key)
+        self._opening += 1
+        try:
+            await tunnel.connect(OPEN_TIMEOUT_S - 1)
+        except ChannelError as e:
+            raise RefusedError(e.code, str(e), retryable=e.retryable) from e
+        finally:
+            self._opening -= 1
+        near = tunnel.join(request.inbox, request.window)
+        self._tunnels[tunnel] = asyncio.create_task(self._serve(tunnel, request.inbox))
+        self._deliver(near, f"tunnel {request.inbox}")
+        return OpenTunnelReply(inbox=tunnel.inbox, window=WINDOW)
+
+    async def _serve(self, tunnel: _Tunnel, peer: str) -> None:
+        try:
+            reason = await tunnel.run()
+        finally:
+            del self._tunnels[tunnel]
+        if reason:
+            log.warning("tunnel %s: %s", peer, reason)
+
+    async def close(self) -> None:
+        """End all tunnels."""
+        serving = list(self._tunnels.items())
+        for tunnel, _ in serving:
+            await tunnel.end("the executor is stopping")
+        await asyncio.gather(*[task for _, task in serving], return_exceptions=True)
