@@ -38,3 +38,28 @@ def test_convolution_channels_last_result_is_laid_out_as_on_the_cpu(cuda, dims, 
     for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
         assert steps(ours) == steps(theirs)
         assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: torch.linalg.svd(t),
+        lambda t: torch.linalg.svd(t, full_matrices=False),
+        lambda t: torch.linalg.eig(t[..., :5, :5]),
+        lambda t: [torch.fft.rfftn(t)],
+        lambda t: [torch.fft.rfftn(t, dim=(0, 1))],
+        lambda t: [torch.fft.hfft2(t.to(torch.complex64))],
+        lambda t: [torch.fft.irfftn(t.to(torch.complex64), dim=(0, 2))],
+        lambda t: [
+            nn.functional.max_unpool2d(
+                *nn.functional.max_pool2d(t[None].to(memory_format=torch.channels_last), 2, return_indices=True), 2
+            )
+        ],
+    ],
+)
+def test_result_of_library_operator_is_laid_out_as_on_the_cpu(cuda, call):
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 6)
+    for ours, theirs in zip(call(x.to(cuda)), call(x), strict=True):
+        assert steps(ours) == steps(theirs)
+        assert torch.equal(ours.cpu(), theirs)

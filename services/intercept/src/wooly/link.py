@@ -17,6 +17,9 @@ from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, p
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
 
+#: Executed runs whose origins are kept for the next answer: it, not their acknowledgement, says whether one of them failed.
+RUNS_REMEMBERED = 1024
+_POLL_EVERY = 64
 _MIRROR_LIMIT = 64 << 20
 _MIRROR_ITEM_LIMIT = 1 << 20
 
@@ -92,10 +95,12 @@ class Link:
         seq = self._send(Kind.RUN, pack_run(digest, bindings, params, frees, reply=reply))
         inflight = self._inflight
         inflight.append((seq, words, origins))
-        acked = self._channel.acked
-        # Keep one acknowledged run: an error of a run is reported by a later answer, not by its acknowledgement.
-        while len(inflight) > 4096 and inflight[0][0] <= acked:
-            inflight.popleft()
+        if len(inflight) > RUNS_REMEMBERED + _POLL_EVERY:
+            # A program that never waits for an answer would not see an acknowledgement otherwise.
+            self.poll()
+            acked = self._channel.acked
+            while len(inflight) > RUNS_REMEMBERED and inflight[0][0] <= acked:
+                inflight.popleft()
         return seq
 
     def write(self, buffer: int, offset: int, data: memoryview) -> None:

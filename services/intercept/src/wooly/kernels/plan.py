@@ -47,7 +47,8 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
 
-#: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics): inferred on the host.
+#: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics) or another layout
+#: (LAPACK's columns, MKL's choice of axes): inferred on the host.
 _INFERRED_ON_HOST = frozenset(
     {
         "aten.mkldnn_rnn_layer.default",
@@ -59,6 +60,11 @@ _INFERRED_ON_HOST = frozenset(
         "aten._histogramdd_from_bin_cts.default",
         "aten._embedding_bag.default",
         "aten._embedding_bag_forward_only.default",
+        "aten._linalg_svd.default",
+        "aten.linalg_eig.default",
+        "aten._fft_r2c.default",
+        "aten._fft_c2r.default",
+        "aten.max_unpool2d.default",
     }
 )
 

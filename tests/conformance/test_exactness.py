@@ -1,0 +1,49 @@
+"""The same numbers every time, and over any distance; a longer way costs no more waits."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wooly_bus.channel.framing import DEFAULT_WINDOW
+from wooly_testkit.delay_proxy import delay_proxy
+from wooly_testkit.executor import executor_process
+
+pytestmark = pytest.mark.connected
+PROGRAM = Path(__file__).with_name("training.py")
+
+
+def client(*argv):
+    done = subprocess.run([sys.executable, str(PROGRAM), *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def local():
+    """What the CPU computes without any of this."""
+    return client()
+
+
+def test_sixty_trainings_give_the_cpus_losses_every_time(cuda, local):
+    spec = importlib.util.spec_from_file_location("training", PROGRAM)
+    training = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(training)
+    assert len(set(local["losses"])) == training.STEPS and local["losses"][-1] < local["losses"][0]
+    unlike = [n for n in range(60) if training.train(cuda) != local["losses"]]
+    assert unlike == []
+
+
+def test_long_way_gives_the_same_numbers_with_the_same_waits(local):
+    with executor_process() as near:
+        loopback = client(near.endpoints[0], near.token)
+    with executor_process() as far, delay_proxy(far.endpoints[0], 0.010) as endpoint:
+        distant = client(endpoint, far.token)
+    for found in (loopback, distant):
+        assert found["losses"] == local["losses"]
+        assert found["chain"] == local["chain"]
+        # One wait for each number that is read, none for anything else: the 1,000 adds wait once, for their sum.
+        assert found["waits"] == [len(local["losses"]), 1]
+        assert found["bytes_sent"] < DEFAULT_WINDOW  # nor was a send held back by the window

@@ -1,0 +1,80 @@
+"""A small training, long enough to show what grows. Prints one line of JSON: memory and container sizes, early and at the end.
+
+Run: python long_training.py ENDPOINT TOKEN EXECUTOR_PID STEPS WARM_UP READ_EVERY   (READ_EVERY 0: nothing is read until the end)
+"""
+
+import collections
+import gc
+import json
+import sys
+
+import psutil
+import torch
+from torch import nn
+from wooly import api, storage
+
+SIZED = (list, dict, set, collections.deque)
+
+
+def containers():
+    """Length of every container that the client keeps for the life of the process or session, by name."""
+    attached = api._attached
+    device, link = attached.device, attached.link
+    owners = {
+        "recorder": vars(device.recorder),
+        "link": vars(link),
+        "channel": vars(link._channel),
+        "generic": vars(device.generic),
+        "transfer": vars(device.transfer),
+        "storage": vars(storage),
+    }
+    return {
+        f"{owner}.{name}": len(value)
+        for owner, attributes in owners.items()
+        for name, value in attributes.items()
+        if isinstance(value, SIZED) and not name.startswith("__")
+    }
+
+
+def measure(executor):
+    """What both sides hold now, when everything recorded has run."""
+    gc.collect()
+    torch.cuda.synchronize()
+    return {
+        "client_rss": psutil.Process().memory_info().rss,
+        "executor_rss": executor.memory_info().rss,
+        "containers": containers(),
+        "remote": api._attached.link.stats(),
+        "live": [storage.live_count(), storage.live_bytes()],
+    }
+
+
+def main():
+    endpoint, token, pid, steps, warm_up, read_every = sys.argv[1:3] + [int(a) for a in sys.argv[3:]]
+    torch.set_num_threads(1)
+    api.attach([endpoint], "standalone", token)
+    api.install_facade()
+    executor = psutil.Process(pid)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 4)).to("cuda")
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    batches = [(torch.randn(8, 16), torch.randint(0, 4, (8,))) for _ in range(4)]
+    found = {}
+    for step in range(1, steps + 1):
+        x, y = (t.to("cuda") for t in batches[step % 4])
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if read_every and step % read_every == 0:
+            assert 0 < loss.item() < 10
+            assert len((model[0].bias > -10).nonzero()) == 32  # a shape that only the far side knows
+        if step == warm_up:
+            found["early"] = measure(executor)
+    found["end"] = measure(executor)
+    api.disable()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
