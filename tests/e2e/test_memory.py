@@ -1,0 +1,79 @@
+"""Nothing grows while a training goes on: not the buffers over there, not the books kept here, not either process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wooly.link import RUNS_REMEMBERED
+from wooly.recorder import PROGRAMS_KEPT
+from wooly_testkit.executor import executor_process
+
+pytestmark = pytest.mark.connected
+PROGRAM = Path(__file__).with_name("long_training.py")
+MIB = 1 << 20
+
+#: Containers that may fill up to a limit of their own after the warm-up.
+LIMITED = {
+    "recorder._sent": PROGRAMS_KEPT,  # the timer cuts programs at any place
+    "link._inflight": 2 * RUNS_REMEMBERED,
+}
+#: What one step records and sends comes and goes: bounded by the size of a program and by how far the client runs ahead.
+PASSING = {
+    "recorder.words": 2000,
+    "recorder.bind": 1000,
+    "recorder.slot_of": 1000,
+    "recorder.params": 1000,
+    "recorder.origins": 500,
+    "recorder._frees": 1000,
+    "recorder._freed": 1000,
+    "storage.dead": 1000,
+    "storage._reusable": 1000,
+    "channel._unacked": 50_000,
+}
+
+
+def train(steps, warm_up, read_every):
+    with executor_process() as running:
+        argv = [running.endpoints[0], running.token, running.process.pid, steps, warm_up, read_every]
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *map(str, argv)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+
+def assert_nothing_piled_up(found):
+    early, end = found["early"], found["end"]
+    assert end["live"] == early["live"] and end["live"][0] > 0
+    assert end["remote"]["programs"] > early["remote"]["programs"]
+    # What is live here, and what the last frees have not told yet, is what is held there.
+    for name in ("buffers", "bytes"):
+        assert end["remote"][name] == early["remote"][name]
+    assert end["remote"]["buffers"] == end["live"][0]
+    assert end["containers"].keys() == early["containers"].keys() == found["peak"].keys()
+    limits = LIMITED | PASSING
+    grown = {
+        name: (early["containers"][name], highest)
+        for name, highest in found["peak"].items()
+        if highest > limits.get(name, early["containers"][name])
+    }
+    assert grown == {}
+
+
+@pytest.mark.parametrize("read_every", [50, 0], ids=["reading", "never-reading"])
+def test_training_of_two_thousand_steps_keeps_its_books_short(read_every):
+    assert_nothing_piled_up(train(2000, 500, read_every))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("read_every", [100, 0], ids=["reading", "never-reading"])
+def test_training_of_a_hundred_thousand_steps_does_not_grow(read_every, record_property):
+    found = train(100_000, 5000, read_every)
+    assert_nothing_piled_up(found)
+    for side in ("client_rss", "executor_rss"):
+        early, end = found["early"][side] / MIB, found["end"][side] / MIB
+        record_property(side, f"{early:.1f} -> {end:.1f} MiB")
+        assert end - early < 8, f"{side}: {early:.1f} MiB after 5,000 steps, {end:.1f} MiB after 100,000"
