@@ -17,7 +17,10 @@ def train(device):
     generator = torch.Generator().manual_seed(0)
     sizes = [(32, 20), (32,), (5, 32), (5,)]
     weights = [(torch.randn(size, generator=generator) * 0.3).to(device).requires_grad_() for size in sizes]
-    x, y = torch.randn(64, 20, generator=generator).to(device), torch.randint(0, 5, (64,), generator=generator).to(device)
+    x, y = (
+        torch.randn(64, 20, generator=generator).to(device),
+        torch.randint(0, 5, (64,), generator=generator).to(device),
+    )
     optimizer = torch.optim.SGD(weights, lr=0.2, momentum=0.9)
     losses = []
     for _ in range(STEPS):
