@@ -1,7 +1,8 @@
 """PyTorch's operator database on the device, against the CPU; what does not pass is listed in `opinfo_failures.txt`.
 
-The list may only shrink. It has one line per operator and outcome: `close` (in PyTorch's tolerance, but not the same bits), `wrong`,
-`unsupported`, `error`, or `crash`. An operator whose results on the CPU differ from run to run is none of these: it `varies`.
+The list may only shrink. It has one line per operator and outcome: `close` (within PyTorch's tolerance, not bit for bit),
+`wrong`, `unsupported`, `error`, or `crash`. An operator whose results on the CPU differ from run to run is none of these: it
+`varies`.
 """
 
 import json
