@@ -1,0 +1,108 @@
+"""The control side of a real executor process: sessions given, prolonged, refused, taken back, lapsed."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.channel import ChannelClosedError, Endpoint
+from wooly_bus.errors import NoResponderError, RefusedError
+from wooly_bus.rpc import ControlClient
+from wooly_wis.messages import (
+    CloseSessionReply,
+    CloseSessionRequest,
+    HostSessionReply,
+    HostSessionRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+)
+
+pytestmark = pytest.mark.connected
+LIMIT = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def executor(nats_server, tmp_path_factory):
+    """Asks the executor "x": `executor(verb, **fields)`."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
+        "WOOLY_EXECUTOR_NATS_URL": nats_server,
+        "WOOLY_EXECUTOR_ID": "x",
+        "WOOLY_EXECUTOR_LISTEN": "tcp://127.0.0.1:0",
+        "WOOLY_EXECUTOR_MEMORY": str(LIMIT),
+        "WOOLY_EXECUTOR_HEARTBEAT_S": "0.05",
+        "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path_factory.mktemp("state")),
+    }
+    process = subprocess.Popen([sys.executable, "-m", "wooly_executor"], env=environment)
+    control = ControlClient(nats_server)
+
+    def ask(verb, **fields):
+        match verb:
+            case "open":
+                message = HostSessionRequest(**{"tenant": "t", "priority": 2, "lease_s": 60.0} | fields)
+                return control.request(subjects.executor_session_open("x"), message, HostSessionReply)
+            case "renew":
+                return control.request(
+                    subjects.executor_session_renew("x"), RenewSessionRequest(**fields), RenewSessionReply
+                )
+            case _:
+                return control.request(
+                    subjects.executor_session_close("x"), CloseSessionRequest(**fields), CloseSessionReply
+                )
+
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                ask("close", session_id="nobody")
+                break
+            except NoResponderError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        yield ask
+    finally:
+        process.kill()
+        process.wait()
+        control.close()
+
+
+def test_session_is_served_renewed_and_taken_back(executor, wis):
+    reply = executor("open", session_id="a", token="secret", quota=1000)
+    assert executor("open", session_id="a", token="secret", quota=1000) == reply
+    client = wis.client(Endpoint.parse(reply.endpoints[0]), "a", "secret")
+    assert client.welcome["device"]["total_memory"] == 1000
+    assert executor("renew", session_id="a", token="secret").lease_s == 60
+    assert executor("close", session_id="a").closed and not executor("close", session_id="a").closed
+    with pytest.raises(ChannelClosedError):
+        client.sync()
+    client.channel.close()
+
+
+@pytest.mark.parametrize(
+    ("verb", "fields", "code"),
+    [
+        ("open", {"session_id": "big", "token": "t", "quota": LIMIT + 1}, "executor.admission"),
+        ("open", {"session_id": "mine", "token": "other"}, "executor.admission"),
+        ("renew", {"session_id": "mine", "token": "other"}, "executor.no_session"),
+        ("renew", {"session_id": "nobody", "token": "t"}, "executor.no_session"),
+    ],
+)
+def test_refusal_carries_its_code_and_leaves_the_holder_alone(executor, verb, fields, code):
+    executor("open", session_id="mine", token="secret")
+    with pytest.raises(RefusedError) as caught:
+        executor(verb, **fields)
+    assert caught.value.code == code
+    assert executor("renew", session_id="mine", token="secret").lease_s == 60
+
+
+def test_lapsed_lease_ends_the_session(executor, wis):
+    reply = executor("open", session_id="brief", token="secret", lease_s=0.01)
+    with pytest.raises(ChannelClosedError):
+        client = wis.client(Endpoint.parse(reply.endpoints[0]), "brief", "secret")
+        try:
+            client.channel.recv(30)
+        finally:
+            client.channel.close()
+    with pytest.raises(RefusedError):
+        executor("renew", session_id="brief", token="secret")

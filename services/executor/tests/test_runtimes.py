@@ -1,0 +1,337 @@
+"""The prepared runtime against the reference, bit for bit: generated programs, and results that are awkward to adopt."""
+
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.dtypes import DType
+from wooly_wis.program import OperandRef, ParamKind, ParamRef
+
+REFS = tuple(OperandRef(i) for i in range(4))
+RUNTIMES = (TorchCpuRuntime, ReferenceRuntime)
+DTYPES = [DType.F32, DType.F64, DType.BF16, DType.F16, DType.I64, DType.U8, DType.BOOL, DType.C64]
+#: operator, operands before it, arguments after them
+UNARY = [
+    ("aten.relu.default", ()),
+    ("aten.neg.default", ()),
+    ("aten.exp.default", ()),
+    ("aten.clone.default", ()),
+    ("aten.sgn.default", ()),
+    ("aten.isnan.default", ()),
+    ("aten.sum.dim_IntList", ((-1,), True)),
+    ("aten.mean.dim", ((0,), False)),
+    ("aten.cumsum.default", (0,)),
+    ("aten._softmax.default", (-1, False)),
+    ("aten.amax.default", ((0,),)),
+    ("aten.argmax.default", ()),
+    ("aten.topk.default", (1, -1)),
+    ("aten.max.dim", (0,)),
+    ("aten.roll.default", ((1,), (0,))),
+    ("aten.flip.default", ((0,),)),
+    ("aten._foobar.default", ()),
+]
+BINARY = [f"aten.{n}" for n in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "eq.Tensor", "mm.default")]
+IN_PLACE = [f"aten.{n}" for n in ("add_.Tensor", "mul_.Tensor", "sub_.Tensor")]
+SHAPES = [(), (1,), (4,), (2, 3), (3, 3), (0, 3), (2, 1, 3)]
+
+
+@dataclass
+class Value:
+    """A buffer of a program under construction: its whole view."""
+
+    name: str
+    view: object
+
+
+def overload(name):
+    _, packet, kind = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), kind)
+
+
+def sample(view):
+    return as_view(torch.zeros(max(view.end, 1) + 64, dtype=torch.uint8), view)
+
+
+def accepts(operator, operands):
+    """Whether the library takes operands such as these."""
+    try:
+        with torch.inference_mode():
+            overload(operator)(*[sample(v) for _, _, v in operands])
+    except RuntimeError:
+        return False
+    return True
+
+
+def announced(wis, t):
+    return wis.at(WIS_DTYPE[t.dtype], *t.shape, strides=t.stride())
+
+
+def window(wis, view, how):
+    """Another view of the same buffer."""
+    sizes, strides = view.sizes, view.strides
+    if how == "transposed" and len(sizes) >= 2:
+        return wis.at(view.dtype, *reversed(sizes), strides=tuple(reversed(strides)))
+    if how == "tail" and sizes and sizes[0] > 1:
+        return wis.at(
+            view.dtype, sizes[0] - 1, *sizes[1:], strides=strides, offset=view.offset + strides[0] * view.dtype.itemsize
+        )
+    if how == "expanded":
+        return wis.at(view.dtype, 3, *sizes, strides=(0, *strides))
+    return view
+
+
+@st.composite
+def bodies(draw, wis):
+    """A program over buffers that it makes itself, and how many i64 words of params it takes."""
+    body, values, params = wis.body(), [], []
+
+    def name():
+        return f"v{len(body.names)}"
+
+    def result(operator, operands, tail):
+        """Append a call whose outputs are as the library would make them; calls that it refuses are left out."""
+        try:
+            with torch.inference_mode():
+                made = overload(operator)(*[sample(v) for _, _, v in operands], *tail)
+        except (RuntimeError, IndexError):
+            return
+        outs = []
+        for t in made if isinstance(made, tuple) else (made,):
+            outs.append(
+                Value(
+                    f"v{len(body.names)}",
+                    announced(wis, t.contiguous() if t.storage_offset() or 0 in t.stride() else t),
+                )
+            )
+            body.alloc(outs[-1].name, outs[-1].view.end)
+        args = (*REFS[: len(operands)], *tail)
+        body.call(operator, *operands, *[("out", o.name, o.view) for o in outs], args=args)
+        values.extend(outs)
+
+    def operand(role="in", hows=("whole", "whole", "transposed", "tail", "expanded")):
+        value = draw(st.sampled_from(values))
+        return role, value.name, window(wis, value.view, draw(st.sampled_from(hows)))
+
+    for _ in range(draw(st.integers(1, 3))):
+        dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES))
+        value = Value(name(), wis.at(dtype, *shape))
+        body.alloc(value.name, value.view.end).fill(value.name, value.view, draw(st.integers(0, 3)))
+        values.append(value)
+    for _ in range(draw(st.integers(1, 8))):
+        match draw(
+            st.sampled_from(["unary", "binary", "binary", "in-place", "cast", "cat", "norm", "random", "fails"])
+        ):
+            case "unary":
+                operator, tail = draw(st.sampled_from(UNARY))
+                result(operator, [operand()], tail)
+            case "binary":
+                result(draw(st.sampled_from(BINARY)), [operand(), operand()], ())
+            case "in-place":
+                operands = [operand("inout", ("whole", "transposed", "tail")), operand()]
+                operator = draw(st.sampled_from(IN_PLACE))
+                if accepts(operator, operands):
+                    body.call(operator, *operands)
+            case "cast":
+                _, source, seen = operand()
+                value = Value(name(), wis.at(draw(st.sampled_from(DTYPES)), *seen.sizes))
+                body.alloc(value.name, value.view.end).copy(source, seen, value.name, value.view)
+                values.append(value)
+            case "cat":
+                _, n, seen = operand()
+                value = Value(name(), wis.at(seen.dtype, 2 * seen.sizes[0], *seen.sizes[1:])) if seen.sizes else None
+                if value:
+                    both = ("in", n, seen), ("in", n, seen), ("out", value.name, value.view)
+                    body.alloc(value.name, value.view.end).call("aten.cat.default", *both, args=(REFS[:2], 0))
+                    values.append(value)
+            case "norm":
+                _, n, seen = operand()
+                if seen.sizes:
+                    result("aten.native_layer_norm.default", [("in", n, seen)], ((seen.sizes[-1],), None, None, 1e-5))
+            case "random":
+                target = operand("inout", ("whole", "tail"))
+                pair = (ParamRef(0), ParamRef(1))
+                body.call("aten.uniform_.default", target, params=(ParamKind.I64,) * 2, rng=pair)
+                params.extend(draw(st.lists(st.integers(-3, 3), min_size=2, max_size=2)))
+            case "fails":
+                value = Value(name(), wis.at(DType.F32, 2))
+                body.alloc(value.name, 8)
+                operands = operand(), ("out", value.name, value.view)
+                body.call("aten._softmax.default", *operands, args=(REFS[0], 99, False))
+                values.append(value)
+    for value in draw(st.lists(st.sampled_from(values), max_size=2, unique_by=lambda v: v.name)):
+        body.free(value.name)
+    return body, params
+
+
+def execute(runtime, body, params=(), contents=None, times=2):
+    """What is left after each run: the outcome, and of every buffer its size, bytes and poison."""
+    contents = contents or {}
+    ids = {name: i for i, name in enumerate(body.names)}
+    seen = []
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ready = ProgramStore(runtime).define(body.raw)
+        for _ in range(times):
+            buffers = {}
+            for name, t in contents.items():
+                data = t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                buffers[ids[name]] = runtime.allocate(len(data))
+                bytes_of(buffers[ids[name]].base, 0, len(data))[:] = data
+            outcome = runtime.run(ready.prepared, buffers, list(ids.values()), list(params))
+            left = {
+                i: (b.nbytes, b.poison, None if b.base is None else bytes(bytes_of(b.base, 0, b.nbytes)))
+                for i, b in sorted(buffers.items())
+            }
+            described = [o and (o["dtype"], o["sizes"]) for o in outcome.outputs]
+            seen.append((outcome.failed_at, outcome.error, described, outcome.values, left))
+    return seen
+
+
+def agree(body, params=(), contents=None):
+    """Both runtimes leave the same; returns what they leave."""
+    prepared, reference = (execute(kind(), body, params, contents) for kind in RUNTIMES)
+    assert prepared == reference and prepared[0] == prepared[1]
+    return prepared[0]
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None, derandomize=True)
+def test_generated_programs_leave_the_same_bytes(wis, data):
+    body, params = data.draw(bodies(wis))
+    agree(body, params)
+
+
+@pytest.mark.parametrize("dtype", DTYPES + [DType.I8, DType.I16, DType.I32, DType.C128, DType.F8E4M3FN], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copy_of_every_dtype_and_shape(wis, dtype, shape):
+    v = wis.at(dtype, *shape)
+    t = torch.ones(shape, dtype=TORCH_DTYPE[dtype])
+    body = wis.body().alloc("y", v.end).call("aten.clone.default", ("in", "x", v), ("out", "y", v))
+    failed, _, _, _, left = agree(body, contents={"x": t})
+    ids = {n: i for i, n in enumerate(body.names)}
+    assert failed is None and left[ids["x"]][2] == left[ids["y"]][2]
+
+
+def test_result_that_is_its_argument_becomes_a_buffer_of_its_own(wis):
+    v = wis.at(DType.F32, 3)
+    body = wis.body().alloc("y", 12).call("aten._foobar.default", ("in", "x", v), ("out", "y", v)).fill("y", v, 9.0)
+    left = agree(body, contents={"x": torch.ones(3)})[-1]
+    assert left[0][2] != left[1][2]
+
+
+def test_result_with_other_strides_than_announced_is_laid_out_as_announced(wis):
+    rows, columns = wis.at(DType.F32, 2, 3), wis.at(DType.F32, 2, 3, strides=(1, 2))
+    body = wis.body().alloc("y", 24).call("aten.neg.default", ("in", "x", rows), ("out", "y", columns))
+    left = agree(body, contents={"x": torch.arange(6.0).reshape(2, 3)})[-1]
+    assert left[0][2] == (-torch.arange(6.0).reshape(2, 3).T.contiguous()).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "fails"),
+    [((3, 2), DType.F32, True), ((7,), DType.F32, True), ((2, 3), DType.F64, False)],
+    ids=str,
+)
+def test_result_of_another_shape_fails_and_of_another_dtype_is_converted(wis, sizes, dtype, fails):
+    """The reference would broadcast or refuse in other words, so only the prepared runtime is asked."""
+    out = wis.at(dtype, *sizes)
+    body = wis.body().alloc("y", out.end)
+    body.call("aten.neg.default", ("in", "x", wis.at(DType.F32, 2, 3)), ("out", "y", out))
+    for failed, error, *_, left in execute(TorchCpuRuntime(), body, contents={"x": torch.ones(2, 3)}):
+        assert (failed == 1 and "announced was" in error and left[0][1] == error) if fails else failed is None
+
+
+@pytest.mark.parametrize("alias", [False, True])
+def test_out_variant_writes_where_it_is_told(wis, alias):
+    v = wis.at(DType.F32, 4)
+    target = "x" if alias else "y"
+    body = wis.body().alloc("y", 16)
+    operands = ("in", "x", v), ("in", "x", v), ("inout", target, v)
+    body.call("aten.add.out", *operands, args=REFS[:2], kwargs=(("out", REFS[2]),))
+    left = agree(body, contents={"x": torch.arange(4.0)})[-1]
+    ids = {n: i for i, n in enumerate(body.names)}
+    assert left[ids[target]][2] == (2 * torch.arange(4.0)).numpy().tobytes()
+
+
+def test_in_place_on_a_view_is_seen_through_every_other_view(wis):
+    whole, turned = wis.at(DType.F32, 2, 2), wis.at(DType.F32, 2, 2, strides=(1, 2))
+    corner = wis.at(DType.F32, 1, offset=4)
+    body = wis.body().alloc("y", 16).call("aten.clone.default", ("in", "x", whole), ("out", "y", whole))
+    body.call("aten.mul_.Tensor", ("inout", "y", turned), ("in", "x", whole))
+    body.fill("y", corner, 7.0).alloc("z", 16).copy("y", turned, "z", whole)
+    left = agree(body, contents={"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]])})[-1]
+    ids = {n: i for i, n in enumerate(body.names)}
+    assert left[ids["z"]][2] == torch.tensor([1.0, 6.0, 7.0, 16.0]).numpy().tobytes()
+
+
+def test_bytes_of_one_dtype_are_read_as_another(wis):
+    pairs = wis.at(DType.C64, 2)
+    body = wis.body().alloc("y", 16).copy("x", wis.at(DType.F32, 4), "y", wis.at(DType.F32, 4))
+    body.call("aten.mul_.Tensor", ("inout", "y", pairs), ("in", "x", pairs))
+    assert agree(body, contents={"x": torch.tensor([1.0, 2.0, 3.0, 4.0])})[0] is None
+
+
+def test_complex_result_keeps_no_pending_conjugation(wis):
+    v = wis.at(DType.C64, 2, 2)
+    t = torch.tensor([[1 + 2j, 3], [4j, 5 - 1j]])
+    body = wis.body().alloc("y", 32).call("aten.mm.default", ("in", "x", v), ("in", "x", v), ("out", "y", v))
+    body.alloc("z", 32).call("aten._fft_c2c.default", ("in", "y", v), ("out", "z", v), args=(REFS[0], (0, 1), 0, False))
+    assert agree(body, contents={"x": t})[0] is None
+
+
+@pytest.mark.parametrize("operator", ["aten.topk.default", "aten.max.dim"])
+def test_several_results_and_a_freed_one(wis, operator):
+    v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 1) if "topk" in operator else wis.at(DType.I64)
+    top = wis.at(DType.F32, *i.sizes)
+    body = wis.body().alloc("a", 4).alloc("b", 8)
+    args = (REFS[0], 1, 0) if "topk" in operator else (REFS[0], 0)
+    body.call(operator, ("in", "x", v), ("out", "a", top), ("out", "b", i), args=args).free("b").free("x")
+    left = agree(body, contents={"x": torch.tensor([1.0, 4.0, 2.0, 3.0])})[-1]
+    assert left == {0: (4, "", torch.tensor([4.0]).numpy().tobytes())}
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_dropout_replays(wis, rate):
+    v, mask = wis.at(DType.F32, 64), wis.at(DType.BOOL, 64)
+    body = wis.body().alloc("y", 256).alloc("m", 64)
+    body.call(
+        "aten.native_dropout.default",
+        ("in", "x", v),
+        ("out", "y", v),
+        ("out", "m", mask),
+        args=(REFS[0], rate, True),
+        params=(ParamKind.I64,) * 2,
+        rng=(ParamRef(0), ParamRef(1)),
+    )
+    drawn = [agree(body, (seed, offset), {"x": torch.ones(64)})[-1] for seed, offset in [(1, 0), (1, 1), (1, 0)]]
+    assert drawn[0] == drawn[2] and (drawn[0] != drawn[1]) is (rate == 0.5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(ParamKind.F64, 2.5), (ParamKind.I64, -3), (ParamKind.BOOL, True), (ParamKind.C128, 1 + 2j)],
+    ids=lambda x: str(x),
+)
+@pytest.mark.parametrize("dtype", [DType.F32, DType.I64, DType.BF16, DType.C64], ids=str)
+def test_param_in_place_of_a_tensor(wis, kind, value, dtype):
+    v = wis.at(dtype, 3)
+    made = torch.ones(3, dtype=TORCH_DTYPE[dtype]) * value
+    out = announced(wis, made)
+    body = wis.body().alloc("y", out.end)
+    operands = ("in", "x", v), ("out", "y", out)
+    body.call("aten.mul.Tensor", *operands, args=(REFS[0], ParamRef(0)), params=(kind,))
+    failed, _, _, _, left = agree(body, (value,), {"x": torch.ones(3, dtype=TORCH_DTYPE[dtype])})
+    assert failed is None and left[0][2] == made.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("values", [(0.0, 0.0), (1.0, 0.0), (1.0, 2.0)], ids=str)
+def test_result_of_unknown_size(wis, values):
+    body = wis.body().call("aten.nonzero.default", ("in", "x", wis.at(DType.F32, 2)), ("out", "i", None))
+    failed, _, described, _, _ = agree(body, contents={"x": torch.tensor(values)})
+    assert failed is None and described == [("i64", [sum(map(bool, values)), 1])]
