@@ -6,6 +6,7 @@ pauses is not read, so that only its socket buffers fill. A hostile or broken co
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import socket
 import ssl
@@ -209,11 +210,9 @@ class ChannelServer:
         return bound
 
     def wake(self) -> None:
-        """Make a waiting `poll` return; callable from any thread."""
-        try:
+        """Make a waiting `poll` return; callable from any thread, also when the server is closed already."""
+        with contextlib.suppress(OSError):  # full of wake-ups, or closed
             self._wake_in.send(b"\0")
-        except BlockingIOError:
-            return  # it is full of wake-ups already
 
     def close(self) -> None:
         """Close every connection and listener."""
