@@ -13,6 +13,7 @@ from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.envelope import MAX_PAYLOAD
 from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, ErrorReply, Message, NodesRequest
 
 pytestmark = pytest.mark.connected
@@ -236,3 +237,13 @@ def test_tracing_is_off_unless_an_endpoint_is_configured(monkeypatch):
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     assert tracing.setup_tracing("test") is False
+
+
+async def test_service_ends_while_nats_is_away():
+    with start_nats_server() as url:
+        app = ServiceApp("test", url)
+        running = app.running()
+        await running.__aenter__()
+    while app.broker._connection.is_connected:
+        await asyncio.sleep(0.01)
+    await running.__aexit__(None, None, None)

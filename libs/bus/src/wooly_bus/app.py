@@ -12,9 +12,11 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+import nats.errors
 from faststream import AckPolicy
 from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
+from nats.aio.client import Client
 from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.envelope import decode, decode_reply, encode
@@ -48,6 +50,7 @@ class ServiceApp:
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
+        self._client: Client | None = None
         self.broker = NatsBroker(
             nats_url,
             logger=None,
@@ -152,13 +155,21 @@ class ServiceApp:
         try:
             yield self
         finally:
-            self._ending = True
-            await self.broker.stop()
+            await self._stop()
 
     async def _start(self) -> None:
         await self.broker.start()
         # The server has every subscription before anybody is told that the service is there.
-        await settled(await self.broker.connect())
+        self._client = await self.broker.connect()
+        await settled(self._client)
+
+    async def _stop(self) -> None:
+        self._ending = True
+        try:
+            await self.broker.stop()
+        except nats.errors.ConnectionReconnectingError:  # NATS is away: there is nobody to take leave of
+            if self._client is not None:
+                await self._client.close()
 
 
 async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> Message | None:

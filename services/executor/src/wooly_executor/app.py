@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -12,7 +13,8 @@ import threading
 import torch
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
-from wooly_bus.channel import ChannelError, Endpoint, EndpointError
+from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
+from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
 
@@ -21,7 +23,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_executor.settings import ExecutorSettings, complaints
+from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 
 log = logging.getLogger("wooly.executor")
 RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime, "reference": ReferenceRuntime}
@@ -42,8 +44,10 @@ def make_runtime(name: str) -> Runtime:
 async def serve(settings: ExecutorSettings, loop: DeviceLoop, endpoints: list[str]) -> None:
     """Be part of the control plane until a signal comes."""
     app = ServiceApp("executor", settings.nats_url)
-    actor = ExecutorActor(settings, app, loop, endpoints)
-    async with app.running():
+    tunnels = TunnelListener(settings.nats_url, lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)))
+    endpoints = [*endpoints, str(tunnel_endpoint(settings.nats_url, settings.id))]
+    actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
+    async with app.running(), contextlib.aclosing(tunnels):
         watching = asyncio.create_task(actor.watch())
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
@@ -51,6 +55,21 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, endpoints: list[st
         if watching.done():
             watching.result()
         watching.cancel()
+
+
+def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
+    """Listen there, with TLS if the endpoint says so. Returns the endpoint with its real port.
+
+    Raises:
+        ChannelError: the address, or the certificate, cannot be used.
+    """
+    if endpoint.scheme != "tls":
+        return loop.listen(endpoint)
+    try:
+        context = server_context(settings.tls_cert, settings.tls_key)
+    except ChannelTlsError as e:
+        raise ChannelTlsError(f"{endpoint}: {e} (see {PREFIX}TLS_CERT and {PREFIX}TLS_KEY)") from e
+    return loop.server.listen(endpoint, context)
 
 
 def serve_alone(loop: DeviceLoop, token: str) -> None:
@@ -66,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
     parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
-    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port)")
+    parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
     parser.add_argument("--token", default="", help="with --standalone: the session's token")
     parser.add_argument("--runtime", choices=sorted(RUNTIMES))
     args = parser.parse_args(argv)
@@ -85,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
-        endpoints = [str(loop.listen(Endpoint.parse(text))) for text in listen]
+        endpoints = [str(listen_on(loop, Endpoint.parse(text), settings)) for text in listen]
     except (ChannelError, EndpointError, OSError) as e:
         log.error("%s", e)
         return 2

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
 from wooly_wis.messages import (
     CloseSessionReply,
@@ -40,6 +41,7 @@ class ExecutorActor(Actor):
         app: ServiceApp,
         loop: DeviceLoop,
         endpoints: list[str],
+        tunnels: TunnelListener,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
@@ -57,6 +59,8 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
         app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session))
         app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
+        # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
+        app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
         """Take a session. Asking twice for the same one changes nothing."""

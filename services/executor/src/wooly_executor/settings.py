@@ -24,6 +24,8 @@ class ExecutorSettings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname)
     runtime: Literal["cpu", "reference"] = "cpu"
     listen: str = ""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
     memory: Annotated[int, Field(gt=0, lt=1 << 63)] | None = None
     heartbeat_s: float = Field(default=1.0, gt=0)

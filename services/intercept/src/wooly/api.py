@@ -6,10 +6,11 @@ import atexit
 import threading
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
+from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 
 from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
@@ -46,8 +47,23 @@ def attach(
     flush_interval_s: float = 0.005,
     executor_id: str = "",
     node: str = "",
+    channel: str = "auto",
+    control_url: str = "",
+    tls_ca: Path | None = None,
 ) -> Device:
     """Connect the device to an executor's data channel: the first of `endpoints` that answers.
+
+    Args:
+        endpoints: where the executor says that it listens.
+        session_id: the session, as the router named it.
+        token: what the executor wants to see.
+        flush_instructions: instructions after which a program is sent.
+        flush_interval_s: seconds after which an idle executor gets what there is.
+        executor_id: for messages.
+        node: for messages.
+        channel: auto, direct (no tunnel) or tunnel (nothing else).
+        control_url: NATS as this process reaches it; empty: as the executor does.
+        tls_ca: authorities for tls endpoints; None: the system's.
 
     Raises:
         NotConnectedError: none does.
@@ -60,8 +76,16 @@ def attach(
         failures = []
         for text in endpoints:
             endpoint = Endpoint.parse(text)
+            if channel != "auto" and (channel == "tunnel") != (endpoint.scheme == "nats"):
+                failures.append(f"{text}: not tried, WOOLYAI_CHANNEL is {channel}")
+                continue
             try:
-                link = Link(_dial(endpoint), session_id, token, f"{executor_id or 'executor'} ({endpoint})")
+                client = _dial(endpoint, control_url, tls_ca)
+                try:
+                    link = Link(client, session_id, token, f"{executor_id or 'executor'} ({endpoint})")
+                except BaseException:
+                    client.close()
+                    raise
             except (ChannelError, WoolyError) as e:
                 failures.append(f"{text}: {e}")
                 continue
@@ -78,11 +102,16 @@ def attach(
         return device
 
 
-def _dial(endpoint: Endpoint) -> ChannelClient:
+def _dial(endpoint: Endpoint, control_url: str, tls_ca: Path | None) -> ChannelClient:
     if endpoint.scheme == "nats":
         from wooly_bus.channel.tunnel import open_tunnel
 
-        return ChannelClient(open_tunnel(f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+        return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+    if endpoint.scheme == "tls":
+        try:
+            return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
+        except ChannelTlsError as e:
+            raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
     return ChannelClient.connect(endpoint)
 
 
@@ -114,6 +143,9 @@ def enable(settings: Any = None) -> None:
                     flush_interval_s=settings.flush_interval_ms / 1e3,
                     executor_id=opened.executor_id,
                     node=opened.node,
+                    channel=settings.channel,
+                    control_url=opened.control_url,
+                    tls_ca=settings.tls_ca,
                 )
             except BaseException:
                 opened.close()

@@ -126,6 +126,7 @@ class OpenedSession:
         endpoints: where the executor listens.
         executor_id: who serves.
         node: on which host.
+        control_url: NATS, as this process reaches it.
     """
 
     def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
@@ -134,6 +135,7 @@ class OpenedSession:
         self.endpoints = list(opened.endpoints)
         self.executor_id = opened.executor_id
         self.node = opened.node
+        self.control_url = controller.url
         self._controller = controller
         self._lease_s = opened.lease_s
         self._closing = threading.Event()

@@ -48,6 +48,13 @@ class Settings(BaseSettings):
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
     swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
     dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
+    channel: Literal["auto", "direct", "tunnel"] = Field(
+        "auto",
+        description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",
+    )
+    tls_ca: Path | None = Field(
+        None, description="PEM file of the authorities that may vouch for executors on tls://; empty: the system's"
+    )
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     programs_dir: Path | None = Field(
         None, description="folder to which every new program is written, for `wooly disasm`"

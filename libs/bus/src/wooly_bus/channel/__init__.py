@@ -17,6 +17,7 @@ from wooly_bus.channel.server import (
     Event,
     FrameReceived,
 )
+from wooly_bus.channel.tls import ChannelTlsError, client_context, server_context
 
 __all__ = [
     "ChannelClient",
@@ -24,6 +25,7 @@ __all__ = [
     "ChannelError",
     "ChannelServer",
     "ChannelTimeoutError",
+    "ChannelTlsError",
     "Connected",
     "Connection",
     "Disconnected",
@@ -33,4 +35,6 @@ __all__ = [
     "Frame",
     "FrameReceived",
     "ProtocolError",
+    "client_context",
+    "server_context",
 ]

@@ -26,6 +26,7 @@ from wooly_bus.channel.framing import (
     ProtocolError,
     parse_header,
 )
+from wooly_bus.channel.tls import client_context, handshake_error
 
 Buffer = bytes | bytearray | memoryview
 _ACK_EVERY = 32 << 20
@@ -60,6 +61,7 @@ class ChannelClient:
         Raises:
             ChannelClosedError: nobody listens there.
             ChannelTimeoutError: no answer within `timeout` seconds.
+            ChannelTlsError: the server's certificate is not trusted, or it does not speak TLS.
         """
         sock: socket.socket | None = None
         try:
@@ -72,11 +74,12 @@ class ChannelClient:
                 sock = socket.create_connection((endpoint.host, endpoint.port), timeout)
                 tune(sock, SOCKET_BUFFER)
                 if endpoint.scheme == "tls":
-                    context = tls or ssl.create_default_context()
-                    sock = context.wrap_socket(sock, server_hostname=endpoint.host)
+                    sock = (tls or client_context()).wrap_socket(sock, server_hostname=endpoint.host)
         except OSError as e:
             if sock is not None:
                 sock.close()
+            if isinstance(e, ssl.SSLError) and not isinstance(e, TimeoutError):
+                raise handshake_error(endpoint, e) from e
             if not isinstance(e, TimeoutError):
                 raise ChannelClosedError(f"{endpoint}: {e}") from e
             raise ChannelTimeoutError(f"{endpoint}: no answer within {timeout:g} s") from e
@@ -249,5 +252,5 @@ class ChannelClient:
         return self._in_flight
 
     def close(self) -> None:
-        """Close the connection. What was sent is still delivered."""
+        """Close the connection. Frames that were not acknowledged may be lost: ask for an answer first where that matters."""
         self._sock.close()

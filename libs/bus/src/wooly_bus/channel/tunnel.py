@@ -1,6 +1,6 @@
 """A byte stream through NATS, for a data channel where no route exists. It knows bytes only: no frames, no sessions.
 
-Each end joins a pair of inboxes to a socket pair. The near socket goes to the ordinary `ChannelClient` or `ChannelServer`, so that
+Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `ChannelServer`, so that
 framing and everything above are the same as on any other transport; the far one is pumped by a `_Tunnel`.
 
 A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
@@ -13,8 +13,8 @@ A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
 | 4 END | DATA messages sent so far | why, in words; nothing where the stream just ended |
 
 Whatever does not carry the key comes from somebody else and is dropped. NATS keeps one sender's order, so a number that does not
-fit means that messages were lost: the tunnel ends, it does not repeat. Every end has a NATS connection of its own: what waits in it
-is at most the window, far below the point at which the server gives a slow consumer up.
+fit means that messages were lost: the tunnel ends, it does not repeat. Every end has a NATS connection of its own: what waits in
+it is at most the window, far below the point at which the server gives a slow consumer up.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
@@ -38,7 +39,7 @@ from pydantic import AfterValidator, Field
 from wooly_wis.messages import Message
 
 from wooly_bus import subjects
-from wooly_bus.channel.endpoint import tune
+from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError
@@ -57,9 +58,11 @@ BEAT_S = 1.0
 SILENT_BEATS = 5
 OPEN_TIMEOUT_S = 5.0
 #: Seconds that closing waits until what was sent is on its way.
-LINGER_S = 2.0
+LINGER_S = 5.0
+NATS_PORT = 4222
 _NO_RESPONDERS = "503"
 _REASON_LIMIT = 500
+_SMALL = 16 << 10
 
 Inbox = Annotated[str, AfterValidator(subjects.inbox)]
 
@@ -135,6 +138,7 @@ class _Tunnel:
         self._key = bytes.fromhex(key)
         self._client = Client()
         self._fate = _Fate()
+        self._last_error = ""
         self._to = ""
         self._far: socket.socket | None = None
         self._over = asyncio.Event()
@@ -145,12 +149,13 @@ class _Tunnel:
         # what goes out
         self._sent_chunks = 0
         self._sent_bytes = 0
+        self._their_window = 0
         self._may_send = 0
         # what comes in
         self._got_chunks = 0
         self._got_bytes = 0
         self._passed_on = 0
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[memoryview | bytearray] = deque()
         self._peer_ended = False
         self.inbox = ""
 
@@ -163,10 +168,12 @@ class _Tunnel:
         try:
             async with asyncio.timeout(timeout):
                 await self._client.connect(
-                    self._url,
+                    [server.strip() for server in self._url.split(",")],
                     name="wooly-tunnel",
                     allow_reconnect=False,  # what was under way is lost: the stream could not go on
                     connect_timeout=max(1, int(timeout)),
+                    max_reconnect_attempts=1,
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # it sleeps so long; annotated int
                     pending_size=4
                     * WINDOW,  # never reached; nats-py would wait, and give up, in the middle of a publish
                     error_cb=self._on_error,
@@ -180,7 +187,9 @@ class _Tunnel:
             raise ChannelTimeoutError(f"no NATS server answers at {_shown(self._url)} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             await self._disconnect()
-            raise ChannelClosedError(f"no NATS server for the tunnel at {_shown(self._url)}: {e}") from e
+            raise ChannelClosedError(
+                f"no NATS server for the tunnel at {_shown(self._url)}: {self._last_error or e}"
+            ) from e
 
     async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
         """Ask for the other end.
@@ -195,7 +204,8 @@ class _Tunnel:
 
     def join(self, inbox: str, window: int, thread: threading.Thread | None = None) -> TunnelSocket:
         """Bind to the other end. Returns the near socket; nothing moves before `run`."""
-        self._to, self._may_send = inbox, window
+        self._to = inbox
+        self._may_send = self._their_window = min(window, WINDOW)
         near, far = socket.socketpair()
         for sock in (near, far):
             tune(sock, SOCKET_BUFFER)
@@ -206,14 +216,30 @@ class _Tunnel:
     async def run(self) -> str:
         """Pump until either side ends it or it breaks. Returns why it broke, or nothing."""
         tasks = [asyncio.create_task(part()) for part in (self._up, self._down, self._beat)]
+        for task in tasks:
+            task.add_done_callback(self._on_part_done)
         try:
             await self._over.wait()
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self._see_off()
             await self.abandon()
         return self._fate.reason
+
+    def _on_part_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (fault := task.exception()) is not None:
+            log.error("a tunnel failed", exc_info=fault)
+            self._fate.reason = f"the tunnel broke: {type(fault).__name__}: {fault}"
+            self._over.set()
+
+    async def _see_off(self) -> None:
+        """Wait until the server has all that was said: closing at once could reset the connection and lose the end of it."""
+        with contextlib.suppress(OSError, nats.errors.Error, TimeoutError):
+            if self._client.is_connected and not self._peer_ended:
+                async with asyncio.timeout(LINGER_S):
+                    await settled(self._client)
 
     async def abandon(self) -> None:
         """Give back everything that is held."""
@@ -223,14 +249,16 @@ class _Tunnel:
         await self._disconnect()
 
     async def _disconnect(self) -> None:
-        with contextlib.suppress(OSError, nats.errors.Error):
-            await self._client.close()
+        # An assertion of nats-py says that there is nothing to close yet; a server that is frozen takes in nothing more.
+        with contextlib.suppress(OSError, nats.errors.Error, AssertionError, TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._client.close()
 
     async def end(self, reason: str) -> None:
         """End it here and tell the other side."""
         if self._over.is_set():
             return
-        self._fate.reason = reason
+        self._fate.reason = self._fate.reason or reason
         self._over.set()
         if self._to and not self._peer_ended:
             with contextlib.suppress(OSError, nats.errors.Error):
@@ -262,6 +290,8 @@ class _Tunnel:
                 self._sent_bytes += n
                 await self._say(DATA, self._sent_chunks, view[:n])
                 await asyncio.sleep(0)  # let it leave: neither call above waits while there is work
+        except ConnectionResetError:
+            await self.end("")  # our side closed its socket without having read all that was there
         except (OSError, nats.errors.Error) as e:
             await self.end(f"the tunnel broke: {e}")
 
@@ -281,21 +311,22 @@ class _Tunnel:
     async def _on_message(self, message: Msg) -> None:
         """Never waits: beats and credit must not queue behind data that nobody takes."""
         data = message.data
+        if self._over.is_set() or self._peer_ended:
+            return
         if len(data) < HEAD.size or data[:8] != self._key:
+            # The server's own answer to a beat that nobody listens to. Before the other end was heard once, it may be early.
             if not data and message.headers and message.headers.get("Status") == _NO_RESPONDERS and self._heard:
                 await self.end("the other end of the tunnel is gone")
-            return
-        if self._over.is_set() or self._peer_ended:
             return
         self._heard, self._silent_beats = True, 0
         _, kind, number = HEAD.unpack_from(data)
         if kind == DATA:
             await self._take(number, data)
         elif kind == CREDIT:
-            if not self._may_send <= number + self._window_out <= self._sent_bytes + self._window_out:
+            if not self._may_send - self._their_window <= number <= self._sent_bytes:
                 await self.end("the other end of the tunnel broke its rules: credit for what was never sent")
                 return
-            self._may_send = number + self._window_out
+            self._may_send = number + self._their_window
             self._wake_up.set()
         elif kind in (BEAT, END):
             if number != self._got_chunks:
@@ -313,12 +344,21 @@ class _Tunnel:
         if number != self._got_chunks + 1:
             await self.end(f"the tunnel lost data: message {number} came where {self._got_chunks + 1} was due")
             return
+        size = len(data) - HEAD.size
         self._got_chunks = number
-        self._got_bytes += len(data) - HEAD.size
-        if self._got_bytes - self._passed_on > WINDOW:
-            await self.end("the other end of the tunnel broke its rules: it sent more than its window")
+        self._got_bytes += size
+        if not size or self._got_bytes - self._passed_on > WINDOW:
+            await self.end(
+                f"the other end of the tunnel broke its rules: {size} bytes where it had no leave to send them"
+            )
             return
-        self._waiting.append(data)
+        last = self._waiting[-1] if self._waiting else None
+        if size > _SMALL:
+            self._waiting.append(memoryview(data)[HEAD.size :])
+        elif isinstance(last, bytearray) and len(last) < CHUNK:
+            last += data[HEAD.size :]  # many little ones must not take more memory than the window
+        else:
+            self._waiting.append(bytearray(data[HEAD.size :]))
         self._wake_down.set()
 
     async def _down(self) -> None:
@@ -328,7 +368,7 @@ class _Tunnel:
         try:
             while True:
                 while self._waiting:
-                    data = memoryview(self._waiting.popleft())[HEAD.size :]
+                    data = self._waiting.popleft()
                     await loop.sock_sendall(far, data)
                     self._passed_on += len(data)
                     if self._passed_on - told >= WINDOW // 4 and not self._peer_ended:
@@ -347,8 +387,9 @@ class _Tunnel:
     # -- what NATS says ----------------------------------------------------------------------------------------------
 
     async def _on_error(self, error: Exception) -> None:
+        self._last_error = what = str(error) or type(error).__name__
         if self._to:
-            await self.end(f"the tunnel broke: NATS at {_shown(self._url)}: {error or type(error).__name__}")
+            await self.end(f"the tunnel broke: the connection to NATS at {_shown(self._url)} failed: {what}")
 
     async def _on_closed(self) -> None:
         if self._to:
@@ -419,6 +460,19 @@ def _channel_error(error: BusError, subject: str, timeout: float) -> ChannelErro
 # -- the executor ----------------------------------------------------------------------------------------------------
 
 
+def tunnel_endpoint(url: str, executor_id: str) -> Endpoint:
+    """Where the tunnels of an executor begin that is on the NATS server at `url` (the first, if it names several).
+
+    Raises:
+        EndpointError: that is no such URL.
+    """
+    first = url.split(",")[0].strip()
+    parts = urlsplit(first if "://" in first else f"nats://{first}")
+    if not parts.hostname:
+        raise EndpointError(f"{_shown(url)} is not the URL of a NATS server")
+    return Endpoint("nats", parts.hostname, parts.port or NATS_PORT, subjects.executor_tunnel(executor_id))
+
+
 class TunnelListener:
     """The executor's end of all tunnels, in the event loop of its control side.
 
@@ -428,7 +482,7 @@ class TunnelListener:
         limit: tunnels at a time.
     """
 
-    def __init__(self, url: str, deliver: Callable[[socket.socket, str], None], *, limit: int = 128) -> None:
+    def __init__(self, url: str, deliver: Callable[[socket.socket, str], object], *, limit: int = 64) -> None:
         self._url = url
         self._deliver = deliver
         self._limit = limit
@@ -471,7 +525,7 @@ class TunnelListener:
         if reason:
             log.warning("tunnel %s: %s", peer, reason)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all tunnels."""
         serving = list(self._tunnels.items())
         for tunnel, _ in serving:

@@ -1,0 +1,516 @@
+"""Tunnels through a real nats-server: what the channel does on a socket it does here, and every kind of end is told."""
+
+import asyncio
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+from nats.aio.client import Client
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.channel import (
+    ChannelClient,
+    ChannelClosedError,
+    ChannelError,
+    ChannelServer,
+    ChannelTimeoutError,
+    Connected,
+    Disconnected,
+    EndpointError,
+    FrameReceived,
+)
+from wooly_bus.channel import tunnel as tunnels
+from wooly_bus.channel.framing import HEADER
+from wooly_bus.channel.tunnel import (
+    BEAT,
+    CHUNK,
+    CREDIT,
+    DATA,
+    END,
+    HEAD,
+    WINDOW,
+    OpenTunnelReply,
+    OpenTunnelRequest,
+    TunnelListener,
+    open_tunnel,
+    tunnel_endpoint,
+)
+from wooly_bus.envelope import encode
+from wooly_bus.errors import RefusedError
+from wooly_bus.rpc import ControlClient
+from wooly_testkit.nats import nats_server as start_nats_server
+
+pytestmark = pytest.mark.connected
+ECHO, BULK, FETCH, HOLD, BYE = 20, 21, 22, 23, 24
+MB = 1 << 20
+
+
+class Host:
+    """An executor's part: a ChannelServer in one thread, a service with a TunnelListener in another."""
+
+    def __init__(self, url, name, **options):
+        self.url, self.subject = url, subjects.executor_tunnel(name)
+        self.memory = bytearray(64 * MB)
+        self.server = ChannelServer({BULK: 8}, self.sink)
+        self.jobs, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
+        self.held = None
+        self.stopping = threading.Event()
+        self.listener = TunnelListener(url, self.deliver, **options)
+        self.polling = threading.Thread(target=self.poll)
+        self.polling.start()
+        started = threading.Event()
+        self.serving = threading.Thread(target=lambda: asyncio.run(self.serve(started)))
+        self.serving.start()
+        started.wait()
+
+    def sink(self, conn, kind, prefix, n):
+        at = int.from_bytes(prefix, "little")
+        return memoryview(self.memory)[at : at + n]
+
+    def deliver(self, sock, peer):
+        self.call(lambda: self.server.adopt(sock, peer))
+
+    def call(self, job):
+        self.jobs.put(job)
+        self.server.wake()
+
+    def poll(self):
+        while not self.stopping.is_set():
+            for event in self.server.poll(1):
+                if isinstance(event, Connected):
+                    event.conn.authenticated = True
+                elif isinstance(event, Disconnected):
+                    self.gone.put(event.reason)
+                elif isinstance(event, FrameReceived):
+                    self.on_frame(event)
+            self.run_jobs()
+        self.run_jobs()
+        self.server.close()
+
+    def run_jobs(self):
+        while not self.jobs.empty():
+            self.jobs.get()()
+
+    def on_frame(self, event):
+        event.conn.ack(event.seq)
+        if event.kind == ECHO:
+            event.conn.send(ECHO, event.payload)
+        elif event.kind == FETCH:
+            for at in range(0, len(self.memory), MB):
+                event.conn.send(FETCH, memoryview(self.memory)[at : at + MB])
+        elif event.kind == HOLD:
+            event.conn.pause()
+            self.held = event.conn
+        elif event.kind == BYE:
+            event.conn.close()
+
+    async def serve(self, started):
+        self.loop, self.stop_serving = asyncio.get_running_loop(), asyncio.Event()
+        app = ServiceApp("executor", self.url)
+        app.serve(self.subject, OpenTunnelRequest, self.listener.on_open_tunnel)
+        async with app.running(), contextlib.aclosing(self.listener):
+            started.set()
+            await self.stop_serving.wait()
+
+    def stop_listening(self):
+        if self.serving.is_alive():
+            self.loop.call_soon_threadsafe(self.stop_serving.set)
+            self.serving.join()
+
+    def close(self):
+        self.stop_listening()
+        self.stopping.set()
+        self.server.wake()
+        self.polling.join()
+
+    def dial(self):
+        return ChannelClient(open_tunnel(self.url, self.subject))
+
+
+@pytest.fixture
+def host(nats_server, request):
+    running = Host(nats_server, f"h{abs(hash(request.node.name))}-{os.getpid()}")
+    yield running
+    running.close()
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def broken(client):
+    """What the client is told at the end of its stream."""
+    with pytest.raises(ChannelClosedError) as caught:
+        client.recv(60)
+    client.close()
+    return str(caught.value)
+
+
+def test_frames_of_all_sizes_come_back_in_order(host):
+    client = host.dial()
+    sizes = [0, 1, 17, 4095, CHUNK - 17, CHUNK - 16, CHUNK, CHUNK + 1, 3 * CHUNK, MB, 15 * MB]
+    for n in sizes:
+        data = os.urandom(n)
+        client.send(ECHO, data)
+        assert client.recv(60).payload == data
+    for n in range(300):
+        client.send(ECHO, n.to_bytes(2, "little") * n)
+    for n in range(300):
+        assert client.recv(60).payload == n.to_bytes(2, "little") * n
+    client.close()
+    assert host.gone.get() == ""
+
+
+def test_64_megabytes_arrive_exactly_both_ways(host):
+    client, data = host.dial(), os.urandom(64 * MB)
+    for at in range(0, len(data), 4 * MB):
+        client.send(BULK, at.to_bytes(8, "little"), memoryview(data)[at : at + 4 * MB])
+    client.send(ECHO)
+    client.recv(60)
+    assert host.memory == data
+    into = bytearray(len(data))
+    client.send(FETCH)
+    assert client.recv_data(memoryview(into), FETCH) is None
+    assert into == data
+    client.close()
+
+
+def test_chunks_fit_the_server_s_limit(tmp_path):
+    config = tmp_path / "nats.conf"
+    config.write_text("max_payload: 4096\n")
+    with start_nats_server("-c", str(config)) as url, contextlib.closing(Host(url, "small")) as host:
+        client, data = host.dial(), os.urandom(3 * MB)
+        client.send(ECHO, data)
+        assert client.recv(60).payload == data
+        client.close()
+
+
+def test_two_tunnels_at_once_keep_their_bytes_apart(host):
+    failures = []
+
+    def work(mark):
+        client = host.dial()
+        for n in range(1, 60):
+            client.send(ECHO, mark * (n * 5000))
+            if client.recv(60).payload != mark * (n * 5000):
+                failures.append((mark, n))
+        client.close()
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in (b"a", b"b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and [host.gone.get(), host.gone.get()] == ["", ""]
+
+
+def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
+    sock = open_tunnel(host.url, host.subject)
+    client = ChannelClient(sock)
+    client.window = 1 << 40
+    client.send(HOLD)
+    eventually(lambda: host.held is not None)
+    accepted, done = [], threading.Event()
+
+    def push():
+        for n in range(64):
+            client.send(BULK, (n * MB).to_bytes(8, "little"), bytes([n]) * MB)
+            accepted.append(n)
+        done.set()
+
+    thread = threading.Thread(target=push)
+    thread.start()
+    assert not done.wait(3)
+    # In nobody's hands but these: the window, four sockets' buffers, one frame that is half in.
+    assert len(accepted) * MB <= WINDOW + 5 * tunnels.SOCKET_BUFFER
+    host.call(lambda: host.held.resume())
+    thread.join()
+    client.send(ECHO, b"through")
+    assert client.recv(60).payload == b"through"
+    assert all(host.memory[n * MB : (n + 1) * MB] == bytes([n]) * MB for n in range(64))
+    client.close()
+
+
+def test_closing_leaves_no_thread_socket_or_subscription(host):
+    process = psutil.Process()
+    host.dial().close()
+    eventually(lambda: host.listener.open == 0)
+    host.gone.get()
+    before, threads = process.num_fds(), threading.active_count()
+    for _ in range(10):
+        client = host.dial()
+        client.send(ECHO, b"x" * 100_000)
+        client.recv(60)
+        client.close()
+        assert threading.active_count() == threads
+    for _ in range(10):
+        assert host.gone.get() == ""
+    eventually(lambda: host.listener.open == 0 and process.num_fds() <= before)
+
+
+def test_server_that_closes_is_an_orderly_end(host):
+    client = host.dial()
+    client.send(BYE)
+    assert broken(client) == "the other end closed the connection"
+
+
+# -- who is not there --------------------------------------------------------------------------------------------------
+
+
+def test_nobody_serving_the_subject_is_a_clear_error(nats_server):
+    with pytest.raises(ChannelClosedError, match="nobody answers"):
+        open_tunnel(nats_server, subjects.executor_tunnel("nobody"))
+    assert "wooly-tunnel" not in {t.name for t in threading.enumerate()}
+
+
+def test_no_nats_server_is_a_clear_error_without_the_password():
+    with pytest.raises(ChannelClosedError, match=r"no NATS server .*nats://127\.0\.0\.1:9") as caught:
+        open_tunnel("nats://user:secret@127.0.0.1:9", subjects.executor_tunnel("x"))
+    assert "secret" not in str(caught.value)
+
+
+def test_server_that_says_nothing_is_a_timeout():
+    with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ChannelTimeoutError, match=r"within 0\.3 s"):
+        open_tunnel(f"nats://127.0.0.1:{mute.getsockname()[1]}", subjects.executor_tunnel("x"), timeout=0.3)
+
+
+async def test_executor_that_does_not_answer_is_a_timeout(nats_server):
+    client = Client()
+    await client.connect(nats_server)
+    await client.subscribe(subjects.executor_tunnel("mute"))
+    await client.flush()
+    await client.flush()
+    with pytest.raises(ChannelTimeoutError, match="no answer from the tunnel's other end"):
+        await asyncio.to_thread(open_tunnel, nats_server, subjects.executor_tunnel("mute"), timeout=0.3)
+    await client.close()
+
+
+def test_too_many_tunnels_are_refused(nats_server):
+    with contextlib.closing(Host(nats_server, "narrow", limit=1)) as host:
+        first = host.dial()
+        with pytest.raises(ChannelError, match="refused: 1 tunnels are open"):
+            host.dial()
+        first.close()
+        eventually(lambda: host.listener.open == 0)
+        host.dial().close()
+
+
+def test_peer_may_name_only_an_inbox(host):
+    client = ControlClient(host.url)
+    for bad in ("wooly.v1.cmd.router.job.submit", "_INBOX.>", ""):
+        request = OpenTunnelRequest.model_construct(inbox=bad, key="0" * 16, window=WINDOW)
+        with pytest.raises(RefusedError, match="inbox") as refused:
+            client.request(host.subject, request, OpenTunnelReply)
+        assert refused.value.code == "bus.envelope"
+    client.close()
+    assert host.listener.open == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("nats://10.0.0.1:4333", "nats://10.0.0.1:4333#"),
+        ("nats://user:pw@host", "nats://host:4222#"),
+        ("one:4000, two:4000", "nats://one:4000#"),
+        ("tls://[::1]:4222", "nats://[::1]:4222#"),
+    ],
+)
+def test_endpoint_of_a_tunnel_names_the_server_and_no_secret(url, endpoint):
+    assert str(tunnel_endpoint(url, "gpu-0")) == endpoint + subjects.executor_tunnel("gpu-0")
+
+
+def test_endpoint_needs_a_url():
+    with pytest.raises(EndpointError):
+        tunnel_endpoint("nats://", "gpu-0")
+
+
+# -- who speaks out of turn --------------------------------------------------------------------------------------------
+
+
+class Spy:
+    """Hears everything on a server, and can speak in the tunnel's name."""
+
+    def __init__(self, client):
+        self.client, self.request, self.reply, self.ends = client, None, None, queue.SimpleQueue()
+
+    @classmethod
+    async def start(cls, url):
+        spy = cls(Client())
+        await spy.client.connect(url)
+        await spy.client.subscribe(">", cb=spy.hear)
+        await spy.client.flush()
+        await spy.client.flush()
+        return spy
+
+    async def hear(self, message):
+        kind = (message.headers or {}).get("Wooly-Kind")
+        if kind == "OpenTunnelRequest":
+            self.request = OpenTunnelRequest.model_validate_json(message.data)
+        elif kind == "OpenTunnelReply":
+            self.reply = OpenTunnelReply.model_validate_json(message.data)
+        elif len(message.data) > HEAD.size and HEAD.unpack_from(message.data)[1] == END:
+            self.ends.put(message.data[HEAD.size :].decode())
+
+    async def tunnel(self, host):
+        client = await asyncio.to_thread(host.dial)
+        while self.reply is None:
+            await asyncio.sleep(0.01)
+        return client
+
+    async def say(self, inbox, kind, number, data=b"", key=None):
+        key = bytes.fromhex(self.request.key) if key is None else key
+        await self.client.publish(inbox, HEAD.pack(key, kind, number) + data)
+        await self.client.flush()
+
+
+@pytest.fixture
+def private_host():
+    with start_nats_server() as url, contextlib.closing(Host(url, "private")) as running:
+        yield running
+
+
+async def test_messages_of_strangers_change_nothing(private_host):
+    spy = await Spy.start(private_host.url)
+    client = await spy.tunnel(private_host)
+    for inbox in (spy.request.inbox, spy.reply.inbox):
+        for garbage in (b"", b"x", os.urandom(17), os.urandom(5000), HEAD.pack(bytes(8), END, 0)):
+            await spy.client.publish(inbox, garbage)
+        for kind in (DATA, CREDIT, BEAT, END, 99):
+            await spy.say(inbox, kind, 7, b"evil", key=bytes(8))
+    await asyncio.to_thread(client.send, ECHO, b"still here")
+    assert (await asyncio.to_thread(client.recv, 60)).payload == b"still here"
+    await asyncio.to_thread(client.close)
+    assert await asyncio.to_thread(private_host.gone.get) == ""
+    await spy.client.close()
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize(
+    ("kind", "number", "data", "words"),
+    [
+        (DATA, 9, b"later", "message 9 came where 1 was due"),
+        (DATA, 1, b"", "no leave"),
+        (BEAT, 3, b"", "3 messages were sent, 0 came"),
+        (END, 3, b"", "3 messages were sent, 0 came"),
+        (CREDIT, 1 << 40, b"", "never sent"),
+        (99, 0, b"", "kind 99"),
+        (END, 0, b"the peer's own words", "the peer's own words"),
+    ],
+)
+async def test_broken_rules_end_the_tunnel_with_the_rule(private_host, side, kind, number, data, words):
+    spy = await Spy.start(private_host.url)
+    client = await spy.tunnel(private_host)
+    await spy.say(spy.request.inbox if side == "client" else spy.reply.inbox, kind, number, data)
+    if (kind, data) == (END, b"the peer's own words") and side == "server":
+        assert words in await asyncio.to_thread(private_host.gone.get)
+        await asyncio.to_thread(client.close)
+    else:
+        # The end that noticed tells the other one.
+        assert words in await asyncio.to_thread(broken, client)
+        if kind != END or number:
+            assert words in await asyncio.to_thread(private_host.gone.get)
+    await spy.client.close()
+
+
+async def test_more_than_the_window_is_not_taken(private_host):
+    spy = await Spy.start(private_host.url)
+    spy.request = OpenTunnelRequest(inbox=spy.client.new_inbox(), key="0123456789abcdef", window=WINDOW)
+    data, headers = encode(spy.request)
+    answer = await spy.client.request(private_host.subject, data, timeout=5, headers=headers)
+    inbox = OpenTunnelReply.model_validate_json(answer.data).inbox
+    await spy.say(inbox, DATA, 1, HEADER.pack(0, HOLD, 0, 0, 1))
+    chunk = bytes(500_000)
+    for n in range(2, (WINDOW + 5 * tunnels.SOCKET_BUFFER) // len(chunk) + 2):
+        await spy.say(inbox, DATA, n, chunk)
+    await asyncio.to_thread(eventually, lambda: private_host.listener.open == 0)
+    private_host.call(lambda: private_host.held.resume())
+    assert "no leave" in await asyncio.to_thread(spy.ends.get)
+    await spy.client.close()
+
+
+# -- who dies ----------------------------------------------------------------------------------------------------------
+
+HOST_PROCESS = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("hosting", sys.argv[1])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.Host(sys.argv[2], "other")
+print("ready", flush=True)
+"""
+CLIENT_PROCESS = """
+import sys, time
+from wooly_bus.channel import ChannelClient
+from wooly_bus.channel.tunnel import open_tunnel
+client = ChannelClient(open_tunnel(sys.argv[1], sys.argv[2]))
+client.send(20, b"x")
+client.recv(60)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def process(code, *args):
+    running = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
+    try:
+        assert running.stdout.readline() == "ready\n"
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def test_killed_listener_is_noticed(nats_server):
+    with process(HOST_PROCESS, __file__, nats_server) as other:
+        client = ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other")))
+        client.send(ECHO, b"x")
+        client.recv(60)
+        other.kill()
+        assert "the other end of the tunnel is gone" in broken(client)
+
+
+def test_frozen_listener_is_noticed_while_sending(nats_server):
+    with process(HOST_PROCESS, __file__, nats_server) as other:
+        client = ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other")))
+        client.window = 1 << 40
+        other.send_signal(signal.SIGSTOP)
+        with pytest.raises(ChannelClosedError, match="silent for 5 s"):
+            while True:
+                client.send(BULK, bytes(8), bytes(MB))
+        client.close()
+
+
+def test_killed_client_is_noticed(host):
+    with process(CLIENT_PROCESS, host.url, host.subject) as other:
+        other.kill()
+        assert "the other end of the tunnel is gone" in host.gone.get()
+
+
+def test_listener_that_stops_says_so(host):
+    client = host.dial()
+    host.stop_listening()
+    assert "the executor is stopping" in broken(client)
+
+
+def test_dead_nats_server_is_told_to_both_ends():
+    with contextlib.ExitStack() as server:
+        host = Host(server.enter_context(start_nats_server()), "orphan")
+        client = host.dial()
+        client.send(ECHO, b"x")
+        client.recv(60)
+        server.close()
+        assert "the connection to NATS" in broken(client)
+        assert "the connection to NATS" in host.gone.get()
+        host.close()
