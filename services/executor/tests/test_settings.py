@@ -1,16 +1,18 @@
 """Settings from the environment, and what a process says when they, or its command line, make no sense."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 from wooly_bus.channel import Endpoint
 from wooly_executor.app import make_runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
-from wooly_executor.settings import ExecutorSettings, complaints
+from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_testkit.executor import executor_process
 
 VALID = {
@@ -59,6 +61,28 @@ def test_listen_names_several_endpoints(clean):
     assert ExecutorSettings().endpoints() == ["tcp://10.0.0.7:7400", "unix:///run/x.sock"]
 
 
+def test_clients_are_told_addresses_that_they_can_dial(clean):
+    clean.setenv("WOOLY_EXECUTOR_NODE", "rack.local")
+    bound = [
+        Endpoint.parse(text) for text in ("tcp://0.0.0.0:7400", "tls://[::]:7401", "tcp://10.0.0.7:1", "unix:///x")
+    ]
+    assert ExecutorSettings().advertised(bound) == [
+        "tcp://rack.local:7400",
+        "tls://rack.local:7401",
+        "tcp://10.0.0.7:1",
+        "unix:///x",
+    ]
+    clean.setenv("WOOLY_EXECUTOR_ADVERTISE", "tcp://gpu7.example.org:9000, unix:///x")
+    assert ExecutorSettings().advertised(bound) == ["tcp://gpu7.example.org:9000", "unix:///x"]
+
+
+def test_every_variable_is_in_the_readme():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert {f"`{PREFIX}{name.upper()}`" for name in ExecutorSettings.model_fields} == set(
+        re.findall(rf"^\| (`{PREFIX}\w+`)", readme, re.MULTILINE)
+    )
+
+
 def test_defaults_ask_for_all_memory(clean):
     assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "cpu"
 
@@ -85,7 +109,12 @@ def test_process_names_all_bad_variables_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("listen", "message"), [("http://x", "the scheme must be one of"), ("unix:///nowhere/x.sock", "cannot listen on")]
+    ("listen", "message"),
+    [
+        ("http://x", "the scheme must be one of"),
+        ("unix:///nowhere/x.sock", "cannot listen on"),
+        ("tls://localhost:0", "WOOLY_EXECUTOR_TLS_CERT"),
+    ],
 )
 def test_process_that_cannot_listen_says_so(tmp_path, listen, message):
     ended = run("--standalone", "--listen", listen, WOOLY_EXECUTOR_STATE_DIR=str(tmp_path))

@@ -41,11 +41,11 @@ def make_runtime(name: str) -> Runtime:
     return runtime
 
 
-async def serve(settings: ExecutorSettings, loop: DeviceLoop, endpoints: list[str]) -> None:
+async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoint]) -> None:
     """Be part of the control plane until a signal comes."""
     app = ServiceApp("executor", settings.nats_url)
     tunnels = TunnelListener(settings.nats_url, lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)))
-    endpoints = [*endpoints, str(tunnel_endpoint(settings.nats_url, settings.id))]
+    endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
         watching = asyncio.create_task(actor.watch())
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
-        endpoints = [str(listen_on(loop, Endpoint.parse(text), settings)) for text in listen]
+        bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
     except (ChannelError, EndpointError, OSError) as e:
         log.error("%s", e)
         return 2
@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.standalone:
             serve_alone(loop, args.token)
         else:
-            asyncio.run(serve(settings, loop, endpoints))
+            asyncio.run(serve(settings, loop, bound))
     except BusError as e:
         log.error("%s", e)
         return 1

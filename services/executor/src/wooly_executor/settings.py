@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import socket
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from wooly_bus.channel import Endpoint
 from wooly_wis.messages import Id
 
 PREFIX = "WOOLY_EXECUTOR_"
+ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class ExecutorSettings(BaseSettings):
@@ -24,6 +27,7 @@ class ExecutorSettings(BaseSettings):
     node: str = Field(default_factory=socket.gethostname)
     runtime: Literal["cpu", "reference"] = "cpu"
     listen: str = ""
+    advertise: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
@@ -32,9 +36,17 @@ class ExecutorSettings(BaseSettings):
 
     def endpoints(self) -> list[str]:
         """Where to listen: as configured, or a unix socket in the state directory."""
-        if self.listen:
-            return [part.strip() for part in self.listen.split(",") if part.strip()]
-        return [f"unix://{self.state_dir}/{self.id}.sock"]
+        return _parts(self.listen) or [f"unix://{self.state_dir}/{self.id}.sock"]
+
+    def advertised(self, bound: list[Endpoint]) -> list[str]:
+        """What clients are told: as configured, or where we listen, by the node's name where that is every address."""
+        if self.advertise:
+            return _parts(self.advertise)
+        return [str(replace(e, host=self.node) if e.host in ANY_ADDRESS else e) for e in bound]
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def complaints(error: ValidationError) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
 
+log = logging.getLogger("wooly")
 _IDLE_CHECK_S = 0.002
 
 
@@ -28,6 +30,7 @@ class _Attached:
     link: Link
     executor_id: str
     node: str
+    endpoint: Endpoint
     close_session: Any = None
     started: float = field(default_factory=time.monotonic)
 
@@ -87,6 +90,8 @@ def attach(
                     client.close()
                     raise
             except (ChannelError, WoolyError) as e:
+                if isinstance(e, ChannelTlsError):  # the next way may do, but this one should have
+                    log.warning("%s", e)
                 failures.append(f"{text}: {e}")
                 continue
             break
@@ -97,7 +102,7 @@ def attach(
         with recorder.lock:
             recorder.forget_session()
             recorder.link = link
-        _attached = _Attached(device, link, executor_id, node)
+        _attached = _Attached(device, link, executor_id, node, endpoint)
         _start_flusher(device, flush_interval_s)
         return device
 
@@ -205,6 +210,7 @@ def session_stats() -> dict[str, Any]:
         "executor_id": _attached.executor_id,
         "node": _attached.node,
         "device": link.device.get("name", ""),
+        "endpoint": str(_attached.endpoint),
         "operations": recorder.operations,
         "instructions": recorder.instructions,
         "programs": recorder.programs,

@@ -200,14 +200,19 @@ class ChannelClient:
     def _pending(self) -> bool:
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
             return True
-        return bool(select.select([self._sock], [], [], 0)[0])
+        return self._readable_within(0)
 
     def _wait_readable(self, deadline: float) -> None:
         if self._tls and self._pending():
             return
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([self._sock], [], [], left)[0]:
+        if left <= 0 or not self._readable_within(left):
             raise ChannelTimeoutError("no answer from the executor in time")
+
+    def _readable_within(self, seconds: float) -> bool:
+        poll = select.poll()  # `select.select` knows no descriptor above 1023
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def _read_header(self) -> tuple[int, int, int, int]:
         self._read_into(self._header_view)

@@ -30,6 +30,9 @@ def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext
         _readable(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.num_tickets = (
+        0  # sessions are not resumed, and a ticket would look like an acknowledgement to a waiting client
+    )
     try:
         context.load_cert_chain(certificate, key, password=lambda: "")  # an encrypted key must not ask on the terminal
     except (ssl.SSLError, ValueError) as e:

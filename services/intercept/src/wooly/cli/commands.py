@@ -114,9 +114,17 @@ def _size(n: float) -> str:
     return ""
 
 
+def _route(endpoint: str) -> str:
+    where = endpoint.partition("#")[0]
+    if where.startswith("unix:"):
+        return "a unix socket"
+    return f"a tunnel through {where}" if where.startswith("nats:") else where
+
+
 def _summary(stats: dict[str, Any], seconds: float) -> None:
     err.print(
-        f"\n[bold]wooly[/]  ran on [bold]{stats['executor_id']}[/] ({stats['node']}, {stats['device']}) in {seconds:.1f} s\n"
+        f"\n[bold]wooly[/]  ran on [bold]{stats['executor_id']}[/] ({stats['node']}, {stats['device']}) in {seconds:.1f} s, "
+        f"over {_route(stats['endpoint'])}\n"
         f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
         f"{_size(stats['bytes_sent'])} up, {_size(stats['bytes_received'])} down\n"
         "       look further: [bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and "

@@ -1,0 +1,126 @@
+"""Ways from the client to an executor that is not on its host: TLS, and through NATS where there is no route."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from wooly_local.stack import start_stack
+from wooly_testkit.certificates import make_certificates
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+TRAINING = """
+    import torch
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+    x, y = torch.randn(50, 20), torch.arange(50) % 3
+    model, x, y = model.to(DEVICE), x.to(DEVICE), y.to(DEVICE)
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(20):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(loss.item().hex())
+    big = torch.arange(3_000_000, dtype=torch.float64)
+    print(torch.equal((big.to(DEVICE) * 2).cpu(), big * 2))
+"""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("tls"), "localhost")
+
+
+@pytest.fixture(scope="module")
+def stack(certificates, tmp_path_factory):
+    """A stack whose executor listens with TLS alone."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("WOOLY_EXECUTOR_LISTEN", "tls://localhost:0")
+        environment.setenv("WOOLY_EXECUTOR_TLS_CERT", str(certificates.certificate))
+        environment.setenv("WOOLY_EXECUTOR_TLS_KEY", str(certificates.key))
+        running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """What the training prints on the CPU."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(TRAINING).replace("DEVICE", "'cpu'")],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+
+
+@pytest.fixture
+def run(stack, tmp_path):
+    """Runs the training as a user would, with the settings given."""
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(TRAINING).replace("DEVICE", "'cuda'"))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")}
+
+    def start(**settings):
+        return subprocess.run(
+            [sys.executable, "-m", "wooly", "run", str(path)],
+            capture_output=True,
+            text=True,
+            env=clean | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | settings,
+            timeout=120,
+        )
+
+    return start
+
+
+def test_training_over_tls_equals_the_cpu(run, certificates, figures):
+    done = run(WOOLYAI_TLS_CA=str(certificates.authority), WOOLYAI_CHANNEL="direct")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == figures and "tls://localhost" in done.stderr
+
+
+def test_training_through_nats_equals_the_cpu(run, figures):
+    done = run(WOOLYAI_CHANNEL="tunnel")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == figures and "nats://" in done.stderr
+
+
+def test_certificate_that_is_not_trusted_is_told_even_where_another_way_is_found(run, figures):
+    done = run()
+    assert done.returncode == 0 and done.stdout == figures
+    assert "not trusted" in done.stderr and "WOOLYAI_TLS_CA" in done.stderr and "nats://" in done.stderr
+
+
+def test_no_way_at_all_names_what_was_tried(run):
+    done = run(WOOLYAI_CHANNEL="direct")
+    assert done.returncode == 1 and done.stdout == ""
+    assert "not trusted" in done.stderr and "WOOLYAI_TLS_CA" in done.stderr
+    assert "not tried, WOOLYAI_CHANNEL is direct" in done.stderr
+
+
+@pytest.mark.parametrize("victim", ["executor", "nats"])
+def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim):
+    own = start_stack(tmp_path / "own", ephemeral=True)
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import torch\nt = torch.zeros(9, device='cuda')\nprint(t.sum().item(), flush=True)\nwhile True: t = t + 1\n"
+    )
+    try:
+        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url, "WOOLYAI_CHANNEL": "tunnel"}
+        client = subprocess.Popen(
+            [sys.executable, "-m", "wooly", "run", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        assert client.stdout.readline() == "0.0\n"
+        os.kill(own.services[victim], signal.SIGKILL)
+        started = time.monotonic()
+        _, errors = client.communicate(timeout=30)
+        assert time.monotonic() - started < 10  # five seconds, and the end of a process on a busy machine
+        assert client.returncode == 1 and "lost the executor" in errors and "tunnel" in errors
+    finally:
+        own.stop()
