@@ -6,6 +6,7 @@ Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N]
 import argparse
 import copy
 import json
+import multiprocessing
 import os
 import statistics
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from wooly import api
+from wooly_testkit.delay_proxy import delay_proxy
 from wooly_testkit.executor import executor_process
 
 
@@ -213,12 +215,45 @@ def bench_transfer(repeat):
     )  # fmt: skip
 
 
+def distant(target, one_way_s, pipe):
+    """A process that puts a long way in front of `target`."""
+    with delay_proxy(target, one_way_s) as endpoint:
+        pipe.send(endpoint)
+        pipe.recv()
+
+
+def bench_link(repeat):
+    """1,000 adds and their result over a link with 20 ms round trip; the baseline is the same over loopback."""
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for one_way_s in (0.0, 0.010):
+        api.disable()
+        with executor_process() as running:
+            pipe, theirs = context.Pipe()
+            proxy = context.Process(target=distant, args=(running.endpoints[0], one_way_s, theirs), daemon=True)
+            proxy.start()
+            api.attach([pipe.recv()], running.session_id, running.token)
+            api.install_facade()
+            work = chain("cuda")
+            found[one_way_s] = timed(lambda work=work: work()[0, 0].item(), repeat)
+            api.disable()
+            pipe.send(None)
+            proxy.join()
+    (near, _), (far, (least, most)) = found[0.0], found[0.010]
+    trip = 20.0
+    yield row(
+        "chain of 1,000 adds over 20 ms, less one trip", "ms", far * 1e3 - trip, near * 1e3, 1.1,
+        spread=[round(least * 1e3 - trip, 1), round(most * 1e3 - trip, 1)],
+    )  # fmt: skip
+
+
 BENCHES = {
     "chain": bench_chain,
     "item": bench_item,
     "mlp": bench_mlp,
     "llama": bench_llama,
     "transfer": bench_transfer,
+    "link": bench_link,  # the last: it attaches to executors of its own
 }
 
 
