@@ -442,12 +442,13 @@ async def test_more_than_the_window_is_not_taken(private_host):
 # -- who dies ----------------------------------------------------------------------------------------------------------
 
 HOST_PROCESS = """
-import importlib.util, sys
+import importlib.util, signal, sys
 spec = importlib.util.spec_from_file_location("hosting", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 module.Host(sys.argv[2], "other")
 print("ready", flush=True)
+signal.pause()  # a main thread that has ended would keep the others from starting threads
 """
 CLIENT_PROCESS = """
 import sys, time
