@@ -72,13 +72,13 @@ def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) 
     return loop.server.listen(endpoint, context)
 
 
-def serve_alone(loop: DeviceLoop, token: str) -> None:
-    """Serve one session without a control plane, until a signal comes."""
+def prepare_alone(loop: DeviceLoop, token: str) -> threading.Event:
+    """Open the one session that is served without a control plane. Returns what a signal to end sets."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loop.call(lambda: loop.open_session("standalone", token, None)).result()
-    stop.wait()
+    loop.open_session("standalone", token, None)
+    return stop
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     if threads:
         torch.set_num_threads(int(threads))
     loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory)
+    alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)
@@ -111,8 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     thread = threading.Thread(target=loop.run, name="device-loop", daemon=True)
     thread.start()
     try:
-        if args.standalone:
-            serve_alone(loop, args.token)
+        if alone is not None:
+            alone.wait()
         else:
             asyncio.run(serve(settings, loop, bound))
     except BusError as e:
