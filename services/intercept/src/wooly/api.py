@@ -168,7 +168,7 @@ def install_facade() -> None:
         if _attached is None:
             raise NotConnectedError("no session; call wooly.enable()")
         if _facade is None:
-            _facade = Facade(_attached.device, device_facts)
+            _facade = Facade(device_facts)
         _facade.install()
 
 

@@ -1,0 +1,53 @@
+"""Makes "cuda" mean the Wooly device: `torch.cuda` answers with the remote device's facts, and a tensor there says `cuda:0`.
+
+Creation needs no patch: kernels under the CUDA dispatch key make Wooly tensors (see `device`). What is replaced here is only what
+asks for CUDA before the dispatcher is reached: the conversions (`.to`, `.cuda`), constructors from Python data, device contexts,
+generators, and the questions of `torch.cuda`. Undone by `uninstall`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wooly.facade import state, tensors
+from wooly.facade.cuda import Answers
+
+__all__ = ["Facade"]
+
+
+class _Missing:
+    """Marks an attribute that was inherited, not set on the patched object itself."""
+
+
+_MISSING = _Missing()
+
+
+class Facade:
+    """The patches, so that they can be taken back.
+
+    Args:
+        facts: answers the executor's facts of the device.
+    """
+
+    def __init__(self, facts: Callable[[], dict[str, Any]]) -> None:
+        self._answers = Answers(facts)
+        self._undo: list[tuple[Any, str, Any]] = []
+
+    def install(self) -> None:
+        """Make "cuda" live."""
+        if self._undo:
+            return
+        for patches in (tensors.patches(), state.patches(), self._answers.patches()):
+            for owner, name, value in patches:
+                self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
+                setattr(owner, name, value)
+
+    def uninstall(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            owner, name, old = self._undo.pop()
+            if old is _MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, old)

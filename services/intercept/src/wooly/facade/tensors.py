@@ -1,0 +1,81 @@
+"""What asks a tensor for CUDA, or makes one there, before the dispatcher is reached."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._device import DeviceContext
+
+from wooly.device import NAME
+from wooly.facade.names import CUDA, to_wooly, with_device
+from wooly.torch_private import raw_device, raw_is_cuda
+
+Patch = tuple[Any, str, Any]
+
+
+def patches() -> Iterator[Patch]:
+    """(owner, name, value) of everything that is replaced on tensors and their constructors."""
+    yield from _tensor_patches()
+    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor", "tril_indices", "triu_indices"):
+        yield (torch, name, with_device(getattr(torch, name)))
+    real_init = DeviceContext.__init__
+
+    def init(self: Any, device: Any) -> None:
+        real_init(self, to_wooly(torch.device(device)))
+
+    yield (DeviceContext, "__init__", init)
+
+
+def _tensor_patches() -> Iterator[Patch]:
+    tensor = torch.Tensor
+    shown = torch.device(CUDA, 0)
+
+    def device(t: torch.Tensor) -> torch.device:
+        """Device of the tensor; the Wooly device says cuda:0."""
+        real = raw_device(t)
+        return shown if real.type == NAME else real
+
+    def is_cuda(t: torch.Tensor) -> bool:
+        """Whether the tensor lives on the (Wooly) CUDA device."""
+        return raw_device(t).type == NAME or raw_is_cuda(t)
+
+    yield (tensor, "device", property(device))
+    yield (tensor, "is_cuda", property(is_cuda))
+    real_to, real_type = tensor.to, tensor.type
+
+    @functools.wraps(real_to)
+    def to(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and isinstance(args[0], (str, torch.device, int)):
+            args = (to_wooly(args[0]), *args[1:])
+        elif "device" in kwargs:
+            kwargs["device"] = to_wooly(kwargs["device"])
+        return real_to(t, *args, **kwargs)
+
+    @functools.wraps(tensor.cuda)
+    def cuda(
+        t: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
+    ) -> torch.Tensor:
+        target = to_wooly(CUDA if device is None else device)
+        return real_to(t, target, non_blocking=non_blocking, memory_format=memory_format)
+
+    @functools.wraps(real_type)
+    def type_(t: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        name = dtype if isinstance(dtype, str) else ""
+        if dtype is None:
+            said = real_type(t)
+            return said.replace("torch.wooly.", "torch.cuda.") if isinstance(said, str) else said
+        if name.startswith("torch.cuda."):
+            plain = real_type(torch.empty(0), name.replace("torch.cuda.", "torch.")).dtype
+            return real_to(t, to_wooly(CUDA), plain, non_blocking=non_blocking)
+        return real_type(t, dtype, non_blocking, **kwargs)
+
+    yield (tensor, "to", to)
+    yield (tensor, "cuda", cuda)
+    yield (tensor, "type", type_)
+    yield (tensor, "pin_memory", lambda t, device=None: t)
+    yield (tensor, "get_device", lambda t: 0 if raw_device(t).type == NAME else -1)
+    for name in ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
+        yield (tensor, name, with_device(getattr(tensor, name)))
