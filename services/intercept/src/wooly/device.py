@@ -14,6 +14,7 @@ import torch
 import wooly_wis
 
 from wooly import storage
+from wooly.errors import NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
@@ -147,6 +148,17 @@ class BackendModule(ModuleType):
 
 _lock = threading.Lock()
 _device: Device | None = None
+
+
+def current() -> Device:
+    """The process's device.
+
+    Raises:
+        NotConnectedError: nobody has asked for one yet.
+    """
+    if _device is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    return _device
 
 
 def register(flush_instructions: int) -> Device:

@@ -13,6 +13,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,13 +31,30 @@ if TYPE_CHECKING:
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
+#: One recorded instruction's origin: code object and instruction offset of the Python line.
+Origin = tuple[CodeType, int]
+
+
 class InternedForm(NamedTuple):
-    """A form as the recorder keeps it: canonical bytes, operand count, `struct` format of its params."""
+    """A form as the recorder keeps it.
+
+    Attributes:
+        raw: canonical bytes.
+        arity: operand count.
+        param_format: `struct` format of its params.
+        name: opcode, or the operator's name.
+        writes: operands that the instruction writes.
+        random: its last two params are a (seed, offset) of the device's generator.
+        nbytes: what an `alloc` allocates.
+    """
 
     raw: bytes
     arity: int
     param_format: str
     name: str
+    writes: tuple[int, ...]
+    random: bool
+    nbytes: int
 
 
 class SentProgram(NamedTuple):
@@ -46,20 +64,32 @@ class SentProgram(NamedTuple):
     pack_params: struct.Struct
 
 
+class Work(NamedTuple):
+    """A closed program, kept to be sent again.
+
+    Attributes:
+        key: its words as bytes, its name among the programs that were sent.
+        words: interned forms and slots.
+        origins: the Python line of each instruction.
+    """
+
+    key: bytes
+    words: list[int]
+    origins: list[Origin]
+
+
 #: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
 PROGRAMS_KEPT = 1024
 
-#: One recorded instruction's origin: code object and instruction offset of the Python line.
-Origin = tuple[CodeType, int]
-
 _library_code: dict[CodeType, bool] = {}
-_library_roots: tuple[str, ...] = ("<frozen",)
+_GENERATED = ("<frozen", "<eval_with_key>")
+_library_roots: tuple[str, ...] = _GENERATED
 
 
 def set_library_roots(roots: tuple[str, ...]) -> None:
     """Directories whose frames are never shown as the origin of an operation (torch's and our own)."""
     global _library_roots
-    _library_roots = ("<frozen", *roots)
+    _library_roots = (*_GENERATED, *roots)
     _library_code.clear()
 
 
@@ -102,6 +132,7 @@ class Recorder:
     Attributes:
         lock: reentrant; every kernel takes it, so that threads of one process share a device safely.
         limit: instructions after which the open program is closed.
+        recording: somebody keeps what is recorded now.
         programs_dir: where new programs are written, as ``<digest>.wis``.
     """
 
@@ -110,6 +141,7 @@ class Recorder:
         self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
+        self.recording = False
         self.words: list[int] = []
         self.bind: list[int] = []
         self.slot_of: dict[int, int] = {}
@@ -139,7 +171,14 @@ class Recorder:
             known = self._form_ids[raw] = len(self._forms)
             fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
             name = form.attr("name")
-            self._forms.append(InternedForm(raw, len(form.operands), fmt, str(name or form.opcode)))
+            writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
+            random = form.attr("rng") is not None
+            view = form.operands[0].view if form.opcode == "alloc" else None
+            self._forms.append(
+                InternedForm(
+                    raw, len(form.operands), fmt, str(name or form.opcode), writes, random, view.end if view else 0
+                )
+            )
         return known
 
     def alloc_form(self, nbytes: int) -> int:
@@ -211,28 +250,43 @@ class Recorder:
         except NotConnectedError:
             self._abandon()
             raise
-        key = array("I", self.words).tobytes()
+        try:
+            return self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
+        finally:
+            self._abandon()
+
+    def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
+        """Send recorded work again, after what is open, with other buffers and params.
+
+        Args:
+            work: what was recorded.
+            bind: buffer per slot.
+            params: values of its params, in order.
+            frees: buffers to free afterwards.
+        """
+        self.flush()
+        self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
+
+    def _send(
+        self,
+        link: Link,
+        key: bytes,
+        work: Recorder | Work,
+        bind: list[int],
+        params: list[float | int],
+        frees: list[int],
+        reply: bool,
+    ) -> int:
         sent = self._sent.get(key)
         if sent is None:
-            sent = self._sent[key] = self._define(link)
+            sent = self._sent[key] = self._define(link, work.words)
             if len(self._sent) > PROGRAMS_KEPT:
                 self._sent.popitem(last=False)
         else:
             self._sent.move_to_end(key)
-        n = len(self.origins)
-        try:
-            seq = link.run(
-                sent.digest,
-                self.bind,
-                sent.pack_params.pack(*self.params),
-                self._frees,
-                self.words,
-                self.origins,
-                reply,
-            )
-        finally:
-            self._abandon()
-        self.instructions += n
+        packed = sent.pack_params.pack(*params)
+        seq = link.run(sent.digest, bind, packed, frees, work.words, work.origins, reply)
+        self.instructions += len(work.origins)
         self.programs += 1
         return seq
 
@@ -253,12 +307,12 @@ class Recorder:
         self._freed = []
         self.generation += 1
 
-    def _define(self, link: Link) -> SentProgram:
-        """Encode the open program, send its definition, and name it."""
+    def _define(self, link: Link, recorded: list[int]) -> SentProgram:
+        """Encode a program, send its definition, and name it."""
         local: dict[int, int] = {}
         order: list[bytes] = []
         fmt = ["<"]
-        words = array("I", self.words)
+        words = array("I", recorded)
         i, n, forms = 0, len(words), self._forms
         while i < n:
             form = words[i]
@@ -276,6 +330,14 @@ class Recorder:
         if self.programs_dir is not None:
             (self.programs_dir / f"{name.hex()[:16]}.wis").write_bytes(raw)
         return SentProgram(name, struct.Struct("".join(fmt)))
+
+    def instructions_of(self, words: list[int]) -> Iterator[tuple[InternedForm, list[int]]]:
+        """(form, slots) of every instruction in recorded words."""
+        i = 0
+        while i < len(words):
+            form = self._forms[words[i]]
+            yield form, words[i + 1 : i + 1 + form.arity]
+            i += 1 + form.arity
 
     def take_params(self, form: int) -> list[float | int]:
         """Take back the params of the instruction of `form` that is being recorded, the last ones."""

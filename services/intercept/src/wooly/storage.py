@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -183,12 +184,34 @@ class Layout:
         return t, buffer
 
     def _review(self, t: torch.Tensor) -> torch.Tensor:
-        if self.dtype is not torch.uint8:
-            usable = self.nbytes - self.nbytes % self.dtype.itemsize
-            if usable != self.nbytes:
-                t = reinterpret(t, (usable,), (1,), 0)
-            t = _view_dtype(t, self.dtype)
-        return reinterpret(t, self.sizes, self.strides, 0)
+        return review(t, self.dtype, self.sizes, self.strides)
+
+
+def review(
+    flat: torch.Tensor, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
+) -> torch.Tensor:
+    """Bytes of a storage, all of it, seen as something else; `offset` in elements of `dtype`."""
+    if dtype is not torch.uint8:
+        usable = flat.shape[0] - flat.shape[0] % dtype.itemsize
+        if usable != flat.shape[0]:
+            flat = reinterpret(flat, (usable,), (1,), 0)
+        flat = _view_dtype(flat, dtype)
+    return reinterpret(flat, sizes, strides, offset)
+
+
+class Lease:
+    """Buffers without tensors: they live as long as this does."""
+
+    __slots__ = ("_owners", "ids")
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        global _live, _bytes_live, _bytes_peak
+        #: One id per size in bytes.
+        self.ids = [reserve_id() for _ in sizes]
+        self._owners = [_Owner(n << _ID_BITS | i) for n, i in zip(sizes, self.ids, strict=True)]
+        _live += len(self.ids)
+        _bytes_live += sum(sizes)
+        _bytes_peak = max(_bytes_peak, _bytes_live)
 
 
 def reserve_id() -> int:

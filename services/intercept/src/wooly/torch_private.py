@@ -5,7 +5,8 @@ Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 
 #: The memory format that ATen's kernels take a tensor to be in, from its strides.
 suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory_format
+
+#: Number of dispatch modes (`TorchDispatchMode`) that are active in this thread.
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 
@@ -64,3 +68,40 @@ def all_aten_overloads() -> list[torch._ops.OpOverload]:
         if isinstance(op, torch._ops.OpOverload):
             found.append(op)
     return found
+
+
+def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]:
+    """(owner, name, value) of what makes fake tensors on device type `shown` ones on `real` that say `shown`.
+
+    Autograd asks a fake tensor's device for a guard, which a build without CUDA does not have.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    normalize = FakeTensor._normalize_fake_device
+    device: Any = FakeTensor.__dict__["device"]
+
+    def to_real(d: torch.device) -> torch.device:
+        return normalize(torch.device(real, d.index or 0) if d.type == shown else d)
+
+    def say(t: Any) -> torch.device:
+        found: torch.device = device.fget(t)
+        return torch.device(shown, found.index) if found.type == real else found
+
+    yield FakeTensor, "_normalize_fake_device", staticmethod(to_real)
+    yield FakeTensor, "device", property(say, device.fset)
+
+
+def fake_device(t: torch.Tensor) -> torch.device | None:
+    """The device that a fake tensor really stands for; None for any other tensor."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return t.fake_device if isinstance(t, FakeTensor) else None
+
+
+@cache
+def never_trace(*modules: str) -> None:
+    """Keep Dynamo out of modules: kernels run inside compiled functions, too, and must not be traced themselves."""
+    from torch._dynamo import trace_rules
+
+    for name in modules:
+        trace_rules.add(name)

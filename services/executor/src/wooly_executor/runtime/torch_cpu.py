@@ -165,6 +165,7 @@ class _Preparation:
     def __init__(self, program: Program, facts: ProgramFacts) -> None:
         self.out = PreparedProgram(program, facts)
         self._register_of: dict[tuple[int, View], int] = {}
+        self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: set[int] = set()
         self._first_param = 0
@@ -172,15 +173,23 @@ class _Preparation:
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
         self._first_use = self._first_uses()
+        freed: list[int] = []
         for i, instruction in enumerate(out.program.body):
             form = out.program.forms[instruction.form]
-            before = len(out.steps)
-            self._instruction(i, form, instruction.slots)
-            out.owner += [i] * (len(out.steps) - before)
+            if form.opcode == "free":
+                freed.append(instruction.slots[0])
+            else:
+                if freed:  # one step for several in a row: most operators are followed by some
+                    self._free(freed)
+                    freed = []
+                self._instruction(form, instruction.slots)
+            out.owner += [i] * (len(out.steps) - len(out.owner))
             out.writes.append(
                 tuple([s for o, s in zip(form.operands, instruction.slots, strict=True) if o.role is not Role.IN])
             )
             self._first_param += len(form.params)
+        self._free(freed)
+        out.owner += [len(out.program.body) - 1] * (len(out.steps) - len(out.owner))
         for slot, nbytes in enumerate(facts.slot_alloc):
             if nbytes is None:
                 if facts.slot_freed[slot]:
@@ -210,12 +219,18 @@ class _Preparation:
         self.out.n_registers += 1
         return self.out.n_registers - 1
 
+    def _name(self, slot: int, view: View) -> int:
+        """A new register for this view."""
+        register = self._register_of[slot, view] = self._new_register()
+        self._registers_of.setdefault(slot, []).append(register)
+        return register
+
     def _operand(self, slot: int, view: View) -> int:
         """The register that holds this view, with a step that fills it if it is the first to ask."""
         known = self._register_of.get((slot, view))
         if known is not None:
             return known
-        register = self._register_of[slot, view] = self._new_register()
+        register = self._name(slot, view)
         adopted = self._adopted.get(slot)
         if adopted is not None:
             source = adopted[0]
@@ -237,7 +252,12 @@ class _Preparation:
                 base = buffer.base
                 if base is None:
                     raise PoisonedError(buffer.poison)
-                f.registers[register] = base if buffer.view == view else as_view(base, view)
+                if buffer.view is not view:
+                    if buffer.view != view:
+                        base = as_view(base, view)
+                    if not view.offset:  # most buffers are only ever seen in one way
+                        buffer.base, buffer.view = base, view
+                f.registers[register] = base
 
             self.out.steps.append(from_buffer)
         return register
@@ -252,11 +272,9 @@ class _Preparation:
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
-    def _instruction(self, index: int, form: Form, slots: tuple[int, ...]) -> None:
+    def _instruction(self, form: Form, slots: tuple[int, ...]) -> None:
         if form.opcode == "alloc":
             self._alloc(slots[0])
-        elif form.opcode == "free":
-            self._free(slots[0])
         elif form.opcode == "copy":
             src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
 
@@ -293,16 +311,17 @@ class _Preparation:
                     dtype = TORCH_DTYPE[view.dtype]
         self._make_base(slot, nbytes, dtype)
 
-    def _free(self, slot: int) -> None:
-        registers = [r for (s, _), r in self._register_of.items() if s == slot]
-        based = slot in self._based
+    def _free(self, slots: Sequence[int]) -> None:
+        registers = [r for slot in slots for r in self._registers_of.pop(slot, ())]
+        based = [slot for slot in slots if slot in self._based]
         if not registers and not based:
             return
 
         def free(f: _Frame) -> None:
+            held = f.registers
             for r in registers:
-                f.registers[r] = None
-            if based:
+                held[r] = None
+            for slot in based:
                 f.bases[slot] = None
 
         self.out.steps.append(free)
@@ -351,8 +370,7 @@ class _Preparation:
             nbytes = facts.slot_alloc[slot]
             fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
             if fresh:
-                register = self._new_register()
-                self._register_of[slot, view] = register
+                register = self._name(slot, view)
                 self._adopted[slot] = (register, view)
             else:
                 register = self._operand(slot, view)

@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.torch_private import raw_device
+from wooly.torch_private import dispatch_modes, raw_device
 
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_traced(t: Tensor) -> bool:
+    """Whether PyTorch is looking on (fake tensors, dispatch modes): then only operators that it can see may be called."""
+    return t.__class__ not in _PLAIN or dispatch_modes() > 0
 
 
 def linear(record: Kernel) -> Kernel:
@@ -26,6 +34,8 @@ def linear(record: Kernel) -> Kernel:
         if torch.is_grad_enabled() and (
             x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         ):
+            return decompose(x, weight, bias)
+        if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
         return record(x, weight, bias)
 
@@ -66,6 +76,7 @@ def on_plain(record: Kernel) -> Kernel:
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_math = aten._scaled_dot_product_attention_math.default
 _FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
+_MATH = int(torch._C._SDPBackend.MATH)
 _choices: dict[tuple[Any, ...], int] = {}
 
 
@@ -96,8 +107,12 @@ def attention(
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_math_sdp_enabled(),
     )
-    choice = _choices.get(signature)
-    if choice is None:
+    traced = is_traced(query)
+    choice = None if traced else _choices.get(signature)
+    if traced:
+        # Shapes may be symbols: no fused kernel is asked, and only what is always right is chosen.
+        choice = _MATH if dropout_p or mask_needs or query.dim() != 4 else _FLASH
+    elif choice is None:
         if len(_choices) > 16384:
             _choices.clear()
         inputs = (query, key, value, attn_mask)

@@ -32,6 +32,8 @@ class Generic:
         self._generator = generator
         self._builder = PlanBuilder(recorder)
         self._plans: dict[tuple[Any, ...], Plan] = {}
+        #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
+        self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
 
@@ -117,15 +119,20 @@ class Generic:
         self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan | None:
         call = Call(args, kwargs)
-        try:
-            plan = self._builder.build(facts, call)
-        except ResizeOutError as e:
+        wrong = self._out_sizes.get(signature)
+        if wrong is None:
+            try:
+                plan = self._builder.build(facts, call)
+            except ResizeOutError as e:
+                wrong = self._out_sizes[signature] = e.sizes
+        if wrong is not None:
             assert self.resize is not None
-            for name, (sizes, strides) in e.sizes.items():
+            for name, (sizes, strides) in wrong.items():
                 self.resize(kwargs[name], sizes, strides)
             return None
-        if len(self._plans) >= _MAX_PLANS:
+        if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
             self._plans.clear()
+            self._out_sizes.clear()
         self._plans[signature] = plan
         return plan
 

@@ -1,0 +1,295 @@
+"""`torch.compile` on the device: the same numbers as eager, one program a call, and eager wherever that cannot be."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from wooly import api
+from wooly.graphs import KINDS_KEPT, counters
+
+pytestmark = [pytest.mark.connected, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counted:
+    """What graphs did in a block."""
+
+    def __enter__(self):
+        self.before = dict(vars(counters))
+        return self
+
+    def __exit__(self, *exc):
+        for name, before in self.before.items():
+            setattr(self, name, getattr(counters, name) - before)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+
+
+def test_inference_is_one_program_after_the_first_call(cuda):
+    model = mlp().to(cuda)
+    compiled = torch.compile(model)
+    with torch.no_grad(), Counted() as did:
+        for _ in range(4):
+            x = torch.randn(3, 4, device=cuda)
+            programs = api.session_stats()["programs"]
+            y = compiled(x)
+            assert torch.equal(y, model(x))
+    assert (did.recorded, did.replayed, did.eager) == (1, 3, 0)
+    torch.cuda.synchronize()
+    programs = api.session_stats()["programs"]
+    with torch.no_grad():
+        compiled(x)
+    assert api.session_stats()["programs"] == programs + 1
+
+
+def test_training_equals_eager_on_the_cpu(cuda):
+    local = mlp()
+    model = copy.deepcopy(local).to(cuda)
+    compiled = torch.compile(model)
+    sides = [(local, local, "cpu"), (compiled, model, cuda)]
+    losses = []
+    with Counted() as did:
+        for call, module, device in sides:
+            torch.manual_seed(1)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            found = []
+            for _ in range(6):
+                x, y = torch.randn(5, 4), torch.randint(0, 2, (5,))
+                loss = nn.functional.cross_entropy(call(x.to(device)), y.to(device))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.item())
+            losses.append(found)
+    assert losses[0] == losses[1]
+    assert (did.recorded, did.replayed, did.eager) == (2, 10, 0)
+
+
+def test_gradients_of_inputs_and_of_some_results_only(cuda):
+    def f(a, b):
+        return a * b, (a + b).tanh(), a.detach() + 1
+
+    compiled = torch.compile(f)
+    for use in ([0, 1], [0, 1], [0, 1]):
+        found = []
+        for function in (f, compiled):
+            torch.manual_seed(2)
+            a = torch.randn(3, device=cuda, requires_grad=True)
+            b = torch.randn(3, device=cuda)
+            outs = function(a, b)
+            assert not outs[2].requires_grad and not b.requires_grad
+            sum(outs[i].sum() for i in use).backward()
+            found.append([a.grad, *outs])
+        assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_backward_from_other_results_than_before_is_refused_with_words(cuda):
+    compiled = torch.compile(lambda a: (a * 2, a * 3))
+    a = torch.randn(3, device=cuda, requires_grad=True)
+    compiled(a)[0].sum().backward()
+    with pytest.raises(NotImplementedError, match=r"gradients for other results"):
+        compiled(a)[1].sum().backward()
+
+
+def test_saved_tensors_are_freed_by_backward(cuda):
+    compiled = torch.compile(lambda a: (a.sin().cos() * a).exp())
+    a = torch.randn(100_000, device=cuda, requires_grad=True)
+    for _ in range(2):
+        compiled(a).sum().backward()
+        a.grad = None
+    torch.cuda.synchronize()
+    idle = torch.cuda.memory_allocated()
+    loss = compiled(a).sum()
+    assert torch.cuda.memory_allocated() > idle + 400_000
+    loss.backward()
+    a.grad = None
+    assert torch.cuda.memory_allocated() < idle + 400_000
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_argument_changed_before_backward_is_pytorch_s_own_error(cuda):
+    compiled = torch.compile(lambda a, b: a * b)
+    a = torch.ones(3, device=cuda, requires_grad=True)
+    b = torch.ones(3, device=cuda)
+    compiled(a, b).sum().backward()
+    y = compiled(a, b).sum()
+    b.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_arguments_are_written_in_place(cuda):
+    def f(cache, x, at):
+        cache.index_copy_(0, at, x)
+        return cache.sum(0)
+
+    compiled = torch.compile(f)
+    found = []
+    for function in (f, compiled):
+        cache = torch.zeros(8, 3, device=cuda)
+        results = []
+        for i in range(5):
+            row, at = torch.full((1, 3), float(i + 1), device=cuda), torch.tensor([i], device=cuda)
+            results.append(function(cache, row, at).tolist())
+            assert cache.cpu()[i].tolist() == [i + 1.0] * 3  # what was downloaded before is not taken for it
+        found.append(results)
+    assert found[0] == found[1]
+
+
+def test_running_statistics_move_with_every_call(cuda):
+    local = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model = copy.deepcopy(local).to(cuda)
+    compiled = torch.compile(model)
+    for _ in range(4):
+        x = torch.randn(2, 3, 8, 8)
+        (compiled(x.to(cuda)).sum() - local(x).sum().to(cuda)).backward()
+    for ours, theirs in zip(model.state_dict().values(), local.state_dict().values(), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+
+
+def test_random_numbers_go_on_from_call_to_call(cuda):
+    def f(x):
+        return nn.functional.dropout(x, 0.5)
+
+    compiled = torch.compile(f)
+    x = torch.ones(64, device=cuda)
+    found = []
+    for function in (f, compiled):
+        torch.cuda.manual_seed(3)
+        found.append([function(x).tolist() for _ in range(4)])
+    assert found[0] == found[1] and len({tuple(row) for row in found[0]}) == 4
+
+
+def test_result_that_is_an_argument_or_a_view_of_it(cuda):
+    compiled = torch.compile(lambda x: (x, x[1:], x + 1))
+    for n in range(3):
+        x = torch.full((3, 2), float(n), device=cuda)
+        with torch.no_grad():
+            same, part, more = compiled(x)
+        part.add_(10)
+        assert same is x and x.tolist() == [[n, n], [n + 10, n + 10], [n + 10, n + 10]]
+        assert more.tolist() == [[n + 1, n + 1]] * 3
+
+
+def test_results_that_share_a_storage(cuda):
+    compiled = torch.compile(lambda x: (x * 2).chunk(2))
+    for n in range(3):
+        with torch.no_grad():
+            a, b = compiled(torch.full((4,), float(n), device=cuda))
+        assert a.tolist() == b.tolist() == [2 * n] * 2
+        assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def test_arguments_that_share_a_storage_are_another_kind(cuda):
+    def f(a, b):
+        a.add_(1)
+        return a + b
+
+    compiled = torch.compile(f)
+    for _ in range(3):
+        x = torch.zeros(4, device=cuda)
+        assert compiled(x[:2], x[2:]).tolist() == [1, 1]
+        y = torch.zeros(2, device=cuda)
+        assert compiled(y, y).tolist() == [2, 2]
+        assert compiled(torch.zeros(2, device=cuda), torch.zeros(2, device=cuda)).tolist() == [1, 1]
+
+
+def test_graph_breaks_split_and_nothing_changes(cuda):
+    def f(x):
+        y = x * 2
+        if y.sum().item() > 0:
+            y = y + 1
+        return y.relu()
+
+    compiled = torch.compile(f)
+    for sign in (1, -1, 1, -1):
+        x = torch.full((3,), float(sign), device=cuda)
+        assert compiled(x).tolist() == f(x).tolist()
+
+
+def test_data_from_the_host_in_the_middle_stays_eager(cuda):
+    def f(x, host):
+        return x + host.to(x.device)
+
+    compiled = torch.compile(f)
+    with Counted() as did:
+        for n in range(3):
+            host = torch.full((3,), float(n))
+            assert compiled(torch.ones(3, device=cuda), host).tolist() == [n + 1.0] * 3
+    assert did.replayed == 0 and did.eager == 3
+
+
+def test_shapes_that_change(cuda):
+    compiled = torch.compile(lambda x: x.softmax(-1) @ x.mT)
+    with torch.no_grad():
+        for n in (2, 3, 4, 2, 3, 4):
+            x = torch.randn(n, 5, device=cuda)
+            assert torch.equal(compiled(x), x.softmax(-1) @ x.mT)
+
+
+def test_more_kinds_than_are_kept_run_eagerly(cuda):
+    compiled = torch.compile(lambda x: x * 2 + 1, dynamic=True)
+    with Counted() as did, torch.no_grad():
+        for n in range(2, KINDS_KEPT + 10):
+            assert compiled(torch.ones(n, device=cuda)).tolist() == [3.0] * n
+    assert did.eager > 0 and did.recorded <= KINDS_KEPT + 1
+
+
+def test_device_named_in_the_function_is_the_device(cuda):
+    def f(x):
+        kind = x.device.type
+        y = torch.arange(3, device="cuda") + torch.zeros(3, device=x.device) + torch.ones(3).cuda().to("cuda:0")
+        return (y + x if x.is_cuda else y), kind, torch.cuda.is_available()
+
+    with Counted() as did:
+        for _ in range(2):
+            y, kind, there = torch.compile(f, fullgraph=True)(torch.ones(3, device=cuda))
+            assert y.tolist() == [2, 3, 4] and (kind, there) == ("cuda", True)
+    assert did.recorded + did.eager > 0
+
+
+def test_failure_of_the_device_names_the_operator_and_the_line(cuda):
+    def f(x, i):
+        return x.index_select(0, i) * 2
+
+    compiled = torch.compile(f)
+    x = torch.ones(3, device=cuda)
+    compiled(x, torch.tensor([1], device=cuda)).tolist()
+    with pytest.raises(RuntimeError, match=r"index_select.*out of range[\s\S]*test_compile\.py"):
+        compiled(x, torch.tensor([9], device=cuda)).tolist()
+    assert compiled(x, torch.tensor([2], device=cuda)).tolist() == [2.0]
+
+
+def test_wrong_call_is_pytorch_s_own_error(cuda):
+    compiled = torch.compile(lambda a, b: a @ b)
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        compiled(torch.ones(2, 3, device=cuda), torch.ones(2, 3, device=cuda))
+
+
+def test_host_functions_go_to_the_default_backend(cuda, monkeypatch):
+    from wooly import dynamo
+
+    asked = []
+    monkeypatch.setattr(dynamo, "_default_backend", lambda graph, *_: asked.append(graph) or graph.forward)
+    assert torch.compile(lambda x: x + 1)(torch.ones(2)).tolist() == [2, 2]
+    assert len(asked) == 1
+
+
+def test_inference_mode_and_autocast_like_eager(cuda):
+    model = mlp().to(cuda)
+    compiled = torch.compile(model)
+    x = torch.randn(3, 4, device=cuda)
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(compiled(x), model(x))
