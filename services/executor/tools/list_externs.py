@@ -11,7 +11,7 @@ import re
 import torch
 
 WHOLE = re.compile(
-    r"^(clone|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|_foreach_\w+)$"
+    r"^(clone|convolution|convolution_backward|native_dropout|embedding|linalg_lstsq|linear|range|kaiser_window|_foreach_\w+)$"
 )
 #: Storage surgery, other layouts, packed or quantised weights, nested tensors, raw metadata, host-only or unchecked internals.
 DENIED = re.compile(

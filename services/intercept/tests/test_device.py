@@ -314,3 +314,38 @@ def test_more_ids_than_live_storages_are_recycled(cuda):
         t = t + 1
         highest = max(highest, t.untyped_storage().data_ptr() >> storage.ID_SHIFT)
     assert t.item() == 3000 and highest < 2500
+
+
+@pytest.mark.filterwarnings("ignore:torch.range is deprecated")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda d: torch.arange(5, device=d),
+        lambda d: torch.arange(2, 7, 3, device=d),
+        lambda d: torch.arange(3, 0, -1, device=d),
+        lambda d: torch.arange(0.0, 1.0, 0.25, device=d, dtype=torch.float64),
+        lambda d: torch.arange(3, device=d, dtype=torch.float16),
+        lambda d: torch.range(5, 1, -2, device=d),
+        lambda d: torch.linspace(0, 1, 7, device=d),
+        lambda d: torch.kaiser_window(9, False, 3.0, device=d),
+        lambda d: torch.kaiser_window(4, device=d, dtype=torch.float64),
+        lambda d: torch.hann_window(5, device=d),
+        lambda d: torch.fft.fftfreq(5, device=d),
+        lambda d: torch.tril_indices(3, 4, device=d),
+        lambda d: torch.eye(3, device=d),
+    ],
+)
+def test_factory_makes_what_the_cpu_makes(cuda, make):
+    ours, theirs = make(cuda), make("cpu")
+    assert ours.is_cuda and ours.dtype is theirs.dtype
+    assert torch.equal(ours.cpu(), theirs)
+
+
+def test_arange_of_the_wrong_direction_is_pytorch_s_own_error(cuda):
+    with pytest.raises(RuntimeError, match="inconsistent with step sign"):
+        torch.arange(0, 5, -1, device=cuda)
+
+
+def test_sparse_tensors_are_refused(cuda):
+    with pytest.raises(NotImplementedError):
+        torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), device=cuda)

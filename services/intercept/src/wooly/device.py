@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,14 @@ aten = torch.ops.aten
 
 #: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
 _WHOLE = ("clone", "convolution", "convolution_backward", "native_dropout", "embedding", "linalg_lstsq")
+#: Factories that ATen would fill through a kernel of the host.
+_FACTORIES = (
+    aten.range.default,
+    aten.range.step,
+    aten.kaiser_window.default,
+    aten.kaiser_window.periodic,
+    aten.kaiser_window.beta,
+)
 #: Metadata questions that the CPU kernel answers without touching memory.
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
@@ -68,6 +77,14 @@ class Device:
         # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
+        record_arange = self.generic.kernel(aten.arange.start_out)
+        for key in ("PrivateUse1", "CUDA"):
+            arange = partial(self.transfer.arange, record_arange)
+            library.impl("arange.start_step", arange, key)
+            library.impl("arange.start", arange, key)
+            library.impl("arange", partial(arange, 0), key)
+            for op in _FACTORIES:
+                library.impl(_short(op), self.generic.kernel(op), key)
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")

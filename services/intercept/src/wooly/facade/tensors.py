@@ -15,11 +15,28 @@ from wooly.torch_private import raw_device, raw_is_cuda
 
 Patch = tuple[Any, str, Any]
 
+#: Constructors whose binding asks for the device's guard before the dispatcher.
+_GUARDED = (
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "range",
+    "tril_indices",
+    "triu_indices",
+    "sparse_coo_tensor",
+    "sparse_compressed_tensor",
+    "sparse_csr_tensor",
+    "sparse_csc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_bsc_tensor",
+)
+
 
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced on tensors and their constructors."""
     yield from _tensor_patches()
-    for name in ("tensor", "as_tensor", "asarray", "scalar_tensor", "tril_indices", "triu_indices"):
+    for name in _GUARDED:
         yield (torch, name, with_device(getattr(torch, name)))
     real_init = DeviceContext.__init__
 

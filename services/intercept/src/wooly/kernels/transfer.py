@@ -44,6 +44,7 @@ class Transfer:
         self._type = device_type
         self._layouts: dict[tuple[Any, ...], tuple[Layout, int]] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
+        self._aranges: dict[tuple[Any, ...], Tensor] = {}
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
@@ -91,6 +92,40 @@ class Transfer:
             self._check(layout, device, pin_memory)
             known = self._remember(key, Layout(dtype, tuple(size), tuple(stride)))
         return self._new(known)
+
+    def arange(
+        self,
+        record: Callable[..., Any],
+        start: Any,
+        end: Any,
+        step: Any = 1,
+        *,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout | None = None,
+        device: torch.device | None = None,
+        pin_memory: bool | None = None,
+    ) -> Tensor:
+        """`aten.arange.start_step` in one instruction: ATen would fill an empty tensor that it then grows.
+
+        Args:
+            record: kernel of `aten.arange.start_out`.
+            start: first value.
+            end: bound.
+            step: difference.
+            dtype: as of any factory.
+            layout: likewise.
+            device: likewise.
+            pin_memory: likewise.
+        """
+        key = (start, end, step, start.__class__, end.__class__, step.__class__, dtype, torch.get_default_dtype())
+        like = self._aranges.get(key)
+        if like is None:
+            self._check(layout, device, pin_memory)
+            like = torch.arange(start, end, step, dtype=dtype, device="meta")
+            if len(self._aranges) > 65536:
+                self._aranges.clear()
+            self._aranges[key] = like
+        return record(start, end, step, out=self.empty(list(like.shape), dtype=like.dtype))  # type: ignore[no-any-return]
 
     def _check(self, layout: torch.layout | None, device: torch.device | None, pin_memory: bool | None) -> None:
         if layout not in (None, torch.strided):
