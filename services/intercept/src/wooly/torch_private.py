@@ -19,6 +19,8 @@ TensorBase: Any = torch._C.TensorBase
 raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
+raw_to: Callable[..., torch.Tensor] = TensorBase.to
+
 #: `from_dlpack(capsule) -> Tensor`, without the Python wrapper's device negotiation.
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
 
@@ -42,6 +44,30 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(CPU_KEYS, *args, **kwargs)
+
+    return run
+
+
+def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
+    """A callable `(args, kwargs)` that runs `op`, and all that it is made of, as if autocast were off."""
+    exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1
+
+    def run(args: Any, kwargs: Any) -> Any:
+        exclude(key, True)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            exclude(key, False)
+
+    return run
+
+
+def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A callable that runs the kernel that CUDA's autocast has for `op`; these are in CPU builds, too."""
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.AutocastCUDA)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
 
     return run
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wooly.facade import state, tensors
+from wooly.facade import amp, state, tensors
 from wooly.facade.cuda import Answers
 
 __all__ = ["Facade"]
@@ -38,7 +38,7 @@ class Facade:
         """Make "cuda" live."""
         if self._undo:
             return
-        for patches in (tensors.patches(), state.patches(), self._answers.patches()):
+        for patches in (tensors.patches(), amp.patches(), state.patches(), self._answers.patches()):
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
