@@ -19,7 +19,7 @@ from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
 from wooly.recorder import Recorder, set_library_roots
-from wooly.rng import Generator
+from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import all_aten_overloads, has_kernel, redispatch_cpu, register_backend
 
 NAME = "wooly"
@@ -127,8 +127,13 @@ class BackendModule(ModuleType):
             recorder.flush()
             recorder.require_link().sync()
 
+    @property
+    def default_generators(self) -> tuple[DeviceGenerator, ...]:
+        """One generator per device, that which operators draw from if they are given none."""
+        return (DeviceGenerator(0, self._device.generator),)
+
     def manual_seed(self, seed: int) -> None:
-        self._device.generator.manual_seed(seed)
+        self._device.generator.manual_seed(int(seed))
 
     manual_seed_all = manual_seed
 
@@ -140,11 +145,10 @@ class BackendModule(ModuleType):
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """Seed and offset as 16 bytes."""
-        return torch.tensor(self._device.generator.state(), dtype=torch.int64).view(torch.uint8)
+        return self._device.generator.state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        seed, offset = state.cpu().view(torch.int64).tolist()
-        self._device.generator.restore(seed, offset)
+        self._device.generator.restore(state)
 
     def clear_autocast_cache(self) -> None:
         """Forget the weights that autocast has cast."""

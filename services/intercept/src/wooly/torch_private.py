@@ -5,6 +5,7 @@ Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,30 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
         return call(CPU_KEYS, *args, **kwargs)
 
     return run
+
+
+#: Byte offset of `device_` (type, index: one byte each) in c10::GeneratorImpl: after its vtable, two counts and a mutex.
+_GENERATOR_DEVICE_AT = 56
+_NO_INDEX = 0xFF
+
+
+def identity_of(generator: torch._C.Generator) -> int:
+    """The same number for all Python objects that stand for one generator."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
+def set_generator_device(generator: torch._C.Generator, device: torch.device) -> None:
+    """Make a fresh host generator say that it is of another device, so that PyTorch's own checks refuse it elsewhere.
+
+    No release has a way to make a generator for a device without C++ code of its own.
+
+    Raises:
+        NotImplementedError: this PyTorch lays generators out in another way.
+    """
+    there = (ctypes.c_uint8 * 2).from_address(identity_of(generator) + _GENERATOR_DEVICE_AT)
+    if tuple(there) != (int(torch._C._autograd.DeviceType.CPU.value), _NO_INDEX):
+        raise NotImplementedError(f"generators of devices are not supported with torch {torch.__version__}")
+    there[:] = [int(getattr(torch._C._autograd.DeviceType, device.type.upper()).value), device.index]
 
 
 def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:

@@ -10,14 +10,22 @@ import torch
 
 from wooly.device import NAME
 from wooly.facade.names import CUDA, to_wooly
+from wooly.rng import DeviceGenerator
 
 Patch = tuple[Any, str, Any]
 
 
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced for generators and loading."""
-    _GeneratorMeta.real = torch.Generator
     yield (torch, "Generator", Generator)
+    # The functions of torch.cuda.random are PyTorch's own, on generators of ours.
+    module = torch.wooly  # type: ignore[attr-defined]
+    yield (torch.cuda, "default_generators", module.default_generators)
+    yield (torch.cuda.random, "_lazy_init", lambda: None)
+    yield (torch.cuda.random, "_lazy_call", lambda callable, **kwargs: callable())
+    yield (torch.cuda.random, "is_initialized", lambda: True)
+    yield (torch.cuda.random, "device_count", module.device_count)
+    yield (torch.cuda.random, "current_device", module.current_device)
     real_load = torch.load
 
     @functools.wraps(real_load)
@@ -31,24 +39,29 @@ def patches() -> Iterator[Patch]:
 
 
 class _GeneratorMeta(type):
-    """Lets `torch.Generator("cuda")` answer a host generator, and keeps `isinstance` true for the real class."""
-
-    real: Any = None
+    """Lets `torch.Generator("cuda")` answer a generator of ours, and keeps `isinstance` true for PyTorch's class."""
 
     def __call__(cls, device: Any = "cpu") -> Any:
         target = to_wooly(device)
         if isinstance(target, torch.device) and target.type == NAME:
-            raise NotImplementedError(
-                "torch.Generator('cuda') is not supported yet; seed the device with torch.cuda.manual_seed(…)"
-            )
-        return cls.real(device)
+            return DeviceGenerator(target.index)
+        return torch._C.Generator(device)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.real)
+        return isinstance(instance, torch._C.Generator)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, torch._C.Generator)
 
 
 class Generator(metaclass=_GeneratorMeta):
-    """A generator; for "cuda", one whose seed drives the remote device."""
+    """`torch.Generator`; for "cuda" it makes one that the device's operators draw from."""
+
+    __doc__ = torch._C.Generator.__doc__
+
+
+# Pickles name it as PyTorch's own, so that they can be read without Wooly.
+Generator.__module__ = "torch"
 
 
 def _move(value: Any) -> Any:
