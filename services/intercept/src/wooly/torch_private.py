@@ -20,6 +20,7 @@ TensorBase: Any = torch._C.TensorBase
 raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
 
+raw_storage_device: Callable[[torch.UntypedStorage], torch.device] = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
 raw_to: Callable[..., torch.Tensor] = TensorBase.to
 
 #: `from_dlpack(capsule) -> Tensor`, without the Python wrapper's device negotiation.

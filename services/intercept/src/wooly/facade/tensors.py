@@ -75,7 +75,6 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "to", to)
     yield (tensor, "cuda", cuda)
     yield (tensor, "type", type_)
-    yield (tensor, "pin_memory", lambda t, device=None: t)
     yield (tensor, "get_device", lambda t: 0 if raw_device(t).type == NAME else -1)
     for name in ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         yield (tensor, name, with_device(getattr(tensor, name)))
