@@ -67,9 +67,10 @@ def test_download_without_blocking_is_there_after_synchronize(cuda):
     there = torch.arange(1000.0, device=cuda) * 2
     host = torch.empty(1000, pin_memory=True)
     host.copy_(there, non_blocking=True)
-    other = there.to("cpu", non_blocking=True)
+    others = [there.to("cpu", non_blocking=True), there.to("cpu", torch.float32, True), there.to(host, True)]
     torch.cuda.synchronize()
-    assert torch.equal(host, torch.arange(1000.0) * 2) and torch.equal(other, host)
+    assert torch.equal(host, torch.arange(1000.0) * 2)
+    assert all(torch.equal(other, host) for other in others)
 
 
 def test_upload_without_blocking_may_be_followed_by_a_write(cuda):

@@ -29,6 +29,14 @@ def patches() -> Iterator[Patch]:
     yield (DeviceContext, "__init__", init)
 
 
+def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `Tensor.to` without `non_blocking`, the first of its flags: PyTorch would want memory that it can pin."""
+    for i, a in enumerate(args):
+        if a is True or a is False:
+            return (*args[:i], False, *args[i + 1 :])
+    return args
+
+
 def _tensor_patches() -> Iterator[Patch]:
     tensor = torch.Tensor
     shown = torch.device(CUDA, 0)
@@ -52,6 +60,10 @@ def _tensor_patches() -> Iterator[Patch]:
             args = (to_wooly(args[0]), *args[1:])
         elif "device" in kwargs:
             kwargs["device"] = to_wooly(kwargs["device"])
+        if "non_blocking" in kwargs:
+            kwargs["non_blocking"] = False
+        elif len(args) > 1:
+            args = _blocking(args)
         return real_to(t, *args, **kwargs)
 
     @functools.wraps(tensor.cuda)
@@ -59,7 +71,7 @@ def _tensor_patches() -> Iterator[Patch]:
         t: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
     ) -> torch.Tensor:
         target = to_wooly(CUDA if device is None else device)
-        return real_to(t, target, non_blocking=non_blocking, memory_format=memory_format)
+        return real_to(t, target, memory_format=memory_format)
 
     @functools.wraps(real_type)
     def type_(t: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -69,7 +81,7 @@ def _tensor_patches() -> Iterator[Patch]:
             return said.replace("torch.wooly.", "torch.cuda.") if isinstance(said, str) else said
         if name.startswith("torch.cuda."):
             plain = real_type(torch.empty(0), name.replace("torch.cuda.", "torch.")).dtype
-            return real_to(t, to_wooly(CUDA), plain, non_blocking=non_blocking)
+            return real_to(t, to_wooly(CUDA), plain)
         return real_type(t, dtype, non_blocking, **kwargs)
 
     yield (tensor, "to", to)
