@@ -17,10 +17,11 @@ import wooly_wis
 from wooly import storage
 from wooly.errors import NotConnectedError
 from wooly.kernels import composite, views
+from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
 from wooly.recorder import Recorder, set_library_roots
-from wooly.rng import Generator
+from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import all_aten_overloads, has_kernel, redispatch_cpu, register_backend
 
 NAME = "wooly"
@@ -49,6 +50,7 @@ class Device:
         self.generic = Generic(self.recorder, self.generator)
         self.transfer = Transfer(self.recorder, NAME)
         self.generic.resize = self.transfer.resize
+        self.autocast = Autocast(NAME)
         self._libraries: list[torch.library.Library] = []
 
     def register_kernels(self) -> None:
@@ -90,9 +92,15 @@ class Device:
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("lstm.input", composite.lstm_input, key)
+            library.impl("lstm_cell", composite.lstm_cell, key)
+            library.impl("gru_cell", composite.gru_cell, key)
+            for op in (aten.lstm.data, aten.gru.input, aten.gru.data):  # ATen would take CUDA's fused cells
+                library.impl(_short(op), op.decompose, key)
             library.impl("scaled_dot_product_attention", composite.attention, key)
+        self.autocast.register(library)
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")
+        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
         self._libraries.append(rest)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
@@ -137,8 +145,13 @@ class BackendModule(ModuleType):
             recorder.flush()
             recorder.require_link().sync()
 
+    @property
+    def default_generators(self) -> tuple[DeviceGenerator, ...]:
+        """One generator per device, that which operators draw from if they are given none."""
+        return (DeviceGenerator(0, self._device.generator),)
+
     def manual_seed(self, seed: int) -> None:
-        self._device.generator.manual_seed(seed)
+        self._device.generator.manual_seed(int(seed))
 
     manual_seed_all = manual_seed
 
@@ -150,11 +163,14 @@ class BackendModule(ModuleType):
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """Seed and offset as 16 bytes."""
-        return torch.tensor(self._device.generator.state(), dtype=torch.int64).view(torch.uint8)
+        return self._device.generator.state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        seed, offset = state.cpu().view(torch.int64).tolist()
-        self._device.generator.restore(seed, offset)
+        self._device.generator.restore(state)
+
+    def clear_autocast_cache(self) -> None:
+        """Forget the weights that autocast has cast."""
+        self._device.autocast.cache.clear()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]

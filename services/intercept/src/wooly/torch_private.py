@@ -5,6 +5,7 @@ Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -19,6 +20,9 @@ TensorBase: Any = torch._C.TensorBase
 #: The getters that C++ defines, reachable even after the facade has put its own properties on `torch.Tensor`.
 raw_device: Callable[[torch.Tensor], torch.device] = TensorBase.device.__get__
 raw_is_cuda: Callable[[torch.Tensor], bool] = TensorBase.is_cuda.__get__
+
+raw_storage_device: Callable[[torch.UntypedStorage], torch.device] = torch._C.StorageBase.device.__get__  # type: ignore[attr-defined]
+raw_to: Callable[..., torch.Tensor] = TensorBase.to
 
 #: `from_dlpack(capsule) -> Tensor`, without the Python wrapper's device negotiation.
 from_dlpack: Callable[[object], torch.Tensor] = torch._C._from_dlpack
@@ -46,6 +50,54 @@ def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return call(CPU_KEYS, *args, **kwargs)
+
+    return run
+
+
+#: Byte offset of `device_` (type, index: one byte each) in c10::GeneratorImpl: after its vtable, two counts and a mutex.
+_GENERATOR_DEVICE_AT = 56
+_NO_INDEX = 0xFF
+
+
+def identity_of(generator: torch._C.Generator) -> int:
+    """The same number for all Python objects that stand for one generator."""
+    return generator._cdata  # type: ignore[attr-defined, no-any-return]
+
+
+def set_generator_device(generator: torch._C.Generator, device: torch.device) -> None:
+    """Make a fresh host generator say that it is of another device, so that PyTorch's own checks refuse it elsewhere.
+
+    No release has a way to make a generator for a device without C++ code of its own.
+
+    Raises:
+        NotImplementedError: this PyTorch lays generators out in another way.
+    """
+    there = (ctypes.c_uint8 * 2).from_address(identity_of(generator) + _GENERATOR_DEVICE_AT)
+    if tuple(there) != (int(torch._C._autograd.DeviceType.CPU.value), _NO_INDEX):
+        raise NotImplementedError(f"generators of devices are not supported with torch {torch.__version__}")
+    there[:] = [int(getattr(torch._C._autograd.DeviceType, device.type.upper()).value), device.index]
+
+
+def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
+    """A callable `(args, kwargs)` that runs `op`, and all that it is made of, as if autocast were off."""
+    exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1
+
+    def run(args: Any, kwargs: Any) -> Any:
+        exclude(key, True)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            exclude(key, False)
+
+    return run
+
+
+def redispatch_cuda_autocast(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A callable that runs the kernel that CUDA's autocast has for `op`; these are in CPU builds, too."""
+    call, keys = op._handle.redispatch_boxed, DispatchKeySet(DispatchKey.AutocastCUDA)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return call(keys, *args, **kwargs)
 
     return run
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils._device import _device_constructors
+
 from wooly import dynamo
-from wooly.facade import state, tensors
+from wooly.facade import amp, pinned, state, tensors
 from wooly.facade.cuda import Answers
 
 __all__ = ["Facade"]
@@ -39,7 +41,16 @@ class Facade:
         """Make "cuda" live."""
         if self._undo:
             return
-        for patches in (tensors.patches(), state.patches(), self._answers.patches(), dynamo.patches()):
+        # Device contexts know PyTorch's constructors by identity: by that of the ones that ours call.
+        _device_constructors()
+        for patches in (
+            tensors.patches(),
+            pinned.patches(),
+            amp.patches(),
+            state.patches(),
+            self._answers.patches(),
+            dynamo.patches(),
+        ):
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)

@@ -30,6 +30,7 @@ class Answers:
         for name, value in {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
+            "_initialized": True,
             "init": lambda: None,
             "_lazy_init": lambda: None,
             "_lazy_call": lambda callable, **kwargs: callable(),
@@ -47,15 +48,6 @@ class Answers:
             "synchronize": module.synchronize,
             "ipc_collect": lambda: None,
             "empty_cache": lambda: None,
-            "manual_seed": module.manual_seed,
-            "manual_seed_all": module.manual_seed,
-            "seed": lambda: _nothing(module.seed()),
-            "seed_all": lambda: _nothing(module.seed()),
-            "initial_seed": module.initial_seed,
-            "get_rng_state": module.get_rng_state,
-            "set_rng_state": lambda state, device=None: module.set_rng_state(state),
-            "get_rng_state_all": lambda: [module.get_rng_state()],
-            "set_rng_state_all": lambda states: module.set_rng_state(states[0]),
             "memory_allocated": lambda d=None: storage.live_bytes(),
             "max_memory_allocated": lambda d=None: storage.peak_bytes(),
             "memory_reserved": lambda d=None: storage.live_bytes(),
@@ -79,8 +71,6 @@ class Answers:
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
         yield (torch.cuda.memory, "memory_allocated", torch.cuda.memory_allocated)
         yield (torch.cuda.memory, "mem_get_info", torch.cuda.mem_get_info)
-        yield (torch.cuda.random, "get_rng_state", torch.cuda.get_rng_state)
-        yield (torch.cuda.random, "manual_seed_all", torch.cuda.manual_seed_all)
 
     def _name(self) -> str:
         return f"{self._facts().get('name', 'unknown device')} (WOOLY)"
@@ -128,7 +118,3 @@ class Answers:
             f"{self._name()}: {storage.live_bytes() / mib:.1f} MiB in {storage.live_count()} tensors, "
             f"peak {storage.peak_bytes() / mib:.1f} MiB, total {self._mem_get_info()[1] / mib:.0f} MiB"
         )
-
-
-def _nothing(_: Any) -> None:
-    return None

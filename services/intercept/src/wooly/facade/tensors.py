@@ -46,6 +46,14 @@ def patches() -> Iterator[Patch]:
     yield (DeviceContext, "__init__", init)
 
 
+def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `Tensor.to` without `non_blocking`, the first of its flags: PyTorch would want memory that it can pin."""
+    for i, a in enumerate(args):
+        if a is True or a is False:
+            return (*args[:i], False, *args[i + 1 :])
+    return args
+
+
 def _tensor_patches() -> Iterator[Patch]:
     tensor = torch.Tensor
     shown = torch.device(CUDA, 0)
@@ -69,6 +77,10 @@ def _tensor_patches() -> Iterator[Patch]:
             args = (to_wooly(args[0]), *args[1:])
         elif "device" in kwargs:
             kwargs["device"] = to_wooly(kwargs["device"])
+        if "non_blocking" in kwargs:
+            kwargs["non_blocking"] = False
+        elif len(args) > 1:
+            args = _blocking(args)
         return real_to(t, *args, **kwargs)
 
     @functools.wraps(tensor.cuda)
@@ -76,7 +88,7 @@ def _tensor_patches() -> Iterator[Patch]:
         t: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = torch.preserve_format
     ) -> torch.Tensor:
         target = to_wooly(CUDA if device is None else device)
-        return real_to(t, target, non_blocking=non_blocking, memory_format=memory_format)
+        return real_to(t, target, memory_format=memory_format)
 
     @functools.wraps(real_type)
     def type_(t: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
@@ -86,13 +98,12 @@ def _tensor_patches() -> Iterator[Patch]:
             return said.replace("torch.wooly.", "torch.cuda.") if isinstance(said, str) else said
         if name.startswith("torch.cuda."):
             plain = real_type(torch.empty(0), name.replace("torch.cuda.", "torch.")).dtype
-            return real_to(t, to_wooly(CUDA), plain, non_blocking=non_blocking)
+            return real_to(t, to_wooly(CUDA), plain)
         return real_type(t, dtype, non_blocking, **kwargs)
 
     yield (tensor, "to", to)
     yield (tensor, "cuda", cuda)
     yield (tensor, "type", type_)
-    yield (tensor, "pin_memory", lambda t, device=None: t)
     yield (tensor, "get_device", lambda t: 0 if raw_device(t).type == NAME else -1)
     for name in ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         yield (tensor, name, with_device(getattr(tensor, name)))

@@ -219,3 +219,26 @@ def _fused_lstm(
     if batch_first:
         layer_in = layer_in.transpose(0, 1)
     return layer_in, torch.stack(hs, 0), torch.stack(cs, 0)
+
+
+def lstm_cell(
+    x: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`aten.lstm_cell` in the CPU's pieces: for a device like ours PyTorch expects CUDA's fused kernel."""
+    hidden, cell = hx
+    gates = torch._C._nn.linear(hidden, w_hh, b_hh).add_(torch._C._nn.linear(x, w_ih, b_ih))
+    enter, forget, new, out = gates.unsafe_chunk(4, 1)
+    c = (forget.sigmoid_() * cell).add_(enter.sigmoid_() * new.tanh_())
+    return out.sigmoid_() * c.tanh(), c
+
+
+def gru_cell(
+    x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """`aten.gru_cell`, likewise."""
+    into = torch._C._nn.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)
+    over = torch._C._nn.linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
+    reset = over[0].add_(into[0]).sigmoid_()
+    update = over[1].add_(into[1]).sigmoid_()
+    new = into[2].add(over[2].mul_(reset)).tanh_()
+    return (hx - new).mul_(update).add_(new)

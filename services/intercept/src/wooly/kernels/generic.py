@@ -15,7 +15,7 @@ from wooly_wis.dtypes import BY_LABEL
 from wooly import storage
 from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
 from wooly.recorder import Recorder, origin
-from wooly.rng import Generator
+from wooly.rng import Generator, sequence_of
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
 from wooly.torch_private import raw_device
 
@@ -50,7 +50,7 @@ class Generic:
         finish = self._finish
         n_scalar = len(scalar_at)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
             key: list[Any] = [op]
             buffers: list[int] = []
             params: list[Any] = []
@@ -78,13 +78,13 @@ class Generic:
                 if plan is None:
                     plan = self._plan(facts, signature, args, kwargs)
                     if plan is None:  # an out= tensor took another size: the signature is another one now
-                        return run(*args, **kwargs)
+                        return run(*args, drawn_from=drawn_from, **kwargs)
                 if storage.dead:
                     recorder.release_dead()
                 recorder.operations += 1
                 where = origin()
                 if plan.random:
-                    params += self._generator.draw()
+                    params += (drawn_from or self._generator).draw()
                 if params:
                     recorder.params += params
                 if plan.dynamic or (mutable and plan.outs):
@@ -113,7 +113,7 @@ class Generic:
                     recorder.flush()
                 return result
 
-        return run
+        return _given_generator(run, facts.generator) if facts.generator is not None else run
 
     def _plan(
         self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,6 +188,21 @@ class Generic:
         if facts.list_return:
             return results
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _given_generator(run: Kernel, position: int) -> Kernel:
+    """For operators that take a generator: its sequence is drawn from; the instruction is that of a call without."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        generator = kwargs.get("generator")
+        if generator is not None:
+            kwargs["generator"] = None
+        elif position < len(args):
+            generator = args[position]
+            args = (*args[:position], None, *args[position + 1 :])
+        return run(*args, **kwargs) if generator is None else run(*args, drawn_from=sequence_of(generator), **kwargs)
+
+    return call
 
 
 def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: list[Any]) -> None:

@@ -87,11 +87,13 @@ class OpFacts:
         written: names of the arguments that the operator writes.
         returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
         dynamic: the output's shape depends on data.
-        random: the operator draws from the default generator.
+        random: the operator draws random numbers.
+        generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
     """
 
     __slots__ = (
         "dynamic",
+        "generator",
         "list_return",
         "mutable",
         "n_returns",
@@ -129,6 +131,7 @@ class OpFacts:
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
+        self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
 
 
 def _is_number(argument: Any) -> bool:
@@ -222,8 +225,6 @@ class PlanBuilder:
                 return [to_meta(x) for x in a]
             if isinstance(a, torch.device):
                 return torch.device(where)
-            if isinstance(a, torch.Generator):
-                return None
             return a
 
         args = [to_meta(a) for a in call.args]
@@ -438,8 +439,6 @@ def constant(a: Any) -> Attr:
         return Symbol("layout", str(a).removeprefix("torch."))
     if isinstance(a, torch.memory_format):
         return Symbol("memory_format", str(a).removeprefix("torch."))
-    if isinstance(a, torch.Generator):
-        return None
     raise NotImplementedError(f"an argument of type {type(a).__name__} cannot travel to the wooly device")
 
 

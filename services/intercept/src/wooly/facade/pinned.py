@@ -1,0 +1,90 @@
+"""Pinned host memory, as far as there is any: the pages are ordinary ones, for the device is not on this machine's bus.
+
+Programs ask for it and ask whether they got it, so that has to be true of the right tensors: those that were asked for, and all
+views of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from wooly.device import NAME
+from wooly.storage import span
+from wooly.torch_private import raw_device
+
+Patch = tuple[Any, str, Any]
+
+_ALIGNMENT = 64
+#: Addresses of the host storages that count as pinned.
+_pinned: set[int] = set()
+
+#: Constructors that take `pin_memory`.
+_FACTORIES = (
+    "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "tensor", "zeros",
+    "zeros_like",
+)  # fmt: skip
+_METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+
+
+def is_pinned(t: Tensor, device: Any = None) -> bool:
+    """Whether the tensor lies in memory that was asked to be pinned."""
+    return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in _pinned
+
+
+def pin_memory(t: Tensor, device: Any = None) -> Tensor:
+    """The tensor itself if it is pinned, else a pinned copy.
+
+    Raises:
+        RuntimeError: it is not a dense host tensor.
+    """
+    if not t.is_cpu or t.layout is not torch.strided:
+        raise RuntimeError(f"cannot pin '{t.type()}' only dense CPU tensors can be pinned")
+    return t if is_pinned(t) else _copy(t.detach()).requires_grad_(t.requires_grad)
+
+
+def _copy(t: Tensor) -> Tensor:
+    nbytes = span(tuple(t.shape), t.stride()) * t.element_size()
+    if not nbytes:
+        return t.clone()
+    room = np.empty(nbytes + _ALIGNMENT, dtype=np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    memory = room[start : start + nbytes]
+    # The storage keeps this array; when it dies, its address means nothing any more.
+    address = memory.ctypes.data
+    flat = torch.from_numpy(memory)
+    _pinned.add(address)
+    weakref.finalize(memory, _pinned.discard, address).atexit = False
+    return flat.view(t.dtype).as_strided(t.shape, t.stride()).copy_(t)
+
+
+def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A constructor whose `pin_memory=True` is answered here."""
+
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if not kwargs.get("pin_memory"):
+            return make(*args, **kwargs)
+        made = make(*args, **{**kwargs, "pin_memory": False})
+        if raw_device(made).type == NAME:
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        return pin_memory(made)
+
+    return call
+
+
+def patches() -> Iterator[Patch]:
+    """(owner, name, value) of everything that pins memory or asks for it."""
+    for name in _FACTORIES:
+        yield (torch, name, _pinning(getattr(torch, name)))
+    for name in _METHODS:
+        yield (Tensor, name, _pinning(getattr(Tensor, name)))
+    yield (Tensor, "pin_memory", pin_memory)
+    yield (Tensor, "is_pinned", is_pinned)

@@ -1,0 +1,217 @@
+"""Mixed precision: in which floating type each operator runs while autocast is on, by CUDA's lists.
+
+Autocast is a layer of the dispatcher above autograd, so that the casts are part of the graph. Each kernel here casts the
+floating tensors of a call and calls the operator again below that layer. An operator in no list runs as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly.torch_private import below_autocast, raw_device, raw_to, redispatch_cuda_autocast
+
+Kernel = Callable[..., Any]
+
+#: Run in autocast's own type: matrix products and convolutions, which gain most.
+LOWER = (
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "prelu", "addmm", "addmv", "addr", "matmul",
+    "einsum", "mm", "mv", "linalg_vecdot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul", "linalg_multi_dot",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "_scaled_dot_product_flash_attention", "scaled_dot_product_attention",
+)  # fmt: skip
+
+#: CUDA hands whole recurrent networks to one operator of its library, which autocast runs in float16 whatever its own type.
+RECURRENT = tuple(f"{kind}.{form}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for form in ("input", "data"))
+
+#: Run in float32: what loses too much or overflows in a shorter type.
+FULL = (
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt", "sinh",
+    "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm", "native_layer_norm",
+    "rms_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim", "cosine_similarity",
+    "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss2d", "hinge_embedding_loss", "kl_div", "l1_loss",
+    "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss",
+    "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_nearest2d", "_upsample_nearest_exact2d",
+    "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d",
+    "_upsample_bilinear2d_aa", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_bicubic2d_aa",
+)  # fmt: skip
+
+#: Asked for a float32 result, unless the call names a type.
+FULL_RESULT = (
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+)  # fmt: skip
+
+#: The same for operators whose overload with a result type is another one.
+FULL_RESULT_OVERLOAD = {"norm.Scalar": "norm.ScalarOpt_dtype", "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype"}
+
+#: Run in the widest type among the arguments.
+PROMOTE = (
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add",
+)  # fmt: skip
+
+#: Refused: its input is a probability, which a shorter type would have rounded to 0 or 1.
+BANNED = "binary_cross_entropy"
+
+
+class CastCache:
+    """Casts of float32 leaves, the weights: made once until the outermost autocast region ends."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def get(self, t: Tensor) -> Tensor | None:
+        """The cast of `t`, if there is one."""
+        known = self._casts.get(id(t))
+        return known[1] if known is not None and known[0]() is t else None
+
+    def put(self, t: Tensor, cast: Tensor) -> None:
+        self._casts[id(t)] = (weakref.ref(t), cast)
+
+    def clear(self) -> None:
+        self._casts.clear()
+
+
+class Autocast:
+    """Autocast's kernels for the tensors of one device type.
+
+    Args:
+        device_type: the name under which PyTorch keeps autocast's state for them.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._type = device_type
+        self.cache = CastCache()
+
+    def register(self, library: torch.library.Library) -> None:
+        """Put the kernels of all lists into `library`, which implements `aten`."""
+        below = {name: below_autocast(_overload(name)) for name in (*LOWER, *RECURRENT, *FULL, *FULL_RESULT, *PROMOTE)}
+        kernels: dict[str, Kernel] = {}
+        kernels.update({name: self._lower(below[name]) for name in LOWER})
+        kernels.update({name: self._fixed(below[name], torch.float16) for name in RECURRENT})
+        kernels.update({name: self._fixed(below[name], torch.float32) for name in FULL})
+        kernels.update({name: self._full_result(_overload(name), below[name]) for name in FULL_RESULT})
+        kernels.update({name: self._promote(below[name]) for name in PROMOTE})
+        for name, typed in FULL_RESULT_OVERLOAD.items():
+            kernels[name] = self._append_type(_overload(name), below_autocast(_overload(typed)))
+        kernels[BANNED] = redispatch_cuda_autocast(_overload(BANNED))  # raises, whatever the tensors are
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutocastPrivateUse1")
+
+    # -- one kernel per policy ---------------------------------------------------------------------------------------
+
+    def _lower(self, call: Kernel) -> Kernel:
+        cast, kind = self._cast, self._type
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            to = torch.get_autocast_dtype(kind)
+            return call([cast(a, to) for a in args], {k: cast(v, to) for k, v in kwargs.items()})
+
+        return run
+
+    def _fixed(self, call: Kernel, to: torch.dtype) -> Kernel:
+        cast = self._cast
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return call([cast(a, to) for a in args], {k: cast(v, to) for k, v in kwargs.items()})
+
+        return run
+
+    def _full_result(self, op: torch._ops.OpOverload, call: Kernel) -> Kernel:
+        at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
+        positional = not op._schema.arguments[at].kwarg_only
+        eligible = self._eligible
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if eligible(args[0]):
+                if positional and len(args) > at:
+                    if args[at] is None:
+                        args = (*args[:at], torch.float32, *args[at + 1 :])
+                elif kwargs.get("dtype") is None:
+                    kwargs["dtype"] = torch.float32
+            return call(args, kwargs)
+
+        return run
+
+    def _append_type(self, op: torch._ops.OpOverload, call: Kernel) -> Kernel:
+        defaults = [a.default_value if a.has_default_value() else None for a in op._schema.arguments]
+        eligible = self._eligible
+
+        def run(*args: Any) -> Any:
+            to = torch.float32 if eligible(args[0]) else args[0].dtype
+            return call((*args, *defaults[len(args) :]), {"dtype": to})
+
+        return run
+
+    def _promote(self, call: Kernel) -> Kernel:
+        cast, widest, kind = self._cast, self._widest, self._type
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            to = widest(torch.get_autocast_dtype(kind), args)
+            return call([cast(a, to) for a in args], {k: cast(v, to) for k, v in kwargs.items()})
+
+        return run
+
+    # -- casts -------------------------------------------------------------------------------------------------------
+
+    def _eligible(self, t: Tensor) -> bool:
+        """Whether autocast may change the type of `t`: a floating tensor of the device, but no float64."""
+        dtype = t.dtype
+        return dtype.is_floating_point and dtype is not torch.float64 and raw_device(t).type == self._type
+
+    def _cast(self, a: Any, to: torch.dtype) -> Any:
+        """An argument of a call with the tensors in it cast; anything else as it is."""
+        if isinstance(a, Tensor):
+            if a.dtype is to or not self._eligible(a):
+                return a
+            weight = (
+                a.dtype is torch.float32
+                and a.requires_grad
+                and to is torch.get_autocast_dtype(self._type)
+                and a.is_leaf
+                and not a._is_view()
+                and torch.is_autocast_cache_enabled()
+            )
+            if not weight:
+                return raw_to(a, to)
+            cast = self.cache.get(a)
+            if cast is None:
+                cast = raw_to(a, to)
+                self.cache.put(a, cast)
+            return cast
+        if a.__class__ is list:
+            return [self._cast(x, to) for x in a]
+        return a
+
+    def _widest(self, current: torch.dtype, args: Any) -> torch.dtype:
+        """The type to which the tensors of a call are promoted, from autocast's own.
+
+        Raises:
+            RuntimeError: two short types meet.
+        """
+        lower = torch.get_autocast_dtype(self._type)
+        for a in args:
+            if isinstance(a, Tensor):
+                if not self._eligible(a):
+                    continue
+                if torch.float32 in (current, a.dtype):
+                    current = torch.float32
+                elif current is not lower or a.dtype is not lower:
+                    raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+            elif a.__class__ is list:
+                current = self._widest(current, a)
+        return current
+
+
+def _overload(name: str) -> torch._ops.OpOverload:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    assert isinstance(op, torch._ops.OpOverload)
+    return op

@@ -1,0 +1,183 @@
+"""Mixed precision: each operator of CUDA's lists gives the types that CUDA gives, and the numbers of the same casts by hand."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from wooly.kernels import autocast as lists
+
+CASES_FILE = Path(__file__).with_name("autocast_cases.py")
+cases = SimpleNamespace(**runpy.run_path(str(CASES_FILE)))
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    """What PyTorch's own kernels for CUDA say, asked in a process without the Wooly device."""
+    done = subprocess.run([sys.executable, CASES_FILE], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def test_lists_are_those_of_cuda():
+    ours = {*lists.LOWER, *lists.FULL, *lists.FULL_RESULT, *lists.FULL_RESULT_OVERLOAD, *lists.PROMOTE, lists.BANNED}
+    theirs = {
+        name.removeprefix("aten::")
+        for name in torch._C._dispatch_get_all_op_names()
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA")
+    }
+    assert ours == theirs - {"cudnn_convolution", "cudnn_convolution_transpose"}
+    assert ours - cases.NOT_CALLED <= set(cases.CALLS)
+
+
+def test_types_of_every_listed_operator_equal_cuda(cuda, oracle):
+    ours = cases.dtypes(cuda)
+    for name, like in cases.LIKE.items():
+        for key in [k for k in oracle if k.startswith(f"{name} of ")]:
+            assert oracle[key] is None
+            oracle[key] = oracle[key.replace(name, like, 1)]
+    differing = {k: (ours[k], v) for k, v in oracle.items() if ours[k] != v}
+    assert differing == {}
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_networks_run_in_float16_whatever_the_type(cuda, make):
+    # CUDA's library call for them is cast to float16 by a kernel that looks at no setting.
+    net = make(4, 5).to(cuda)
+    for lower in (torch.float16, torch.bfloat16):
+        with torch.autocast(cuda, lower):
+            assert net(torch.ones(3, 2, 4, device=cuda))[0].dtype == torch.float16
+    assert net(torch.ones(3, 2, 4, device=cuda))[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_equal_cpu(cuda, make):
+    def run(device):
+        torch.manual_seed(4)
+        cell, x, state = make(8, 6).to(device), torch.randn(5, 8).to(device), None
+        for _ in range(3):
+            state = cell(x, state)
+        out = state[0] if isinstance(state, tuple) else state
+        out.square().sum().backward()
+        return [out.detach().cpu(), *(p.grad.cpu() for p in cell.parameters())]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_state_of_autocast_says_cuda(cuda):
+    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16
+    with torch.autocast("cuda", torch.bfloat16) as region:
+        assert region.device == "cuda" and region.fast_dtype == torch.bfloat16
+        assert torch.is_autocast_enabled("cuda") and torch.is_autocast_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cuda") == torch.bfloat16
+        with torch.autocast("cuda", enabled=False):
+            x = torch.ones(2, 2, device=cuda)
+            assert (x @ x).dtype == torch.float32 and not torch.is_autocast_enabled("cuda")
+        assert (x @ x).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") == torch.float16
+    assert (x @ x).dtype == torch.float32
+
+
+def test_other_threads_are_not_in_the_region(cuda):
+    from concurrent.futures import ThreadPoolExecutor
+
+    x = torch.ones(2, 2, device=cuda)
+    with torch.autocast("cuda"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (x @ x).dtype).result() == torch.float32
+
+
+def test_older_spellings(cuda):
+    x = torch.ones(2, 2, device=cuda)
+    with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+
+    @torch.autocast("cuda")
+    def decorated():
+        return x @ x
+
+    assert decorated().dtype == torch.float16
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x).dtype == torch.float32 and (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_types_that_cannot_meet_are_refused_as_by_cuda(cuda):
+    a, b = torch.ones(2, dtype=torch.float16, device=cuda), torch.ones(2, dtype=torch.bfloat16, device=cuda)
+    with torch.autocast("cuda"):
+        with pytest.raises(RuntimeError, match="Unexpected floating ScalarType in at::autocast::prioritize"):
+            torch.dot(a, b)
+        with pytest.raises(RuntimeError, match="are unsafe to autocast"):
+            nn.functional.binary_cross_entropy(a.sigmoid(), a)
+
+
+def test_weights_are_cast_once_per_region(cuda):
+    weight, x = torch.ones(2, 2, device=cuda, requires_grad=True), torch.ones(2, 2, device=cuda)
+    with torch.autocast("cuda"):
+        a = x @ weight
+        with torch.no_grad():
+            weight.mul_(2)
+        assert (x @ weight).tolist() == a.tolist()  # CUDA keeps the first cast, too
+        with torch.autocast("cuda", cache_enabled=False):
+            assert (x @ weight).tolist() == (a * 2).tolist()
+    with torch.autocast("cuda"):
+        assert (x @ weight).tolist() == (a * 2).tolist()
+
+
+def by_hand(model, x, lower):
+    """The network below with the casts of autocast written out."""
+    first, norm, last = model[0], model[1], model[3]
+    h = nn.functional.linear(x.to(lower), first.weight.to(lower), first.bias.to(lower))
+    h = nn.functional.layer_norm(h.float(), norm.normalized_shape, norm.weight, norm.bias)
+    return nn.functional.linear(torch.relu(h).to(lower), last.weight.to(lower), last.bias.to(lower))
+
+
+@pytest.mark.parametrize("lower", [torch.float16, torch.bfloat16])
+def test_training_under_autocast_equals_casts_by_hand_on_the_cpu(cuda, lower):
+    def losses(device, autocast):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(12, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 3)).to(device)
+        x, y = torch.randn(40, 12).to(device), torch.randint(0, 3, (40,)).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        found = []
+        for _ in range(5):
+            with torch.autocast("cuda", lower, enabled=autocast):
+                if autocast:
+                    loss = nn.functional.cross_entropy(model(x), y)
+                else:  # ATen's cross entropy names its input's type for the softmax
+                    loss = nn.functional.nll_loss(by_hand(model, x, lower).log_softmax(1).float(), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    ours = losses(cuda, True)
+    assert ours == losses("cpu", False) and ours[-1] < ours[0]
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        assert not torch.is_autocast_enabled("cuda")
+        return x @ x
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")
+    def backward(ctx, grad):
+        assert not torch.is_autocast_enabled("cuda")
+        return grad * 2
+
+
+def test_custom_functions_see_their_casts(cuda):
+    x = torch.ones(2, 2, dtype=torch.float16, device=cuda, requires_grad=True)
+    with torch.autocast("cuda"):
+        y = Doubled.apply(x)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    assert x.grad.dtype == torch.float16 and x.grad.tolist() == [[2.0, 2.0], [2.0, 2.0]]

@@ -1,0 +1,137 @@
+"""Optimizers in each of their implementations, gradient scaling and clipping: the numbers of the same call on the CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+INF_AT = 1  # the step whose gradients overflow
+
+
+def train(device, optimizer, clip=None, scaler=None, **options):
+    """Five steps. Returns what a user sees: losses, scales, norms, parameters, state of the scaler."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+    opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.05, **options)
+    seen = []
+    for step in range(5):
+        x = torch.randn(4, 6)
+        if scaler is not None and step == INF_AT:
+            x[0, 0] = torch.inf
+        loss = model(x.to(device)).square().mean()
+        opt.zero_grad()
+        if scaler is None:
+            loss.backward()
+            opt.step()
+        else:
+            scaler.scale(loss).backward()
+            if clip is not None:
+                scaler.unscale_(opt)
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01, foreach=clip == "foreach")
+                seen.append(str(norm.item()))
+            scaler.step(opt)
+            scaler.update()
+            seen.append(scaler.get_scale())
+        seen.append(str(loss.item()))
+    state = [v for s in opt.state_dict()["state"].values() for v in s.values() if isinstance(v, torch.Tensor)]
+    return seen, [t.detach().cpu() for t in (*model.parameters(), *state)], scaler and scaler.state_dict()
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0] and ours[2] == theirs[2] and len(ours[1]) == len(theirs[1])
+    for a, b in zip(ours[1], theirs[1], strict=True):
+        assert torch.equal(a, b)
+
+
+FUSED = ["SGD", "Adam", "AdamW", "Adagrad"]
+OPTIONS = {
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Adam": {"amsgrad": True, "weight_decay": 0.1},
+    "AdamW": {"maximize": True},
+    "Adagrad": {"lr_decay": 0.1},
+}
+FOREACH = ["Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "Adafactor"]
+
+
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("optimizer", FUSED)
+def test_optimizer_equals_cpu(cuda, optimizer, how):
+    for options in ({}, OPTIONS[optimizer]):
+        assert_same(train(cuda, optimizer, **how, **options), train("cpu", optimizer, **how, **options))
+
+
+@pytest.mark.parametrize("optimizer", FOREACH)
+def test_other_optimizer_equals_cpu(cuda, optimizer):
+    for foreach in (True, False):
+        assert_same(train(cuda, optimizer, foreach=foreach), train("cpu", optimizer, foreach=foreach))
+
+
+def test_foreach_is_the_default_as_on_cuda(cuda):
+    assert_same(train(cuda, "NAdam"), train("cpu", "NAdam", foreach=True))
+
+
+@pytest.mark.parametrize("clip", [None, "foreach", "one by one"])
+@pytest.mark.parametrize("how", [{"fused": True}, {"foreach": True}, {"foreach": False}], ids=str)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_scaled_training_equals_cpu(cuda, optimizer, how, clip):
+    def run(device):
+        return train(device, optimizer, clip, torch.amp.GradScaler(device, growth_interval=2), **how)
+
+    ours = run(cuda)
+    assert_same(ours, run("cpu"))
+    scales = [s for s in ours[0] if isinstance(s, float)]
+    assert scales == [65536.0, 32768.0, 32768.0, 65536.0, 65536.0]
+
+
+def test_older_scaler_and_its_state(cuda):
+    with pytest.warns(FutureWarning):
+        scaler = torch.cuda.amp.GradScaler(init_scale=8.0)
+    loss = torch.ones(1, device=cuda)
+    assert scaler.is_enabled() and scaler.scale(loss).item() == 8.0
+    other = torch.amp.GradScaler("cuda")
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_scale() == 8.0 and other.scale([loss, loss * 2])[1].item() == 16.0
+    other.update(new_scale=torch.full((), 4.0, device=cuda))
+    assert other.get_scale() == 4.0
+
+
+def test_scaler_skips_the_step_that_overflowed(cuda):
+    weight = torch.ones(3, device=cuda, requires_grad=True)
+    opt = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler.scale((weight * torch.tensor([1.0, torch.inf, 1.0], device=cuda)).sum()).backward()
+    scaler.unscale_(opt)
+    with pytest.raises(RuntimeError, match="has already been called on this optimizer"):
+        scaler.unscale_(opt)
+    assert scaler.step(opt) is None and weight.tolist() == [1.0, 1.0, 1.0]
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm", [2.0, 1.0, torch.inf])
+def test_clipping_equals_cpu(cuda, norm, foreach):
+    def run(device):
+        torch.manual_seed(1)
+        parameters = [nn.Parameter(torch.zeros(n).to(device)) for n in (3, 5, 1)]
+        for p in parameters:
+            p.grad = torch.randn(p.shape).to(device)
+        total = nn.utils.clip_grad_norm_(parameters, 0.5, norm, foreach=foreach)
+        nn.utils.clip_grad_value_(parameters, 0.2, foreach=foreach)
+        return [total.cpu(), *(p.grad.cpu() for p in parameters)]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.allclose(ours, theirs) if foreach is None else torch.equal(ours, theirs)
+
+
+def test_optimizer_state_moves_with_load_state_dict(cuda):
+    weight = nn.Parameter(torch.ones(3, device=cuda))
+    weight.grad = torch.ones_like(weight)
+    opt = torch.optim.Adam([weight], fused=True)
+    opt.step()
+    state = opt.state_dict()["state"][0]
+    assert state["exp_avg"].is_cuda and state["step"].is_cuda  # fused Adam counts on the device
+    there = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    there.load_state_dict(opt.state_dict())
+    assert not there.state_dict()["state"][0]["exp_avg"].is_cuda
+    opt.load_state_dict(there.state_dict())
+    assert opt.state_dict()["state"][0]["exp_avg"].is_cuda

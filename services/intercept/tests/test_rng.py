@@ -1,0 +1,155 @@
+"""Random state of the device: generators, seeds, states kept and brought back, and what checkpointing makes of them."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+DRAWS = {
+    "randn": lambda d, g: torch.randn(5, device=d, generator=g),
+    "rand": lambda d, g: torch.rand(5, device=d, generator=g),
+    "randint": lambda d, g: torch.randint(0, 1000, (5,), device=d, generator=g),
+    "randperm": lambda d, g: torch.randperm(50, device=d, generator=g),
+    "rand_like": lambda d, g: torch.rand_like(torch.empty(5, device=d), generator=g),
+    "normal": lambda d, g: torch.normal(torch.zeros(5, device=d), 1.0, generator=g),
+    "normal of sizes": lambda d, g: torch.normal(0.0, 1.0, (5,), device=d, generator=g),
+    "bernoulli": lambda d, g: torch.bernoulli(torch.full((64,), 0.5, device=d), generator=g),
+    "multinomial": lambda d, g: torch.multinomial(torch.ones(64, device=d), 8, generator=g),
+    "poisson": lambda d, g: torch.poisson(torch.full((9,), 30.0, device=d), generator=g),
+    "normal_": lambda d, g: torch.empty(5, device=d).normal_(generator=g),
+    "uniform_": lambda d, g: torch.empty(5, device=d).uniform_(generator=g),
+    "random_": lambda d, g: torch.empty(5, device=d).random_(1000, generator=g),
+    "exponential_": lambda d, g: torch.empty(5, device=d).exponential_(generator=g),
+    "geometric_": lambda d, g: torch.empty(9, device=d).geometric_(0.01, generator=g),
+    "bernoulli_": lambda d, g: torch.empty(64, device=d).bernoulli_(0.5, generator=g),
+    "trunc_normal_": lambda d, g: nn.init.trunc_normal_(torch.empty(5, device=d), generator=g),
+    "kaiming_uniform_": lambda d, g: nn.init.kaiming_uniform_(torch.empty(3, 3, device=d), generator=g),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_generator_given_to_an_operator_is_drawn_from(cuda, draw):
+    default = torch.cuda.get_rng_state()
+    generator = torch.Generator("cuda").manual_seed(5)
+    first, second = draw(cuda, generator), draw(cuda, generator)
+    assert not torch.equal(first, second)
+    assert torch.equal(draw(cuda, generator.manual_seed(5)), first) and first.is_cuda
+    assert torch.equal(torch.cuda.get_rng_state(), default)
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_generator_of_another_device_is_refused(cuda, draw):
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        draw(cuda, torch.Generator())
+    with pytest.raises(RuntimeError, match=r"Expected a 'cpu' (device type for generator|generator device) but found"):
+        draw("cpu", torch.Generator("cuda"))
+
+
+def test_generator_is_a_generator_of_cuda(cuda):
+    for g in (torch.Generator("cuda"), torch.Generator(device="cuda:0"), torch.Generator(torch.device("cuda"))):
+        assert isinstance(g, torch.Generator) and g.device == torch.device("cuda", 0)
+    host = torch.Generator()
+    assert isinstance(host, torch.Generator) and type(host) is torch._C.Generator and host.device.type == "cpu"
+    assert not isinstance(3, torch.Generator)
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.Generator("cuda:99")
+
+
+def test_generator_state_comes_back(cuda):
+    g = torch.Generator("cuda")
+    assert g.manual_seed(11) is g and g.initial_seed() == 11 and g.get_offset() == 0
+    torch.randn(2, device=cuda, generator=g)
+    state = g.get_state()
+    assert state.dtype == torch.uint8 and state.device.type == "cpu" and state.shape == (16,)
+    expected = torch.randn(4, device=cuda, generator=g)
+    twins = [g.set_state(state).clone_state(), copy.deepcopy(g), pickle.loads(pickle.dumps(g))]
+    shared = g.graphsafe_get_state()
+    for twin in (*twins, shared):
+        assert torch.equal(torch.randn(4, device=cuda, generator=twin), expected)
+    assert not torch.equal(torch.randn(4, device=cuda, generator=g), expected)  # the shared one has drawn it
+    assert g.seed() == g.initial_seed() != 11
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64 - 1, 2**63, 0])
+def test_generator_takes_seeds_of_64_bits(cuda, seed):
+    g = torch.Generator("cuda").manual_seed(seed)
+    assert g.initial_seed() == torch.Generator().manual_seed(seed).initial_seed()
+    first = torch.randn(3, device=cuda, generator=g)
+    assert torch.equal(torch.randn(3, device=cuda, generator=g.manual_seed(seed)), first)
+
+
+def test_bad_states_are_refused_as_by_cuda(cuda):
+    g = torch.Generator("cuda")
+    with pytest.raises(TypeError, match=r"RNG state must be a torch\.ByteTensor"):
+        g.set_state(torch.zeros(16))
+    with pytest.raises(RuntimeError, match="RNG state is wrong size"):
+        torch.cuda.set_rng_state(torch.zeros(3, dtype=torch.uint8))
+
+
+def test_seed_of_torch_seeds_the_device(cuda):
+    torch.manual_seed(8)
+    first = torch.rand(3, device=cuda)
+    assert torch.cuda.initial_seed() == 8 == torch.cuda.default_generators[0].initial_seed()
+    torch.cuda.manual_seed_all(8)
+    assert torch.equal(torch.rand(3, device=cuda), first)
+    torch.cuda.default_generators[0].manual_seed(8)
+    assert torch.equal(torch.rand(3, device=cuda), first)
+    assert torch.seed() == torch.cuda.initial_seed()
+
+
+def test_state_of_the_device_comes_back(cuda):
+    one, every = torch.cuda.get_rng_state("cuda:0"), torch.cuda.get_rng_state_all()
+    expected = torch.randn(3, device=cuda)
+    torch.cuda.set_rng_state(one, device=0)
+    assert torch.equal(torch.randn(3, device=cuda), expected)
+    torch.cuda.set_rng_state_all(every)
+    assert torch.equal(torch.randn(3, device=cuda), expected)
+
+
+def test_fork_rng_puts_both_states_back(cuda):
+    torch.manual_seed(3)
+    with torch.random.fork_rng():
+        inside = torch.randn(3, device=cuda), torch.randn(3)
+    assert torch.equal(torch.randn(3, device=cuda), inside[0]) and torch.equal(torch.randn(3), inside[1])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_draws_the_same_dropout_again(cuda, reentrant):
+    def grads(how):
+        torch.manual_seed(6)
+        block = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 4)).to(cuda)
+        x = torch.randn(16, 32, device=cuda, requires_grad=True)
+        torch.manual_seed(7)
+        y = checkpoint(block, x, use_reentrant=reentrant) if how else block(x)
+        torch.randn(3, device=cuda)
+        y.square().sum().backward()
+        return [y.detach(), x.grad, *(p.grad for p in block.parameters()), torch.randn(2, device=cuda)]
+
+    for ours, theirs in zip(grads(True), grads(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_without_rng_state_draws_anew(cuda, reentrant):
+    x = torch.ones(4096, device=cuda, requires_grad=True)
+    y = checkpoint(lambda t: nn.functional.dropout(t, 0.5) * t, x, use_reentrant=reentrant, preserve_rng_state=False)
+    y.sum().backward()
+    assert not torch.equal(x.grad / 2, y.detach())  # both are the mask times two, each its own
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_keeps_autocast(cuda, reentrant):
+    seen = []
+
+    def block(t):
+        seen.append((t @ t).dtype)
+        return (t @ t).float()
+
+    x = torch.ones(4, 4, device=cuda, requires_grad=True)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = checkpoint(block, x, use_reentrant=reentrant)
+    y.sum().backward()
+    assert seen == [torch.bfloat16] * 2

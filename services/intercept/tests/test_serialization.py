@@ -1,0 +1,155 @@
+"""What is saved, copied and loaded: torch.save, pickle, deepcopy, safetensors, storages; to and from processes without Wooly."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file, save_model
+from torch import nn
+
+
+@pytest.fixture
+def sample(cuda):
+    t = torch.arange(6.0, device=cuda).reshape(2, 3)
+    return {"whole": t, "row": t[1], "turned": t.T, "weight": nn.Parameter(t * 2), "host": torch.ones(2)}
+
+
+def address(t):
+    return t.untyped_storage().data_ptr()
+
+
+LOCATIONS = {
+    "none": (None, "cuda", "cpu"),
+    "cpu": ("cpu", "cpu", "cpu"),
+    "cuda": ("cuda", "cuda", "cuda"),
+    "cuda:0": ("cuda:0", "cuda", "cuda"),
+    "device cuda": (torch.device("cuda"), "cuda", "cuda"),
+    "device cpu": (torch.device("cpu"), "cpu", "cpu"),
+    "dict to host": ({"cuda:0": "cpu"}, "cpu", "cpu"),
+    "dict from host": ({"cpu": "cuda:0"}, "cuda", "cuda"),
+    "function that keeps": (lambda storage, location: storage, "cpu", "cpu"),
+    "function that moves": (lambda storage, location: storage.cuda(0), "cuda", "cuda"),
+    "function that declines": (lambda storage, location: None, "cuda", "cpu"),
+    "meta": ("meta", "meta", "meta"),
+}
+
+
+@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mapped"])
+@pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "any object"])
+@pytest.mark.parametrize("location", LOCATIONS.values(), ids=LOCATIONS)
+def test_load_puts_tensors_where_the_location_says(tmp_path, sample, location, weights_only, mmap):
+    where, device, host = location
+    torch.save(sample, tmp_path / "x.pt")
+    loaded = torch.load(tmp_path / "x.pt", map_location=where, weights_only=weights_only, mmap=mmap)
+    assert {k: v.device.type for k, v in loaded.items()} == {**dict.fromkeys(sample, device), "host": host}
+    assert isinstance(loaded["weight"], nn.Parameter) and loaded["weight"].requires_grad
+    assert loaded["turned"].stride() == (1, 3)
+    if device != "meta":
+        assert address(loaded["whole"]) == address(loaded["row"]) == address(loaded["turned"]) != address(sample["row"])
+        for name, t in sample.items():
+            assert torch.equal(loaded[name].cpu(), t.cpu())
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_file_is_one_that_pytorch_without_wooly_reads(tmp_path, sample, zipped):
+    torch.save(sample, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
+    program = f"""
+import torch
+loaded = torch.load({str(tmp_path / "x.pt")!r}, map_location="cpu")
+assert loaded["row"].tolist() == [3, 4, 5] and loaded["row"].untyped_storage().data_ptr() == loaded["whole"].data_ptr()
+def tag(storage, location):
+    print(location)
+torch.load({str(tmp_path / "x.pt")!r}, map_location=lambda storage, location: print(location) or storage)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert sorted(set(done.stdout.split())) == ["cpu", "cuda:0"]
+    assert torch.load(tmp_path / "x.pt")["row"].is_cuda
+
+
+def test_load_of_a_device_that_does_not_exist_is_refused_as_by_cuda(sample):
+    file = io.BytesIO()
+    torch.save(sample, file)
+    file.seek(0)
+    with pytest.raises(RuntimeError, match=r"Attempting to deserialize object on CUDA device 99 but torch\.cuda\.dev"):
+        torch.load(file, map_location="cuda:99")
+
+
+def test_module_and_optimizer_come_back(cuda):
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(cuda)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3, device=cuda)).square().sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save((model, optimizer.state_dict()), file)
+    file.seek(0)
+    twin, state = torch.load(file, weights_only=False)
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert b.is_cuda and torch.equal(a, b)
+    assert state["state"][0]["exp_avg"].is_cuda and not state["state"][0]["step"].is_cuda
+    restored = torch.optim.Adam(twin.parameters())
+    restored.load_state_dict(state)
+    assert torch.equal(restored.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def test_copies_and_pickles_are_of_their_own(sample):
+    for copied in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):
+        assert copied["whole"].is_cuda and torch.equal(copied["whole"], sample["whole"])
+        copied["whole"][1, 0] = 9
+        assert copied["whole"][1, 0].item() == 9 and sample["whole"][1, 0].item() == 3
+    assert address(copy.deepcopy(sample)["row"]) != address(sample["row"])
+    twins = copy.deepcopy(sample)
+    twins["row"].zero_()
+    assert twins["whole"].tolist() == [[0, 1, 2], [0, 0, 0]]
+
+
+def test_storages_say_and_take_cuda(cuda):
+    t = torch.arange(4, dtype=torch.uint8, device=cuda)
+    storage = t.untyped_storage()
+    assert storage.device == torch.device("cuda", 0) and storage.is_cuda and storage.tolist() == [0, 1, 2, 3]
+    host = storage.cpu()
+    assert host.device.type == "cpu" and host.tolist() == [0, 1, 2, 3] and storage.cuda() is storage
+    there = host.cuda()
+    assert there.device == storage.device and there.tolist() == [0, 1, 2, 3]
+    assert storage.clone().data_ptr() != storage.data_ptr() and storage.clone().tolist() == [0, 1, 2, 3]
+    made = torch.UntypedStorage(4, device=cuda)
+    assert made.copy_(storage).tolist() == [0, 1, 2, 3] and len(torch.UntypedStorage(3)) == 3
+
+
+def test_handing_a_tensor_to_another_process_is_refused(sample):
+    assert sample["whole"].share_memory_() is sample["whole"]
+    with pytest.raises(NotImplementedError, match=r"send tensor\.cpu\(\) instead"):
+        ForkingPickler.dumps(sample["whole"])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", 0])
+def test_safetensors_both_ways(tmp_path, cuda, device):
+    path = tmp_path / "x.safetensors"
+    sent = {"a": torch.randn(2, 3, device=cuda), "b": torch.ones(3, dtype=torch.bfloat16, device=cuda)}
+    save_file(sent, path)
+    kind = "cpu" if device == "cpu" else "cuda"
+    for name, t in load_file(path, device=device).items():
+        assert t.device.type == kind and t.dtype == sent[name].dtype and torch.equal(t.cpu(), sent[name].cpu())
+    with safe_open(path, framework="pt", device=device) as file:
+        assert torch.equal(file.get_tensor("a").cpu(), sent["a"].cpu())
+        part = file.get_slice("a")[:, 1:]
+    assert part.device.type == kind and torch.equal(part.cpu(), sent["a"][:, 1:].cpu())
+
+
+def test_safetensors_see_shared_memory(tmp_path, cuda):
+    t = torch.ones(2, 3, device=cuda)
+    with pytest.raises(RuntimeError, match="Some tensors share memory"):
+        save_file({"a": t, "b": t[0]}, tmp_path / "x.safetensors")
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}).to(cuda)
+    tied["b"].weight = tied["a"].weight
+    save_model(tied, tmp_path / "m.safetensors")
+    before = tied["a"].weight.detach().clone()
+    with torch.no_grad():
+        tied["a"].weight.zero_()
+    assert load_model(tied, tmp_path / "m.safetensors", device="cuda") == (set(), [])
+    assert torch.equal(tied["b"].weight, before)
