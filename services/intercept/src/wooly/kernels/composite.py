@@ -63,6 +63,69 @@ def on_plain(record: Kernel) -> Kernel:
     return run
 
 
+#: Operators that take indices from the host, too.
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+
+
+def with_host_indices(record: Kernel) -> Kernel:
+    """For operators that index: tensors of indices may be on the host, as on CUDA; they are brought to the device."""
+
+    def run(t: Tensor, indices: list[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        for i in indices:
+            if i is not None and i.is_cpu:
+                return record(t, _on_device_of(t, indices), *args, **kwargs)
+        if t.is_cpu:
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        return record(t, indices, *args, **kwargs)
+
+    return run
+
+
+def _on_device_of(t: Tensor, indices: list[Tensor | None]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for i in indices:
+        if i is None or not i.is_cpu:
+            found.append(i)
+        elif i.dtype in (torch.bool, torch.uint8) and i.dim() and i.shape == t.shape[len(found) : len(found) + i.dim()]:
+            # The host knows its own mask: as numbers it leaves no shape to wait for.
+            found += [n.to(raw_device(t)) for n in i.nonzero().unbind(1)]
+        else:
+            found.append(i.to(raw_device(t)))
+    return found
+
+
+def conj_physical_(t: Tensor) -> Tensor:
+    """`aten.conj_physical_`, which ATen has a CPU and a CUDA kernel for and no general one."""
+    return t.copy_(torch.conj_physical(t)) if t.is_complex() else t
+
+
+def _widened(op: torch._ops.OpOverloadPacket) -> Kernel:
+    """A matrix product whose `out_dtype` is wider than its factors: CUDA has kernels for it, here they are widened first."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        *factors, dtype = args
+        return op(*[t.to(dtype) for t in factors], **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _widened_into(op: torch._ops.OpOverloadPacket) -> Kernel:
+    run = _widened(op)
+
+    def into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        result = run(*args, **kwargs)
+        return out.resize_(result.shape).copy_(result)
+
+    return into
+
+
+#: Kernels for operators that ATen leaves to each backend.
+KERNELS: dict[str, Kernel] = {
+    "conj_physical_": conj_physical_,
+    **{f"{name}.dtype": _widened(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
+    **{f"{name}.dtype_out": _widened_into(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
+}
+
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_math = aten._scaled_dot_product_attention_math.default
 _FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)

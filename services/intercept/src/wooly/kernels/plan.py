@@ -7,6 +7,7 @@ as a `Plan`; later calls only fill in buffers and params.
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -65,11 +66,27 @@ _INFERRED_ON_HOST = frozenset(
         "aten._fft_r2c.default",
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
+        "aten.linalg_lu_solve.out",
+        "aten.cholesky_inverse.out",
     }
 )
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
+
+#: Elements up to which a call of a new kind is tried on host tensors of its own sizes.
+_TRIAL_LIMIT = 1 << 14
+
+#: What kernels say of dtypes that they do not take. Whatever else a trial on zeros complains about may be the zeros' fault.
+_ABOUT_DTYPES = re.compile(
+    r"not implemented for|not supported for|not supported with|[dD]type|scalar type|data type|[iI]nteger division"
+    r"|complex (?:types|inputs|tensors)"
+)
+
+#: Beside the elementwise operators, those that take shrunk arguments as well as whole ones.
+_SHRINKABLE = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "ger", "matmul"}
+)
 
 #: Scalars of these decide the output's size, so they stay in the signature.
 _SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
@@ -161,6 +178,10 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class _NoMetaKernelError(Exception):
+    """Internal signal: the result cannot be inferred from the arguments' kind."""
+
+
 class ResizeOutError(Exception):
     """Internal signal: an `out=` tensor must take another size before the call can be planned."""
 
@@ -170,7 +191,7 @@ class ResizeOutError(Exception):
 
 
 def _unsupported(name: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} is not supported on the wooly device: {why}")
+    return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU, x.cpu()")
 
 
 class PlanBuilder:
@@ -178,6 +199,8 @@ class PlanBuilder:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        #: Operators with the dtypes that were tried: see `_refuse_dtypes`.
+        self._tried: set[tuple[Any, ...]] = set()
 
     def build(self, facts: OpFacts, call: Call) -> Plan:
         """The plan for a call.
@@ -193,11 +216,13 @@ class PlanBuilder:
         if not dynamic:
             try:
                 fresh = self._infer(facts, call)
-            except NotImplementedError:
-                # No meta kernel: the far side has to tell the shape. A mutable operator changes no shape of its own.
-                dynamic = not facts.mutable
+            except _NoMetaKernelError:
                 if facts.out_args:
-                    raise _unsupported(facts.name, "its result's shape cannot be inferred") from None
+                    fresh = self._infer(facts, call, on_host=True)
+                else:
+                    # The far side has to tell the shape. A mutable operator changes no shape of its own.
+                    dynamic = not facts.mutable
+        self._refuse_dtypes(facts, call)
         form, written = self._form(facts, call, fresh, dynamic)
         outs: list[tuple[Layout, int] | None] = []
         for t in fresh:
@@ -208,9 +233,14 @@ class PlanBuilder:
             outs.append((layout, self._recorder.alloc_form(layout.nbytes)))
         return Plan(self._recorder.intern(form), tuple(outs), written, facts.random, dynamic)
 
-    def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
-        """Fresh outputs as meta tensors, in order."""
-        where = "cpu" if facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call) else "meta"
+    def _infer(self, facts: OpFacts, call: Call, *, on_host: bool = False) -> list[Tensor | None]:
+        """Fresh outputs as meta tensors, in order.
+
+        Raises:
+            _NoMetaKernelError: there is no way to know without the values.
+        """
+        on_host = on_host or facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
+        where = "cpu" if on_host else "meta"
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -230,8 +260,10 @@ class PlanBuilder:
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
             result = _call(facts, args, kwargs, where)
-        except NotImplementedError:
-            raise
+        except NotImplementedError as e:
+            if where == "cpu":
+                raise
+            raise _NoMetaKernelError from e
         except Exception as e:
             raise self._as_the_cpu_says(facts, call, e) from None
         if facts.out_args:
@@ -245,27 +277,52 @@ class PlanBuilder:
             if name is not None:
                 continue
             if t is not None and not isinstance(t, Tensor):
-                raise NotImplementedError(f"{facts.name} returns a {type(t).__name__}")
+                raise _NoMetaKernelError
             fresh.append(t)
         if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
+        if facts.name in _NORMS:
+            fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
+
+    def _refuse_dtypes(self, facts: OpFacts, call: Call) -> None:
+        """Raise, at the call, the library's own error for dtypes that its kernel does not take.
+
+        Meta kernels do not look at the kernels behind them. So the first call of an operator with certain dtypes is made once
+        on host tensors of zeros; only an error about dtypes is used. Its executor's library is the same one: elsewhere, the
+        answer would be the device's.
+        """
+        link = self._recorder.link
+        if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
+            return
+        found = _tensors(call)
+        kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
+        if kind in self._tried or not all(t.numel() for t in found):
+            return
+        limit = None
+        if sum(t.numel() for t in found) > _TRIAL_LIMIT:
+            if torch.Tag.pointwise not in facts.op.tags and facts.op.overloadpacket.__name__ not in _SHRINKABLE:
+                return
+            limit = 2
+        self._tried.add(kind)
+        args = [stand_in(a, limit) for a in call.args]
+        kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
+        state = torch.get_rng_state() if facts.random else None
+        try:
+            _call(facts, args, kwargs, "cpu")
+        except Exception as e:
+            if _ABOUT_DTYPES.search(str(e)):
+                self._tried.discard(kind)
+                raise
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
 
     def _as_the_cpu_says(self, facts: OpFacts, call: Call, error: Exception) -> Exception:
         """The error that the CPU gives for such a call: meta kernels word many of them in their own way.
 
         The call is made once more on empty host tensors of the same kind; only its error is used.
         """
-
-        def stand_in(a: Any) -> Any:
-            if isinstance(a, Tensor):
-                if raw_device(a).type != "wooly":
-                    return a
-                return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
-            if isinstance(a, (list, tuple)):
-                return [stand_in(x) for x in a]
-            return torch.device("cpu") if isinstance(a, torch.device) else a
-
         if sum(t.numel() for t in _tensors(call)) > _STAND_IN_LIMIT:
             return error
         try:
@@ -345,6 +402,16 @@ def _convolution_format(call: Call) -> torch.memory_format:
     return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
 
 
+#: Operators that return a result and its statistics.
+_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+
+
+def _statistics_dtype(call: Call) -> torch.dtype:
+    """The CPU keeps statistics in float32 only where a half precision input has float32 weights. Meta kernels always do."""
+    found = _tensors(call)
+    return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
+
+
 def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
     if not facts.name.startswith("aten.convolution"):
@@ -365,6 +432,19 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
         dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
         args[i] = torch.tensor(args[i], dtype=dtype, device=where)
     return facts.op(*args, **kwargs)
+
+
+def stand_in(a: Any, limit: int | None = None) -> Any:
+    """A call's argument on the host: tensors become zeros of the same kind, with at most `limit` elements per dimension."""
+    if isinstance(a, Tensor):
+        if raw_device(a).type != "wooly":
+            return a
+        if limit is not None:
+            return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype)
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+    if isinstance(a, (list, tuple)):
+        return [stand_in(x, limit) for x in a]
+    return torch.device("cpu") if isinstance(a, torch.device) else a
 
 
 def _tensors(call: Call) -> list[Tensor]:
