@@ -77,6 +77,14 @@ RANDOM = {
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+#: Operators that are functions of `torch`, by that name: called as a user would, whatever stands there by then.
+NAMED = {id(op) for op in op_db if op.op is getattr(torch, op.name, None)}
+
+
+def function_of(op):
+    return getattr(torch, op.name) if id(op) in NAMED else op.op
+
+
 def key(op):
     return f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
 
@@ -235,7 +243,7 @@ def check_out(sample, device):
     op = sample.op
     a = sample.on("cpu")
     try:
-        expected, _ = quietly(lambda: op(a[0], *a[1], **a[2]))
+        expected, _ = quietly(lambda: function_of(op)(a[0], *a[1], **a[2]))
     except Exception:
         return [("skip", "")]
     if not all(isinstance(t, torch.Tensor) and strided(t) for t in tree_flatten(expected)[0]):
@@ -247,7 +255,7 @@ def _check_out(sample, device, kind, outs):
     op = sample.op
 
     def call(arguments, out):
-        return quietly(lambda: op(arguments[0], *arguments[1], **arguments[2], out=out))
+        return quietly(lambda: function_of(op)(arguments[0], *arguments[1], **arguments[2], out=out))
 
     a, b = sample.on("cpu"), sample.on(device)
     out_a, out_b = to(outs, "cpu"), to(outs, device)
@@ -312,7 +320,7 @@ def results_of(sample, variant, device, requires):
         return [check(sample, device, getattr(torch.Tensor, op.name, op.method_variant), False)]
     if variant == "inplace":
         return [check_inplace(sample, device, requires)]
-    return [check(sample, device, op.op, requires)]
+    return [check(sample, device, function_of(op), requires)]
 
 
 def repeats(sample, requires):

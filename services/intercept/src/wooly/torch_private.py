@@ -38,20 +38,25 @@ def register_backend(name: str, module: Any) -> None:
     _setup_privateuseone_for_python_backend(name, backend_module=module)
 
 
+def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
+    """ATen's warning for an `out=` tensor that had elements and takes another shape."""
+    if out.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(out.shape)}, which does not match "
+            f"the required output shape {list(shape)}. This behavior is deprecated, and in a future PyTorch release "
+            "outputs will not be resized unless they have zero elements. You can explicitly reuse an out tensor t by "
+            "resizing it, inplace, to zero elements with t.resize_(0).",
+            stacklevel=3,
+        )
+
+
 def word_resizes_as_aten_does() -> None:
     """Let PyTorch's meta kernels in Python warn of a resized `out=` in the words of those in C++."""
 
-    def check(out: Any, shape: Any) -> bool:
+    def check(out: torch.Tensor, shape: Any) -> bool:
         if tuple(out.shape) == tuple(shape):
             return False
-        if out.numel() != 0:
-            warnings.warn(
-                f"An output with one or more elements was resized since it had shape {list(out.shape)}, which does not "
-                f"match the required output shape {list(shape)}. This behavior is deprecated, and in a future PyTorch "
-                "release outputs will not be resized unless they have zero elements. You can explicitly reuse an out "
-                "tensor t by resizing it, inplace, to zero elements with t.resize_(0).",
-                stacklevel=2,
-            )
+        warn_of_resize(out, shape)
         return True
 
     prims_wrappers._resize_output_check = check

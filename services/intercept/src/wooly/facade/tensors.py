@@ -18,22 +18,10 @@ Patch = tuple[Any, str, Any]
 
 
 #: Factories with `out=`: PyTorch compares its device with `device=` before it dispatches.
-_FACTORIES_INTO = [
-    "arange",
-    "empty",
-    "eye",
-    "full",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "range",
-    "zeros",
-]
+_FACTORIES_INTO = (
+    *("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones"),
+    *("rand", "randint", "randn", "randperm", "range", "zeros"),
+)
 
 
 def patches() -> Iterator[Patch]:

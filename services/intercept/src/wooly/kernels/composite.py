@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.torch_private import raw_device
+from wooly.torch_private import raw_device, warn_of_resize
 
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
@@ -119,9 +119,56 @@ def _widened_into(op: torch._ops.OpOverloadPacket) -> Kernel:
     return into
 
 
+def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
+    """`aten.nonzero.out`: only the device knows the size, so `out` takes it when it is known."""
+    if out.dtype is not torch.int64:
+        raise RuntimeError(
+            f"nonzero: Expected out tensor to have scalar type Long but got scalar type {_scalar_type(out)}"
+        )
+    return _resized(out, aten.nonzero(t))
+
+
+def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
+    """`aten.masked_select.out`, likewise."""
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    if out.dtype is not t.dtype:
+        raise RuntimeError("masked_select(): self and result must have the same scalar type")
+    return _resized(out, aten.masked_select(t, mask))
+
+
+def mode_into(
+    t: Tensor, dim: int = -1, keepdim: bool = False, *, values: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`aten.mode.values`, whose own code asks for a CPU or CUDA tensor."""
+    if values.dtype is not t.dtype:
+        raise RuntimeError(
+            f"expected scalar type '{_scalar_type(t)}' but got '{_scalar_type(values)}' for values output"
+        )
+    if indices.dtype is not torch.int64:
+        raise RuntimeError(f"expected scalar type 'Long' but got '{_scalar_type(indices)}' for indices output")
+    found = aten.mode(t, dim, keepdim)
+    return _resized(values, found[0]), _resized(indices, found[1])
+
+
+def _resized(out: Tensor, result: Tensor) -> Tensor:
+    if out.shape != result.shape:
+        warn_of_resize(out, result.shape)
+        out.resize_(result.shape)
+    return out.copy_(result)
+
+
+def _scalar_type(t: Tensor) -> str:
+    """ATen's name of a dtype: ``Float``."""
+    return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
 #: Kernels for operators that ATen leaves to each backend.
 KERNELS: dict[str, Kernel] = {
     "conj_physical_": conj_physical_,
+    "masked_select.out": masked_select_into,
+    "mode.values": mode_into,
+    "nonzero.out": nonzero_into,
     **{f"{name}.dtype": _widened(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
     **{f"{name}.dtype_out": _widened_into(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
 }

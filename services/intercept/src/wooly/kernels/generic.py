@@ -13,6 +13,7 @@ from torch import Tensor
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
+from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
 from wooly.recorder import Recorder, origin
 from wooly.rng import Generator
@@ -77,6 +78,8 @@ class Generic:
                     plan = self._plan(facts, signature, args, kwargs)
                     if plan is None:  # an out= tensor took another size: the signature is another one now
                         return run(*args, **kwargs)
+                    if self._builder.doubt is not None:
+                        return self._confirm(run, signature, args, kwargs)
                 if storage.dead:
                     recorder.release_dead()
                 recorder.operations += 1
@@ -128,6 +131,21 @@ class Generic:
             self._plans.clear()
         self._plans[signature] = plan
         return plan
+
+    def _confirm(self, run: Kernel, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that failed with other values on the host, and wait for what the device says of it."""
+        doubt, self._builder.doubt = self._builder.doubt, None
+        recorder = self._recorder
+        try:
+            result = run(*args, **kwargs)
+            recorder.flush()
+            recorder.require_link().sync()
+        except RemoteOperationError as e:
+            self._plans.pop(signature, None)
+            if doubt is not None and str(doubt) in str(e):
+                raise doubt from None
+            raise
+        return result
 
     def _finish(
         self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

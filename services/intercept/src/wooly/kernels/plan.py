@@ -66,21 +66,31 @@ _INFERRED_ON_HOST = frozenset(
         "aten._fft_r2c.default",
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
+        "aten.native_batch_norm.out",
+    }
+)
+
+#: Operators of LAPACK that lay out by columns what they resize.
+_COLUMN_MAJOR = frozenset(
+    {
         "aten.linalg_lu_solve.out",
         "aten.cholesky_inverse.out",
+        "aten.ormqr.out",
+        "aten.linalg_qr.out",
+        "aten.triangular_solve.X",
     }
 )
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
 
-#: Elements up to which a call of a new kind is tried on host tensors of its own sizes.
-_TRIAL_LIMIT = 1 << 14
+#: Elements up to which a call of a new signature is tried on host tensors of its own sizes; of a new kind, up to the second.
+_TRIAL_LIMIT = 1 << 10
+_TRIAL_LIMIT_NEW = 1 << 14
 
-#: What kernels say of dtypes that they do not take. Whatever else a trial on zeros complains about may be the zeros' fault.
+#: What kernels say of dtypes that they do not take, whatever the values are.
 _ABOUT_DTYPES = re.compile(
-    r"not implemented for|not supported for|not supported with|[dD]type|scalar type|data type|[iI]nteger division"
-    r"|complex (?:types|inputs|tensors)"
+    r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
 )
 
 #: Beside the elementwise operators, those that take shrunk arguments as well as whole ones.
@@ -199,8 +209,10 @@ class PlanBuilder:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        #: Operators with the dtypes that were tried: see `_refuse_dtypes`.
+        #: Operators with the dtypes that were tried: see `_try`.
         self._tried: set[tuple[Any, ...]] = set()
+        #: The error of the last call's trial, if the device may see it otherwise.
+        self.doubt: Exception | None = None
 
     def build(self, facts: OpFacts, call: Call) -> Plan:
         """The plan for a call.
@@ -222,7 +234,9 @@ class PlanBuilder:
                 else:
                     # The far side has to tell the shape. A mutable operator changes no shape of its own.
                     dynamic = not facts.mutable
-        self._refuse_dtypes(facts, call)
+        self.doubt = None
+        self._try(facts, call)
+        _refuse_overlap(facts, call)
         form, written = self._form(facts, call, fresh, dynamic)
         outs: list[tuple[Layout, int] | None] = []
         for t in fresh:
@@ -264,8 +278,11 @@ class PlanBuilder:
             if where == "cpu":
                 raise
             raise _NoMetaKernelError from e
-        except Exception as e:
-            raise self._as_the_cpu_says(facts, call, e) from None
+        except Exception:
+            # Meta kernels word many errors in their own way, and some refuse what the CPU takes.
+            if where == "cpu" or sum([t.numel() for t in _tensors(call)]) > _STAND_IN_LIMIT:
+                raise
+            return self._infer(facts, call, on_host=True)
         if facts.out_args:
             self._check_out(facts, call, kwargs)
         if facts.mutable and all(name is not None for name in facts.returns_written):
@@ -281,30 +298,31 @@ class PlanBuilder:
             fresh.append(t)
         if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
+        if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
+            fresh[0] = fresh[0].contiguous()
         if facts.name in _NORMS:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
 
-    def _refuse_dtypes(self, facts: OpFacts, call: Call) -> None:
-        """Raise, at the call, the library's own error for dtypes that its kernel does not take.
+    def _try(self, facts: OpFacts, call: Call) -> None:
+        """Find errors that meta kernels do not: of dtypes that a kernel does not take, of arguments that only it looks at.
 
-        Meta kernels do not look at the kernels behind them. So the first call of an operator with certain dtypes is made once
-        on host tensors of zeros; only an error about dtypes is used. Its executor's library is the same one: elsewhere, the
-        answer would be the device's.
+        The call is made on host tensors of zeros: each small one, and of larger ones the first of every combination of operator
+        and dtypes. An error about dtypes is raised. Any other may be the zeros' fault: it is kept in `doubt`, and the device is
+        asked at once. The executor's library is this one; of any other, only the device knows.
         """
         link = self._recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
             return
         found = _tensors(call)
         kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
-        if kind in self._tried or not all(t.numel() for t in found):
-            return
+        known = kind in self._tried
+        elements = sum([t.numel() for t in found])
         limit = None
-        if sum(t.numel() for t in found) > _TRIAL_LIMIT:
-            if torch.Tag.pointwise not in facts.op.tags and facts.op.overloadpacket.__name__ not in _SHRINKABLE:
+        if elements > (_TRIAL_LIMIT if known else _TRIAL_LIMIT_NEW):
+            if known or not (torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _SHRINKABLE):
                 return
             limit = 2
-        self._tried.add(kind)
         args = [stand_in(a, limit) for a in call.args]
         kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
         state = torch.get_rng_state() if facts.random else None
@@ -312,25 +330,15 @@ class PlanBuilder:
             _call(facts, args, kwargs, "cpu")
         except Exception as e:
             if _ABOUT_DTYPES.search(str(e)):
-                self._tried.discard(kind)
                 raise
+            if limit is None:
+                self.doubt = e
+        else:
+            if elements:
+                self._tried.add(kind)
         finally:
             if state is not None:
                 torch.set_rng_state(state)
-
-    def _as_the_cpu_says(self, facts: OpFacts, call: Call, error: Exception) -> Exception:
-        """The error that the CPU gives for such a call: meta kernels word many of them in their own way.
-
-        The call is made once more on empty host tensors of the same kind; only its error is used.
-        """
-        if sum(t.numel() for t in _tensors(call)) > _STAND_IN_LIMIT:
-            return error
-        try:
-            args, kwargs = [stand_in(a) for a in call.args], {k: stand_in(v) for k, v in call.kwargs.items()}
-            _call(facts, args, kwargs, "cpu")
-        except Exception as e:
-            return e
-        return error
 
     def _check_out(self, facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
         wrong = {}
@@ -341,7 +349,8 @@ class PlanBuilder:
                 if isinstance(r, Tensor) and (tuple(r.shape) != tuple(m.shape)):
                     if isinstance(real, (list, tuple)):
                         raise _unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
-                    wrong[name] = (tuple(m.shape), m.stride())
+                    strides = column_major(tuple(m.shape)) if facts.name in _COLUMN_MAJOR else m.stride()
+                    wrong[name] = (tuple(m.shape), strides)
         if wrong:
             raise ResizeOutError(wrong)
 
@@ -360,6 +369,8 @@ class PlanBuilder:
                     role = Role.INOUT if name in facts.written else Role.IN
                     if role is Role.INOUT:
                         written.append(len(operands))
+                        if facts.name in _FILLS:
+                            a = once(a)
                     operands.append(Operand(role, view_of(a)))
                     return OperandRef(len(operands) - 1)
                 value, dtype = number_of(a)
@@ -432,6 +443,51 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
         dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
         args[i] = torch.tensor(args[i], dtype=dtype, device=where)
     return facts.op(*args, **kwargs)
+
+
+#: Operators that may write an element twice.
+_FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
+
+
+def overlaps(t: Tensor) -> bool:
+    """Whether elements of `t` share memory in the way that expanded tensors do."""
+    return 0 in t.stride() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)) and t.numel() > 0
+
+
+def once(t: Tensor) -> Tensor:
+    """`t` with every element of its memory named once, where it is expanded."""
+    if not overlaps(t):
+        return t
+    return t.as_strided([1 if s == 0 else n for n, s in zip(t.shape, t.stride(), strict=True)], t.stride())
+
+
+def refuse_overlap(t: Tensor) -> None:
+    """Raise ATen's error for writing into an expanded tensor.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    if overlaps(t):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
+def _refuse_overlap(facts: OpFacts, call: Call) -> None:
+    if facts.mutable and facts.name not in _FILLS:
+        for name in facts.written:
+            for t in tree_leaves(call.kwargs[name] if name in call.kwargs else call.args[facts.positions[name]]):
+                if isinstance(t, Tensor):
+                    refuse_overlap(t)
+
+
+def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a batch of matrices laid out by columns."""
+    if len(sizes) < 2:
+        return storage.contiguous_strides(sizes)
+    turned = storage.contiguous_strides((*sizes[:-2], sizes[-1], sizes[-2]))
+    return (*turned[:-2], turned[-1], turned[-2])
 
 
 def stand_in(a: Any, limit: int | None = None) -> Any:
