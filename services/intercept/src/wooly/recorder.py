@@ -133,6 +133,7 @@ class Recorder:
         lock: reentrant; every kernel takes it, so that threads of one process share a device safely.
         limit: instructions after which the open program is closed.
         recording: somebody keeps what is recorded now.
+        foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
     """
 
@@ -142,6 +143,7 @@ class Recorder:
         self.link: Link | None = None
         self.programs_dir: Path | None = None
         self.recording = False
+        self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
         self.slot_of: dict[int, int] = {}

@@ -6,6 +6,7 @@ This is the hot path: about 5 us a call. Every look-up in it was measured; keep 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
+from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
 from wooly.recorder import Recorder, origin
 from wooly.rng import Generator, sequence_of
@@ -79,6 +81,8 @@ class Generic:
                     plan = self._plan(facts, signature, args, kwargs)
                     if plan is None:  # an out= tensor took another size: the signature is another one now
                         return run(*args, drawn_from=drawn_from, **kwargs)
+                    if self._builder.doubt is not None:
+                        return self._confirm(partial(run, drawn_from=drawn_from), signature, args, kwargs)
                 if storage.dead:
                     recorder.release_dead()
                 recorder.operations += 1
@@ -113,7 +117,7 @@ class Generic:
                     recorder.flush()
                 return result
 
-        return _given_generator(run, facts.generator) if facts.generator is not None else run
+        return _given_generator(run, facts.generator, recorder) if facts.generator is not None else run
 
     def _plan(
         self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -135,6 +139,21 @@ class Generic:
             self._out_sizes.clear()
         self._plans[signature] = plan
         return plan
+
+    def _confirm(self, run: Kernel, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that failed with other values on the host, and wait for what the device says of it."""
+        doubt, self._builder.doubt = self._builder.doubt, None
+        recorder = self._recorder
+        try:
+            result = run(*args, **kwargs)
+            recorder.flush()
+            recorder.require_link().sync()
+        except RemoteOperationError as e:
+            self._plans.pop(signature, None)
+            if doubt is not None and str(doubt) in str(e):
+                raise doubt from None
+            raise
+        return result
 
     def _finish(
         self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -190,7 +209,7 @@ class Generic:
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _given_generator(run: Kernel, position: int) -> Kernel:
+def _given_generator(run: Kernel, position: int, recorder: Recorder) -> Kernel:
     """For operators that take a generator: its sequence is drawn from; the instruction is that of a call without."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -200,7 +219,10 @@ def _given_generator(run: Kernel, position: int) -> Kernel:
         elif position < len(args):
             generator = args[position]
             args = (*args[:position], None, *args[position + 1 :])
-        return run(*args, **kwargs) if generator is None else run(*args, drawn_from=sequence_of(generator), **kwargs)
+        if generator is None:
+            return run(*args, **kwargs)
+        recorder.foreign_draws += 1
+        return run(*args, drawn_from=sequence_of(generator), **kwargs)
 
     return call
 

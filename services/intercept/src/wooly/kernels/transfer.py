@@ -10,7 +10,7 @@ from torch import Tensor
 from wooly_wis.program import Form, Operand, Role
 
 from wooly.kernels.composite import plain
-from wooly.kernels.plan import view_of
+from wooly.kernels.plan import refuse_overlap, view_of
 from wooly.recorder import Recorder, origin
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
 from wooly.torch_private import raw_device, redispatch_cpu
@@ -206,6 +206,7 @@ class Transfer:
         with recorder.lock:
             form = self._copies.get(key)
             if form is None:
+                refuse_overlap(dst)
                 if len(self._copies) > 65536:
                     self._copies.clear()
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
