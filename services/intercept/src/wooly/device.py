@@ -20,6 +20,7 @@ from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
+from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import (
@@ -100,12 +101,15 @@ class Device:
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
-            library.impl("lstm.input", composite.lstm_input, key)
-            library.impl("lstm_cell", composite.lstm_cell, key)
-            library.impl("gru_cell", composite.gru_cell, key)
-            for op in (aten.lstm.data, aten.gru.input, aten.gru.data):  # ATen would take CUDA's fused cells
-                library.impl(_short(op), op.decompose, key)
             library.impl("scaled_dot_product_attention", composite.attention, key)
+            library.impl("lstm.input", partial(composite.lstm_input, Whole(self.generic, aten.lstm.input)), key)
+            for op in (aten.lstm.data, aten.gru.data):  # packed sequences in pieces: ATen would take CUDA's fused cells
+                library.impl(_short(op), op.decompose, key)
+            entropy = Whole(self.generic, aten.cross_entropy_loss.default)
+            library.impl("cross_entropy_loss", partial(composite.cross_entropy, entropy), key)
+        for op in WHOLE:
+            library.impl(_short(op), self.generic.kernel(op), "PrivateUse1")
+            library.impl(_short(op), Whole(self.generic, op), "AutogradPrivateUse1")
         self.autocast.register(library)
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")

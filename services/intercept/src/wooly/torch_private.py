@@ -183,3 +183,8 @@ def never_trace(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def in_transform() -> bool:
+    """Whether a function transform (`torch.func`) is at work: it cannot look into an autograd function of ours."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.optable import TABLE, Row, Spelling
@@ -125,6 +126,56 @@ def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
             return call(*args, **kwargs)
 
     return with_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What an instruction says of gradients.
+
+    Attributes:
+        wanted: operands whose gradients are wanted.
+        given: per result of the operator, the operand that is its gradient; None where the results are asked for.
+    """
+
+    wanted: tuple[int, ...]
+    given: tuple[int | None, ...] | None
+
+
+def gradients_of(form: Form) -> Gradients | None:
+    """What a form says of gradients, or None if it says nothing."""
+    wanted, given = form.attr("wanted"), form.attr("vjp")
+    if not isinstance(wanted, tuple):
+        return None
+    return Gradients(
+        tuple([w.index for w in wanted if isinstance(w, OperandRef)]),
+        tuple([g.index if isinstance(g, OperandRef) else None for g in given]) if isinstance(given, tuple) else None,
+    )
+
+
+def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:
+    """Call an operator in the knowledge of what wants a gradient: its results, or the gradients that flow back from given ones.
+
+    Where nothing flows a gradient is zero.
+
+    Args:
+        call: the operator, on operands like these.
+        operands: the operands that are read.
+        gradients: what is asked for.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        # What inference mode made cannot take part in a graph; another tensor on its storage can.
+        own = [
+            torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+            for t in operands
+        ]
+        leaves = [own[k].requires_grad_() for k in gradients.wanted]
+        result = call(own)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if gradients.given is None:
+            return [t.detach() for t in results]
+        given = [(t, own[k]) for t, k in zip(results, gradients.given, strict=True) if k is not None]
+        found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
 
 
 def mix(seed: int, offset: int) -> int:

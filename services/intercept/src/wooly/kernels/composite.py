@@ -241,12 +241,27 @@ def attention(
     )[0]
 
 
+def cross_entropy(
+    whole: Kernel,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`aten.cross_entropy_loss`: two instructions for indices, as ATen has it; `whole` for smoothed or probable labels."""
+    call = whole if label_smoothing or target.is_floating_point() else aten.cross_entropy_loss.default.decompose
+    return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+
+
 def _like(t: Tensor, grad: bool) -> Tensor:
     """A host tensor of the same kind; the memory behind it is never touched."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
 def lstm_input(
+    whole: Kernel,
     x: Tensor,
     hx: list[Tensor],
     params: list[Tensor],
@@ -257,7 +272,7 @@ def lstm_input(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else PyTorch's own pieces."""
+    """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else by `whole`."""
     h0, c0 = hx
     fused = (
         torch.backends.mkldnn.is_available()
@@ -268,7 +283,7 @@ def lstm_input(
         and len(params) == (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
     )
     if not fused:
-        return aten.lstm.input.decompose(  # type: ignore[no-any-return]
+        return whole(  # type: ignore[no-any-return]
             x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
     return _fused_lstm(x, h0, c0, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
@@ -329,26 +344,3 @@ def _fused_lstm(
     if batch_first:
         layer_in = layer_in.transpose(0, 1)
     return layer_in, torch.stack(hs, 0), torch.stack(cs, 0)
-
-
-def lstm_cell(
-    x: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`aten.lstm_cell` in the CPU's pieces: for a device like ours PyTorch expects CUDA's fused kernel."""
-    hidden, cell = hx
-    gates = torch._C._nn.linear(hidden, w_hh, b_hh).add_(torch._C._nn.linear(x, w_ih, b_ih))
-    enter, forget, new, out = gates.unsafe_chunk(4, 1)
-    c = (forget.sigmoid_() * cell).add_(enter.sigmoid_() * new.tanh_())
-    return out.sigmoid_() * c.tanh(), c
-
-
-def gru_cell(
-    x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> Tensor:
-    """`aten.gru_cell`, likewise."""
-    into = torch._C._nn.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)
-    over = torch._C._nn.linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
-    reset = over[0].add_(into[0]).sigmoid_()
-    update = over[1].add_(into[1]).sigmoid_()
-    new = into[2].add(over[2].mul_(reset)).tanh_()
-    return (hx - new).mul_(update).add_(new)

@@ -31,7 +31,7 @@ class Generic:
 
     def __init__(self, recorder: Recorder, generator: Generator) -> None:
         self._recorder = recorder
-        self._generator = generator
+        self.generator = generator
         self._builder = PlanBuilder(recorder)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
@@ -88,7 +88,7 @@ class Generic:
                 recorder.operations += 1
                 where = origin()
                 if plan.random:
-                    params += (drawn_from or self._generator).draw()
+                    params += (drawn_from or self.generator).draw()
                 if params:
                     recorder.params += params
                 if plan.dynamic or (mutable and plan.outs):
@@ -118,6 +118,60 @@ class Generic:
                 return result
 
         return _given_generator(run, facts.generator, recorder) if facts.generator is not None else run
+
+    def differentiated(self, op: torch._ops.OpOverload) -> Callable[..., list[Tensor]]:
+        """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
+
+        What is returned takes: args; kwargs; for each tensor among them which of the different ones it is; which of these want a
+        gradient; gradients of the results, or None for the results; the (seed, offset) to draw with, or None.
+        """
+        facts = OpFacts(op)
+        recorder = self._recorder
+
+        def run(
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            places: tuple[int, ...],
+            wanted: tuple[int, ...],
+            grads: tuple[Tensor | None, ...] | None,
+            drawn: tuple[int, int] | None,
+        ) -> list[Tensor]:
+            key: list[Any] = [op, "differentiated", places, wanted, grads is None]
+            buffers: list[int] = []
+            params: list[Any] = []
+            for i, a in enumerate(args):
+                _collect(a, facts.scalar[i], key, buffers, params)
+            for name, a in kwargs.items():
+                key.append(name)
+                _collect(a, name in facts.scalar_kw, key, buffers, params)
+            buffers = [buffers[places.index(k)] for k in range(max(places) + 1)]
+            params += drawn or ()
+            for g in grads or ():
+                _collect(g, False, key, buffers, params)
+            signature = tuple(key)
+            with recorder.lock:
+                plan = self._plans.get(signature)
+                if plan is None:
+                    call = Call(args, kwargs)
+                    plan = self._plans[signature] = self._builder.differentiated(facts, call, places, wanted, grads)
+                if storage.dead:
+                    recorder.release_dead()
+                recorder.operations += 1
+                where = origin()
+                recorder.params += params
+                results = []
+                for out in plan.outs:
+                    assert out is not None
+                    t, buffer = out[0].new()
+                    recorder.emit(out[1], [buffer], where)
+                    buffers.append(buffer)
+                    results.append(t)
+                recorder.emit(plan.form, buffers, where)
+                if len(recorder.origins) >= recorder.limit:
+                    recorder.flush()
+                return results
+
+        return run
 
     def _plan(
         self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]

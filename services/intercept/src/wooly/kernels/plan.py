@@ -250,6 +250,69 @@ class PlanBuilder:
             outs.append((layout, self._recorder.alloc_form(layout.nbytes)))
         return Plan(self._recorder.intern(form), tuple(outs), written, facts.random, dynamic)
 
+    def differentiated(
+        self,
+        facts: OpFacts,
+        call: Call,
+        places: tuple[int, ...],
+        wanted: tuple[int, ...],
+        grads: tuple[Tensor | None, ...] | None,
+    ) -> Plan:
+        """The plan for a call where gradients are wanted.
+
+        Args:
+            facts: the operator.
+            call: its arguments.
+            places: for each of its tensors, which of the different ones it is.
+            wanted: which of the different tensors want a gradient.
+            grads: gradients of its results, from which theirs are asked for; None: the results are.
+        """
+        form, _ = self._form(facts, call, [], dynamic=False)
+        if form.opcode != "extern":
+            raise _unsupported(facts.name, "its gradients are not recorded whole")
+        operands = [form.operands[places.index(k)] for k in range(max(places) + 1)]
+
+        def placed(value: Attr) -> Attr:
+            if isinstance(value, OperandRef):
+                return OperandRef(places[value.index])
+            return tuple([placed(v) for v in value]) if isinstance(value, tuple) else value
+
+        attrs: dict[str, Attr] = {k: placed(v) for k, v in form.attrs}
+        attrs["wanted"] = tuple([OperandRef(k) for k in wanted])
+        if grads is None:
+            layouts = [
+                Layout(t.dtype, tuple(t.shape), t.stride()) for t in self._infer_wanting(facts, call, places, wanted)
+            ]
+        else:
+            refs: list[Attr] = []
+            for g in grads:
+                refs.append(None if g is None else OperandRef(len(operands)))
+                if g is not None:
+                    operands.append(Operand(Role.IN, view_of(g)))
+            attrs["vjp"] = tuple(refs)
+            views = [v for v in (operands[k].view for k in wanted) if v is not None]
+            layouts = [Layout(TORCH_DTYPES[v.dtype], v.sizes, dense_strides(v.sizes, v.strides)) for v in views]
+        operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
+        whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
+        outs = tuple([(x, self._recorder.alloc_form(x.nbytes)) for x in layouts])
+        return Plan(self._recorder.intern(whole), outs, (), facts.random, dynamic=False)
+
+    def _infer_wanting(
+        self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Results as meta tensors: composites lay them out by what wants a gradient."""
+        place = iter(places)
+
+        def to_meta(a: Any) -> Any:
+            if isinstance(a, Tensor) and raw_device(a).type == "wooly":
+                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                return m.requires_grad_(next(place) in wanted)
+            return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        with torch.enable_grad():
+            result = facts.op(*[to_meta(a) for a in call.args], **{k: to_meta(v) for k, v in call.kwargs.items()})
+        return list(result) if isinstance(result, (list, tuple)) else [result]
+
     def _infer(self, facts: OpFacts, call: Call, *, on_host: bool = False) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order.
 
@@ -448,6 +511,11 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
 
 #: Operators that may write an element twice.
 _FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
+
+
+def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps or overlap that keep the order of the dimensions, as `preserve_format` does."""
+    return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
 
 
 def overlaps(t: Tensor) -> bool:
