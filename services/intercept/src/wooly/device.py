@@ -59,6 +59,7 @@ class Device:
         self._libraries.append(library)
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        own["record_stream"] = _in_order
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
@@ -107,6 +108,10 @@ class Device:
 
 def _short(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("aten::")
+
+
+def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
+    """`aten.record_stream`: a buffer is freed in the order of the work that uses it."""
 
 
 def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:

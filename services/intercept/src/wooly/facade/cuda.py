@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from wooly import storage
-from wooly.facade.streams import DEFAULT_STREAM, Event, Stream, device_context, stream_context
+from wooly.facade.streams import device_context
 
 Patch = tuple[Any, str, Any]
 
@@ -58,12 +58,6 @@ class Answers:
             "mem_get_info": lambda d=None: self._mem_get_info(),
             "memory_summary": lambda d=None, abbreviated=False: self._memory_summary(),
             "utilization": lambda d=None: 0,
-            "Stream": Stream,
-            "Event": lambda *a, **k: Event(module.synchronize, *a, **k),
-            "current_stream": lambda d=None: DEFAULT_STREAM,
-            "default_stream": lambda d=None: DEFAULT_STREAM,
-            "set_stream": lambda s: None,
-            "stream": stream_context,
             "device": device_context,
             "device_of": device_context,
         }.items():

@@ -44,6 +44,14 @@ def patches() -> Iterator[Patch]:
         real_init(self, to_wooly(torch.device(device)))
 
     yield (DeviceContext, "__init__", init)
+    real_default = torch.get_default_device
+
+    @functools.wraps(real_default)
+    def get_default_device() -> torch.device:
+        device = real_default()
+        return torch.device(CUDA, device.index) if device.type == NAME else device
+
+    yield (torch, "get_default_device", get_default_device)
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
