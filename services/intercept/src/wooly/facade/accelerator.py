@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,8 +14,20 @@ Patch = tuple[Any, str, Any]
 
 _MEMORY = (
     "empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-    "reset_accumulated_memory_stats", "reset_peak_memory_stats",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "get_memory_info",
 )  # fmt: skip
+
+#: Names here and in `torch.cuda`.
+_SAME = {
+    "device_count": "device_count",
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "current_stream": "current_stream",
+    "set_stream": "set_stream",
+    "synchronize": "synchronize",
+}
 
 
 class device_index:
@@ -35,24 +48,28 @@ class device_index:
 
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced in `torch.accelerator`."""
-    cuda = torch.cuda
-    real_module = torch.get_device_module
-    yield (torch, "get_device_module", lambda device=None: real_module(CUDA if device is None else device))
+    real_module = torch.get_device_module.__wrapped__  # that which Dynamo knows it by
+
+    @functools.wraps(real_module)
+    def get_device_module(device: Any = None) -> Any:
+        return real_module(CUDA if device is None else device)
+
+    yield (torch, "get_device_module", get_device_module)
     yield (torch.accelerator, "device_index", device_index)
-    for name, value in {
-        "is_available": lambda: True,
-        "current_accelerator": lambda check_available=False: torch.device(CUDA),
-        "device_count": cuda.device_count,
-        "current_device_index": cuda.current_device,
-        "current_device_idx": cuda.current_device,
-        "set_device_index": cuda.set_device,
-        "set_device_idx": cuda.set_device,
-        "current_stream": cuda.current_stream,
-        "set_stream": cuda.set_stream,
-        "synchronize": cuda.synchronize,
-    }.items():
-        yield (torch.accelerator, name, value)
-    for owner in (torch.accelerator, torch.accelerator.memory):
-        for name in _MEMORY:
-            yield (owner, name, getattr(cuda, name))
-        yield (owner, "get_memory_info", cuda.mem_get_info)
+    yield (torch.accelerator, "is_available", lambda: True)
+    yield (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(CUDA))
+    for name, theirs in _SAME.items():
+        yield (torch.accelerator, name, _as_cuda(theirs))
+    for name in _MEMORY:
+        same = _as_cuda("mem_get_info" if name == "get_memory_info" else name)
+        yield (torch.accelerator, name, same)
+        yield (torch.accelerator.memory, name, same)
+
+
+def _as_cuda(name: str) -> Callable[..., Any]:
+    """A function that does what the one of `torch.cuda` does, but is another: Dynamo tells them apart."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.cuda, name)(*args, **kwargs)
+
+    return call
