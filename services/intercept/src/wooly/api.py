@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -190,6 +191,16 @@ def disable() -> None:
 
 
 atexit.register(disable)
+
+
+def _after_fork() -> None:
+    """The session belongs to the process that opened it: a fork of it neither ends nor renews it."""
+    global _attached, _lock
+    _lock = threading.RLock()
+    _attached = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts() -> dict[str, Any]:
