@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils._device import _device_constructors
 
-from wooly import dynamo
+from wooly import children, dynamo
 from wooly.facade import accelerator, amp, nvtx, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 
@@ -52,6 +52,7 @@ class Facade:
             streams.patches(),
             accelerator.patches(),
             nvtx.patches(),
+            children.patches(),
             dynamo.patches(),
         ):
             for owner, name, value in patches:
