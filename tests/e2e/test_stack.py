@@ -77,6 +77,31 @@ def _argv(process):
         return []
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
+    path = script(
+        tmp_path,
+        f"""
+        import torch
+        import torch.multiprocessing as mp
+
+        def work(rank, answers):
+            total = (torch.ones(3, device="cuda") * (rank + 1)).sum()
+            answers.put((rank, total.item(), str(total.device)))
+
+        if __name__ == "__main__":
+            mine = torch.ones(2, device="cuda")
+            answers = mp.get_context({method!r}).SimpleQueue()
+            mp.start_processes(work, (answers,), nprocs=2, start_method={method!r})
+            print(sorted(answers.get() for _ in range(2)), mine.sum().item())
+        """,
+    )
+    done = run("run", "-q", path, stack=stack)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')] 2.0"
+    assert _sessions(stack) == []  # the children closed theirs
+
+
 def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
     done = run(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack

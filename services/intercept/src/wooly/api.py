@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 
+from wooly import children
 from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
@@ -158,6 +160,7 @@ def enable(settings: Any = None) -> None:
             assert _attached is not None
             _attached.close_session = opened.close
             _attached.device.recorder.programs_dir = settings.programs_dir
+            children.settings = settings.model_copy(update={"controller_url": opened.control_url})
         install_facade()
 
 
@@ -178,6 +181,7 @@ def disable() -> None:
     with _lock:
         if _facade is not None:
             _facade.uninstall()
+        children.settings = None
         attached, _attached = _attached, None
         if attached is None:
             return
@@ -190,6 +194,16 @@ def disable() -> None:
 
 
 atexit.register(disable)
+
+
+def _after_fork() -> None:
+    """The session belongs to the process that opened it: a fork of it neither ends nor renews it."""
+    global _attached, _lock
+    _lock = threading.RLock()
+    _attached = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def device_facts() -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 import wooly_wis
 
 from wooly import storage
-from wooly.errors import NotConnectedError
+from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
@@ -58,7 +58,13 @@ class Device:
         self.transfer = Transfer(self.recorder, NAME)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)
+        self.forked = False
         self._libraries: list[torch.library.Library] = []
+
+    def after_fork(self) -> None:
+        """In a process that was forked while a session was there, the device is out of reach."""
+        self.forked = self.forked or self.recorder.link is not None
+        self.recorder.forked()
 
     def register_kernels(self) -> None:
         """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
@@ -67,6 +73,7 @@ class Device:
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
         own.update(composite.KERNELS)
+        own["record_stream"] = _in_order
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
@@ -122,6 +129,10 @@ class Device:
 
 def _short(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("aten::")
+
+
+def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
+    """`aten.record_stream`: a buffer is freed in the order of the work that uses it."""
 
 
 def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
@@ -201,7 +212,16 @@ class BackendModule(ModuleType):
         return [torch.float16, torch.bfloat16]
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return self._device.forked
+
+    def require_same_process(self) -> None:
+        """CUDA's initialisation, which a forked process cannot do again.
+
+        Raises:
+            ForkedProcessError: this is one.
+        """
+        if self._device.forked:
+            raise ForkedProcessError
 
 
 _lock = threading.Lock()
@@ -228,6 +248,7 @@ def register(flush_instructions: int) -> Device:
             register_backend(NAME, BackendModule(device))
             word_resizes_as_aten_does()
             device.register_kernels()
+            os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         _device.recorder.limit = flush_instructions
         # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.

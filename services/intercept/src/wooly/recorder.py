@@ -16,14 +16,14 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
 from wooly import storage
-from wooly.errors import NotConnectedError, WoolyError
+from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -124,6 +124,10 @@ def describe_origin(where: Origin) -> str:
             line = number
             break
     return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:
+    raise ForkedProcessError
 
 
 class Recorder:
@@ -366,6 +370,12 @@ class Recorder:
         for _ in range(instruction):
             i += 1 + self._forms[words[i]].arity
         return self._forms[words[i]].name
+
+    def forked(self) -> None:
+        """This process is a fork of the one that has the session: from now on recording fails, as CUDA does."""
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
+        if self.link is not None:
+            self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
 
     def forget_session(self) -> None:
         """Start over for a new session: nothing is defined there yet."""

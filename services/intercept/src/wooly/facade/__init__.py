@@ -12,8 +12,8 @@ from typing import Any
 
 from torch.utils._device import _device_constructors
 
-from wooly import dynamo
-from wooly.facade import amp, pinned, state, tensors
+from wooly import children, dynamo
+from wooly.facade import accelerator, amp, nvtx, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 
 __all__ = ["Facade"]
@@ -49,6 +49,10 @@ class Facade:
             amp.patches(),
             state.patches(),
             self._answers.patches(),
+            streams.patches(),
+            accelerator.patches(),
+            nvtx.patches(),
+            children.patches(),
             dynamo.patches(),
         ):
             for owner, name, value in patches:

@@ -12,7 +12,7 @@ from torch.utils._device import DeviceContext
 
 from wooly.device import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
-from wooly.torch_private import raw_device, raw_is_cuda
+from wooly.torch_private import raw_device, raw_is_cuda, raw_storage_device
 
 Patch = tuple[Any, str, Any]
 
@@ -55,7 +55,6 @@ def patches() -> Iterator[Patch]:
         yield (torch, name, with_device(getattr(torch, name)))
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
-    yield (torch.UntypedStorage, "clone", _clone_storage)
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     real_init = DeviceContext.__init__
 
@@ -63,6 +62,14 @@ def patches() -> Iterator[Patch]:
         real_init(self, to_wooly(torch.device(device)))
 
     yield (DeviceContext, "__init__", init)
+    real_default = torch.get_default_device
+
+    @functools.wraps(real_default)
+    def get_default_device() -> torch.device:
+        device = real_default()
+        return torch.device(CUDA, device.index) if device.type == NAME else device
+
+    yield (torch, "get_default_device", get_default_device)
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -73,17 +80,9 @@ def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """`UntypedStorage.clone`, which `copy.deepcopy` uses: PyTorch would write into memory that an allocator made."""
-    if storage.device.type != NAME:
-        return type(storage)(storage.nbytes(), device=storage.device).copy_(storage)
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole.clone().untyped_storage()
-
-
 def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
     """`UntypedStorage.byteswap`, which works on host memory."""
-    if storage.device.type == NAME:
+    if raw_storage_device(storage).type == NAME:
         raise NotImplementedError("byteswap() of a storage on the wooly device is not supported: do it on the CPU")
     _real_byteswap(storage, dtype)
 
