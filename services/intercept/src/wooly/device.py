@@ -22,7 +22,13 @@ from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
 from wooly.recorder import Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
-from wooly.torch_private import all_aten_overloads, has_kernel, redispatch_cpu, register_backend
+from wooly.torch_private import (
+    all_aten_overloads,
+    has_kernel,
+    redispatch_cpu,
+    register_backend,
+    word_resizes_as_aten_does,
+)
 
 NAME = "wooly"
 aten = torch.ops.aten
@@ -59,6 +65,7 @@ class Device:
         self._libraries.append(library)
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        own.update(composite.KERNELS)
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
@@ -75,6 +82,8 @@ class Device:
                 kernel = self.generic.kernel(op)
                 if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
                     kernel = composite.on_plain(kernel)
+                if bare in composite.INDEXED:
+                    kernel = composite.with_host_indices(kernel)
                 library.impl(name, kernel, "PrivateUse1")
         # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
@@ -101,6 +110,8 @@ class Device:
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
+            rest.fallback(_not_dense, key)
         self._libraries.append(rest)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
@@ -110,7 +121,17 @@ def _short(op: torch._ops.OpOverload) -> str:
 
 
 def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(f"{op} is not supported on the wooly device: the executor's library has no kernel for it")
+    raise NotImplementedError(
+        f"{op} is not supported on the wooly device: the executor's library has no kernel for it; "
+        "compute it on the CPU, x.cpu()"
+    )
+
+
+def _not_dense(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} is not supported on the wooly device for sparse or nested tensors: make them dense (to_dense(), "
+        "to_padded_tensor()), or compute on the CPU"
+    )
 
 
 class BackendModule(ModuleType):
@@ -201,6 +222,7 @@ def register(flush_instructions: int) -> Device:
         if _device is None:
             device = Device(flush_instructions)
             register_backend(NAME, BackendModule(device))
+            word_resizes_as_aten_does()
             device.register_kernels()
             _device = device
         _device.recorder.limit = flush_instructions

@@ -202,6 +202,13 @@ def constant_tree(value: Attr) -> Any:
     return constant(value)
 
 
+#: Operators that take a Python number for a tensor as it is, with all its digits (torch::should_allow_numbers_as_tensors).
+_TAKES_NUMBERS = frozenset(
+    name + ending
+    for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
+    for ending in ("", "_")
+)
+
 _SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.BOOL: True}
 
 
@@ -219,7 +226,7 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
                 ref, dtype = item
                 if isinstance(ref, ParamRef) and isinstance(dtype, DType):
                     typed[ref.index] = TORCH_DTYPE[dtype]
-    if str(call.op) in FAST:
+    if str(call.op) in FAST or call.op.overloadpacket.__name__ in _TAKES_NUMBERS:
         return typed
     views = [o.view for o in form.operands if o.view is not None]
     by_name = {a.name: v for a, v in zip(call.op._schema.arguments, call.args, strict=False)} | dict(call.kwargs)

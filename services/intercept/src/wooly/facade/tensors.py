@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._device import DeviceContext
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._device import DeviceContext, _device_constructors
 
 from wooly.device import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
@@ -33,11 +34,30 @@ _GUARDED = (
 )
 
 
+#: Factories with `out=`: PyTorch compares its device with `device=` before it dispatches.
+_FACTORIES_INTO = (
+    *("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones"),
+    *("rand", "randint", "randn", "randperm", "range", "zeros"),
+)
+
+
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced on tensors and their constructors."""
-    yield from _tensor_patches()
+    _device_constructors()  # device contexts know factories by identity: PyTorch remembers those from before
+    allowed = UninitializedTensorMixin._allowed_methods
+    methods = dict[str, Any]()
+    for patch in _tensor_patches():
+        methods[patch[1]] = patch[2]
+        yield patch
+    # PyTorch names a method to `__torch_function__` as it finds it on the class.
+    more = [methods[m.__name__] for m in allowed if m.__name__ in methods]
+    yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
     for name in _GUARDED:
         yield (torch, name, with_device(getattr(torch, name)))
+    for name in _FACTORIES_INTO:
+        yield (torch, name, _into(getattr(torch, name)))
+    yield (torch.UntypedStorage, "clone", _clone_storage)
+    yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -52,6 +72,36 @@ def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if a is True or a is False:
             return (*args[:i], False, *args[i + 1 :])
     return args
+
+
+def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """`UntypedStorage.clone`, which `copy.deepcopy` uses: PyTorch would write into memory that an allocator made."""
+    if storage.device.type != NAME:
+        return type(storage)(storage.nbytes(), device=storage.device).copy_(storage)
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return whole.clone().untyped_storage()
+
+
+def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """`UntypedStorage.byteswap`, which works on host memory."""
+    if storage.device.type == NAME:
+        raise NotImplementedError("byteswap() of a storage on the wooly device is not supported: do it on the CPU")
+    _real_byteswap(storage, dtype)
+
+
+_real_byteswap = torch.UntypedStorage.byteswap
+
+
+def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`factory` with the `device` that goes with an `out` there."""
+
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None and "device" in kwargs:
+            kwargs["device"] = to_wooly(kwargs["device"])
+        return factory(*args, **kwargs)
+
+    return call
 
 
 def _tensor_patches() -> Iterator[Patch]:

@@ -13,7 +13,17 @@ from torch import Tensor
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
-from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
+from wooly.errors import RemoteOperationError
+from wooly.kernels.plan import (
+    TORCH_DTYPES,
+    Call,
+    Inferences,
+    OpFacts,
+    Plan,
+    PlanBuilder,
+    ResizeOutError,
+    is_python_number,
+)
 from wooly.recorder import Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
@@ -36,6 +46,11 @@ class Generic:
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
+
+    @property
+    def inferences(self) -> Inferences:
+        """How often call signatures had to be inferred."""
+        return self._builder.inferences
 
     def kernel(self, op: torch._ops.OpOverload) -> Kernel:
         """The kernel of one operator overload."""
@@ -79,6 +94,9 @@ class Generic:
                     plan = self._plan(facts, signature, args, kwargs)
                     if plan is None:  # an out= tensor took another size: the signature is another one now
                         return run(*args, drawn_from=drawn_from, **kwargs)
+                    if self._builder.doubt is not None:
+                        given = kwargs if drawn_from is None else kwargs | {"drawn_from": drawn_from}
+                        return self._confirm(run, signature, args, given)
                 if storage.dead:
                     recorder.release_dead()
                 recorder.operations += 1
@@ -135,6 +153,21 @@ class Generic:
             self._out_sizes.clear()
         self._plans[signature] = plan
         return plan
+
+    def _confirm(self, run: Kernel, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that failed with other values on the host, and wait for what the device says of it."""
+        doubt, self._builder.doubt = self._builder.doubt, None
+        recorder = self._recorder
+        try:
+            result = run(*args, **kwargs)
+            recorder.flush()
+            recorder.require_link().sync()
+        except RemoteOperationError as e:
+            self._plans.pop(signature, None)
+            if doubt is not None and str(doubt) in str(e):
+                raise doubt from None
+            raise
+        return result
 
     def _finish(
         self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

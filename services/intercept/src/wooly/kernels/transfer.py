@@ -10,7 +10,7 @@ from torch import Tensor
 from wooly_wis.program import Form, Operand, Role
 
 from wooly.kernels.composite import plain
-from wooly.kernels.plan import view_of
+from wooly.kernels.plan import refuse_overlap, view_of
 from wooly.recorder import Recorder, origin
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
 from wooly.torch_private import raw_device, redispatch_cpu
@@ -45,6 +45,8 @@ class Transfer:
         self._layouts: dict[tuple[Any, ...], tuple[Layout, int]] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
+        #: How often device data was brought to the host, from the far side or from memory.
+        self.reads = 0
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
@@ -206,6 +208,7 @@ class Transfer:
         with recorder.lock:
             form = self._copies.get(key)
             if form is None:
+                refuse_overlap(dst)
                 if len(self._copies) > 65536:
                     self._copies.clear()
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
@@ -245,6 +248,7 @@ class Transfer:
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""
         recorder = self._recorder
+        self.reads += 1
         with recorder.lock:
             at = address_of(t)
             buffer = at >> ID_SHIFT
