@@ -12,7 +12,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from wooly.device import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
-from wooly.torch_private import raw_device, raw_is_cuda
+from wooly.torch_private import raw_device, raw_is_cuda, raw_storage_device
 
 Patch = tuple[Any, str, Any]
 
@@ -56,8 +56,8 @@ def patches() -> Iterator[Patch]:
         yield (torch, name, with_device(getattr(torch, name)))
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
-    yield (torch.UntypedStorage, "clone", _clone_storage)
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
+    yield (torch.nn.Module, "_apply", _keeping_parameters(torch.nn.Module._apply))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -74,22 +74,55 @@ def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return args
 
 
-def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """`UntypedStorage.clone`, which `copy.deepcopy` uses: PyTorch would write into memory that an allocator made."""
-    if storage.device.type != NAME:
-        return type(storage)(storage.nbytes(), device=storage.device).copy_(storage)
-    whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return whole.clone().untyped_storage()
-
-
 def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
     """`UntypedStorage.byteswap`, which works on host memory."""
-    if storage.device.type == NAME:
+    if raw_storage_device(storage).type == NAME:
         raise NotImplementedError("byteswap() of a storage on the wooly device is not supported: do it on the CPU")
     _real_byteswap(storage, dtype)
 
 
 _real_byteswap = torch.UntypedStorage.byteswap
+
+
+def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply` such that `module.to("cuda")` leaves the parameters the objects that they were, as for CUDA.
+
+    PyTorch puts CUDA's memory into the parameter. It can't do that across other backends and would make new parameters, of which
+    an optimizer that holds the old ones knows nothing; exchanging the whole tensors is its other way.
+    """
+    future = torch.__future__
+
+    @functools.wraps(real)
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if future.get_swap_module_params_on_conversion():
+            return _keeping_lazy(real, module, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return _keeping_lazy(real, module, fn, recurse)
+        except RuntimeError as e:
+            if "Couldn't swap" not in str(e):  # somebody holds the tensor itself, say a graph: a new parameter must do
+                raise
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+        return _keeping_lazy(real, module, fn, recurse)
+
+    return apply
+
+
+def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+    """`Module._apply`, after which parameters without a shape still wait for one."""
+    waiting = [
+        (of, name, type(t), t.requires_grad)
+        for of in (module._parameters, module._buffers)
+        for name, t in of.items()
+        if isinstance(t, UninitializedTensorMixin)
+    ]
+    result = real(module, fn, recurse)
+    for of, name, kind, requires_grad in waiting:
+        t = of[name]
+        if t is not None and not isinstance(t, UninitializedTensorMixin):
+            of[name] = kind(requires_grad=requires_grad, device=t.device, dtype=t.dtype)
+    return result
 
 
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
