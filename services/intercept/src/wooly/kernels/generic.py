@@ -15,6 +15,7 @@ from wooly_wis.dtypes import BY_LABEL
 from wooly import storage
 from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import (
+    RESIZE_SILENTLY,
     TORCH_DTYPES,
     Call,
     Inferences,
@@ -27,7 +28,7 @@ from wooly.kernels.plan import (
 from wooly.recorder import Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
-from wooly.torch_private import raw_device
+from wooly.torch_private import raw_device, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -143,6 +144,10 @@ class Generic:
                 plan = self._builder.build(facts, call)
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
+            # The kernel that inferred the size has warned.
+        elif facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
+            for name, (sizes, _) in wrong.items():
+                warn_of_resize(kwargs[name], sizes)
         if wrong is not None:
             assert self.resize is not None
             for name, (sizes, strides) in wrong.items():

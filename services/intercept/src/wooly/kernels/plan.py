@@ -72,16 +72,21 @@ _INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Operators of LAPACK that lay out by columns what they resize.
-_COLUMN_MAJOR = frozenset(
-    {
-        "aten.linalg_lu_solve.out",
-        "aten.cholesky_inverse.out",
-        "aten.ormqr.out",
-        "aten.linalg_qr.out",
-        "aten.triangular_solve.X",
-    }
-)
+#: Arguments of `out=` that LAPACK's kernels lay out by columns when they give them a size: whenever they do, or only to empty ones.
+_COLUMN_MAJOR = {
+    ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
+    ("aten.linalg_ldl_solve.out", "out"): "always",
+    ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_qr.out", "Q"): "always",
+    ("aten.linalg_qr.out", "R"): "always",
+    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "empty",
+    ("aten.cholesky_inverse.out", "out"): "empty",
+    ("aten.linalg_eig.out", "eigenvectors"): "empty",
+    ("aten.linalg_householder_product.out", "out"): "empty",
+    ("aten.ormqr.out", "out"): "empty",
+    ("aten.triangular_solve.X", "M"): "empty",
+    ("aten.triangular_solve.X", "X"): "empty",
+}
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
@@ -101,8 +106,18 @@ _SHRINKABLE = frozenset(
 )
 
 #: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
-_RESIZE_SILENTLY = frozenset(
-    {"addbmm", "bernoulli", "eye", "linspace", "log_sigmoid_forward", "logspace", "multinomial", "narrow_copy"}
+RESIZE_SILENTLY = frozenset(
+    {
+        "addbmm",
+        "arange",
+        "bernoulli",
+        "eye",
+        "linspace",
+        "log_sigmoid_forward",
+        "logspace",
+        "multinomial",
+        "narrow_copy",
+    }
 )
 
 #: Scalars of these decide the output's size, so they stay in the signature.
@@ -301,7 +316,7 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            if facts.out_args and facts.op.overloadpacket.__name__ in _RESIZE_SILENTLY:
+            if facts.out_args and facts.op.overloadpacket.__name__ in RESIZE_SILENTLY:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     result = _call(facts, args, kwargs, where)
@@ -385,7 +400,15 @@ class PlanBuilder:
                         raise _unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
                     if facts.op.overloadpacket.__name__ in _SHAPED_BY_SCALARS and r.numel() == m.numel():
                         continue  # these fill whatever holds as many
-                    by_columns = facts.name in _COLUMN_MAJOR and r.numel() == 0
+                    if facts.op.overloadpacket.__name__ == "arange" and r.numel():
+                        warnings.warn(
+                            f"The number of elements in the out tensor of shape {list(r.shape)} is {r.numel()} which does not "
+                            f"match the computed number of elements {m.numel()}. Note that this may occur as a result of "
+                            f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
+                            stacklevel=2,
+                        )
+                    when = _COLUMN_MAJOR.get((facts.name, name))
+                    by_columns = when == "always" or (when == "empty" and r.numel() == 0)
                     wrong[name] = (tuple(m.shape), column_major(tuple(m.shape)) if by_columns else m.stride())
         if wrong:
             raise ResizeOutError(wrong)
