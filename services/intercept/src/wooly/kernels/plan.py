@@ -72,20 +72,20 @@ _INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Arguments of `out=` that LAPACK's kernels lay out by columns when they give them a size: whenever they do, or only to empty ones.
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, or only to empty ones.
 _COLUMN_MAJOR = {
     ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
     ("aten.linalg_ldl_solve.out", "out"): "always",
     ("aten.linalg_lu_factor_ex.out", "LU"): "always",
     ("aten.linalg_qr.out", "Q"): "always",
     ("aten.linalg_qr.out", "R"): "always",
-    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "empty",
+    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
     ("aten.cholesky_inverse.out", "out"): "empty",
     ("aten.linalg_eig.out", "eigenvectors"): "empty",
     ("aten.linalg_householder_product.out", "out"): "empty",
     ("aten.ormqr.out", "out"): "empty",
-    ("aten.triangular_solve.X", "M"): "empty",
-    ("aten.triangular_solve.X", "X"): "empty",
+    ("aten.triangular_solve.X", "M"): "always",
+    ("aten.triangular_solve.X", "X"): "always",
 }
 
 #: Elements up to which a failing call is made again on the host for its error.
