@@ -29,9 +29,24 @@ from collections import Counter
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-FINE = ("pass", "late", "skip", "varies")
+FINE = ("pass", "skip", "varies")
 #: From best to worst: what a sample that shows several is counted as.
 ORDER = ("pass", "close", "layout", "wrong")
+
+
+#: What computes in another order than the CPU by design, with the relative and absolute difference that is `close`.
+WIDER = {
+    "linalg.householder_product": (1e-3, 1e-3),  # PyTorch's own for complex64
+    # Python code of PyTorch takes CUDA's way: products in half precision with a float32 result.
+    "nn.functional.linear_cross_entropy.chunked": (0.05, 0.02),
+    "nn.functional.linear_cross_entropy.chunked_none": (0.05, 0.02),
+    "nn.LinearCrossEntropyLoss": (0.05, 0.05),
+    "nn.RNN": (
+        0.05,
+        0.05,
+    ),  # the CPU alone multiplies the inputs of all steps at once: gradients are added up in another order
+}
+_unit = {"op": ""}
 
 
 def to(value, device, requires_grad=False):
@@ -77,6 +92,8 @@ def _host(t):
 
 
 def _tolerances(dtype):
+    if _unit["op"] in WIDER:
+        return WIDER[_unit["op"]]
     return {
         torch.float16: (1e-3, 1e-5),
         torch.bfloat16: (1.6e-2, 1e-5),
@@ -244,6 +261,7 @@ class Report:
 
     def start(self, index, name, variant, dtype):
         self._unit = {"unit": index, "op": name, "variant": variant, "dtype": dtype}
+        _unit.update(self._unit)
         self._counts, self._details = Counter(), {}
         print(json.dumps(self._unit | {"start": True}), flush=True)
 
@@ -252,7 +270,7 @@ class Report:
             sys.stdout.flush()
             os._exit(1)  # the executor died: whoever started this program counts a crash of this unit
         self._counts[outcome] += 1
-        if outcome not in FINE or outcome == "late":
+        if outcome not in FINE:
             self._details.setdefault(outcome, f"sample {sample}: {detail}")
 
     def finish(self):

@@ -196,6 +196,28 @@ def test_doctor_passes_on_a_running_stack(stack):
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
 
+def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
+    clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
+    done = run("doctor", "--fallbacks", "--json", clean, stack=stack)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        report["ok"] and report["fallbacks"] == {} and report["operations"] > 1 and report["inferences"]["on_meta"] > 0
+    )
+    forced = script(
+        tmp_path,
+        """
+        import torch
+        torch.library.define("forced::double", "(Tensor x) -> Tensor")
+        torch.library.impl("forced::double", "CompositeImplicitAutograd", lambda x: (x.cpu() * 2).to(x.device))
+        print(torch.ops.forced.double(torch.ones(2, device="cuda")).tolist())
+        """,
+    )
+    done = run("doctor", "--fallbacks", "--json", forced, stack=stack)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
+
+
 def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
     env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}

@@ -211,6 +211,17 @@ def device_facts() -> dict[str, Any]:
     return _attached.link.device if _attached is not None else {}
 
 
+def attached_device() -> Device:
+    """The device of this process's session.
+
+    Raises:
+        NotConnectedError: there is none.
+    """
+    if _attached is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    return _attached.device
+
+
 def session_stats() -> dict[str, Any]:
     """What this session has done so far.
 

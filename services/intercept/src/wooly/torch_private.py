@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._meta_registrations as meta_registrations
 import torch._prims_common.wrappers as prims_wrappers
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor
@@ -67,7 +68,8 @@ def word_resizes_as_aten_does() -> None:
         warn_of_resize(out, shape)
         return True
 
-    prims_wrappers._resize_output_check = check
+    for module in (prims_wrappers, meta_registrations):
+        module._resize_output_check = check
 
 
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -56,6 +56,7 @@ def patches() -> Iterator[Patch]:
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
+    yield (torch.nn.Module, "_apply", _keeping_parameters(torch.nn.Module._apply))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -88,6 +89,47 @@ def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None
 
 
 _real_byteswap = torch.UntypedStorage.byteswap
+
+
+def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply` such that `module.to("cuda")` leaves the parameters the objects that they were, as for CUDA.
+
+    PyTorch puts CUDA's memory into the parameter. It can't do that across other backends and would make new parameters, of which
+    an optimizer that holds the old ones knows nothing; exchanging the whole tensors is its other way.
+    """
+    future = torch.__future__
+
+    @functools.wraps(real)
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if future.get_swap_module_params_on_conversion():
+            return _keeping_lazy(real, module, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return _keeping_lazy(real, module, fn, recurse)
+        except RuntimeError as e:
+            if "Couldn't swap" not in str(e):  # somebody holds the tensor itself, say a graph: a new parameter must do
+                raise
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+        return _keeping_lazy(real, module, fn, recurse)
+
+    return apply
+
+
+def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+    """`Module._apply`, after which parameters without a shape still wait for one."""
+    waiting = [
+        (of, name, type(t), t.requires_grad)
+        for of in (module._parameters, module._buffers)
+        for name, t in of.items()
+        if isinstance(t, UninitializedTensorMixin)
+    ]
+    result = real(module, fn, recurse)
+    for of, name, kind, requires_grad in waiting:
+        t = of[name]
+        if t is not None and not isinstance(t, UninitializedTensorMixin):
+            of[name] = kind(requires_grad=requires_grad, device=t.device, dtype=t.dtype)
+    return result
 
 
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:

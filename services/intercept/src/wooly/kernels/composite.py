@@ -6,6 +6,7 @@ the results are the same bits; and where one instruction says as much as five (l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -133,7 +134,7 @@ def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
     """`aten.nonzero.out`: only the device knows the size, so `out` takes it when it is known."""
     if out.dtype is not torch.int64:
         raise RuntimeError(
-            f"nonzero: Expected out tensor to have scalar type Long but got scalar type {_scalar_type(out)}"
+            f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
         )
     return _resized(out, aten.nonzero(t))
 
@@ -164,7 +165,10 @@ def mode_into(
 def _resized(out: Tensor, result: Tensor) -> Tensor:
     if out.shape != result.shape:
         warn_of_resize(out, result.shape)
+        laid_out = out.numel() == 0
         out.resize_(result.shape)
+        if laid_out and out.numel():
+            out.as_strided_(result.shape, result.stride())
     return out.copy_(result)
 
 
@@ -260,6 +264,11 @@ def _like(t: Tensor, grad: bool) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
+@functools.cache
+def _onednn_takes_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def lstm_input(
     whole: Kernel,
     x: Tensor,
@@ -273,11 +282,11 @@ def lstm_input(
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else by `whole`."""
-    h0, c0 = hx
+    h0, c0 = [t.contiguous() for t in hx]
     fused = (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
-        and x.dtype is torch.float32
+        and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _onednn_takes_bfloat16()))
         and x.numel() > 0
         and h0.shape[-1] == c0.shape[-1]
         and len(params) == (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)

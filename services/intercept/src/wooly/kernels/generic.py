@@ -15,11 +15,21 @@ from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
 from wooly.errors import RemoteOperationError
-from wooly.kernels.plan import TORCH_DTYPES, Call, OpFacts, Plan, PlanBuilder, ResizeOutError, is_python_number
+from wooly.kernels.plan import (
+    RESIZE_SILENTLY,
+    TORCH_DTYPES,
+    Call,
+    Inferences,
+    OpFacts,
+    Plan,
+    PlanBuilder,
+    ResizeOutError,
+    is_python_number,
+)
 from wooly.recorder import Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
-from wooly.torch_private import raw_device
+from wooly.torch_private import raw_device, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -38,6 +48,11 @@ class Generic:
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
+
+    @property
+    def inferences(self) -> Inferences:
+        """How often call signatures had to be inferred."""
+        return self._builder.inferences
 
     def kernel(self, op: torch._ops.OpOverload) -> Kernel:
         """The kernel of one operator overload."""
@@ -183,6 +198,10 @@ class Generic:
                 plan = self._builder.build(facts, call)
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
+            # The kernel that inferred the size has warned.
+        elif facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
+            for name, (sizes, _) in wrong.items():
+                warn_of_resize(kwargs[name], sizes)
         if wrong is not None:
             assert self.resize is not None
             for name, (sizes, strides) in wrong.items():

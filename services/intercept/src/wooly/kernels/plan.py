@@ -8,6 +8,7 @@ as a `Plan`; later calls only fill in buffers and params.
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -67,19 +68,25 @@ _INFERRED_ON_HOST = frozenset(
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
         "aten.native_batch_norm.out",
+        "aten.multilabel_margin_loss_forward.default",
     }
 )
 
-#: Operators of LAPACK that lay out by columns what they resize.
-_COLUMN_MAJOR = frozenset(
-    {
-        "aten.linalg_lu_solve.out",
-        "aten.cholesky_inverse.out",
-        "aten.ormqr.out",
-        "aten.linalg_qr.out",
-        "aten.triangular_solve.X",
-    }
-)
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, or only to empty ones.
+_COLUMN_MAJOR = {
+    ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
+    ("aten.linalg_ldl_solve.out", "out"): "always",
+    ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_qr.out", "Q"): "always",
+    ("aten.linalg_qr.out", "R"): "always",
+    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
+    ("aten.cholesky_inverse.out", "out"): "empty",
+    ("aten.linalg_eig.out", "eigenvectors"): "empty",
+    ("aten.linalg_householder_product.out", "out"): "empty",
+    ("aten.ormqr.out", "out"): "empty",
+    ("aten.triangular_solve.X", "M"): "always",
+    ("aten.triangular_solve.X", "X"): "always",
+}
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
@@ -98,8 +105,38 @@ _SHRINKABLE = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "ger", "matmul"}
 )
 
+#: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
+RESIZE_SILENTLY = frozenset(
+    {
+        "addbmm",
+        "arange",
+        "bernoulli",
+        "eye",
+        "linspace",
+        "log_sigmoid_forward",
+        "logspace",
+        "multinomial",
+        "narrow_copy",
+    }
+)
+
 #: Scalars of these decide the output's size, so they stay in the signature.
 _SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
+
+
+class Inferences:
+    """How often calls were inferred rather than looked up. No device data is in any of them.
+
+    Attributes:
+        on_meta: on meta tensors, that is without memory.
+        on_host: on host tensors of zeros, for operators whose meta kernel is missing or says something else.
+        trials: on host tensors of zeros, for the errors that only a kernel knows of.
+    """
+
+    __slots__ = ("on_host", "on_meta", "trials")
+
+    def __init__(self) -> None:
+        self.on_meta = self.on_host = self.trials = 0
 
 
 class OpFacts:
@@ -212,6 +249,7 @@ class PlanBuilder:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self.inferences = Inferences()
         #: Operators with the dtypes that were tried: see `_try`.
         self._tried: set[tuple[Any, ...]] = set()
         #: The error of the last call's trial, if the device may see it otherwise.
@@ -321,6 +359,10 @@ class PlanBuilder:
         """
         on_host = on_host or facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
         where = "cpu" if on_host else "meta"
+        if on_host:
+            self.inferences.on_host += 1
+        else:
+            self.inferences.on_meta += 1
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -337,7 +379,12 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            result = _call(facts, args, kwargs, where)
+            if facts.out_args and facts.op.overloadpacket.__name__ in RESIZE_SILENTLY:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    result = _call(facts, args, kwargs, where)
+            else:
+                result = _call(facts, args, kwargs, where)
         except NotImplementedError as e:
             if where == "cpu":
                 raise
@@ -389,6 +436,7 @@ class PlanBuilder:
             limit = 2
         args = [stand_in(a, limit) for a in call.args]
         kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
+        self.inferences.trials += 1
         state = torch.get_rng_state() if facts.random else None
         try:
             _call(facts, args, kwargs, "cpu")
@@ -413,8 +461,18 @@ class PlanBuilder:
                 if isinstance(r, Tensor) and (tuple(r.shape) != tuple(m.shape)):
                     if isinstance(real, (list, tuple)):
                         raise _unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
-                    strides = column_major(tuple(m.shape)) if facts.name in _COLUMN_MAJOR else m.stride()
-                    wrong[name] = (tuple(m.shape), strides)
+                    if facts.op.overloadpacket.__name__ in _SHAPED_BY_SCALARS and r.numel() == m.numel():
+                        continue  # these fill whatever holds as many
+                    if facts.op.overloadpacket.__name__ == "arange" and r.numel():
+                        warnings.warn(
+                            f"The number of elements in the out tensor of shape {list(r.shape)} is {r.numel()} which does not "
+                            f"match the computed number of elements {m.numel()}. Note that this may occur as a result of "
+                            f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
+                            stacklevel=2,
+                        )
+                    when = _COLUMN_MAJOR.get((facts.name, name))
+                    by_columns = when == "always" or (when == "empty" and r.numel() == 0)
+                    wrong[name] = (tuple(m.shape), column_major(tuple(m.shape)) if by_columns else m.stride())
         if wrong:
             raise ResizeOutError(wrong)
 

@@ -45,6 +45,8 @@ class Transfer:
         self._layouts: dict[tuple[Any, ...], tuple[Layout, int]] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
+        #: How often device data was brought to the host, from the far side or from memory.
+        self.reads = 0
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
@@ -246,6 +248,7 @@ class Transfer:
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""
         recorder = self._recorder
+        self.reads += 1
         with recorder.lock:
             at = address_of(t)
             buffer = at >> ID_SHIFT
