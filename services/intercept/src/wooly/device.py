@@ -101,6 +101,8 @@ class Device:
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("lstm.input", composite.lstm_input, key)
+            library.impl("rnn_tanh.input", composite.rnn_input(torch.tanh), key)
+            library.impl("rnn_relu.input", composite.rnn_input(torch.relu), key)
             library.impl("lstm_cell", composite.lstm_cell, key)
             library.impl("gru_cell", composite.gru_cell, key)
             for op in (aten.lstm.data, aten.gru.input, aten.gru.data):  # ATen would take CUDA's fused cells

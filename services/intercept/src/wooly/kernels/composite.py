@@ -283,6 +283,48 @@ def lstm_input(
     return _fused_lstm(x, h0, c0, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
 
 
+def rnn_input(step: Callable[[Tensor], Tensor]) -> Kernel:
+    """`aten.rnn_tanh.input` and `aten.rnn_relu.input` as ATen computes them on the CPU: the inputs of all steps at once.
+
+    Args:
+        step: the nonlinearity.
+    """
+
+    def run(
+        x: Tensor,
+        hx: Tensor,
+        params: list[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, Tensor]:
+        layer_in = x.transpose(0, 1) if batch_first else x
+        directions, per_layer = 2 if bidirectional else 1, 4 if has_biases else 2
+        last = []
+        for layer in range(num_layers):
+            outs = []
+            for direction in range(directions):
+                index = layer * directions + direction
+                w_ih, w_hh, *biases = params[index * per_layer : (index + 1) * per_layer]
+                b_ih, b_hh = biases or (None, None)
+                steps = torch.nn.functional.linear(layer_in, w_ih, b_ih).unbind(0)
+                h, found = hx[index], []
+                for given in reversed(steps) if direction else steps:
+                    h = step(torch.nn.functional.linear(h, w_hh, b_hh).add_(given))
+                    found.append(h)
+                last.append(h)
+                outs.append(torch.stack(found[::-1] if direction else found, 0))
+            layer_in = outs[0] if directions == 1 else torch.cat(outs, outs[0].dim() - 1)
+            if dropout != 0 and train and layer < num_layers - 1:
+                layer_in = torch.dropout(layer_in, dropout, True)
+        return layer_in.transpose(0, 1) if batch_first else layer_in, torch.stack(last, 0)
+
+    return run
+
+
 def _fused_lstm(
     x: Tensor,
     h0: Tensor,
