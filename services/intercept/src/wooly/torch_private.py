@@ -157,3 +157,20 @@ def never_trace(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Every module that calls the autograd engine, the name under which it does, and what it calls."""
+    engine = torch.autograd.graph._engine_run_backward
+    return [(module, "_engine_run_backward", engine) for module in (torch.autograd, torch.autograd.graph)]
+
+
+def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`run_backward`, by the thread that calls it, whatever its devices. The switch for that belongs to a thread and stays."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_multithreading_enabled():
+            torch._C._set_multithreading_enabled(False)
+        return run_backward(*args, **kwargs)
+
+    return run

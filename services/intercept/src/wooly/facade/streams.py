@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from wooly.facade.names import CUDA, to_wooly
+from wooly.device import current_devices
+from wooly.facade.names import CUDA
 
 
 class Stream:
     """A stream. Work of a session runs in the order of its recording, so every stream is in order with every other."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device(CUDA, 0)
+        self.device = torch.device(CUDA, 0 if device is None else current_devices().index_of(device))
         self.priority = priority
         self.cuda_stream = 0
         self.stream_id = 0
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
 
     def wait_stream(self, stream: Any) -> None:
         """In order already."""
@@ -36,7 +37,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.device)
         return True
 
     def __enter__(self) -> Stream:
@@ -98,11 +99,26 @@ def stream_context(stream: Any) -> Iterator[Any]:
 
 
 class device_context(contextlib.AbstractContextManager[Any]):
-    """`torch.cuda.device(…)`: there is one device."""
+    """`torch.cuda.device(…)`: in the block, this thread means that device by "cuda". A negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = 0
-        to_wooly(device if isinstance(device, (int, str, torch.device)) else CUDA)
+        keep = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if keep else current_devices().index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        devices = current_devices()
+        self.prev_idx = devices.current
+        if self.idx >= 0:
+            devices.current = self.idx
 
     def __exit__(self, *exc: Any) -> None:
-        return None
+        if self.idx >= 0:
+            current_devices().current = self.prev_idx
+
+
+class device_of(device_context):
+    """`torch.cuda.device_of(…)`: the device of a tensor; nothing for what is on none."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.get_device() if obj.is_cuda else -1)

@@ -17,8 +17,9 @@ from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly import storage
+from wooly.devices import mixed_devices
 from wooly.kernels.opcodes import native_form
-from wooly.recorder import Recorder
+from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 from wooly.torch_private import raw_device, suggested_format
 
@@ -87,12 +88,14 @@ class OpFacts:
         written: names of the arguments that the operator writes.
         returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
         dynamic: the output's shape depends on data.
+        each_alone: the operator does the same to each tensor of a list, which may be on several devices.
         random: the operator draws random numbers.
         generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
     """
 
     __slots__ = (
         "dynamic",
+        "each_alone",
         "generator",
         "list_return",
         "mutable",
@@ -128,6 +131,7 @@ class OpFacts:
         self.returns_written = tuple(
             owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
         )
+        self.each_alone = op.overloadpacket.__name__.startswith("_foreach_")
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
@@ -143,6 +147,7 @@ class Plan(NamedTuple):
     """How to replay one signature.
 
     Attributes:
+        recorder: that of the device.
         form: interned instruction.
         outs: (layout, interned alloc) per fresh output; None where the operator returns an undefined tensor.
         written: positions, among the call's operands, of those that it writes.
@@ -150,6 +155,7 @@ class Plan(NamedTuple):
         dynamic: the far side says what came out.
     """
 
+    recorder: Recorder
     form: int
     outs: tuple[tuple[Layout, int] | None, ...]
     written: tuple[int, ...]
@@ -177,13 +183,13 @@ def _unsupported(name: str, why: str) -> NotImplementedError:
 
 
 class PlanBuilder:
-    """Builds plans for one recorder."""
+    """Builds plans out of shared forms."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, forms: Forms) -> None:
+        self._forms = forms
 
-    def build(self, facts: OpFacts, call: Call) -> Plan:
-        """The plan for a call.
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> Plan:
+        """The plan for a call on the device of `recorder`.
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described.
@@ -208,8 +214,8 @@ class PlanBuilder:
                 outs.append(None)
                 continue
             layout = Layout(t.dtype, tuple(t.shape), t.stride())
-            outs.append((layout, self._recorder.alloc_form(layout.nbytes)))
-        return Plan(self._recorder.intern(form), tuple(outs), written, facts.random, dynamic)
+            outs.append((layout, self._forms.alloc(layout.nbytes)))
+        return Plan(recorder, self._forms.intern(form), tuple(outs), written, facts.random, dynamic)
 
     def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order."""
@@ -267,7 +273,7 @@ class PlanBuilder:
                 return [stand_in(x) for x in a]
             return torch.device("cpu") if isinstance(a, torch.device) else a
 
-        if sum(t.numel() for t in _tensors(call)) > _STAND_IN_LIMIT:
+        if sum(t.numel() for t in tensors_of(call)) > _STAND_IN_LIMIT:
             return error
         try:
             args, kwargs = [stand_in(a) for a in call.args], {k: stand_in(v) for k, v in call.kwargs.items()}
@@ -350,7 +356,7 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
     if not facts.name.startswith("aten.convolution"):
         return False
-    return any(t.dim() == 5 and not t.is_contiguous() for t in _tensors(call))
+    return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
 
 
 def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
@@ -368,7 +374,8 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
     return facts.op(*args, **kwargs)
 
 
-def _tensors(call: Call) -> list[Tensor]:
+def tensors_of(call: Call) -> list[Tensor]:
+    """All tensors among a call's arguments, in order."""
     return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
 
 
@@ -391,9 +398,7 @@ def number_of(t: Tensor) -> tuple[Any, DType | None]:
         RuntimeError: `t` is not 0-dimensional; mixing devices is the error that CUDA gives.
     """
     if t.dim() != 0 or not t.is_cpu:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {raw_device(t)}!"
-        )
+        raise mixed_devices([t])
     return t.item(), None if is_python_number(t) else DTYPES[t.dtype]
 
 
@@ -454,5 +459,6 @@ __all__ = [
     "is_python_number",
     "kind_of",
     "number_of",
+    "tensors_of",
     "view_of",
 ]
