@@ -1,77 +1,49 @@
-"""Compares every operator of PyTorch's own operator database with the CPU: forward, and backward where there is one.
+"""Compares every operator of PyTorch's own operator database with the CPU, in every way that it can be called.
 
-Run as a program it works through a range of operators and prints one JSON line per sample: a crash, here or of the executor, ends
-only this process, and whoever started it knows at which operator.
+Run as a program it works through a range of operators and prints one JSON line per *unit*: operator, variant and dtype, with its
+counts by outcome (`comparison` names them). A crash, here or of the executor, ends only this process; whoever started it knows
+at which unit.
+
+Variants:
+
+function       the samples as they are; gradients where the operator has them; views are views
+noncontiguous  the same with gaps in memory
+method         as a method of the tensor
+inplace        the in-place method, on a copy of the input, with gradients
+out            `out=` of the right size, empty, of another size, with gaps, of another dtype: values, warnings, errors
+conj, neg      inputs with the conjugate or the negative bit
+errors         what the database says must fail: the same exception at the call
+dtypes         dtypes that the operator does not take: likewise
 """
 
-import argparse
-import json
-import os
-import sys
-import warnings
+from itertools import islice
 
 import torch
+from comparison import (
+    ORDER,
+    compare,
+    compare_errors,
+    failure,
+    program,
+    quietly,
+    settle,
+    tensors,
+    to,
+    views_of,
+)
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_utils import noncontiguous_like
 from torch.utils._pytree import tree_flatten, tree_map
 
-MAX_SAMPLES = 16
-
-
-def key(op):
-    return f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
-
-
-def to(value, device, requires_grad=False):
-    def move(t):
-        if not isinstance(t, torch.Tensor):
-            return device if isinstance(t, torch.device) else t
-        if (
-            t.layout is torch.strided
-            and t.untyped_storage().nbytes() != t.numel() * t.element_size()
-            and not t.is_conj()
-        ):
-            # A window on a larger storage: what lies around it belongs to the sample.
-            whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()).detach().to(device)
-            moved = whole.as_strided(t.shape, t.stride(), t.storage_offset())
-        else:
-            moved = t.detach().to(device)
-        return moved.requires_grad_() if t.requires_grad and requires_grad else moved
-
-    return tree_map(move, value)
-
-
-CLOSE = [False]
-
-
-def same(ours, theirs):
-    """Empty if equal. Bit for bit is `pass`; within PyTorch's own tolerance for float32 it is noted in `CLOSE`."""
-    flat_a, _ = tree_flatten(ours)
-    flat_b, _ = tree_flatten(theirs)
-    if len(flat_a) != len(flat_b):
-        return f"{len(flat_a)} results, {len(flat_b)} on the CPU"
-    for a, b in zip(flat_a, flat_b, strict=True):
-        if isinstance(b, torch.Tensor):
-            if not isinstance(a, torch.Tensor):
-                return f"a {type(a).__name__} where the CPU gives a tensor"
-            if a.dtype != b.dtype or a.shape != b.shape:
-                return f"{a.dtype}{tuple(a.shape)}, on the CPU {b.dtype}{tuple(b.shape)}"
-            if b.layout is not torch.strided:
-                a, b = a.to_dense(), b.to_dense()
-            if b._is_zerotensor():
-                b = torch.zeros(b.shape, dtype=b.dtype)
-            x, y = a.detach().cpu(), b.detach().resolve_conj().resolve_neg()
-            if x.dtype is torch.complex32:
-                x, y = x.to(torch.complex64), y.to(torch.complex64)
-            if not torch.equal(x, y) and not torch.allclose(x, y, rtol=0, atol=0, equal_nan=True):
-                CLOSE[0] = True
-                if not torch.allclose(x, y, rtol=1.3e-6, atol=1e-5, equal_nan=True):
-                    d = (x.to(torch.complex128) - y.to(torch.complex128)).abs()
-                    return f"values differ by up to {d[~d.isnan()].max().item() if d.numel() else 0:.3g}"
-        elif isinstance(b, (int, float, bool, complex, str, torch.dtype)) and a != b and not (a != a and b != b):
-            return f"{a!r}, on the CPU {b!r}"
-    return ""
-
-
+VARIANTS = ("function", "noncontiguous", "method", "inplace", "out", "conj", "neg", "errors", "dtypes")
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "bool": torch.bool,
+    "complex64": torch.complex64,
+}
 RANDOM = {
     "bernoulli",
     "cauchy",
@@ -102,139 +74,299 @@ RANDOM = {
     "rand",
     "randperm",
 }
-PASSED = {False: "pass", True: "close"}
 UNDEFINED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 
-def shapes_only(ours, theirs):
-    flat_a, flat_b = tree_flatten(ours)[0], tree_flatten(theirs)[0]
-    for a, b in zip(flat_a, flat_b, strict=True):
-        if isinstance(b, torch.Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
-            return f"{a.dtype}{tuple(a.shape)}, on the CPU {b.dtype}{tuple(b.shape)}"
-    return ""
+#: Operators that are functions of `torch`, by that name: called as a user would, whatever stands there by then.
+NAMED = {id(op) for op in op_db if op.op is getattr(torch, op.name, None)}
 
 
-def repeats(op, sample, requires):
+def function_of(op):
+    return getattr(torch, op.name) if id(op) in NAMED else op.op
+
+
+def key(op):
+    return f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''}"
+
+
+def units():
+    """(index, operator, variant, dtype) of everything there is, in a fixed order."""
+    found = []
+    for op in op_db:
+        for dtype in DTYPES:
+            claimed = DTYPES[dtype] in op.dtypes
+            for variant in VARIANTS:
+                if variant == "errors":
+                    applies = op.error_inputs_func is not None and dtype == "float32"
+                elif variant == "dtypes":
+                    applies = not claimed
+                elif not claimed:
+                    applies = False
+                else:
+                    applies = {
+                        "function": True,
+                        "noncontiguous": True,
+                        "method": op.method_variant is not None,
+                        "inplace": op.inplace_variant is not None,
+                        "out": op.supports_out,
+                        "conj": dtype == "complex64" and op.test_conjugated_samples,
+                        "neg": dtype in ("float32", "complex64") and op.test_neg_view,
+                    }[variant]
+                if applies:
+                    found.append((len(found), op, variant, dtype))
+    return found
+
+
+class Sample:
+    """One call of the database, ready to be made on either side."""
+
+    def __init__(self, op, sample):
+        self.op = op
+        self.parts = (sample.input, tuple(sample.args), dict(sample.kwargs))
+        self.random = key(op) in RANDOM | UNDEFINED or sample.kwargs.get("dropout_p", 0) > 0
+        self.broadcasts_input = sample.broadcasts_input
+
+    def on(self, device, requires=False):
+        """Input, args and kwargs on `device`."""
+        first, args, kwargs = to(self.parts, device, requires)
+        if key(self.op) == "tensor_split":
+            args = self.parts[1]  # CUDA, too, wants the indices on the host
+        if "device" in kwargs:
+            kwargs["device"] = device
+        return first, args, kwargs
+
+    def changed(self, change):
+        """The same sample with `change` done to its input's tensors."""
+        twin = Sample.__new__(Sample)
+        twin.__dict__.update(self.__dict__)
+        twin.parts = (tree_map(change, self.parts[0]), *self.parts[1:])
+        return twin
+
+
+def strided(t):
+    return t.layout is torch.strided
+
+
+def gradients(results, arguments, seeds):
+    """Gradients of differentiable results with respect to all leaves."""
+    leaves = [t for t in tensors(arguments) if t.requires_grad]
+    outs = [t for t in tensors(results) if t.requires_grad]
+    if not outs or not leaves:
+        return []
+    return list(torch.autograd.grad(outs, leaves, seeds[: len(outs)], allow_unused=True))
+
+
+def seeds_for(results):
+    torch.manual_seed(7)
+    return [torch.randn_like(t.detach()) for t in tensors(results) if t.requires_grad]
+
+
+def worse(a, b):
+    return a if ORDER.index(a[0]) >= ORDER.index(b[0]) else b
+
+
+def check(sample, device, function, requires, prepare=lambda first: first):
+    """One call, forward and backward.
+
+    Args:
+        sample: what to call with.
+        device: where.
+        function: what to call.
+        requires: whether gradients are wanted.
+        prepare: what to do to the input before the call, for example copy it.
+    """
+
+    def call(arguments):
+        return function(prepare(arguments[0]), *arguments[1], **arguments[2])
+
+    a = sample.on("cpu", requires)
+    try:
+        expected, _ = quietly(lambda: call(a))
+    except Exception as theirs:
+        b = sample.on(device, requires)
+        return compare_errors(lambda: quietly(lambda: call(b)), theirs)
+    b = sample.on(device, requires)
+    try:
+        got, _ = quietly(lambda: call(b))
+        found = compare(got, expected, values=not sample.random)
+        if found[0] == "pass" and views_of(got, b) != views_of(expected, a):
+            found = ("layout", f"results lie in {views_of(got, b)}, on the CPU in {views_of(expected, a)}")
+        if found[0] == "wrong" or not requires or sample.random:
+            return found
+        seeds = seeds_for(expected)
+        try:
+            grads_a = gradients(expected, a, seeds)
+        except Exception:
+            return found  # forward only: the CPU has no backward here
+        grads_b = gradients(got, b, to(seeds, device))
+        if [g is None for g in grads_b] != [g is None for g in grads_a]:
+            return "wrong", "a gradient is missing"
+        back = compare(grads_b, grads_a)
+        return worse(found, (back[0], f"backward: {back[1]}"))
+    except Exception as e:
+        return failure(e)
+
+
+def check_inplace(sample, device, requires):
+    op = sample.op
+    if sample.broadcasts_input:
+        return "skip", ""
+    return check(
+        sample, device, op.inplace_variant, requires and op.supports_inplace_autograd, lambda first: first.clone()
+    )
+
+
+def _outs(kind, expected):
+    """Host `out=` tensors of one kind for these results, filled so that what is not written shows."""
+
+    def one(t):
+        t = t.detach()
+        fill = 1 if t.dtype is torch.bool else 5
+        if kind == "right":
+            return torch.full_like(t, fill)
+        if kind == "empty":
+            return torch.empty(0, dtype=t.dtype)
+        if kind == "other size":
+            return torch.full((*t.shape, 2), fill, dtype=t.dtype)
+        if kind == "gaps":
+            return noncontiguous_like(torch.full_like(t, fill))
+        return torch.full(t.shape, fill, dtype=torch.uint8 if t.dtype is not torch.uint8 else torch.bool)
+
+    return tree_map(lambda t: one(t) if isinstance(t, torch.Tensor) else t, expected)
+
+
+OUT_KINDS = ("right", "empty", "other size", "gaps", "other dtype")
+
+
+def check_out(sample, device):
+    """All kinds of `out=`; the worst outcome is the sample's."""
+    op = sample.op
+    a = sample.on("cpu")
+    try:
+        expected, _ = quietly(lambda: function_of(op)(a[0], *a[1], **a[2]))
+    except Exception:
+        return [("skip", "")]
+    if not all(isinstance(t, torch.Tensor) and strided(t) for t in tree_flatten(expected)[0]):
+        return [("skip", "")]
+    return [_check_out(sample, device, kind, _outs(kind, expected)) for kind in OUT_KINDS]
+
+
+def _check_out(sample, device, kind, outs):
+    op = sample.op
+
+    def call(arguments, out):
+        return quietly(lambda: function_of(op)(arguments[0], *arguments[1], **arguments[2], out=out))
+
+    a, b = sample.on("cpu"), sample.on(device)
+    out_a, out_b = to(outs, "cpu"), to(outs, device)
+    try:
+        result, said = call(a, out_a)
+    except Exception as theirs:
+        if "failed to match any schema" in str(theirs):
+            return "skip", ""  # there is no such out=
+        found = compare_errors(lambda: call(b, out_b), theirs)
+        return found[0], f"out= {kind}: {found[1]}"
+    try:
+        got, says = call(b, out_b)
+        found = compare(out_b, out_a, values=not sample.random, strides=True)
+        if found[0] == "pass":
+            if [id(t) for t in tensors(got)] != [id(t) for t in tensors(out_b)] and [
+                id(t) for t in tensors(result)
+            ] == [id(t) for t in tensors(out_a)]:
+                found = ("wrong", "does not return its out= tensors")
+            elif [w for w in said if "resized" in w] != [w for w in says if "resized" in w]:
+                found = ("message", f"warns {says}, on the CPU {said}")
+        return found[0], f"out= {kind}: {found[1]}"
+    except Exception as e:
+        found = failure(e)
+        return found[0], f"out= {kind}: {found[1]}"
+
+
+def conjugated(t):
+    if isinstance(t, torch.Tensor) and t.is_complex() and t.layout is torch.strided:
+        return torch.conj_physical(t.detach()).conj().requires_grad_(t.requires_grad)
+    return t
+
+
+def negated(t):
+    if isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()) and t.layout is torch.strided:
+        return torch._neg_view(torch.neg(t.detach())).requires_grad_(t.requires_grad)
+    return t
+
+
+def samples_of(op, variant, dtype, requires, limit):
+    """The samples of a unit."""
+    if variant == "errors":
+        return [Sample(op, e.sample_input) for e in op.error_inputs("cpu")]
+    if variant == "dtypes":
+        try:
+            return [Sample(op, s) for s in islice(op.sample_inputs("cpu", dtype), 2)]
+        except Exception:
+            return []
+    found = islice(op.sample_inputs("cpu", dtype, requires_grad=requires), limit)
+    if variant == "noncontiguous":
+        return (Sample(op, s.noncontiguous()) for s in found if all(strided(t) for t in tensors(s.input)))
+    if variant == "conj":
+        return (Sample(op, s).changed(conjugated) for s in found)
+    if variant == "neg":
+        return (Sample(op, s).changed(negated) for s in found)
+    return (Sample(op, s) for s in found)
+
+
+def results_of(sample, variant, device, requires):
+    """Outcomes of one sample in one variant."""
+    op = sample.op
+    if variant == "out":
+        return check_out(sample, device)
+    if variant == "method":
+        return [check(sample, device, getattr(torch.Tensor, op.name, op.method_variant), False)]
+    if variant == "inplace":
+        return [check_inplace(sample, device, requires)]
+    return [check(sample, device, function_of(op), requires)]
+
+
+def repeats(sample, requires):
     """Whether the CPU itself gives the same bits every time (LAPACK's least squares do not)."""
 
     def once():
-        args = to((sample.input, tuple(sample.args), dict(sample.kwargs)), "cpu", requires)
-        results = [t for t in tree_flatten(op(args[0], *args[1], **args[2]))[0] if isinstance(t, torch.Tensor)]
-        leaves = [t for t in tree_flatten(args)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        outs = [t for t in results if t.requires_grad]
-        grads = []
-        if outs and leaves:
-            torch.manual_seed(7)
-            seeds = [torch.randn_like(t.detach()) for t in outs]
-            grads = [g for g in torch.autograd.grad(outs, leaves, seeds, allow_unused=True) if g is not None]
-        return [t.detach() for t in results + grads]
+        arguments = sample.on("cpu", requires)
+        results, _ = quietly(lambda: sample.op(arguments[0], *arguments[1], **arguments[2]))
+        try:
+            back = gradients(results, arguments, seeds_for(results)) if requires else []
+        except Exception:
+            back = []
+        return [t.detach() for t in tensors(results)] + [g for g in back if g is not None]
 
     first, kept = once(), []
     for n in range(100):
         kept.append(torch.empty(1 + 7 * n))  # so that memory lies elsewhere each time
         again = once()
-        if not all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in zip(first, again, strict=True)):
+        if compare(again, first)[0] != "pass":
             return False
         kept.append(again)
     return True
 
 
-def check(op, sample, dtype, device, backward):
-    """One sample. Returns (outcome, detail): pass, skip, varies, close, unsupported, wrong, error."""
-    outcome, detail = compare_once(op, sample, dtype, device, backward)
-    if outcome == "close" and not repeats(op, sample, backward and op.supports_autograd):
-        return "varies", "the CPU's own results differ from run to run"
-    return outcome, detail
-
-
-def compare_once(op, sample, dtype, device, backward):
-    requires = backward and op.supports_autograd
-    local = (sample.input, tuple(sample.args), dict(sample.kwargs))
-    a = to(local, "cpu", requires)
-    random = key(op) in RANDOM | UNDEFINED or sample.kwargs.get("dropout_p", 0) > 0
-    compare = shapes_only if random else same
-    CLOSE[0] = False
-    if "device" in a[2]:
-        a[2]["device"] = "cpu"
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = op(a[0], *a[1], **a[2])
-    except Exception as e:
-        return "skip", f"the CPU raises {type(e).__name__}"
-    b = to(local, device, requires)
-    if key(op) == "tensor_split":
-        b = (b[0], *local[1:])  # CUDA, too, wants the indices on the host
-    if "device" in b[2]:
-        b[2]["device"] = device
-    try:
-        got = op(b[0], *b[1], **b[2])
-        wrong = compare(got, expected)
-        if wrong:
-            return "wrong", wrong
-        if not requires or random:
-            return PASSED[CLOSE[0]], ""
-        leaves_a = [t for t in tree_flatten(a)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        leaves_b = [t for t in tree_flatten(b)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        outs_a = [t for t in tree_flatten(expected)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        outs_b = [t for t in tree_flatten(got)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
-        if not outs_a or not leaves_a:
-            return "pass", ""
-        torch.manual_seed(7)
-        seeds = [torch.randn_like(t.detach()) for t in outs_a]
-        try:
-            grads_a = torch.autograd.grad(outs_a, leaves_a, seeds, allow_unused=True)
-        except Exception as e:
-            return "pass", f"forward only: the CPU's backward raises {type(e).__name__}"
-        grads_b = torch.autograd.grad(outs_b, leaves_b, [s.to(device) for s in seeds], allow_unused=True)
-        for x, y in zip(grads_b, grads_a, strict=True):
-            if (x is None) != (y is None):
-                return "wrong", "a gradient is missing"
-        wrong = same([g for g in grads_b if g is not None], [g for g in grads_a if g is not None])
-        return ("wrong", f"backward: {wrong}") if wrong else (PASSED[CLOSE[0]], "")
-    except NotImplementedError as e:
-        return "unsupported", str(e).split("\n")[0][:160]
-    except Exception as e:
-        return "error", f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"[:200]
-
-
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--start", type=int, default=0)
-    parser.add_argument("--stop", type=int, default=len(op_db))
-    parser.add_argument("--step", type=int, default=1)
-    parser.add_argument("--only", action="append", default=[])
-    parser.add_argument("--samples", type=int, default=MAX_SAMPLES)
-    args = parser.parse_args()
-    from wooly import api
-    from wooly_testkit.executor import executor_process
-
-    torch.set_num_threads(1)
-    dtype = torch.float32
-    with executor_process() as running:
-        api.attach(running.endpoints, running.session_id, running.token)
-        api.install_facade()
-        for index in range(args.start, args.stop, args.step):
-            op = op_db[index]
-            if (args.only and key(op) not in args.only) or dtype not in op.dtypes:
-                continue
-            print(json.dumps({"op": key(op), "index": index, "outcome": "start"}), flush=True)
-            torch.manual_seed(0)
-            backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                for n, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=backward)):
-                    if n >= args.samples:
-                        break
-                    outcome, detail = check(op, sample, dtype, "cuda", backward)
-                    if outcome == "error" and running.process.poll() is not None:
-                        sys.stdout.flush()
-                        os._exit(1)
-                    print(json.dumps({"op": key(op), "sample": n, "outcome": outcome, "detail": detail}), flush=True)
-        sys.stdout.flush()
-        running.process.kill()
-        os._exit(0)
+def run_unit(report, unit, device, limit):
+    index, op, variant, name = unit
+    dtype = DTYPES[name]
+    report.start(index, key(op), variant, name)
+    torch.manual_seed(0)
+    requires = (
+        variant in ("function", "noncontiguous", "inplace", "conj", "neg")
+        and op.supports_autograd
+        and dtype in op.supported_backward_dtypes("cpu")
+    )
+    for n, sample in enumerate(samples_of(op, variant, dtype, requires, limit)):
+        for outcome, detail in results_of(sample, variant, device, requires):
+            if outcome in ("close", "wrong") and not repeats(sample, requires):
+                outcome, detail = "varies", ""
+            report.add(outcome, detail, n)
+    late = settle()
+    if late is not None:
+        report.add("error", f"left behind: {late}", "last")
+    report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    program(units(), run_unit, key)

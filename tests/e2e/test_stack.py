@@ -77,6 +77,31 @@ def _argv(process):
         return []
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
+    path = script(
+        tmp_path,
+        f"""
+        import torch
+        import torch.multiprocessing as mp
+
+        def work(rank, answers):
+            total = (torch.ones(3, device="cuda") * (rank + 1)).sum()
+            answers.put((rank, total.item(), str(total.device)))
+
+        if __name__ == "__main__":
+            mine = torch.ones(2, device="cuda")
+            answers = mp.get_context({method!r}).SimpleQueue()
+            mp.start_processes(work, (answers,), nprocs=2, start_method={method!r})
+            print(sorted(answers.get() for _ in range(2)), mine.sum().item())
+        """,
+    )
+    done = run("run", "-q", path, stack=stack)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')] 2.0"
+    assert _sessions(stack) == []  # the children closed theirs
+
+
 def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
     done = run(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
@@ -169,6 +194,28 @@ def test_doctor_passes_on_a_running_stack(stack):
     done = run("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
+
+
+def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
+    clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
+    done = run("doctor", "--fallbacks", "--json", clean, stack=stack)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        report["ok"] and report["fallbacks"] == {} and report["operations"] > 1 and report["inferences"]["on_meta"] > 0
+    )
+    forced = script(
+        tmp_path,
+        """
+        import torch
+        torch.library.define("forced::double", "(Tensor x) -> Tensor")
+        torch.library.impl("forced::double", "CompositeImplicitAutograd", lambda x: (x.cpu() * 2).to(x.device))
+        print(torch.ops.forced.double(torch.ones(2, device="cuda")).tolist())
+        """,
+    )
+    done = run("doctor", "--fallbacks", "--json", forced, stack=stack)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
 
 
 def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):

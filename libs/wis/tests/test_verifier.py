@@ -100,3 +100,44 @@ def test_misaligned_offset_and_wrong_rng_are_refused():
     rng = (ParamRef(0), ParamRef(1))
     with pytest.raises(VerifyError, match="rng"):
         verify_program(program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), params=params, rng=rng), 0, 1)))
+
+
+GRADIENT = {"wanted": (OperandRef(0),), "vjp": (OperandRef(1),)}
+
+
+def test_gradient_of_an_operator_is_valid():
+    verify_program(
+        program((extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, V), **GRADIENT), 0, 1, 2))
+    )
+    verify_program(program((extern(Operand(Role.IN, V), Operand(Role.OUT, V), wanted=(OperandRef(0),)), 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "vjp"),
+    [
+        (None, (OperandRef(1),)),
+        ((), (OperandRef(1),)),
+        (3, (OperandRef(1),)),
+        ((0,), (OperandRef(1),)),
+        ((OperandRef(2),), (OperandRef(1),)),
+        ((OperandRef(9),), (OperandRef(1),)),
+        ((OperandRef(0), OperandRef(1)), (OperandRef(1),)),
+        ((OperandRef(0),), ()),
+        ((OperandRef(0),), 3),
+        ((OperandRef(0),), (None,)),
+        ((OperandRef(0),), (1,)),
+        ((OperandRef(0),), (OperandRef(2),)),
+    ],
+)
+def test_gradient_that_makes_no_sense_is_refused(wanted, vjp):
+    attrs = {"vjp": vjp} | ({} if wanted is None else {"wanted": wanted})
+    form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, V), **attrs)
+    with pytest.raises(VerifyError, match=r"vjp|wanted|referred to"):
+        verify_program(program((form, 0, 1, 2)))
+
+
+@pytest.mark.parametrize("result", [WIDE, View(DType.F64, (4,), (1,)), None])
+def test_gradient_has_the_shape_and_dtype_of_its_operand(result):
+    form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, result), **GRADIENT)
+    with pytest.raises(VerifyError, match="same shape and dtype"):
+        verify_program(program((form, 0, 1, 2)))

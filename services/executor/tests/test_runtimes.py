@@ -335,3 +335,75 @@ def test_result_of_unknown_size(wis, values):
     body = wis.body().call("aten.nonzero.default", ("in", "x", wis.at(DType.F32, 2)), ("out", "i", None))
     failed, _, described, _, _ = agree(body, contents={"x": torch.tensor(values)})
     assert failed is None and described == [("i64", [sum(map(bool, values)), 1])]
+
+
+def gradients(wis, operator, operands, n_results, wanted, args=None, grad=None, **options):
+    """Body of a `vjp`: operands "a", "b", … of these tensors, gradient "g" of the first result, results "ga", "gb", …."""
+    body = wis.body()
+    names = "abc"[: len(operands)]
+    for k in wanted:
+        body.alloc(f"g{k}", announced(wis, operands[k]).end)
+    given = [("in", n, announced(wis, t)) for n, t in zip(names, operands, strict=True)]
+    given.append(("in", "g", announced(wis, grad)))
+    outs = [("out", f"g{k}", announced(wis, operands[k])) for k in wanted]
+    refs = (REFS[len(operands)], *[None] * (n_results - 1))
+    args = args or tuple(REFS[: len(operands)])
+    return body.call(operator, *given, *outs, args=args, wanted=tuple(REFS[k] for k in wanted), vjp=refs, **options)
+
+
+def left_of(body, contents, params=()):
+    """Bytes of each gradient that was left."""
+    failed, error, _, _, left = agree(body, params, contents)
+    assert failed is None, error
+    return [left[i][2] for i, n in enumerate(body.names) if len(n) == 2]
+
+
+def test_gradients_are_those_of_autograd(wis):
+    torch.manual_seed(0)
+    x, w, g = torch.randn(3, 4), torch.randn(4), torch.randn(3, 4)
+    body = gradients(wis, "aten.rms_norm.default", [x, w], 1, [0, 1], (REFS[0], (4,), REFS[1], 1e-5), g)
+    leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+    found = torch.autograd.grad(torch.rms_norm(leaves[0], [4], leaves[1], 1e-5), leaves, g)
+    assert left_of(body, {"a": x, "b": w, "g": g}) == [t.numpy().tobytes() for t in found]
+
+
+def test_result_whose_gradient_is_wanted_is_the_result(wis):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3)
+    v = announced(wis, x)
+    body = wis.body().alloc("y", 24)
+    body.call("aten.rms_norm.default", ("in", "x", v), ("out", "y", v), args=(REFS[0], (3,)), wanted=REFS[:1])
+    failed, error, _, _, left = agree(body, contents={"x": x})
+    assert failed is None, error
+    assert left[body.names.index("y")][2] == torch.rms_norm(x, [3]).numpy().tobytes()
+
+
+def test_gradients_of_one_tensor_in_two_places_are_apart(wis):
+    x, g = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0])
+    body = wis.body().alloc("ga", 8).alloc("gb", 8)
+    v = announced(wis, x)
+    operands = [("in", "a", v), ("in", "a", v), ("in", "g", v), ("out", "ga", v), ("out", "gb", v)]
+    body.call("aten.sub.Tensor", *operands, args=(REFS[0], REFS[1]), wanted=REFS[:2], vjp=REFS[2:3])
+    assert left_of(body, {"a": x, "g": g}) == [g.numpy().tobytes(), (-g).numpy().tobytes()]
+
+
+def test_gradient_that_nothing_flows_into_is_zero(wis):
+    x, grad = torch.tensor([2.0, 3.0]), torch.tensor([1.0, 10.0])
+    v = announced(wis, x)
+    body = wis.body().alloc("ga", 8).alloc("gb", 8)
+    operands = [("in", "a", v), ("in", "b", v), ("in", "g", v), ("out", "ga", v), ("out", "gb", v)]
+    body.call("aten.neg.default", *operands, args=(REFS[0],), wanted=REFS[:2], vjp=REFS[2:3])
+    zero = torch.zeros(2).numpy().tobytes()
+    assert left_of(body, {"a": x, "b": x, "g": grad}) == [(-grad).numpy().tobytes(), zero]
+
+
+def test_gradients_know_the_random_numbers_of_the_result(wis):
+    x = torch.ones(64)
+    v = announced(wis, x)
+    options = {"params": (ParamKind.I64,) * 2, "rng": (ParamRef(0), ParamRef(1))}
+    forward = wis.body().alloc("y", 256).alloc("m", 64)
+    outs = ("out", "y", v), ("out", "m", wis.at(DType.BOOL, 64))
+    forward.call("aten.native_dropout.default", ("in", "x", v), *outs, args=(REFS[0], 0.5, True), **options)
+    dropped = agree(forward, (7, 3), {"x": x})[-1][forward.names.index("y")][2]
+    body = gradients(wis, "aten.native_dropout.default", [x], 2, [0], (REFS[0], 0.5, True), x, **options)
+    assert left_of(body, {"a": x, "g": x}, (7, 3)) == [dropped]

@@ -349,3 +349,98 @@ def test_arange_of_the_wrong_direction_is_pytorch_s_own_error(cuda):
 def test_sparse_tensors_are_refused(cuda):
     with pytest.raises(NotImplementedError):
         torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (2,), device=cuda)
+
+
+# -- what CUDA allows, and how it refuses ------------------------------------------------------------------------------
+
+
+def both(call, cuda):
+    """What a call gives, or its error, on the CPU and on the device."""
+    found = []
+    for where in ("cpu", cuda):
+        try:
+            result = call(where)
+            torch.cuda.synchronize()
+            found.append(result.tolist())
+        except Exception as e:
+            found.append((type(e), str(e)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: torch.zeros(3, dtype=torch.bool, device=d).abs(),
+        lambda d: torch.ones(3, device=d) << 1,
+        lambda d: torch.ones(3, dtype=torch.int64, device=d).logit_(),
+        lambda d: torch.logcumsumexp(torch.zeros(3, 2, device=d), 3),
+        lambda d: torch.zeros(3, device=d).uniform_(3, 1),
+        lambda d: torch.zeros(1, device=d).expand(3).add_(1),
+        lambda d: torch.zeros(1, device=d).expand(3).copy_(torch.ones(3, device=d)),
+        lambda d: torch.linalg.inv(torch.zeros(3, 3, device=d)),
+    ],
+)
+def test_refused_call_raises_the_cpu_error(cuda, call):
+    theirs, ours = both(call, cuda)
+    assert isinstance(theirs, tuple)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda d: torch.zeros(1, device=d).expand(3).fill_(2),
+        lambda d: torch.linalg.cholesky(torch.eye(3, device=d) * 4),  # zeros, on which calls are tried, would fail
+        lambda d: torch.nonzero(
+            torch.tensor([1, 0, 2], device=d), out=torch.empty(5, 7, dtype=torch.int64, device=d).resize_(0)
+        ),
+        lambda d: torch.masked_select(
+            torch.arange(4, device=d), torch.arange(4, device=d) > 1, out=torch.arange(0, device=d)
+        ),
+        lambda d: torch.arange(4, device=d)[torch.tensor([2, 0])],
+        lambda d: torch.arange(4, device=d)[torch.tensor([True, False, True, True])],
+        lambda d: torch.arange(4, device=d).index_put_((torch.tensor([1]),), torch.tensor(7, device=d)),
+        lambda d: torch.arange(3, device=d, out=torch.empty(3, device=d)),
+        lambda d: torch.deg2rad(torch.arange(9, device=d).half()),
+        lambda d: copy.deepcopy(torch.arange(3, device=d)),
+    ],
+)
+def test_allowed_call_gives_the_cpu_result(cuda, call):
+    theirs, ours = both(call, cuda)
+    assert ours == theirs and not isinstance(theirs, tuple)
+
+
+def test_trial_of_a_random_operator_leaves_the_host_generator(cuda):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    torch.zeros(3, 1, 1, device=cuda).cauchy_()
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_module_moved_keeps_its_parameters(cuda):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = list(model.parameters())
+    model.to(cuda)
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+    old = model[0].weight.tolist()
+    model(torch.randn(4, 3, device=cuda)).pow(3).sum().backward()
+    optimizer.step()
+    assert model[0].weight.tolist() != old and model[0].weight.is_cuda
+
+
+def test_module_without_shapes_waits_for_them_on_the_device(cuda):
+    model = torch.nn.LazyLinear(2).to(cuda)
+    assert model(torch.ones(1, 3, device=cuda)).shape == (1, 2)
+    assert model.weight.is_cuda and model.weight.shape == (2, 3)
+
+
+def test_device_context_makes_parameters_there(cuda):
+    with torch.device(cuda):
+        assert torch.nn.Linear(2, 2).weight.is_cuda
+
+
+def test_sparse_tensor_is_refused_with_advice(cuda):
+    with pytest.raises(NotImplementedError, match="to_dense"):
+        torch.eye(3).to_sparse().to(cuda)

@@ -46,9 +46,10 @@ BASE: dict[str, BaseOpcode] = {
     "fill": BaseOpcode((Role.OUT,), frozenset({"value"}), "every element of out = value"),
     "extern": BaseOpcode(
         None,
-        frozenset({"args", "kwargs", "name", "rng", "scalars"}),
+        frozenset({"args", "kwargs", "name", "rng", "scalars", "vjp", "wanted"}),
         "an operator of the device's library, from the allow-list; `rng` is the (seed, offset) pair that it draws with, "
-        "so that a replay draws the same numbers",
+        "so that a replay draws the same numbers; `wanted` are operands whose gradients somebody wants (a library may choose its "
+        "kernels by that); with `vjp`, the gradients of its results, those gradients come out instead of the results",
     ),
 }
 _NATIVE_ATTRS = frozenset({"args"})
@@ -179,6 +180,30 @@ def _extern_allowed(form: Form) -> str | None:
         refs = [r for r in pair if isinstance(r, ParamRef)]
         if len(pair) != 2 or len(refs) != 2 or any(form.params[r.index] is not ParamKind.I64 for r in refs):
             return "rng is a pair of i64 params"
+    return _vjp_well_formed(form)
+
+
+def _vjp_well_formed(form: Form) -> str | None:
+    wanted, grads = form.attr("wanted"), form.attr("vjp")
+    if wanted is None:
+        return None if grads is None else "vjp goes with wanted"
+    if not isinstance(wanted, tuple) or not wanted:
+        return "wanted is a tuple of operands"
+    if any(not isinstance(w, OperandRef) or form.operands[w.index].role is not Role.IN for w in wanted):
+        return "wanted are operands that are read"
+    if grads is None:
+        return None
+    if not isinstance(grads, tuple) or not any(isinstance(g, OperandRef) for g in grads):
+        return "vjp has an operand, or none, for the gradient of each result"
+    if any(g is not None and not (isinstance(g, OperandRef) and form.operands[g.index].role is Role.IN) for g in grads):
+        return "vjp has an operand, or none, for the gradient of each result"
+    results = [o.view for o in form.operands if o.role is not Role.IN]
+    operands = [form.operands[w.index].view for w in wanted if isinstance(w, OperandRef)]
+    if len(results) != len(operands) or any(
+        r is None or v is None or r.sizes != v.sizes or r.dtype is not v.dtype
+        for r, v in zip(results, operands, strict=True)
+    ):
+        return "vjp gives one result of the same shape and dtype for each wanted operand"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 
+from wooly import children
 from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
@@ -206,6 +208,7 @@ def enable(settings: Any = None) -> None:
             _attached.close_session = opened.close
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
+            children.settings = settings.model_copy(update={"controller_url": opened.control_url})
         install_facade()
 
 
@@ -226,6 +229,7 @@ def disable() -> None:
     with _lock:
         if _facade is not None:
             _facade.uninstall()
+        children.settings = None
         attached, _attached = _attached, None
         if attached is None:
             return
@@ -242,9 +246,30 @@ def disable() -> None:
 atexit.register(disable)
 
 
+def _after_fork() -> None:
+    """The session belongs to the process that opened it: a fork of it neither ends nor renews it."""
+    global _attached, _lock
+    _lock = threading.RLock()
+    _attached = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def device_facts(index: int = 0) -> dict[str, Any]:
     """The executor's facts of an attached device."""
     return _attached.links[index].device if _attached is not None else {}
+
+
+def attached_device() -> Device:
+    """The device of this process's session.
+
+    Raises:
+        NotConnectedError: there is none.
+    """
+    if _attached is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    return _attached.device
 
 
 def session_stats() -> dict[str, Any]:

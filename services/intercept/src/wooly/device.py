@@ -1,4 +1,4 @@
-"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the one recorder behind it.
+"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the recorders behind it.
 
 Registration happens once per process, at the first `register()`; a session is attached and detached by `api`.
 """
@@ -16,14 +16,21 @@ import wooly_wis
 
 from wooly import storage
 from wooly.devices import NAME, Devices
-from wooly.errors import NotConnectedError
+from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
+from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Forms, Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
-from wooly.torch_private import all_aten_overloads, has_kernel, redispatch_cpu, register_backend
+from wooly.torch_private import (
+    all_aten_overloads,
+    has_kernel,
+    redispatch_cpu,
+    register_backend,
+    word_resizes_as_aten_does,
+)
 
 aten = torch.ops.aten
 
@@ -45,12 +52,13 @@ class Device:
     """The process's Wooly devices: recorders, generators, and the libraries that keep the kernels registered."""
 
     def __init__(self, flush_instructions: int) -> None:
-        forms = Forms()
+        self._forms = forms = Forms()
         self.devices = Devices([Recorder(flush_instructions, forms, heap, Generator()) for heap in storage.heaps])
         self.generic = Generic(self.devices, forms)
         self.transfer = Transfer(self.devices, forms)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)
+        self.forked = False
         self._libraries: list[torch.library.Library] = []
 
     @property
@@ -63,12 +71,21 @@ class Device:
         self.devices.count = count
         self.transfer.forget_devices()
 
+    def after_fork(self) -> None:
+        """In a process that was forked while a session was there, its devices are out of reach."""
+        self.forked = self.forked or self.recorder.link is not None
+        self._forms.forked()
+        for recorder in self.devices.recorders:
+            recorder.forked()
+
     def register_kernels(self) -> None:
         """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
         library = torch.library.Library("aten", "IMPL")
         self._libraries.append(library)
         own = self.transfer.kernels()
         own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        own.update(composite.KERNELS)
+        own["record_stream"] = _in_order
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
@@ -85,6 +102,8 @@ class Device:
                 kernel = self.generic.kernel(op)
                 if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
                     kernel = composite.on_plain(kernel)
+                if bare in composite.INDEXED:
+                    kernel = composite.with_host_indices(kernel)
                 library.impl(name, kernel, "PrivateUse1")
         # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
@@ -101,16 +120,21 @@ class Device:
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
-            library.impl("lstm.input", composite.lstm_input, key)
-            library.impl("lstm_cell", composite.lstm_cell, key)
-            library.impl("gru_cell", composite.gru_cell, key)
-            for op in (aten.lstm.data, aten.gru.input, aten.gru.data):  # ATen would take CUDA's fused cells
-                library.impl(_short(op), op.decompose, key)
             library.impl("scaled_dot_product_attention", composite.attention, key)
+            library.impl("lstm.input", partial(composite.lstm_input, Whole(self.generic, aten.lstm.input)), key)
+            for op in (aten.lstm.data, aten.gru.data):  # packed sequences in pieces: ATen would take CUDA's fused cells
+                library.impl(_short(op), op.decompose, key)
+            entropy = Whole(self.generic, aten.cross_entropy_loss.default)
+            library.impl("cross_entropy_loss", partial(composite.cross_entropy, entropy), key)
+        for op in WHOLE:
+            library.impl(_short(op), self.generic.kernel(op), "PrivateUse1")
+            library.impl(_short(op), Whole(self.generic, op), "AutogradPrivateUse1")
         self.autocast.register(library)
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")
         rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+        for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
+            rest.fallback(_not_dense, key)
         self._libraries.append(rest)
         set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
 
@@ -119,8 +143,22 @@ def _short(op: torch._ops.OpOverload) -> str:
     return op.name().removeprefix("aten::")
 
 
+def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
+    """`aten.record_stream`: a buffer is freed in the order of the work that uses it."""
+
+
 def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(f"{op} is not supported on the wooly device: the executor's library has no kernel for it")
+    raise NotImplementedError(
+        f"{op} is not supported on the wooly device: the executor's library has no kernel for it; "
+        "compute it on the CPU, x.cpu()"
+    )
+
+
+def _not_dense(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{op} is not supported on the wooly device for sparse or nested tensors: make them dense (to_dense(), "
+        "to_padded_tensor()), or compute on the CPU"
+    )
 
 
 class BackendModule(ModuleType):
@@ -197,7 +235,16 @@ class BackendModule(ModuleType):
         return [torch.float16, torch.bfloat16]
 
     def _is_in_bad_fork(self) -> bool:
-        return False
+        return self._device.forked
+
+    def require_same_process(self) -> None:
+        """CUDA's initialisation, which a forked process cannot do again.
+
+        Raises:
+            ForkedProcessError: this is one.
+        """
+        if self._device.forked:
+            raise ForkedProcessError
 
 
 _lock = threading.Lock()
@@ -231,7 +278,9 @@ def register(flush_instructions: int) -> Device:
         if _device is None:
             device = Device(flush_instructions)
             register_backend(NAME, BackendModule(device))
+            word_resizes_as_aten_does()
             device.register_kernels()
+            os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         for recorder in _device.devices.recorders:
             recorder.limit = flush_instructions

@@ -48,3 +48,9 @@ class ForkedProcessError(WoolyError):
     """The device was used in a process forked after it was initialised."""
 
     code = "wooly.forked"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+            "start method"
+        )

@@ -78,11 +78,13 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
     out = _Recorded()
     with recorder.lock:
         recorder.flush()
-        generation, limit = recorder.generation, recorder.limit
+        generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
         recorder.limit, recorder.recording = INSTRUCTIONS, True
         try:
             yield out
             recorder.release_dead()
+            if recorder.foreign_draws != draws:
+                raise NotOneProgramError("it draws from a generator of its own")
             if recorder.generation == generation and recorder.words:
                 out.result = _keep(recorder)
             recorder.flush()

@@ -62,10 +62,7 @@ class Link:
         if self._lost is not None:
             raise self._lost
         if os.getpid() != self._pid:
-            raise ForkedProcessError(
-                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the "
-                "'spawn' start method"
-            )
+            raise ForkedProcessError
         for b in buffers:
             self.bytes_sent += len(b)
         try:

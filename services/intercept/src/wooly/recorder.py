@@ -16,13 +16,13 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
-from wooly.errors import NotConnectedError, WoolyError
+from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
 from wooly.rng import Generator
 from wooly.storage import Heap
 
@@ -127,6 +127,10 @@ def describe_origin(where: Origin) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
 
 
+def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:
+    raise ForkedProcessError
+
+
 class Forms:
     """Every form that this process has recorded, by a small number. All devices share them; any thread may ask.
 
@@ -159,6 +163,10 @@ class Forms:
                 known = self._ids[raw] = len(self.known) - 1
             return known
 
+    def forked(self) -> None:
+        """This process is a fork: another thread may have held the lock."""
+        self._lock = threading.Lock()
+
     def alloc(self, nbytes: int) -> int:
         """The interned `alloc` of `nbytes` bytes."""
         known = self._alloc_ids.get(nbytes)
@@ -179,6 +187,7 @@ class Recorder:
         generator: the device's random numbers.
         limit: instructions after which the open program is closed.
         recording: somebody keeps what is recorded now.
+        foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
     """
 
@@ -191,6 +200,7 @@ class Recorder:
         self.link: Link | None = None
         self.programs_dir: Path | None = None
         self.recording = False
+        self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
         self.slot_of: dict[int, int] = {}
@@ -378,6 +388,12 @@ class Recorder:
         for _ in range(instruction):
             i += 1 + self._forms[words[i]].arity
         return self._forms[words[i]].name
+
+    def forked(self) -> None:
+        """This process is a fork of the one that has the session: from now on recording fails, as CUDA does."""
+        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
+        if self.link is not None:
+            self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
 
     def forget_session(self) -> None:
         """Start over for a new session: nothing is defined there yet."""

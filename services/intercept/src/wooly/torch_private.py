@@ -6,11 +6,14 @@ Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
+import torch._meta_registrations as meta_registrations
+import torch._prims_common.wrappers as prims_wrappers
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor
 from torch._prims_common import suggest_memory_format
@@ -42,6 +45,31 @@ CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 def register_backend(name: str, module: Any) -> None:
     """Make `name` the PrivateUse1 device type, with `module` as `torch.<name>`."""
     _setup_privateuseone_for_python_backend(name, backend_module=module)
+
+
+def warn_of_resize(out: torch.Tensor, shape: Any) -> None:
+    """ATen's warning for an `out=` tensor that had elements and takes another shape."""
+    if out.numel():
+        warnings.warn(
+            f"An output with one or more elements was resized since it had shape {list(out.shape)}, which does not match "
+            f"the required output shape {list(shape)}. This behavior is deprecated, and in a future PyTorch release "
+            "outputs will not be resized unless they have zero elements. You can explicitly reuse an out tensor t by "
+            "resizing it, inplace, to zero elements with t.resize_(0).",
+            stacklevel=3,
+        )
+
+
+def word_resizes_as_aten_does() -> None:
+    """Let PyTorch's meta kernels in Python warn of a resized `out=` in the words of those in C++."""
+
+    def check(out: torch.Tensor, shape: Any) -> bool:
+        if tuple(out.shape) == tuple(shape):
+            return False
+        warn_of_resize(out, shape)
+        return True
+
+    for module in (prims_wrappers, meta_registrations):
+        module._resize_output_check = check
 
 
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -174,3 +202,8 @@ def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
         return run_backward(*args, **kwargs)
 
     return run
+
+
+def in_transform() -> bool:
+    """Whether a function transform (`torch.func`) is at work: it cannot look into an autograd function of ours."""
+    return torch._C._functorch.peek_interpreter_stack() is not None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.optable import TABLE, Row, Spelling
@@ -127,6 +128,56 @@ def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return with_grad
 
 
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """What an instruction says of gradients.
+
+    Attributes:
+        wanted: operands whose gradients are wanted.
+        given: per result of the operator, the operand that is its gradient; None where the results are asked for.
+    """
+
+    wanted: tuple[int, ...]
+    given: tuple[int | None, ...] | None
+
+
+def gradients_of(form: Form) -> Gradients | None:
+    """What a form says of gradients, or None if it says nothing."""
+    wanted, given = form.attr("wanted"), form.attr("vjp")
+    if not isinstance(wanted, tuple):
+        return None
+    return Gradients(
+        tuple([w.index for w in wanted if isinstance(w, OperandRef)]),
+        tuple([g.index if isinstance(g, OperandRef) else None for g in given]) if isinstance(given, tuple) else None,
+    )
+
+
+def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:
+    """Call an operator in the knowledge of what wants a gradient: its results, or the gradients that flow back from given ones.
+
+    Where nothing flows a gradient is zero.
+
+    Args:
+        call: the operator, on operands like these.
+        operands: the operands that are read.
+        gradients: what is asked for.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        # What inference mode made cannot take part in a graph; another tensor on its storage can.
+        own = [
+            torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+            for t in operands
+        ]
+        leaves = [own[k].requires_grad_() for k in gradients.wanted]
+        result = call(own)
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if gradients.given is None:
+            return [t.detach() for t in results]
+        given = [(t, own[k]) for t, k in zip(results, gradients.given, strict=True) if k is not None]
+        found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        return [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True)]
+
+
 def mix(seed: int, offset: int) -> int:
     """One 64-bit seed from a (seed, offset) pair: SplitMix64 (Steele, Lea, Flood 2014), twice."""
 
@@ -202,6 +253,13 @@ def constant_tree(value: Attr) -> Any:
     return constant(value)
 
 
+#: Operators that take a Python number for a tensor as it is, with all its digits (torch::should_allow_numbers_as_tensors).
+_TAKES_NUMBERS = frozenset(
+    name + ending
+    for name in ("add", "sub", "mul", "div", "subtract", "multiply", "divide", "true_divide", "floor_divide")
+    for ending in ("", "_")
+)
+
 _SAMPLE = {ParamKind.F64: 1.0, ParamKind.I64: 1, ParamKind.C128: 1j, ParamKind.BOOL: True}
 
 
@@ -219,7 +277,7 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
                 ref, dtype = item
                 if isinstance(ref, ParamRef) and isinstance(dtype, DType):
                     typed[ref.index] = TORCH_DTYPE[dtype]
-    if str(call.op) in FAST:
+    if str(call.op) in FAST or call.op.overloadpacket.__name__ in _TAKES_NUMBERS:
         return typed
     views = [o.view for o in form.operands if o.view is not None]
     by_name = {a.name: v for a, v in zip(call.op._schema.arguments, call.args, strict=False)} | dict(call.kwargs)

@@ -17,7 +17,16 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
-from wooly_executor.runtime.calls import constant, fresh_results, function_of, library_call, mix, typed_params
+from wooly_executor.runtime.calls import (
+    constant,
+    differentiate,
+    fresh_results,
+    function_of,
+    gradients_of,
+    library_call,
+    mix,
+    typed_params,
+)
 from wooly_executor.runtime.definitions import define
 from wooly_executor.runtime.protocol import Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime, check_size
@@ -122,10 +131,20 @@ class ReferenceRuntime(TorchCpuRuntime):
         if isinstance(rng, tuple):
             pair = [params[r.index] for r in rng if isinstance(r, ParamRef)]
             torch.default_generator.manual_seed(mix(*pair) >> 1)
-        value = function_of(library.op)(
-            *[self._value(a, operands, params, typed) for a in library.args],
-            **{k: self._value(v, operands, params, typed) for k, v in library.kwargs},
-        )
+
+        def call(on: list[Any]) -> Any:
+            return function_of(library.op)(
+                *[self._value(a, on, params, typed) for a in library.args],
+                **{k: self._value(v, on, params, typed) for k, v in library.kwargs},
+            )
+
+        gradients = gradients_of(form)
+        if gradients is not None:
+            read = [t for t in operands if t is not None]  # the results come last
+            for k, t in zip(results, differentiate(call, read, gradients), strict=True):
+                tensor(k).copy_(t)
+            return
+        value = call(operands)
         for k, operand in enumerate(form.operands):
             if operand.role is Role.INOUT and operand.view is not None:
                 check_size(operands[k], operand.view.sizes)

@@ -21,11 +21,14 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view, zeroed
 from wooly_executor.runtime.calls import (
+    Gradients,
     LibraryCall,
     constant_tree,
+    differentiate,
     filler,
     fresh_results,
     function_of,
+    gradients_of,
     library_call,
     mix,
     refers,
@@ -335,13 +338,20 @@ class _Preparation:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))
+        gradients = gradients_of(form)
+        operands = list(registers.values())
+        if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
+            registers = {k: self._new_register() for k in registers}
         call = _call(form, library, registers, self._first_param)
         if any(a.is_out for a in library.op._schema.arguments):
             call = _keeping_sizes(call, [(r, _known(form.operands[k].view).sizes) for k, r in registers.items()])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             call = _seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)])
-        if not results:
+        if gradients is not None:
+            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._results(_differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
+        elif not results:
             self.out.steps.append(lambda f: _drop(call(f)))
         elif any(form.operands[k].view is None for k in results):
             self._dynamic(call, [slots[k] for k in results])
@@ -467,6 +477,26 @@ def _adopt_dynamic(f: _Frame, slot: int, t: Tensor | None) -> dict[str, Any] | N
     }
 
 
+def _differentiated(
+    call: Callable[[_Frame], Any], operands: list[int], registers: list[int], gradients: Gradients
+) -> Callable[[_Frame], Any]:
+    """What `gradients` asks of `call`, which reads `registers`."""
+
+    def run(f: _Frame) -> Any:
+        def on(own: list[Tensor]) -> Any:
+            for register, t in zip(registers, own, strict=True):
+                f.registers[register] = t
+            return call(f)
+
+        try:
+            return differentiate(on, [f.registers[k] for k in operands], gradients)
+        finally:
+            for register in registers:
+                f.registers[register] = None
+
+    return run
+
+
 def _keeping_sizes(
     call: Callable[[_Frame], Any], operands: list[tuple[int, tuple[int, ...]]]
 ) -> Callable[[_Frame], Any]:
@@ -475,7 +505,10 @@ def _keeping_sizes(
     def run(f: _Frame) -> Any:
         result = call(f)
         for register, sizes in operands:
-            check_size(f.registers[register], sizes)
+            t = f.registers[register]
+            check_size(t, sizes)
+            if t.is_conj():  # LAPACK's results may lie there conjugated; a buffer holds plain numbers
+                f.registers[register] = t.conj().copy_(t.resolve_conj())
         return result
 
     return run

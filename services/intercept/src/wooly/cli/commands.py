@@ -238,9 +238,20 @@ def nodes(as_json: Json = False) -> None:
         _print_nodes(found)
 
 
-@app.command()
-def doctor(as_json: Json = False) -> None:
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def doctor(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="[SCRIPT]", help="With --fallbacks: what to run meanwhile.")] = "",
+    as_json: Json = False,
+    fallbacks: Annotated[
+        bool, typer.Option("--fallbacks", help="Count what the CPU here computes in the device's stead.")
+    ] = False,
+) -> None:
     """Check everything that a run needs, and say how to mend what is missing."""
+    if fallbacks:
+        raise typer.Exit(_count_fallbacks(script, list(context.args), as_json))
     checks: list[dict[str, Any]] = []
 
     def check(name: str, probe: Callable[[], str]) -> bool:
@@ -267,6 +278,74 @@ def doctor(as_json: Json = False) -> None:
     sys.stdout.flush()
     if not all(c["ok"] for c in checks):
         raise typer.Exit(1)
+
+
+def _count_fallbacks(script: str, arguments: list[str], as_json: bool) -> int:
+    """Run a script, or a small training, and count the fallbacks meanwhile. Returns the exit code."""
+    if script and not Path(script).exists():
+        raise _fail(FileNotFoundError(f"can't open file {script!r}: no such file"))
+    from wooly import api
+    from wooly.cli import script as runner
+    from wooly.fallbacks import Fallbacks
+
+    try:
+        api.enable(_settings())
+    except WoolyError as e:
+        raise _fail(e) from e
+    device = api.attached_device()
+    with Fallbacks(device) as counted:
+        code = runner.run(script, arguments, module=False) if script else _exercise()
+    inferences = device.generic.inferences
+    api.disable()
+    found = counted.found
+    report = {
+        "ok": not found,
+        "operations": counted.calls,
+        "fallbacks": dict(sorted(found.items())),
+        "inferences": {
+            "on_meta": inferences.on_meta,
+            "on_host_zeros": inferences.on_host,
+            "trials_on_host_zeros": inferences.trials,
+        },
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        out.print(
+            f"{counted.calls:,} operations on device tensors, of which the CPU here computed {found.total():,}\n"
+            f"signatures inferred: {inferences.on_meta:,} without memory, {inferences.on_host:,} on zeros; "
+            f"{inferences.trials:,} tried on zeros for their errors (no device data in any of them)",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for name, n in found.most_common():
+            out.print(f"  [red]{name}[/] {n:,}", highlight=False)
+    sys.stdout.flush()
+    return code or (1 if found else 0)
+
+
+def _exercise() -> int:
+    """A few training steps that use a bit of everything."""
+    import torch
+    from torch.nn import functional
+
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to("cuda")
+    body = torch.nn.Sequential(torch.nn.Conv1d(16, 8, 3), torch.nn.BatchNorm1d(8), torch.nn.Flatten()).to("cuda")
+    recurrent, head = torch.nn.LSTM(48, 16).to("cuda"), torch.nn.Linear(16, 10).to("cuda")
+    parameters = [p for m in (encoder, body, recurrent, head) for p in m.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    x, y = torch.randn(4, 8, 16, device="cuda"), torch.randint(10, (4,), device="cuda")
+    for _ in range(3):
+        optimizer.zero_grad()
+        hidden, _state = recurrent(body(encoder(x).transpose(1, 2))[None])
+        loss = functional.cross_entropy(head(hidden[0]), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    kept = x[x > 0].sort().values.unique()
+    print(f"loss {loss.item():.4f}, {len(kept)} of {x.numel()} kept", file=sys.stderr)
+    return 0
 
 
 def _check_python() -> str:

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.utils._device import _device_constructors
 
-from wooly import dynamo
+from wooly import children, dynamo
 from wooly.devices import Devices
-from wooly.facade import amp, parallel, pinned, state, tensors
+from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 
 __all__ = ["Facade"]
@@ -53,7 +53,11 @@ class Facade:
             amp.patches(),
             state.patches(),
             self._answers.patches(),
+            streams.patches(),
+            accelerator.patches(),
+            nvtx.patches(),
             parallel.patches(),
+            children.patches(),
             dynamo.patches(),
         ):
             for owner, name, value in patches:

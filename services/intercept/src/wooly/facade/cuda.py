@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from wooly.devices import Devices
-from wooly.facade.streams import DEFAULT_STREAM, Event, Stream, device_context, device_of, stream_context
+from wooly.facade.streams import device_context, device_of
 from wooly.storage import Heap, heaps
 
 #: What every device says: enough for whatever asks before it takes a path.
@@ -37,10 +37,10 @@ class Answers:
             "is_available": lambda: True,
             "is_initialized": lambda: True,
             "_initialized": True,
-            "init": lambda: None,
-            "_lazy_init": lambda: None,
+            "init": module.require_same_process,
+            "_lazy_init": module.require_same_process,
             "_lazy_call": lambda callable, **kwargs: callable(),
-            "_is_in_bad_fork": lambda: False,
+            "_is_in_bad_fork": module._is_in_bad_fork,
             "device_count": module.device_count,
             "_device_count_nvml": module.device_count,
             "current_device": module.current_device,
@@ -64,12 +64,6 @@ class Answers:
             "mem_get_info": lambda d=None: self._mem_get_info(self._heap(d)),
             "memory_summary": lambda d=None, abbreviated=False: self._memory_summary(self._heap(d)),
             "utilization": lambda d=None: 0,
-            "Stream": Stream,
-            "Event": lambda *a, **k: Event(module.synchronize, *a, **k),
-            "current_stream": lambda d=None: DEFAULT_STREAM,
-            "default_stream": lambda d=None: DEFAULT_STREAM,
-            "set_stream": lambda s: None,
-            "stream": stream_context,
             "device": device_context,
             "device_of": device_of,
         }.items():

@@ -22,7 +22,7 @@ def patches() -> Iterator[Patch]:
     # The functions of torch.cuda.random are PyTorch's own, on generators of ours.
     module = torch.wooly  # type: ignore[attr-defined]
     yield (torch.cuda, "default_generators", module.default_generators)
-    yield (torch.cuda.random, "_lazy_init", lambda: None)
+    yield (torch.cuda.random, "_lazy_init", module.require_same_process)
     yield (torch.cuda.random, "_lazy_call", lambda callable, **kwargs: callable())
     yield (torch.cuda.random, "is_initialized", lambda: True)
     yield (torch.cuda.random, "device_count", module.device_count)

@@ -1,29 +1,87 @@
-"""Streams, events and the contexts of `torch.cuda`."""
+"""Streams, events and the contexts of `torch.cuda`.
+
+Work of a session runs in the order of its recording, so every stream is in order with every other, and waiting for one in
+another is done already. What remains is who says what: names, devices, the current stream of a thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from wooly.device import current_devices
-from wooly.facade.names import CUDA
+from wooly.devices import NAME
+from wooly.facade.names import to_wooly
+
+Patch = tuple[Any, str, Any]
+
+_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
+_stream_ids = itertools.count(1)
+_DEFAULT_ID = 0
 
 
-class Stream:
-    """A stream. Work of a session runs in the order of its recording, so every stream is in order with every other."""
+def _index(device: Any) -> int:
+    """Index of a device argument; None is the current device."""
+    return current_devices().index_of(device)
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device(CUDA, 0 if device is None else current_devices().index_of(device))
+
+class Stream(torch._C.Stream):
+    """`torch.cuda.Stream`."""
+
+    priority: int
+
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+        if "stream_ptr" in kwargs:
+            raise NotImplementedError(
+                "streams of other libraries are not supported on the wooly device: there is no CUDA in this process that "
+                "they could be of; use torch.cuda.Stream()"
+            )
+        if not kwargs:
+            kwargs = {"stream_id": next(_stream_ids), "device_index": _index(device), "device_type": _DEVICE_TYPE}
+        self: Stream = super().__new__(cls, **kwargs)
         self.priority = priority
-        self.cuda_stream = 0
-        self.stream_id = 0
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All was done in `__new__`."""
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """Least and greatest priority: numbers that are remembered and change nothing."""
+        return 0, -1
+
+    @property
+    def cuda_stream(self) -> int:
+        """A number for the stream where CUDA has a pointer; 0 is the default stream."""
+        return self.stream_id
+
+    @property
+    def native_handle(self) -> int:
+        return self.cuda_stream
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.cuda_stream)
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured; there are none."""
+        return False
 
     def synchronize(self) -> None:
+        """Wait until everything recorded has run."""
         torch.cuda.synchronize(self.device)
+
+    def query(self) -> bool:
+        """Whether all work is done. Asking waits for it."""
+        self.synchronize()
+        return True
 
     def wait_stream(self, stream: Any) -> None:
         """In order already."""
@@ -32,70 +90,205 @@ class Stream:
         """In order already."""
 
     def record_event(self, event: Any = None) -> Any:
-        event = event or torch.cuda.Event()
+        event = Event() if event is None else event
         event.record(self)
         return event
 
-    def query(self) -> bool:
-        torch.cuda.synchronize(self.device)
-        return True
-
     def __enter__(self) -> Stream:
+        self._outer = [*getattr(self, "_outer", ()), (torch.cuda.current_device(), current_stream(self.device))]
+        set_stream(self)
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        return None
+        *self._outer, (device, stream) = self._outer
+        set_stream(stream)
+        torch.cuda.set_device(device)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={self.device} cuda_stream={self.cuda_stream:#x}>"
 
 
-DEFAULT_STREAM = Stream()
+class ExternalStream(Stream):
+    """`torch.cuda.ExternalStream`, which is refused."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> ExternalStream:
+        return super().__new__(cls, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
 
 
-class Event:
-    """An event: recording waits for the work before it, so that the times between events are those of the device's work."""
+_selected = threading.local()
 
-    def __init__(
-        self,
-        synchronize: Callable[[], None],
-        enable_timing: bool = False,
-        blocking: bool = False,
-        interprocess: bool = False,
-    ) -> None:
-        self._synchronize = synchronize
+
+def default_stream(device: Any = None) -> Stream:
+    """`torch.cuda.default_stream`."""
+    return Stream(stream_id=_DEFAULT_ID, device_index=_index(device), device_type=_DEVICE_TYPE)
+
+
+def current_stream(device: Any = None) -> Stream:
+    """`torch.cuda.current_stream`: that which this thread has set for the device, else the default stream."""
+    index = _index(device)
+    stream = _selected.__dict__.get(index)
+    return default_stream(index) if stream is None else stream
+
+
+def set_stream(stream: Stream | None) -> None:
+    """`torch.cuda.set_stream`: also makes the stream's device current."""
+    if stream is not None:
+        _selected.__dict__[stream.device_index] = stream
+        torch.cuda.set_device(stream.device_index)
+
+
+class Event(torch._C.Event):
+    """`torch.cuda.Event`: to record one that times waits for the work before it."""
+
+    def __new__(
+        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+    ) -> Event:
+        self: Event = super().__new__(cls, device=NAME, enable_timing=enable_timing)
         self._timing = enable_timing
-        self._at: float | None = None
+        self._at = 0.0
+        self._device: torch.device | None = None
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """All was done in `__new__`."""
+
+    @property
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """Where it was recorded; None before that."""
+        return self._device
+
+    @property
+    def event_id(self) -> int:  # type: ignore[override]
+        return self.cuda_event
+
+    @property
+    def cuda_event(self) -> int:
+        """A number for the event where CUDA has a pointer; 0 before it was recorded."""
+        return 0 if self._device is None else id(self)
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.cuda_event)
 
     def record(self, stream: Any = None) -> None:
+        """Mark this point of the work."""
+        self._device = (current_stream() if stream is None else stream).device
         if self._timing:
-            self._synchronize()
+            torch.cuda.synchronize(self._device)
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         """In order already."""
 
     def synchronize(self) -> None:
-        self._synchronize()
+        """Wait until what was recorded before it has run; nothing if it was never recorded."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
 
     def query(self) -> bool:
-        self._synchronize()
+        """Whether the work before it is done. Asking waits for it."""
+        self.synchronize()
         return True
 
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to `end`.
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from this event to `end_event`.
 
         Raises:
             RuntimeError: an event has not been recorded, or was made without `enable_timing`.
         """
-        if not self._timing or not end._timing:
+        if not self._timing or not end_event._timing:
             raise RuntimeError("Both events must be created with argument 'enable_timing=True'.")
-        if self._at is None or end._at is None:
+        if self._device is None or end_event._device is None:
             raise RuntimeError("Both events must be recorded before calculating elapsed time.")
-        return (end._at - self._at) * 1e3
+        return float(end_event._at - self._at) * 1e3
+
+    def ipc_handle(self) -> Any:
+        raise NotImplementedError(
+            "events of the wooly device cannot be shared with another process; synchronize instead"
+        )
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: Any) -> Event:
+        raise NotImplementedError(
+            "events of the wooly device cannot be shared with another process; synchronize instead"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            "<torch.cuda.Event uninitialized>" if self._device is None else f"<torch.cuda.Event {self.cuda_event:#x}>"
+        )
 
 
-@contextlib.contextmanager
-def stream_context(stream: Any) -> Iterator[Any]:
-    """`torch.cuda.stream(…)`: work is in order anyway."""
-    yield stream
+class CUDAGraph:
+    """`torch.cuda.CUDAGraph`, which is refused."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> CUDAGraph:
+        raise NotImplementedError(
+            "CUDA graphs are not supported on the wooly device, and not needed: a step that is repeated travels as the "
+            "name of what was sent before. Call the step without capturing it"
+        )
+
+
+def _refuse_graph(*args: Any, **kwargs: Any) -> Any:
+    """What needs a graph."""
+    return CUDAGraph()
+
+
+class _GenericMeta(type):
+    """Lets a class of PyTorch's make ours for "cuda" and for no device at all, and keeps `isinstance` true for PyTorch's."""
+
+    real: Any
+    ours: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = bool(args) or "device" in kwargs
+        target = to_wooly(args[0] if args else kwargs.get("device"))
+        if "stream_id" in kwargs or (given and (not isinstance(target, torch.device) or target.type != NAME)):
+            return cls.real(*args, **kwargs)
+        kwargs.pop("device", None)
+        return cls.make(target, *args[1:], **kwargs)
+
+    def make(cls, target: torch.device | None, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls.ours, torch._C.Event):
+            return cls.ours(*args, **kwargs)
+        return cls.ours(None if target is None else target.index, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.real)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.real)
+
+
+class AnyStream(metaclass=_GenericMeta):
+    """`torch.Stream`."""
+
+    real, ours = torch._C.Stream, Stream
+
+
+class AnyEvent(metaclass=_GenericMeta):
+    """`torch.Event`."""
+
+    real, ours = torch._C.Event, Event
+
+
+def patches() -> Iterator[Patch]:
+    """(owner, name, value) of everything about streams; `torch.cuda.stream(…)` is PyTorch's own on top of them."""
+    for owner in (torch.cuda, torch.cuda.streams):
+        yield (owner, "Stream", Stream)
+        yield (owner, "ExternalStream", ExternalStream)
+        yield (owner, "Event", Event)
+    yield (torch, "Stream", AnyStream)
+    yield (torch, "Event", AnyEvent)
+    yield (torch.cuda, "current_stream", current_stream)
+    yield (torch.cuda, "default_stream", default_stream)
+    yield (torch.cuda, "set_stream", set_stream)
+    yield (torch.cuda, "get_stream_from_external", lambda data_ptr, device=None: ExternalStream(data_ptr, device))
+    for owner in (torch.cuda, torch.cuda.graphs):
+        yield (owner, "CUDAGraph", CUDAGraph)
+        yield (owner, "graph_pool_handle", _refuse_graph)
+        yield (owner, "make_graphed_callables", _refuse_graph)
+        yield (owner, "is_current_stream_capturing", lambda: False)
 
 
 class device_context(contextlib.AbstractContextManager[Any]):

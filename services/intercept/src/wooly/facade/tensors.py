@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._device import DeviceContext
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
 from wooly.storage import MAX_DEVICES
-from wooly.torch_private import raw_device, raw_is_cuda
+from wooly.torch_private import raw_device, raw_is_cuda, raw_storage_device
 
 Patch = tuple[Any, str, Any]
 
@@ -34,17 +35,43 @@ _GUARDED = (
 )
 
 
+#: Factories with `out=`: PyTorch compares its device with `device=` before it dispatches.
+_FACTORIES_INTO = (
+    *("arange", "empty", "eye", "full", "linspace", "logspace", "normal", "ones"),
+    *("rand", "randint", "randn", "randperm", "range", "zeros"),
+)
+
+
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced on tensors and their constructors."""
-    yield from _tensor_patches()
+    allowed = UninitializedTensorMixin._allowed_methods
+    methods = dict[str, Any]()
+    for patch in _tensor_patches():
+        methods[patch[1]] = patch[2]
+        yield patch
+    # PyTorch names a method to `__torch_function__` as it finds it on the class.
+    more = [methods[m.__name__] for m in allowed if m.__name__ in methods]
+    yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
     for name in _GUARDED:
         yield (torch, name, with_device(getattr(torch, name)))
+    for name in _FACTORIES_INTO:
+        yield (torch, name, _into(getattr(torch, name)))
+    yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
+    yield (torch.nn.Module, "_apply", _keeping_parameters(torch.nn.Module._apply))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
         real_init(self, to_wooly(torch.device(device)))
 
     yield (DeviceContext, "__init__", init)
+    real_default = torch.get_default_device
+
+    @functools.wraps(real_default)
+    def get_default_device() -> torch.device:
+        device = real_default()
+        return torch.device(CUDA, device.index) if device.type == NAME else device
+
+    yield (torch, "get_default_device", get_default_device)
 
 
 def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -53,6 +80,69 @@ def _blocking(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if a is True or a is False:
             return (*args[:i], False, *args[i + 1 :])
     return args
+
+
+def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """`UntypedStorage.byteswap`, which works on host memory."""
+    if raw_storage_device(storage).type == NAME:
+        raise NotImplementedError("byteswap() of a storage on the wooly device is not supported: do it on the CPU")
+    _real_byteswap(storage, dtype)
+
+
+_real_byteswap = torch.UntypedStorage.byteswap
+
+
+def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
+    """`Module._apply` such that `module.to("cuda")` leaves the parameters the objects that they were, as for CUDA.
+
+    PyTorch puts CUDA's memory into the parameter. It can't do that across other backends and would make new parameters, of which
+    an optimizer that holds the old ones knows nothing; exchanging the whole tensors is its other way.
+    """
+    future = torch.__future__
+
+    @functools.wraps(real)
+    def apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> Any:
+        if future.get_swap_module_params_on_conversion():
+            return _keeping_lazy(real, module, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return _keeping_lazy(real, module, fn, recurse)
+        except RuntimeError as e:
+            if "Couldn't swap" not in str(e):  # somebody holds the tensor itself, say a graph: a new parameter must do
+                raise
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+        return _keeping_lazy(real, module, fn, recurse)
+
+    return apply
+
+
+def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, recurse: bool) -> Any:
+    """`Module._apply`, after which parameters without a shape still wait for one."""
+    waiting = [
+        (of, name, type(t), t.requires_grad)
+        for of in (module._parameters, module._buffers)
+        for name, t in of.items()
+        if isinstance(t, UninitializedTensorMixin)
+    ]
+    result = real(module, fn, recurse)
+    for of, name, kind, requires_grad in waiting:
+        t = of[name]
+        if t is not None and not isinstance(t, UninitializedTensorMixin):
+            of[name] = kind(requires_grad=requires_grad, device=t.device, dtype=t.dtype)
+    return result
+
+
+def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """`factory` with the `device` that goes with an `out` there."""
+
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("out") is not None and "device" in kwargs:
+            kwargs["device"] = to_wooly(kwargs["device"])
+        return factory(*args, **kwargs)
+
+    return call
 
 
 def _tensor_patches() -> Iterator[Patch]:

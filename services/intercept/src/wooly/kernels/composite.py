@@ -6,13 +6,14 @@ the results are the same bits; and where one instruction says as much as five (l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wooly.torch_private import dispatch_modes, raw_device
+from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
 
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
@@ -73,6 +74,119 @@ def on_plain(record: Kernel) -> Kernel:
     return run
 
 
+#: Operators that take indices from the host, too.
+INDEXED = frozenset({"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"})
+
+
+def with_host_indices(record: Kernel) -> Kernel:
+    """For operators that index: tensors of indices may be on the host, as on CUDA; they are brought to the device."""
+
+    def run(t: Tensor, indices: list[Tensor | None], *args: Any, **kwargs: Any) -> Any:
+        for i in indices:
+            if i is not None and i.is_cpu:
+                return record(t, _on_device_of(t, indices), *args, **kwargs)
+        if t.is_cpu:
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+        return record(t, indices, *args, **kwargs)
+
+    return run
+
+
+def _on_device_of(t: Tensor, indices: list[Tensor | None]) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    for i in indices:
+        if i is None or not i.is_cpu:
+            found.append(i)
+        elif i.dtype in (torch.bool, torch.uint8) and i.dim() and i.shape == t.shape[len(found) : len(found) + i.dim()]:
+            # The host knows its own mask: as numbers it leaves no shape to wait for.
+            found += [n.to(raw_device(t)) for n in i.nonzero().unbind(1)]
+        else:
+            found.append(i.to(raw_device(t)))
+    return found
+
+
+def conj_physical_(t: Tensor) -> Tensor:
+    """`aten.conj_physical_`, which ATen has a CPU and a CUDA kernel for and no general one."""
+    return t.copy_(torch.conj_physical(t)) if t.is_complex() else t
+
+
+def _widened(op: torch._ops.OpOverloadPacket) -> Kernel:
+    """A matrix product whose `out_dtype` is wider than its factors: CUDA has kernels for it, here they are widened first."""
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        *factors, dtype = args
+        return op(*[t.to(dtype) for t in factors], **kwargs)  # type: ignore[no-any-return]
+
+    return run
+
+
+def _widened_into(op: torch._ops.OpOverloadPacket) -> Kernel:
+    run = _widened(op)
+
+    def into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+        result = run(*args, **kwargs)
+        return out.resize_(result.shape).copy_(result)
+
+    return into
+
+
+def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
+    """`aten.nonzero.out`: only the device knows the size, so `out` takes it when it is known."""
+    if out.dtype is not torch.int64:
+        raise RuntimeError(
+            f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
+        )
+    return _resized(out, aten.nonzero(t))
+
+
+def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
+    """`aten.masked_select.out`, likewise."""
+    if mask.dtype is not torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
+    if out.dtype is not t.dtype:
+        raise RuntimeError("masked_select(): self and result must have the same scalar type")
+    return _resized(out, aten.masked_select(t, mask))
+
+
+def mode_into(
+    t: Tensor, dim: int = -1, keepdim: bool = False, *, values: Tensor, indices: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`aten.mode.values`, whose own code asks for a CPU or CUDA tensor."""
+    if values.dtype is not t.dtype:
+        raise RuntimeError(
+            f"expected scalar type '{_scalar_type(t)}' but got '{_scalar_type(values)}' for values output"
+        )
+    if indices.dtype is not torch.int64:
+        raise RuntimeError(f"expected scalar type 'Long' but got '{_scalar_type(indices)}' for indices output")
+    found = aten.mode(t, dim, keepdim)
+    return _resized(values, found[0]), _resized(indices, found[1])
+
+
+def _resized(out: Tensor, result: Tensor) -> Tensor:
+    if out.shape != result.shape:
+        warn_of_resize(out, result.shape)
+        laid_out = out.numel() == 0
+        out.resize_(result.shape)
+        if laid_out and out.numel():
+            out.as_strided_(result.shape, result.stride())
+    return out.copy_(result)
+
+
+def _scalar_type(t: Tensor) -> str:
+    """ATen's name of a dtype: ``Float``."""
+    return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
+#: Kernels for operators that ATen leaves to each backend.
+KERNELS: dict[str, Kernel] = {
+    "conj_physical_": conj_physical_,
+    "masked_select.out": masked_select_into,
+    "mode.values": mode_into,
+    "nonzero.out": nonzero_into,
+    **{f"{name}.dtype": _widened(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
+    **{f"{name}.dtype_out": _widened_into(getattr(aten, name)) for name in ("mm", "bmm", "addmm", "baddbmm")},
+}
+
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_math = aten._scaled_dot_product_attention_math.default
 _FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
@@ -131,12 +245,32 @@ def attention(
     )[0]
 
 
+def cross_entropy(
+    whole: Kernel,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`aten.cross_entropy_loss`: two instructions for indices, as ATen has it; `whole` for smoothed or probable labels."""
+    call = whole if label_smoothing or target.is_floating_point() else aten.cross_entropy_loss.default.decompose
+    return call(logits, target, weight, reduction, ignore_index, label_smoothing)  # type: ignore[no-any-return]
+
+
 def _like(t: Tensor, grad: bool) -> Tensor:
     """A host tensor of the same kind; the memory behind it is never touched."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).requires_grad_(grad)
 
 
+@functools.cache
+def _onednn_takes_bfloat16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def lstm_input(
+    whole: Kernel,
     x: Tensor,
     hx: list[Tensor],
     params: list[Tensor],
@@ -147,18 +281,18 @@ def lstm_input(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else PyTorch's own pieces."""
-    h0, c0 = hx
+    """`aten.lstm.input`: through the CPU's fused layers where the CPU would use them, else by `whole`."""
+    h0, c0 = [t.contiguous() for t in hx]
     fused = (
         torch.backends.mkldnn.is_available()
         and torch.backends.mkldnn.enabled
-        and x.dtype is torch.float32
+        and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and _onednn_takes_bfloat16()))
         and x.numel() > 0
         and h0.shape[-1] == c0.shape[-1]
         and len(params) == (4 if has_biases else 2) * num_layers * (2 if bidirectional else 1)
     )
     if not fused:
-        return aten.lstm.input.decompose(  # type: ignore[no-any-return]
+        return whole(  # type: ignore[no-any-return]
             x, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first
         )
     return _fused_lstm(x, h0, c0, params, has_biases, num_layers, dropout, train, bidirectional, batch_first)
@@ -219,26 +353,3 @@ def _fused_lstm(
     if batch_first:
         layer_in = layer_in.transpose(0, 1)
     return layer_in, torch.stack(hs, 0), torch.stack(cs, 0)
-
-
-def lstm_cell(
-    x: Tensor, hx: list[Tensor], w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`aten.lstm_cell` in the CPU's pieces: for a device like ours PyTorch expects CUDA's fused kernel."""
-    hidden, cell = hx
-    gates = torch._C._nn.linear(hidden, w_hh, b_hh).add_(torch._C._nn.linear(x, w_ih, b_ih))
-    enter, forget, new, out = gates.unsafe_chunk(4, 1)
-    c = (forget.sigmoid_() * cell).add_(enter.sigmoid_() * new.tanh_())
-    return out.sigmoid_() * c.tanh(), c
-
-
-def gru_cell(
-    x: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
-) -> Tensor:
-    """`aten.gru_cell`, likewise."""
-    into = torch._C._nn.linear(x, w_ih, b_ih).unsafe_chunk(3, 1)
-    over = torch._C._nn.linear(hx, w_hh, b_hh).unsafe_chunk(3, 1)
-    reset = over[0].add_(into[0]).sigmoid_()
-    update = over[1].add_(into[1]).sigmoid_()
-    new = into[2].add(over[2].mul_(reset)).tanh_()
-    return (hx - new).mul_(update).add_(new)

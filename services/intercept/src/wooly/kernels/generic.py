@@ -5,7 +5,8 @@ This is the hot path: about 5 us a call. Every look-up in it was measured; keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from torch import Tensor
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
-from wooly.devices import Devices, mixed_devices
+from wooly.devices import NAME, Devices, mixed_devices
+from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import (
+    RESIZE_SILENTLY,
     TORCH_DTYPES,
     Call,
+    Inferences,
     OpFacts,
     Plan,
     PlanBuilder,
@@ -27,7 +31,7 @@ from wooly.kernels.plan import (
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
-from wooly.torch_private import redispatch_cpu
+from wooly.torch_private import raw_device, redispatch_cpu, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -49,6 +53,11 @@ class Generic:
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
         self.resize: Callable[[Tensor, tuple[int, ...], tuple[int, ...]], None] | None = None
+
+    @property
+    def inferences(self) -> Inferences:
+        """How often call signatures had to be inferred."""
+        return self._builder.inferences
 
     def kernel(self, op: torch._ops.OpOverload) -> Kernel:
         """The kernel of one operator overload."""
@@ -97,6 +106,8 @@ class Generic:
                 plan = self._plan(facts, signature, buffers, args, kwargs)
                 if plan is None:  # an out= tensor took another size: the signature is another one now
                     return run(*args, drawn_from=drawn_from, **kwargs)
+                if self._builder.doubt is not None:
+                    return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
             recorder = plan.recorder
             with recorder.lock:
                 heap = recorder.heap
@@ -106,6 +117,7 @@ class Generic:
                 where = origin()
                 if plan.random:
                     params += (drawn_from or recorder.generator).draw()
+                    recorder.foreign_draws += drawn_from is not None
                 if params:
                     recorder.params += params
                 if plan.dynamic or (mutable and plan.outs):
@@ -136,6 +148,64 @@ class Generic:
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
+    def differentiated(self, op: torch._ops.OpOverload) -> Callable[..., list[Tensor]]:
+        """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
+
+        What is returned takes: args; kwargs; for each tensor among them which of the different ones it is; which of these want a
+        gradient; gradients of the results, or None for the results; the (seed, offset) to draw with, or None.
+        """
+        facts = OpFacts(op)
+
+        def run(
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            places: tuple[int, ...],
+            wanted: tuple[int, ...],
+            grads: tuple[Tensor | None, ...] | None,
+            drawn: tuple[int, int] | None,
+        ) -> list[Tensor]:
+            key: list[Any] = [op, "differentiated", places, wanted, grads is None]
+            buffers: list[int] = []
+            params: list[Any] = []
+            try:
+                for i, a in enumerate(args):
+                    _collect(a, facts.scalar[i], key, buffers, params)
+                for name, a in kwargs.items():
+                    key.append(name)
+                    _collect(a, name in facts.scalar_kw, key, buffers, params)
+            except _HostTensorError:
+                raise mixed_devices(tensors_of(Call(args, kwargs))) from None
+            buffers = [buffers[places.index(k)] for k in range(max(places) + 1)]
+            params += drawn or ()
+            for g in grads or ():
+                _collect(g, False, key, buffers, params)
+            signature = tuple(key)
+            plan = self._plans.get(signature)
+            if plan is None:
+                call = Call(args, kwargs)
+                on = self._recorder_of(buffers, call)
+                plan = self._plans[signature] = self._builder.differentiated(facts, call, on, places, wanted, grads)
+            recorder = plan.recorder
+            with recorder.lock:
+                if recorder.heap.dead:
+                    recorder.release_dead()
+                recorder.operations += 1
+                where = origin()
+                recorder.params += params
+                results = []
+                for out in plan.outs:
+                    assert out is not None
+                    t, buffer = out[0].new(recorder.heap)
+                    recorder.emit(out[1], [buffer], where)
+                    buffers.append(buffer)
+                    results.append(t)
+                recorder.emit(plan.form, buffers, where)
+                if len(recorder.origins) >= recorder.limit:
+                    recorder.flush()
+                return results
+
+        return run
+
     def _plan(
         self,
         facts: OpFacts,
@@ -151,6 +221,10 @@ class Generic:
                 plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
+            # The kernel that inferred the size has warned.
+        elif facts.op.overloadpacket.__name__ not in RESIZE_SILENTLY:
+            for name, (sizes, _) in wrong.items():
+                warn_of_resize(kwargs[name], sizes)
         if wrong is not None:
             assert self.resize is not None
             for name, (sizes, strides) in wrong.items():
@@ -174,6 +248,29 @@ class Generic:
         if not _on_one_device(buffers):
             raise mixed_devices(tensors_of(call))
         return self._devices.recorders[buffers[0] & DEVICE_MASK]
+
+    def generator_of(self, tensors: Iterable[Tensor]) -> Generator:
+        """The random numbers of the device where the first of these tensors that is on one is, else of the current one."""
+        found = (d.index for d in map(raw_device, tensors) if d.type == NAME)
+        return self._devices.recorders[next(found, self._devices.current)].generator
+
+    def _confirm(
+        self, run: Kernel, plan: Plan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call that failed with other values on the host, and wait for what the device says of it."""
+        doubt, self._builder.doubt = self._builder.doubt, None
+        recorder = plan.recorder
+        with recorder.lock:
+            try:
+                result = run(*args, **kwargs)
+                recorder.flush()
+                recorder.require_link().sync()
+            except RemoteOperationError as e:
+                self._plans.pop(signature, None)
+                if doubt is not None and str(doubt) in str(e):
+                    raise doubt from None
+                raise
+            return result
 
     def _finish(
         self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -239,7 +336,9 @@ def _given_generator(run: Kernel, position: int) -> Kernel:
         elif position < len(args):
             generator = args[position]
             args = (*args[:position], None, *args[position + 1 :])
-        return run(*args, **kwargs) if generator is None else run(*args, drawn_from=sequence_of(generator), **kwargs)
+        if generator is None:
+            return run(*args, **kwargs)
+        return run(*args, drawn_from=sequence_of(generator), **kwargs)
 
     return call
 

@@ -7,6 +7,9 @@ as a `Plan`; later calls only fill in buffers and params.
 
 from __future__ import annotations
 
+import re
+import threading
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -66,14 +69,76 @@ _INFERRED_ON_HOST = frozenset(
         "aten._fft_r2c.default",
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
+        "aten.native_batch_norm.out",
+        "aten.multilabel_margin_loss_forward.default",
     }
 )
+
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, or only to empty ones.
+_COLUMN_MAJOR = {
+    ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
+    ("aten.linalg_ldl_solve.out", "out"): "always",
+    ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_qr.out", "Q"): "always",
+    ("aten.linalg_qr.out", "R"): "always",
+    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
+    ("aten.cholesky_inverse.out", "out"): "empty",
+    ("aten.linalg_eig.out", "eigenvectors"): "empty",
+    ("aten.linalg_householder_product.out", "out"): "empty",
+    ("aten.ormqr.out", "out"): "empty",
+    ("aten.triangular_solve.X", "M"): "always",
+    ("aten.triangular_solve.X", "X"): "always",
+}
 
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
 
+#: Elements up to which a call of a new signature is tried on host tensors of its own sizes; of a new kind, up to the second.
+_TRIAL_LIMIT = 1 << 10
+_TRIAL_LIMIT_NEW = 1 << 14
+
+#: What kernels say of dtypes that they do not take, whatever the values are.
+_ABOUT_DTYPES = re.compile(
+    r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
+)
+
+#: Beside the elementwise operators, those that take shrunk arguments as well as whole ones.
+_SHRINKABLE = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "ger", "matmul"}
+)
+
+#: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
+RESIZE_SILENTLY = frozenset(
+    {
+        "addbmm",
+        "arange",
+        "bernoulli",
+        "eye",
+        "linspace",
+        "log_sigmoid_forward",
+        "logspace",
+        "multinomial",
+        "narrow_copy",
+    }
+)
+
 #: Scalars of these decide the output's size, so they stay in the signature.
 _SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
+
+
+class Inferences:
+    """How often calls were inferred rather than looked up. No device data is in any of them.
+
+    Attributes:
+        on_meta: on meta tensors, that is without memory.
+        on_host: on host tensors of zeros, for operators whose meta kernel is missing or says something else.
+        trials: on host tensors of zeros, for the errors that only a kernel knows of.
+    """
+
+    __slots__ = ("on_host", "on_meta", "trials")
+
+    def __init__(self) -> None:
+        self.on_meta = self.on_host = self.trials = 0
 
 
 class OpFacts:
@@ -170,6 +235,10 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+class _NoMetaKernelError(Exception):
+    """Internal signal: the result cannot be inferred from the arguments' kind."""
+
+
 class ResizeOutError(Exception):
     """Internal signal: an `out=` tensor must take another size before the call can be planned."""
 
@@ -179,7 +248,11 @@ class ResizeOutError(Exception):
 
 
 def _unsupported(name: str, why: str) -> NotImplementedError:
-    return NotImplementedError(f"{name} is not supported on the wooly device: {why}")
+    return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU, x.cpu()")
+
+
+class _Doubts(threading.local):
+    last: Exception | None = None
 
 
 class PlanBuilder:
@@ -187,6 +260,19 @@ class PlanBuilder:
 
     def __init__(self, forms: Forms) -> None:
         self._forms = forms
+        self.inferences = Inferences()
+        #: Operators with the dtypes that were tried: see `_try`.
+        self._tried: set[tuple[Any, ...]] = set()
+        self._doubts = _Doubts()
+
+    @property
+    def doubt(self) -> Exception | None:
+        """The error of this thread's last call's trial, if the device may see it otherwise."""
+        return self._doubts.last
+
+    @doubt.setter
+    def doubt(self, error: Exception | None) -> None:
+        self._doubts.last = error
 
     def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> Plan:
         """The plan for a call on the device of `recorder`.
@@ -202,11 +288,15 @@ class PlanBuilder:
         if not dynamic:
             try:
                 fresh = self._infer(facts, call)
-            except NotImplementedError:
-                # No meta kernel: the far side has to tell the shape. A mutable operator changes no shape of its own.
-                dynamic = not facts.mutable
+            except _NoMetaKernelError:
                 if facts.out_args:
-                    raise _unsupported(facts.name, "its result's shape cannot be inferred") from None
+                    fresh = self._infer(facts, call, on_host=True)
+                else:
+                    # The far side has to tell the shape. A mutable operator changes no shape of its own.
+                    dynamic = not facts.mutable
+        self.doubt = None
+        self._try(facts, call, recorder)
+        _refuse_overlap(facts, call)
         form, written = self._form(facts, call, fresh, dynamic)
         outs: list[tuple[Layout, int] | None] = []
         for t in fresh:
@@ -217,9 +307,83 @@ class PlanBuilder:
             outs.append((layout, self._forms.alloc(layout.nbytes)))
         return Plan(recorder, self._forms.intern(form), tuple(outs), written, facts.random, dynamic)
 
-    def _infer(self, facts: OpFacts, call: Call) -> list[Tensor | None]:
-        """Fresh outputs as meta tensors, in order."""
-        where = "cpu" if facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call) else "meta"
+    def differentiated(
+        self,
+        facts: OpFacts,
+        call: Call,
+        recorder: Recorder,
+        places: tuple[int, ...],
+        wanted: tuple[int, ...],
+        grads: tuple[Tensor | None, ...] | None,
+    ) -> Plan:
+        """The plan for a call where gradients are wanted.
+
+        Args:
+            facts: the operator.
+            call: its arguments.
+            recorder: that of the device.
+            places: for each of its tensors, which of the different ones it is.
+            wanted: which of the different tensors want a gradient.
+            grads: gradients of its results, from which theirs are asked for; None: the results are.
+        """
+        form, _ = self._form(facts, call, [], dynamic=False)
+        if form.opcode != "extern":
+            raise _unsupported(facts.name, "its gradients are not recorded whole")
+        operands = [form.operands[places.index(k)] for k in range(max(places) + 1)]
+
+        def placed(value: Attr) -> Attr:
+            if isinstance(value, OperandRef):
+                return OperandRef(places[value.index])
+            return tuple([placed(v) for v in value]) if isinstance(value, tuple) else value
+
+        attrs: dict[str, Attr] = {k: placed(v) for k, v in form.attrs}
+        attrs["wanted"] = tuple([OperandRef(k) for k in wanted])
+        if grads is None:
+            layouts = [
+                Layout(t.dtype, tuple(t.shape), t.stride()) for t in self._infer_wanting(facts, call, places, wanted)
+            ]
+        else:
+            refs: list[Attr] = []
+            for g in grads:
+                refs.append(None if g is None else OperandRef(len(operands)))
+                if g is not None:
+                    operands.append(Operand(Role.IN, view_of(g)))
+            attrs["vjp"] = tuple(refs)
+            views = [v for v in (operands[k].view for k in wanted) if v is not None]
+            layouts = [Layout(TORCH_DTYPES[v.dtype], v.sizes, dense_strides(v.sizes, v.strides)) for v in views]
+        operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
+        whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
+        outs = tuple([(x, self._forms.alloc(x.nbytes)) for x in layouts])
+        return Plan(recorder, self._forms.intern(whole), outs, (), facts.random, dynamic=False)
+
+    def _infer_wanting(
+        self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> list[Tensor]:
+        """Results as meta tensors: composites lay them out by what wants a gradient."""
+        place = iter(places)
+
+        def to_meta(a: Any) -> Any:
+            if isinstance(a, Tensor) and raw_device(a).type == "wooly":
+                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                return m.requires_grad_(next(place) in wanted)
+            return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+        with torch.enable_grad():
+            result = facts.op(*[to_meta(a) for a in call.args], **{k: to_meta(v) for k, v in call.kwargs.items()})
+        return list(result) if isinstance(result, (list, tuple)) else [result]
+
+    def _infer(self, facts: OpFacts, call: Call, *, on_host: bool = False) -> list[Tensor | None]:
+        """Fresh outputs as meta tensors, in order.
+
+        Raises:
+            _NoMetaKernelError: there is no way to know without the values.
+        """
+        on_host = on_host or facts.name in _INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
+        where = "cpu" if on_host else "meta"
+        if on_host:
+            self.inferences.on_host += 1
+        else:
+            self.inferences.on_meta += 1
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor):
@@ -236,11 +400,21 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            result = _call(facts, args, kwargs, where)
-        except NotImplementedError:
-            raise
-        except Exception as e:
-            raise self._as_the_cpu_says(facts, call, e) from None
+            if facts.out_args and facts.op.overloadpacket.__name__ in RESIZE_SILENTLY:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    result = _call(facts, args, kwargs, where)
+            else:
+                result = _call(facts, args, kwargs, where)
+        except NotImplementedError as e:
+            if where == "cpu":
+                raise
+            raise _NoMetaKernelError from e
+        except Exception:
+            # Meta kernels word many errors in their own way, and some refuse what the CPU takes.
+            if where == "cpu" or sum([t.numel() for t in tensors_of(call)]) > _STAND_IN_LIMIT:
+                raise
+            return self._infer(facts, call, on_host=True)
         if facts.out_args:
             self._check_out(facts, call, kwargs)
         if facts.mutable and all(name is not None for name in facts.returns_written):
@@ -252,35 +426,52 @@ class PlanBuilder:
             if name is not None:
                 continue
             if t is not None and not isinstance(t, Tensor):
-                raise NotImplementedError(f"{facts.name} returns a {type(t).__name__}")
+                raise _NoMetaKernelError
             fresh.append(t)
         if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
+        if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
+            fresh[0] = fresh[0].contiguous()
+        if facts.name in _NORMS:
+            fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
 
-    def _as_the_cpu_says(self, facts: OpFacts, call: Call, error: Exception) -> Exception:
-        """The error that the CPU gives for such a call: meta kernels word many of them in their own way.
+    def _try(self, facts: OpFacts, call: Call, recorder: Recorder) -> None:
+        """Find errors that meta kernels do not: of dtypes that a kernel does not take, of arguments that only it looks at.
 
-        The call is made once more on empty host tensors of the same kind; only its error is used.
+        The call is made on host tensors of zeros: each small one, and of larger ones the first of every combination of operator
+        and dtypes. An error about dtypes is raised. Any other may be the zeros' fault: it is kept in `doubt`, and the device is
+        asked at once. The executor's library is this one; of any other, only the device knows.
         """
-
-        def stand_in(a: Any) -> Any:
-            if isinstance(a, Tensor):
-                if raw_device(a).type != "wooly":
-                    return a
-                return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
-            if isinstance(a, (list, tuple)):
-                return [stand_in(x) for x in a]
-            return torch.device("cpu") if isinstance(a, torch.device) else a
-
-        if sum(t.numel() for t in tensors_of(call)) > _STAND_IN_LIMIT:
-            return error
+        link = recorder.link
+        if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
+            return
+        found = tensors_of(call)
+        kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
+        known = kind in self._tried
+        elements = sum([t.numel() for t in found])
+        limit = None
+        if elements > (_TRIAL_LIMIT if known else _TRIAL_LIMIT_NEW):
+            if known or not (torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _SHRINKABLE):
+                return
+            limit = 2
+        args = [stand_in(a, limit) for a in call.args]
+        kwargs = {k: stand_in(v, limit) for k, v in call.kwargs.items()}
+        self.inferences.trials += 1
+        state = torch.get_rng_state() if facts.random else None
         try:
-            args, kwargs = [stand_in(a) for a in call.args], {k: stand_in(v) for k, v in call.kwargs.items()}
             _call(facts, args, kwargs, "cpu")
         except Exception as e:
-            return e
-        return error
+            if _ABOUT_DTYPES.search(str(e)):
+                raise
+            if limit is None:
+                self.doubt = e
+        else:
+            if elements:
+                self._tried.add(kind)
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
 
     def _check_out(self, facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
         wrong = {}
@@ -291,7 +482,18 @@ class PlanBuilder:
                 if isinstance(r, Tensor) and (tuple(r.shape) != tuple(m.shape)):
                     if isinstance(real, (list, tuple)):
                         raise _unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
-                    wrong[name] = (tuple(m.shape), m.stride())
+                    if facts.op.overloadpacket.__name__ in _SHAPED_BY_SCALARS and r.numel() == m.numel():
+                        continue  # these fill whatever holds as many
+                    if facts.op.overloadpacket.__name__ == "arange" and r.numel():
+                        warnings.warn(
+                            f"The number of elements in the out tensor of shape {list(r.shape)} is {r.numel()} which does not "
+                            f"match the computed number of elements {m.numel()}. Note that this may occur as a result of "
+                            f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
+                            stacklevel=2,
+                        )
+                    when = _COLUMN_MAJOR.get((facts.name, name))
+                    by_columns = when == "always" or (when == "empty" and r.numel() == 0)
+                    wrong[name] = (tuple(m.shape), column_major(tuple(m.shape)) if by_columns else m.stride())
         if wrong:
             raise ResizeOutError(wrong)
 
@@ -310,6 +512,8 @@ class PlanBuilder:
                     role = Role.INOUT if name in facts.written else Role.IN
                     if role is Role.INOUT:
                         written.append(len(operands))
+                        if facts.name in _FILLS:
+                            a = once(a)
                     operands.append(Operand(role, view_of(a)))
                     return OperandRef(len(operands) - 1)
                 value, dtype = number_of(a)
@@ -352,6 +556,16 @@ def _convolution_format(call: Call) -> torch.memory_format:
     return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
 
 
+#: Operators that return a result and its statistics.
+_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+
+
+def _statistics_dtype(call: Call) -> torch.dtype:
+    """The CPU keeps statistics in float32 only where a half precision input has float32 weights. Meta kernels always do."""
+    found = tensors_of(call)
+    return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
+
+
 def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
     if not facts.name.startswith("aten.convolution"):
@@ -372,6 +586,69 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
         dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
         args[i] = torch.tensor(args[i], dtype=dtype, device=where)
     return facts.op(*args, **kwargs)
+
+
+#: Operators that may write an element twice.
+_FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
+
+
+def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps or overlap that keep the order of the dimensions, as `preserve_format` does."""
+    return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+
+
+def overlaps(t: Tensor) -> bool:
+    """Whether elements of `t` share memory in the way that expanded tensors do."""
+    return 0 in t.stride() and any(s == 0 and n > 1 for s, n in zip(t.stride(), t.shape, strict=True)) and t.numel() > 0
+
+
+def once(t: Tensor) -> Tensor:
+    """`t` with every element of its memory named once, where it is expanded."""
+    if not overlaps(t):
+        return t
+    return t.as_strided([1 if s == 0 else n for n, s in zip(t.shape, t.stride(), strict=True)], t.stride())
+
+
+def refuse_overlap(t: Tensor) -> None:
+    """Raise ATen's error for writing into an expanded tensor.
+
+    Raises:
+        RuntimeError: it is one.
+    """
+    if overlaps(t):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+
+
+def _refuse_overlap(facts: OpFacts, call: Call) -> None:
+    if facts.mutable and facts.name not in _FILLS:
+        for name in facts.written:
+            for t in tree_leaves(call.kwargs[name] if name in call.kwargs else call.args[facts.positions[name]]):
+                if isinstance(t, Tensor):
+                    refuse_overlap(t)
+
+
+def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a batch of matrices laid out by columns."""
+    if len(sizes) < 2:
+        return storage.contiguous_strides(sizes)
+    turned = storage.contiguous_strides((*sizes[:-2], sizes[-1], sizes[-2]))
+    return (*turned[:-2], turned[-1], turned[-2])
+
+
+def stand_in(a: Any, limit: int | None = None) -> Any:
+    """A call's argument on the host: tensors become zeros of the same kind, with at most `limit` elements per dimension."""
+    if isinstance(a, Tensor):
+        if raw_device(a).type != "wooly":
+            return a
+        if limit is not None:
+            return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype)
+        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+    if isinstance(a, (list, tuple)):
+        return [stand_in(x, limit) for x in a]
+    return torch.device("cpu") if isinstance(a, torch.device) else a
 
 
 def tensors_of(call: Call) -> list[Tensor]:

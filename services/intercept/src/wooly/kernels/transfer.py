@@ -11,7 +11,7 @@ from wooly_wis.program import Form, Operand, Role
 
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
-from wooly.kernels.plan import view_of
+from wooly.kernels.plan import refuse_overlap, view_of
 from wooly.link import MIRROR_ITEM_LIMIT
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (
@@ -61,6 +61,8 @@ class Transfer:
         self._layouts: dict[tuple[Any, ...], _New] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
+        #: How often device data was brought to the host, from the far side or from memory.
+        self.reads = 0
 
     def forget_devices(self) -> None:
         """Another session: a device argument may mean another device than before."""
@@ -233,6 +235,7 @@ class Transfer:
         with recorder.lock:
             form = self._copies.get(key)
             if form is None:
+                refuse_overlap(dst)
                 if len(self._copies) > 65536:
                     self._copies.clear()
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
@@ -307,6 +310,7 @@ class Transfer:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""
         at = address_of(t)
         recorder = self._recorder_at(at)
+        self.reads += 1
         with recorder.lock:
             buffer = at >> ID_SHIFT
             key = (at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride())

@@ -1,0 +1,75 @@
+"""`torch.accelerator`, which is "cuda": its questions and switches are those of `torch.cuda`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from wooly.facade.names import CUDA
+
+Patch = tuple[Any, str, Any]
+
+_MEMORY = (
+    "empty_cache", "memory_stats", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+    "reset_accumulated_memory_stats", "reset_peak_memory_stats", "get_memory_info",
+)  # fmt: skip
+
+#: Names here and in `torch.cuda`.
+_SAME = {
+    "device_count": "device_count",
+    "current_device_index": "current_device",
+    "current_device_idx": "current_device",
+    "set_device_index": "set_device",
+    "set_device_idx": "set_device",
+    "current_stream": "current_stream",
+    "set_stream": "set_stream",
+    "synchronize": "synchronize",
+}
+
+
+class device_index:
+    """`torch.accelerator.device_index(…)`: the device of an index is current in the block; None changes nothing."""
+
+    def __init__(self, device: int | None, /) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        if self.idx is not None:
+            self.prev_idx = torch.cuda.current_device()
+            torch.cuda.set_device(self.idx)
+
+    def __exit__(self, *exc: object) -> None:
+        if self.idx is not None:
+            torch.cuda.set_device(self.prev_idx)
+
+
+def patches() -> Iterator[Patch]:
+    """(owner, name, value) of everything that is replaced in `torch.accelerator`."""
+    real_module = torch.get_device_module.__wrapped__  # that which Dynamo knows it by
+
+    @functools.wraps(real_module)
+    def get_device_module(device: Any = None) -> Any:
+        return real_module(CUDA if device is None else device)
+
+    yield (torch, "get_device_module", get_device_module)
+    yield (torch.accelerator, "device_index", device_index)
+    yield (torch.accelerator, "is_available", lambda: True)
+    yield (torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(CUDA))
+    for name, theirs in _SAME.items():
+        yield (torch.accelerator, name, _as_cuda(theirs))
+    for name in _MEMORY:
+        same = _as_cuda("mem_get_info" if name == "get_memory_info" else name)
+        yield (torch.accelerator, name, same)
+        yield (torch.accelerator.memory, name, same)
+
+
+def _as_cuda(name: str) -> Callable[..., Any]:
+    """A function that does what the one of `torch.cuda` does, but is another: Dynamo tells them apart."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(torch.cuda, name)(*args, **kwargs)
+
+    return call

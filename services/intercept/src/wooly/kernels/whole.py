@@ -1,0 +1,123 @@
+"""Operators that PyTorch is made to break up, recorded whole: one instruction forward, one for all gradients.
+
+Their backward is the `vjp` of the same operator: the executor makes the operator's own graph and lets the gradients flow through
+it, so that they are the library's, bit for bit. That costs its forward once more, which is less than the dozens of instructions
+that it stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from wooly.kernels.composite import is_traced
+from wooly.kernels.generic import Generic
+from wooly.torch_private import in_transform
+
+aten = torch.ops.aten
+
+#: Recorded whole whatever their arguments. Others are so for some arguments only (see `composite`).
+WHOLE = (
+    aten._scaled_dot_product_attention_math.default,
+    aten.rms_norm.default,
+    aten.gru.input,
+    aten.rnn_tanh.input,
+    aten.rnn_relu.input,
+    aten.lstm_cell.default,
+    aten.gru_cell.default,
+    aten.rnn_tanh_cell.default,
+    aten.rnn_relu_cell.default,
+)
+
+
+class Whole:
+    """One operator, as it is called above and below autograd.
+
+    Args:
+        generic: makes its kernels.
+        op: the operator.
+    """
+
+    def __init__(self, generic: Generic, op: torch._ops.OpOverload) -> None:
+        self.record = generic.kernel(op)
+        self.differentiated = generic.differentiated(op)
+        self.generator_of = generic.generator_of
+        self.decompose = op.decompose
+        self.random = torch.Tag.nondeterministic_seeded in op.tags
+        self._op = op
+
+    def drops(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call leaves numbers out at random."""
+        names = [a.name for a in self._op._schema.arguments]
+        return any(
+            n.startswith("dropout") and isinstance(a, float) and a > 0 for n, a in zip(names, args, strict=False)
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator, with gradients if they are wanted."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if in_transform() or any(is_traced(a) for a in leaves if isinstance(a, Tensor)):
+            return self.decompose(*args, **kwargs)
+        tensors = [a for a in leaves if isinstance(a, Tensor)]
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return self.record(*args, **kwargs)
+        return _WholeCall.apply(self, spec, *leaves)
+
+
+class _WholeCall(torch.autograd.Function):
+    """One call of a whole operator, as autograd sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Whole, spec: TreeSpec, *leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, spec)
+        ctx.set_materialize_grads(False)
+        ctx.whole, ctx.spec = whole, spec
+        ctx.at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
+        ctx.drawn = whole.generator_of([leaves[i] for i in ctx.at]).draw() if whole.random else None
+        ctx.rest = [None if isinstance(a, Tensor) else a for a in leaves]
+        # A tensor that is given twice has one gradient: the first of its places stands for all.
+        first = [next(j for j in ctx.at if leaves[j] is leaves[i]) for i in ctx.at]
+        distinct = list(dict.fromkeys(first))
+        ctx.places = tuple([distinct.index(i) for i in first])
+        ctx.wanted = [i for i in distinct if ctx.needs_input_grad[2 + i]]
+        ctx.ranks = tuple([distinct.index(i) for i in ctx.wanted])
+        ctx.save_for_backward(*[leaves[i] for i in ctx.at])
+        results = whole.differentiated(args, kwargs, ctx.places, ctx.ranks, None, ctx.drawn)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        whole, leaves, wanted = ctx.whole, list(ctx.rest), ctx.wanted
+        for i, t in zip(ctx.at, ctx.saved_tensors, strict=True):
+            leaves[i] = t
+        args, kwargs = tree_unflatten(leaves, ctx.spec)
+        if torch.is_grad_enabled():
+            found = _differentiable(whole, args, kwargs, grads, [leaves[i] for i in wanted])
+        else:
+            found = whole.differentiated(args, kwargs, ctx.places, ctx.ranks, grads, ctx.drawn)
+        results: list[Any] = [None] * len(leaves)
+        for i, g in zip(wanted, found, strict=True):
+            results[i] = g
+        return (None, None, *results)
+
+
+def _differentiable(whole: Whole, args: Any, kwargs: Any, grads: Any, inputs: list[Tensor]) -> Any:
+    """Gradients that have gradients: through the operator's pieces.
+
+    Raises:
+        NotImplementedError: the pieces would draw other random numbers.
+    """
+    if whole.drops(args):
+        raise NotImplementedError(
+            "second derivatives through dropout inside attention or a recurrent network are not supported on the wooly device: "
+            "set its dropout to 0"
+        )
+    result = whole.decompose(*args, **kwargs)
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
+    given = [(t, g) for t, g in zip(results, grads, strict=True) if g is not None]
+    return torch.autograd.grad(
+        [t for t, _ in given], inputs, [g for _, g in given], create_graph=True, allow_unused=True
+    )

@@ -1,0 +1,83 @@
+"""Processes that a program starts: a fork cannot use the device and does not disturb its parent."""
+
+import os
+import threading
+import traceback
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork:DeprecationWarning")
+
+
+def in_fork(work):
+    """What `work` returns, as text, or its error, in a forked child that ends as ordinary ones do."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            said = str(work())
+        except BaseException as e:
+            said = f"{type(e).__name__}: {e}" if isinstance(e, RuntimeError) else traceback.format_exc()
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    assert os.waitpid(pid, 0)[1] == 0
+    return said
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: torch.ones(2, device="cuda"),
+        lambda x: x + 1,
+        lambda x: x.cpu(),
+        lambda x: torch.ones(2).cuda(),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.init(),
+        lambda x: torch.cuda.get_rng_state(),
+    ],
+)
+def test_use_of_the_device_in_a_fork_is_refused_as_by_cuda(cuda, work):
+    x = torch.ones(3, device=cuda)
+    x.sum().item()  # nothing is left to be sent
+    said = in_fork(lambda: work(x))
+    assert "Cannot re-initialize CUDA in forked subprocess" in said and "'spawn' start method" in said
+    assert said.startswith("ForkedProcessError")
+    assert (x + 1).sum().item() == 6
+
+
+def test_fork_that_leaves_the_device_alone_works(cuda):
+    def work():
+        torch.manual_seed(3)
+        return torch.cuda.is_available(), torch.cuda._is_in_bad_fork(), torch.ones(2).sum().item()
+
+    assert in_fork(work) == "(True, True, 2.0)" and not torch.cuda._is_in_bad_fork()
+
+
+def test_fork_while_another_thread_records_does_not_hang(cuda):
+    stop = threading.Event()
+
+    def record():
+        t = torch.zeros(8, device=cuda)
+        while not stop.is_set():
+            t = t + 1
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        for _ in range(10):
+            assert "Cannot re-initialize" in in_fork(lambda: torch.ones(2, device=cuda))
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_fork_that_disables_leaves_the_session_to_its_parent(cuda):
+    from wooly import api
+
+    before = torch.ones(2, device=cuda)
+    assert in_fork(api.disable) == "None"
+    assert before.sum().item() == 2 and api.is_enabled()

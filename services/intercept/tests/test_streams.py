@@ -1,0 +1,133 @@
+"""Streams, events, times, torch.accelerator, nvtx; CUDA graphs and foreign streams are refused."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+
+def test_streams_are_streams_of_cuda(cuda):
+    one, two = torch.cuda.Stream(), torch.cuda.Stream(device="cuda:0", priority=-1)
+    for s in (one, two):
+        assert isinstance(s, torch.cuda.Stream) and isinstance(s, torch.Stream) and s.device == torch.device("cuda", 0)
+    assert one != two and one == one and len({one, two, one}) == 2 and two.priority == -1
+    assert repr(one).startswith("<torch.cuda.Stream device=cuda:0 cuda_stream=0x")
+    assert torch.cuda.default_stream().cuda_stream == 0 and one.cuda_stream > 0
+    assert not one.is_capturing() and one.native_handle == one.cuda_stream
+    assert one.query() and not isinstance(3, torch.Stream)
+
+
+def test_current_stream_is_that_of_the_block_and_the_thread(cuda):
+    default, stream, inner = torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    seen = []
+    with torch.cuda.stream(stream) as given:
+        assert given is None and torch.cuda.current_stream() == stream
+        with torch.cuda.stream(None), torch.cuda.stream(inner):
+            assert torch.cuda.current_stream("cuda:0") == inner
+        assert torch.cuda.current_stream() == stream
+        thread = threading.Thread(target=lambda: seen.append(torch.cuda.current_stream()))
+        thread.start()
+        thread.join()
+    with stream, inner, stream:
+        assert torch.cuda.current_stream() == stream
+    assert torch.cuda.current_stream() == default and seen == [default]
+    torch.cuda.set_stream(stream)
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.set_stream(default)
+
+
+def test_work_of_several_streams_is_in_order(cuda):
+    stream = torch.cuda.Stream()
+    x = torch.zeros(1000, device=cuda)
+    with torch.cuda.stream(stream):
+        stream.wait_stream(torch.cuda.default_stream())
+        y = x + 1
+        y.record_stream(stream)
+        done = stream.record_event()
+    torch.cuda.current_stream().wait_event(done)
+    done.wait()
+    torch.cuda.current_stream().wait_stream(stream)
+    assert y.sum().item() == 1000 and done.query()
+    done.synchronize()
+
+
+def test_events_measure_the_work_between_them(cuda):
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(True)
+    assert isinstance(start, torch.cuda.Event) and isinstance(start, torch.Event) and start.device is None
+    x = torch.ones(300, 300, device=cuda)
+    x.sum().item()
+    before = time.perf_counter()
+    start.record()
+    for _ in range(20):
+        x = (x @ x).clamp_(max=1)
+    end.record(torch.cuda.Stream())
+    within = (time.perf_counter() - before) * 1e3
+    assert 0 < start.elapsed_time(end) <= within and start.device == torch.device("cuda", 0)
+    assert end.elapsed_time(start) < 0
+
+
+def test_events_without_time_or_record_say_so(cuda):
+    timed, plain = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+    with pytest.raises(RuntimeError, match="Both events must be recorded before calculating elapsed time"):
+        timed.elapsed_time(torch.cuda.Event(enable_timing=True))
+    with pytest.raises(RuntimeError, match="Both events must be created with argument 'enable_timing=True'"):
+        timed.elapsed_time(plain)
+    assert plain.query() and repr(plain) == "<torch.cuda.Event uninitialized>"
+    plain.synchronize()
+
+
+def test_generic_streams_and_events_are_those_of_cuda(cuda):
+    for stream in (torch.Stream("cuda"), torch.Stream(device="cuda:0", priority=0), torch.Stream()):
+        assert type(stream) is torch.cuda.Stream
+    for event in (torch.Event("cuda"), torch.Event(enable_timing=True), torch.Event()):
+        assert type(event) is torch.cuda.Event
+    assert issubclass(torch.cuda.Stream, torch.Stream) and torch.Stream("cpu").device.type == "cpu"
+
+
+def test_accelerator_is_cuda(cuda):
+    acc = torch.accelerator
+    assert acc.current_accelerator() == torch.device("cuda") and acc.is_available() and acc.current_device_index() == 0
+    assert acc.device_count() == torch.cuda.device_count() and acc.current_stream() == torch.cuda.current_stream()
+    assert (
+        acc.memory_allocated() == torch.cuda.memory_allocated() and acc.get_memory_info() == torch.cuda.mem_get_info()
+    )
+    assert torch.get_device_module() is torch.cuda is torch.get_device_module("cuda")
+    acc.set_device_index(0)
+    with acc.device_index(0):
+        acc.synchronize()
+
+
+def test_default_device_says_cuda(cuda):
+    torch.set_default_device("cuda")
+    try:
+        assert torch.get_default_device() == torch.device("cuda", 0)
+        assert torch.tensor(1).is_cuda and torch.ones(1).is_cuda and torch.as_tensor([1.0]).is_cuda
+    finally:
+        torch.set_default_device(None)
+    assert torch.get_default_device().type == "cpu" and not torch.tensor(1).is_cuda
+
+
+def test_ranges_of_nvtx_nest(cuda):
+    nvtx = torch.cuda.nvtx
+    assert [nvtx.range_push("a"), nvtx.range_push("b"), nvtx.range_pop(), nvtx.range_pop()] == [0, 1, 1, 0]
+    assert nvtx.range_pop() < 0
+    with nvtx.range("step {}", 3):
+        nvtx.mark("here")
+    nvtx.range_end(nvtx.range_start("anywhere"))
+
+
+@pytest.mark.parametrize(
+    ("call", "hint"),
+    [
+        (lambda: torch.cuda.CUDAGraph(), "Call the step without capturing it"),
+        (lambda: torch.cuda.graph_pool_handle(), "Call the step without capturing it"),
+        (lambda: torch.cuda.make_graphed_callables(torch.nn.Linear(1, 1), ()), "Call the step without capturing it"),
+        (lambda: torch.cuda.ExternalStream(1234), r"use torch\.cuda\.Stream\(\)"),
+        (lambda: torch.cuda.Event(interprocess=True).ipc_handle(), "synchronize instead"),
+    ],
+)
+def test_what_is_not_there_says_what_to_do(cuda, call, hint):
+    with pytest.raises(NotImplementedError, match=hint):
+        call()
+    assert not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,172 @@
+"""What CUDA does in one kernel, and PyTorch in many for other devices: one instruction forward, one for all gradients."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from wooly import device
+
+pytestmark = pytest.mark.connected
+
+
+@pytest.fixture
+def recorded(cuda):
+    """Names of the instructions that a function records, without memory's."""
+
+    def names(function):
+        recorder = device.current().recorder
+        torch.cuda.synchronize()
+        limit, recorder.limit = recorder.limit, 1 << 20
+        try:
+            with recorder.lock:  # the timer must not send them before they are counted
+                result = function()
+                found = [form.name for form, _ in recorder.instructions_of(recorder.words)]
+        finally:
+            recorder.limit = limit
+        return result, [n for n in found if n not in ("alloc", "free", "fill")]
+
+    return names
+
+
+def leaves(*shapes, where="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(s, generator=generator).to(where).detach().requires_grad_() for s in shapes]
+
+
+LABELS = torch.tensor([1, 0, 3])
+CALLS = {
+    "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), [(3, 8), (8,)]),
+    "rms_norm without weight": (lambda x: F.rms_norm(x, (8,)), [(3, 8)]),
+    "attention, float64": (
+        lambda q, k, v: F.scaled_dot_product_attention(q.double(), k.double(), v.double()).float(),
+        [(2, 3, 5, 4)] * 3,
+    ),
+    "attention, mask with gradient": (
+        lambda q, k, v, m: F.scaled_dot_product_attention(q, k, v, attn_mask=m),
+        [*[(2, 3, 5, 4)] * 3, (5, 5)],
+    ),
+    "attention of one tensor": (lambda x: F.scaled_dot_product_attention(x, x, x, x), [(1, 2, 4, 4)]),
+    "smoothed labels": (lambda x: F.cross_entropy(x, LABELS.to(x.device), label_smoothing=0.1), [(3, 5)]),
+    "probable labels": (lambda x, p: F.cross_entropy(x, p.softmax(-1)), [(3, 5), (3, 5)]),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operator_equals_the_cpu_with_gradients(cuda, name):
+    function, shapes = CALLS[name]
+    found = []
+    for where in ("cpu", cuda):
+        inputs = leaves(*shapes, where=where)
+        y = function(*inputs)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape).to(where))
+        found.append([y.detach().cpu(), *[t.grad.cpu() for t in inputs]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["rms_norm", "attention, mask with gradient", "smoothed labels"])
+def test_operator_is_one_instruction_each_way(cuda, recorded, name):
+    function, shapes = CALLS[name]
+    inputs = leaves(*shapes, where=cuda)
+    LABELS.to(cuda)
+    y, forward = recorded(lambda: function(*inputs))
+    seed = torch.ones_like(y)
+    grads, backward = recorded(lambda: torch.autograd.grad(y, inputs, seed))
+    assert len(forward) == len(backward) == 1
+    del grads
+
+
+@pytest.mark.parametrize("make", [nn.GRU, nn.RNN, nn.LSTM])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}, {"bias": False}]
+)
+def test_recurrent_network_equals_the_cpu(cuda, make, options):
+    torch.manual_seed(0)
+    local = make(4, 6, **options)
+    ours = copy.deepcopy(local).to(cuda)
+    x = torch.randn(5, 3, 4)
+    found = []
+    for net, where in ((local, "cpu"), (ours, cuda)):
+        inputs = x.clone().to(where).requires_grad_()
+        y, _ = net(inputs)
+        y.square().sum().backward()
+        found.append([y.detach().cpu(), inputs.grad.cpu(), *[p.grad.cpu() for p in net.parameters()]])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("make", [nn.GRU, nn.RNN])
+def test_recurrent_network_is_one_instruction_each_way(cuda, recorded, make):
+    net = make(4, 6, num_layers=2, bidirectional=True).to(cuda)
+    x = torch.randn(7, 3, 4, device=cuda, requires_grad=True)
+    (y, _), forward = recorded(lambda: net(x))
+    seed = torch.ones_like(y)
+    _, backward = recorded(lambda: torch.autograd.grad(y, [x, *net.parameters()], seed))
+    assert len(forward) == len(backward) == 1
+
+
+def test_packed_sequences(cuda):
+    torch.manual_seed(0)
+    local = nn.GRU(4, 6)
+    ours = copy.deepcopy(local).to(cuda)
+    x = torch.randn(5, 3, 4)
+    found = []
+    for net, where in ((local, "cpu"), (ours, cuda)):
+        inputs = x.clone().to(where).requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor([5, 3, 1]))
+        y, _ = nn.utils.rnn.pad_packed_sequence(net(packed)[0])
+        y.sum().backward()
+        found.append([y.detach().cpu(), inputs.grad.cpu()])
+    for theirs, there in zip(*found, strict=True):
+        torch.testing.assert_close(there, theirs)  # in pieces, which add up in another order
+
+
+def test_dropout_of_attention_drops_the_same_in_both_directions(cuda):
+    q, k, v = leaves(*[(1, 2, 6, 4)] * 3, where=cuda)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    (grad,) = torch.autograd.grad(y.sum(), v)
+    torch.testing.assert_close(y.sum(), (grad * v).sum())  # attention is linear in its values
+    again = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    assert not torch.equal(again, y)
+
+
+def test_dropout_between_layers_drops_the_same_in_both_directions(cuda):
+    net = nn.RNN(4, 6, num_layers=2, nonlinearity="relu", bias=False, dropout=0.5).to(cuda)
+    x = torch.rand(3, 2, 4, device=cuda, requires_grad=True)
+    y, _ = net(x)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(y.sum(), (grad * x).sum())  # relu without bias is homogeneous
+
+
+def test_second_derivatives(cuda):
+    found = []
+    for where in ("cpu", cuda):
+        (x,) = leaves((3, 8), where=where)
+        (g,) = torch.autograd.grad(F.rms_norm(x, (8,)).pow(3).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum(), x)
+        found.append((g.detach().cpu(), h.cpu()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_second_derivatives_through_its_dropout_are_refused(cuda):
+    q, k, v = leaves(*[(1, 2, 6, 4)] * 3, where=cuda)
+    y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5)
+    with pytest.raises(NotImplementedError, match="second derivatives through dropout"):
+        torch.autograd.grad(y.sum(), v, create_graph=True)
+
+
+def test_function_transforms(cuda):
+    (x,) = leaves((3, 8), where=cuda)
+    function = torch.func.grad(lambda t: F.rms_norm(t, (8,)).sum())
+    (there,) = torch.autograd.grad(F.rms_norm(x, (8,)).sum(), x)
+    torch.testing.assert_close(function(x.detach()), there)
+
+
+def test_saved_tensor_that_changed_is_pytorch_s_own_error(cuda):
+    x, w = leaves((3, 8), (8,), where=cuda)
+    y = F.rms_norm(x, (8,), w * 1).sum() + F.rms_norm(x * 1, (8,), w.detach()).sum()
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()

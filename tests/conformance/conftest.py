@@ -1,0 +1,131 @@
+"""How the conformance programs are run, and how their results are held against the lists of exceptions."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+FINE = ("pass", "skip", "varies")
+WORKERS = 2
+
+
+class Conformance:
+    """One program and its list of exceptions.
+
+    The list has a line ``name variant dtype outcome: reason`` for everything that does not pass; `comparison` names the outcomes.
+    A reason that begins with `likely` was not put to the test.
+    The list may only shrink: what fails and is not on it is an error, and so is a line that passes.
+
+    Args:
+        name: of the program, without ``.py``.
+    """
+
+    def __init__(self, name):
+        self._program = HERE / f"{name}.py"
+        self._list = HERE / f"{name}_exceptions.txt"
+
+    def listed(self):
+        """(name, variant, dtype, outcome) of every line."""
+        lines = self._list.read_text().splitlines()
+        assert lines == sorted(set(lines)), f"{self._list.name} must be sorted, without repetitions"
+        found = set()
+        for line in lines:
+            unit, _, reason = line.partition(": ")
+            fields = unit.split(" ")
+            assert len(fields) == 4 and reason.strip(), (
+                f"{self._list.name}: {line!r} is not `name variant dtype outcome: reason`"
+            )
+            found.add(tuple(fields))
+        assert len(found) == len(lines)
+        return found
+
+    def sweep(self, *options, workers=1, parts=None, part=0):
+        """The rows that the program prints. With `workers`, all of them share the work; else one takes one of `parts`.
+
+        A process that dies is a `crash` of the unit at which it was; another one goes on behind it.
+        """
+        if workers == 1:
+            return self._rows(part, parts or 1, options)
+        with ThreadPoolExecutor(workers) as pool:
+            found = pool.map(lambda n: self._rows(n, workers, options), range(workers))
+            return [row for rows in found for row in rows]
+
+    def _rows(self, part, parts, options):
+        rows, first = [], 0
+        while True:
+            argv = [str(self._program), "--part", str(part), "--parts", str(parts), "--first", str(first)]
+            process = subprocess.run(
+                [sys.executable, *argv, *map(str, options)],
+                capture_output=True,
+                text=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+            found = [json.loads(line) for line in process.stdout.splitlines()]
+            rows += [row for row in found if "counts" in row]
+            if process.returncode == 0:
+                return rows
+            started = [row for row in found if "counts" not in row]
+            assert started, process.stderr
+            last = started[-1]
+            rows.append(last | {"counts": {"crash": 1}, "details": {"crash": process.stderr[-500:]}})
+            first = last["unit"] + 1
+
+    def assert_none_is_new(self, rows):
+        known = self.listed()
+        new = sorted(f"{' '.join(unit)}: {why}" for unit, why in failures(rows).items() if unit not in known)
+        assert new == [], f"fails and is not in {self._list.name}"
+
+    def assert_all_listed_fail(self, rows):
+        found = failures(rows)
+        passing = sorted(" ".join(unit) for unit in self.listed() if unit not in found)
+        assert passing == [], f"passes: remove this line from {self._list.name}"
+
+
+def failures(rows):
+    """(name, variant, dtype, outcome) of everything that does not pass, with one sample's detail."""
+    return {
+        (row["op"].replace(" ", "_"), row["variant"], row["dtype"], outcome): row["details"].get(outcome, "")
+        for row in rows
+        for outcome in row["counts"]
+        if outcome not in FINE
+    }
+
+
+def counts(rows, *keys):
+    """Samples by outcome, for each value of some keys of the rows."""
+    found = {}
+    for row in rows:
+        found.setdefault(tuple(row[k] for k in keys), Counter()).update(row["counts"])
+    return found
+
+
+def table(rows, *keys):
+    """`counts` as lines to print."""
+    return "\n".join(f"  {' '.join(k):24} {dict(v)}" for k, v in sorted(counts(rows, *keys).items()))
+
+
+@pytest.fixture
+def conformance():
+    """`Conformance` by program name."""
+    return Conformance
+
+
+@pytest.fixture
+def report(capsys):
+    """Prints counts past pytest's capture, and gives the total by outcome."""
+
+    def show(title, rows):
+        total = counts(rows).get((), Counter())
+        with capsys.disabled():
+            print(f"\n{title}: {total.total()} samples of {len({row['op'] for row in rows})}, {dict(total)}")
+            print(table(rows, "dtype"))
+            print(table(rows, "variant"))
+        return total
+
+    return show

@@ -1,0 +1,24 @@
+"""PyTorch's optimizer database on the device, against the CPU. What differs is in `optimizers_exceptions.txt`."""
+
+import pytest
+
+pytestmark = pytest.mark.connected
+
+
+def test_first_configurations_equal_the_cpu(conformance):
+    optimizers = conformance("optimizers")
+    rows = optimizers.sweep("--samples", 1, "--dtype", "float32")
+    assert len({row["op"] for row in rows}) > 10
+    optimizers.assert_none_is_new(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_whole_database_equals_the_cpu(conformance, report):
+    optimizers = conformance("optimizers")
+    rows = optimizers.sweep(workers=2)
+    total = report("optimizer database", rows)
+    assert total.total() > 800
+    assert total["crash"] == total["wrong"] == 0
+    optimizers.assert_none_is_new(rows)
+    optimizers.assert_all_listed_fail(rows)
