@@ -1,5 +1,6 @@
 """Two devices against the CPU. Run by `test_several_devices.py` in a process of its own, for a process has one session."""
 
+import os
 import threading
 import warnings
 
@@ -7,7 +8,6 @@ import opinfo
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 from wooly import api, storage
 from wooly.link import MIRROR_ITEM_LIMIT
 from wooly_testkit.executor import executor_process
@@ -359,6 +359,82 @@ def test_compiled_function_runs_where_its_arguments_are():
         assert torch.equal(across(x.to("cuda:0")).cpu(), (x * 3) + x)
 
 
+@pytest.mark.parametrize("device", BOTH)
+def test_streams_and_events_belong_to_a_device(device):
+    other = torch.cuda.Stream("cuda:1")
+    assert other.device == torch.device("cuda:1") and torch.cuda.Stream(device).device == torch.device(device)
+    with torch.cuda.stream(other):
+        assert torch.cuda.current_device() == 1 and torch.cuda.current_stream() == other
+        assert torch.cuda.current_stream(0) == torch.cuda.default_stream(0) != other
+        event = other.record_event()
+    assert torch.cuda.current_device() == 0 and event.device == torch.device("cuda:1") and event.query()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.cuda.Stream(2)
+
+
+@pytest.mark.parametrize("device", BOTH)
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN, nn.LSTM])
+def test_whole_operators_have_gradients_on_their_device(kind, device):
+    torch.manual_seed(0)
+    local = kind(3, 4, num_layers=2)
+    remote = kind(3, 4, num_layers=2)
+    remote.load_state_dict(local.state_dict())
+    remote.to(device)
+    x = torch.randn(5, 2, 3)
+    local(x)[0].square().sum().backward()
+    remote(x.to(device))[0].square().sum().backward()
+    for ours, theirs in zip(remote.parameters(), local.parameters(), strict=True):
+        assert at(device, ours.grad) and torch.equal(ours.grad.cpu(), theirs.grad)
+    with pytest.raises(RuntimeError, match="same device"):
+        remote(x.to(BOTH[device == BOTH[0]]))
+
+
+def test_whole_operator_draws_from_its_own_device():
+    torch.manual_seed(0)
+    net = nn.GRU(3, 4, num_layers=2, dropout=0.5).to("cuda:1")
+    x = torch.ones(5, 2, 3, device="cuda:1")
+    first, second = torch.cuda.get_rng_state(0), torch.cuda.get_rng_state(1)
+    made = net(x)[0]
+    assert torch.equal(torch.cuda.get_rng_state(0), first) and not torch.equal(torch.cuda.get_rng_state(1), second)
+    torch.cuda.set_rng_state(second, 1)
+    assert torch.equal(net(x)[0].cpu(), made.cpu())
+
+
+@pytest.mark.parametrize("device", BOTH)
+def test_autocast_and_refused_calls_are_of_the_device(device):
+    a = torch.randn(4, 4)
+    with torch.autocast("cuda", torch.bfloat16):
+        made = a.to(device) @ a.to(device)
+    assert at(device, made) and torch.equal(made.cpu(), a.bfloat16() @ a.bfloat16())
+    wrong = torch.zeros(3, 3, dtype=torch.int32)
+    with pytest.raises(RuntimeError) as theirs:
+        torch.linalg.cholesky(wrong)
+    with pytest.raises(RuntimeError) as ours:
+        torch.linalg.cholesky(wrong.to(device))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_forked_process_is_refused_on_both_devices():
+    x = [torch.ones(2, device=d) for d in BOTH]
+    torch.cuda.synchronize()
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        said = []
+        for use in (*[lambda t=t: t + 1 for t in x], *[lambda d=d: torch.ones(1, device=d) for d in BOTH]):
+            try:
+                use()
+                said.append("nothing")
+            except RuntimeError as e:
+                said.append(str(e)[:40])
+        os.write(write, "|".join(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = os.read(read, 1000).decode().split("|")
+    assert len(said) == 4 and all(s.startswith("Cannot re-initialize CUDA in forked") for s in said), said
+    assert [float(t.sum()) for t in x] == [2, 2]
+
+
 # -- random numbers, errors, wrappers ------------------------------------------------------------------------------------
 
 
@@ -421,22 +497,20 @@ OPERATORS = [
 
 @pytest.mark.parametrize("op", [op for op in opinfo.op_db if opinfo.key(op) in OPERATORS], ids=opinfo.key)
 def test_operator_on_the_second_device_equals_the_cpu_and_stays_there(op, monkeypatch):
-    def placed(compare):
-        def check(ours, theirs):
-            strays = [t.device for t in tree_flatten(ours)[0] if isinstance(t, torch.Tensor) and t.device.index != 1]
-            return f"results on {strays}" if strays else compare(ours, theirs)
+    compare = opinfo.compare
 
-        return check
+    def placed(ours, theirs, **options):
+        strays = [t.device for t in opinfo.tensors(ours) if t.device != torch.device("cuda", 1)]
+        return ("wrong", f"results on {strays}") if strays else compare(ours, theirs, **options)
 
-    monkeypatch.setattr(opinfo, "same", placed(opinfo.same))
-    monkeypatch.setattr(opinfo, "shapes_only", placed(opinfo.shapes_only))
-    dtype = torch.float32
-    backward = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
+    monkeypatch.setattr(opinfo, "compare", placed)
+    requires = op.supports_autograd and torch.float32 in op.supported_backward_dtypes("cpu")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        samples = [s for _, s in zip(range(4), op.sample_inputs("cpu", dtype, requires_grad=backward), strict=False)]
-        outcomes = [opinfo.check(op, sample, dtype, "cuda:1", backward) for sample in samples]
-    assert outcomes and all(outcome == "pass" for outcome, _ in outcomes), outcomes
+        samples = opinfo.samples_of(op, "function", torch.float32, requires, 4)
+        outcomes = [o for s in samples for o in opinfo.results_of(s, "function", "cuda:1", requires)]
+    # Strides are compared on one device; here, values and places are.
+    assert outcomes and all(outcome in ("pass", "layout") for outcome, _ in outcomes), outcomes
 
 
 def test_statistics_are_of_all_devices_and_of_each():
