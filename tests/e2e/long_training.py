@@ -22,11 +22,12 @@ def containers():
     device, link = attached.device, attached.link
     owners = {
         "recorder": vars(device.recorder),
+        "forms": vars(device.recorder.forms),
         "link": vars(link),
         "channel": vars(link._channel),
         "generic": vars(device.generic),
         "transfer": vars(device.transfer),
-        "storage": vars(storage),
+        "heap": {name: getattr(storage.heaps[0], name) for name in storage.Heap.__slots__},
     }
     return {
         f"{owner}.{name}": len(value)

@@ -28,8 +28,8 @@ PASSING = {
     "recorder.origins": 500,
     "recorder._frees": 1000,
     "recorder._freed": 1000,
-    "storage.dead": 1000,
-    "storage._reusable": 1000,
+    "heap.dead": 1000,
+    "heap._reusable": 1000,
     "channel._unacked": 50_000,
 }
 

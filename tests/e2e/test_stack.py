@@ -172,7 +172,7 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
             [*WOOLY, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         )
         assert client.stdout.readline() == "ready\n"
-        os.kill(own.services["executor"], signal.SIGKILL)
+        os.kill(own.services["executor-0"], signal.SIGKILL)
         _, errors = client.communicate(timeout=60)
         assert client.returncode == 1 and "lost the executor" in errors
     finally:

@@ -17,6 +17,7 @@ from wooly_wis.messages import (
     NodesReply,
     OpenSessionReply,
     OpenSessionRequest,
+    SessionPart,
 )
 
 MODELS = [
@@ -117,8 +118,16 @@ def test_lease_must_be_positive():
         HostSessionRequest(session_id="s", token="t", tenant="x", priority=0, lease_s=0)
     with pytest.raises(ValidationError):
         OpenSessionReply(
-            session_id="s", executor_id="e", node="n", endpoints=(), token="t", lease_s=float("nan"), device=DEVICE
+            session_id="s",
+            token="t",
+            lease_s=float("nan"),
+            parts=(SessionPart(executor_id="e", node="n", endpoints=(), device=DEVICE),),
         )
+
+
+def test_session_without_a_device_is_none():
+    with pytest.raises(ValidationError, match="parts"):
+        OpenSessionReply(session_id="s", token="t", lease_s=1.0, parts=())
 
 
 def test_lists_become_tuples_so_that_messages_can_be_hashed():

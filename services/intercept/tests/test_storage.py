@@ -49,7 +49,7 @@ import torch
 from wooly import storage
 from wooly.device import register
 register(1 << 20)
-kept = [storage.Layout(torch.float32, (2, 3), (3, 1)).new()[0] for _ in range(10)]
+kept = [storage.Layout(torch.float32, (2, 3), (3, 1)).new(storage.heaps[0])[0] for _ in range(10)]
 kept.append(kept)
 torch.kept = kept[0]
 """

@@ -8,10 +8,10 @@ from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_wis.messages import ClientFacts, DeviceFacts, ExecutorHeartbeat, OpenSessionRequest
 
 
-def beat(name="a", memory=100, utilization=0.0, sessions=()):
+def beat(name="a", memory=100, utilization=0.0, sessions=(), node="n"):
     return ExecutorHeartbeat(
         executor_id=name,
-        node="n",
+        node=node,
         pid=1,
         device=DeviceFacts(name="d", vendor="cpu", runtime="r", total_memory=memory, cores=1),
         endpoints=("unix:///x",),
@@ -39,27 +39,75 @@ def test_executor_is_lost_after_silence_and_comes_back():
     ("wanted", "reason"),
     [
         ({"required_vram": 81}, "80 bytes unreserved"),
-        ({"gpu_count": 2}, "has 1 device"),
         ({"node_groups": ("g",)}, "none of the groups g"),
         ({"gpu_mode": "exclusive"}, "exclusive"),
     ],
 )
 def test_placement_says_why_nothing_fits(wanted, reason):
     placement = place(ask(**wanted), [beat()], {"a": Load(sessions=1, reserved=20)})
-    assert placement.executor is None and reason in placement.reasons["a"]
+    assert not placement.executors and reason in placement.reasons["a"]
 
 
 def test_placement_prefers_fewest_sessions_then_least_busy():
     candidates = [beat("a", utilization=0.1), beat("b", utilization=0.9), beat("c", utilization=0.5)]
-    assert place(ask(), candidates, {"a": Load(sessions=1)}).executor.executor_id == "c"
-    assert place(ask(), candidates, {}).executor.executor_id == "a"
+    assert place(ask(), candidates, {"a": Load(sessions=1)}).executors[0].executor_id == "c"
+    assert place(ask(), candidates, {}).executors[0].executor_id == "a"
+
+
+def chosen(count, candidates, load=None, **wanted):
+    return [e.executor_id for e in place(ask(gpu_count=count, **wanted), candidates, load or {}).executors]
+
+
+def test_placement_of_several_devices_takes_as_many_executors_or_none():
+    candidates = [beat("a", 50), beat("b", utilization=0.5), beat("c")]
+    assert chosen(3, candidates) == ["a", "c", "b"]
+    assert chosen(2, candidates, {"a": Load(sessions=1)}) == ["c", "b"]
+    assert chosen(4, candidates) == []
+    placement = place(ask(gpu_count=3, required_vram=60), candidates, {})
+    assert placement.executors == () and placement.reasons == {"a": "has 50 bytes unreserved, 60 were asked for"}
+
+
+def test_placement_of_several_devices_prefers_one_node_then_the_fewest():
+    candidates = [
+        beat("a1", node="a"),
+        beat("b1", 100, 0.9, node="b"),
+        beat("b2", 100, 0.9, node="b"),
+        beat("c1", node="c"),
+    ]
+    assert chosen(1, candidates) == ["a1"]
+    assert chosen(2, candidates) == ["b1", "b2"]
+    assert chosen(3, candidates) == ["b1", "b2", "a1"]
+    busy = [*candidates, beat("c2", 100, 0.1, node="c")]
+    assert chosen(2, busy) == ["c1", "c2"]
+    assert chosen(2, busy, {"c2": Load(sessions=1)}) == ["b1", "b2"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdefgh"), st.floats(0, 1), st.sampled_from(["x", "y", "z"])),
+        unique_by=lambda t: t[0],
+    ),
+    st.integers(1, 6),
+    st.randoms(),
+)
+def test_placement_of_several_devices_takes_no_more_nodes_than_it_must(found, count, rng):
+    candidates = [beat(n, 100, busy, node=node) for n, busy, node in found]
+    shuffled = candidates[:]
+    rng.shuffle(shuffled)
+    first = chosen(count, candidates)
+    assert first == chosen(count, shuffled) and len(first) == len(set(first)) == (count if len(found) >= count else 0)
+    of = {n: node for n, _, node in found}
+    sizes = sorted([sum(node == m for node in of.values()) for m in "xyz"], reverse=True)
+    if first:
+        least = next(k for k in (1, 2, 3) if sum(sizes[:k]) >= count)
+        assert len({of[n] for n in first}) == least
 
 
 def test_placement_leaves_an_exclusive_device_alone():
     held = loads([Claim("a", exclusive=True)])
     placement = place(ask(), [beat("a")], held)
-    assert placement.executor is None and "exclusively" in placement.reasons["a"]
-    assert place(ask(gpu_mode="exclusive"), [beat("a"), beat("b")], held).executor.executor_id == "b"
+    assert not placement.executors and "exclusively" in placement.reasons["a"]
+    assert place(ask(gpu_mode="exclusive"), [beat("a"), beat("b")], held).executors[0].executor_id == "b"
 
 
 def test_loads_add_up_per_executor():
@@ -73,8 +121,8 @@ def test_placement_one_after_the_other_never_promises_more_than_there_is(wants):
     claims = []
     for _, want in wants:
         placement = place(ask(required_vram=want), candidates, loads(claims))
-        if placement.executor is not None:
-            claims.append(Claim(placement.executor.executor_id, want))
+        if placement.executors:
+            claims.append(Claim(placement.executors[0].executor_id, want))
         else:
             assert all(100 - loads(claims)[n].reserved < want for n in "abc")
     assert all(load.reserved <= 100 for load in loads(claims).values())
@@ -104,8 +152,8 @@ def test_placement_fits_and_does_not_depend_on_order(found, want, rng):
     shuffled = candidates[:]
     rng.shuffle(shuffled)
     first, second = (place(ask(required_vram=want), c, {}) for c in (candidates, shuffled))
-    assert (first.executor and first.executor.executor_id) == (second.executor and second.executor.executor_id)
-    if first.executor is None:
+    assert first.executors == second.executors
+    if not first.executors:
         assert all(c.device.total_memory < want for c in candidates) and len(first.reasons) == len(candidates)
     else:
-        assert first.executor.device.total_memory >= want
+        assert first.executors[0].device.total_memory >= want

@@ -92,12 +92,13 @@ def read_stack(state_dir: Path) -> Stack | None:
     return Stack(state_dir, content["nats_url"], content["rest_url"], services)
 
 
-def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False) -> Stack:
+def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:
     """Start a stack and wait until it serves.
 
     Args:
         state_dir: its directory; a temporary one for an ephemeral stack if None.
         ephemeral: end it when this process ends, however that happens.
+        gpus: executors to start; each serves one device.
 
     Raises:
         StackError: one runs there already, or it did not come up.
@@ -108,7 +109,7 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False) -> St
     if read_stack(state_dir) is not None:
         raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
     stop_stack(state_dir)
-    argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir)]
+    argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
     log_path = state_dir / "supervisor.log"
     with log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""The supervisor's process: starts nats-server, router and executor, keeps them alive, stops them all at its own end.
+"""The supervisor's process: starts nats-server, router and executors, keeps them alive, stops them all at its own end.
 
-`python -m wooly_local.supervisor --state-dir DIR [--die-with-stdin]`
+`python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ def nats_server_binary() -> str:
 class Supervisor:
     """Owns the services of one state directory."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, gpus: int) -> None:
         self.dir = state_dir
+        self.gpus = gpus
         self.services: list[Service] = []
         self.nats_url = ""
         self.rest_url = ""
@@ -60,7 +61,6 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         (self.dir / "router.port").unlink(missing_ok=True)
         nats = self._start_nats(logs)
-        node = socket.gethostname()
         router = Service(
             "router",
             [sys.executable, "-m", "wooly_router"],
@@ -71,22 +71,28 @@ class Supervisor:
             },
             logs / "router.log",
         )
-        executor = Service(
-            "executor",
-            [sys.executable, "-m", "wooly_executor"],
-            {
-                "WOOLY_EXECUTOR_NATS_URL": self.nats_url,
-                "WOOLY_EXECUTOR_ID": "local-0",
-                "WOOLY_EXECUTOR_NODE": node,
-                "WOOLY_EXECUTOR_STATE_DIR": str(self.dir),
-            },
-            logs / "executor.log",
-        )
-        self.services = [nats, router, executor]
-        router.start()
-        executor.start()
+        executors = [self._executor(index, logs) for index in range(self.gpus)]
+        self.services = [nats, router, *executors]
+        for service in self.services[1:]:
+            service.start()
         self._wait_ready()
         self.write_state("ready")
+
+    def _executor(self, index: int, logs: Path) -> Service:
+        name = f"executor-{index}"
+        env = {
+            "WOOLY_EXECUTOR_NATS_URL": self.nats_url,
+            "WOOLY_EXECUTOR_ID": f"local-{index}",
+            "WOOLY_EXECUTOR_NODE": socket.gethostname(),
+            "WOOLY_EXECUTOR_STATE_DIR": str(self.dir),
+        }
+        if self.gpus > 1:  # they share the host's memory and cores, unless the user says otherwise
+            shares = {
+                "WOOLY_EXECUTOR_MEMORY": psutil.virtual_memory().total // self.gpus,
+                "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // self.gpus),
+            }
+            env |= {k: os.environ.get(k) or str(v) for k, v in shares.items()}
+        return Service(name, [sys.executable, "-m", "wooly_executor"], env, logs / f"{name}.log")
 
     def _start_nats(self, logs: Path) -> Service:
         ports_dir = self.dir / "nats"
@@ -119,7 +125,7 @@ class Supervisor:
                     raise RuntimeError(f"{service.name} ended while starting:\n{service.last_words()}")
             if port_file.exists() and (port := port_file.read_text().strip()):
                 self.rest_url = f"http://127.0.0.1:{port}"
-                if self._executors() > 0:
+                if self._executors() >= self.gpus:
                     return
             time.sleep(0.05)
         raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))
@@ -167,7 +173,7 @@ class Supervisor:
         self._stopping = True
 
     def shut_down(self) -> None:
-        """Stop the services, executor first."""
+        """Stop the services, executors first."""
         for service in reversed(self.services):
             service.stop()
         (self.dir / "stack.json").unlink(missing_ok=True)
@@ -186,12 +192,13 @@ def main() -> int:
     """Run until told to stop."""
     parser = argparse.ArgumentParser(prog="wooly_local.supervisor")
     parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=1, help="executors to start")
     parser.add_argument("--die-with-stdin", action="store_true", help="stop when standard input is closed")
     args = parser.parse_args()
     if args.die_with_stdin:
         die_with_parent()
     args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    supervisor = Supervisor(args.state_dir)
+    supervisor = Supervisor(args.state_dir, args.gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:

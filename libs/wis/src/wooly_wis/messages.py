@@ -60,7 +60,7 @@ class ClientFacts(Message):
 
 
 class OpenSessionRequest(Message):
-    """A client wants a device (to the router)."""
+    """A client wants devices (to the router). `required_vram` is bytes on each of them."""
 
     tenant: Name = "default"
     credential: str = Field(default="", max_length=65536)
@@ -74,16 +74,22 @@ class OpenSessionRequest(Message):
     client: ClientFacts
 
 
-class OpenSessionReply(Message):
-    """The client's session: where to connect and with what token; renew within `lease_s` seconds."""
+class SessionPart(Message):
+    """One device of a session: who serves it, and where to connect."""
 
-    session_id: SessionId
     executor_id: Id
     node: Host
     endpoints: Endpoints
+    device: DeviceFacts
+
+
+class OpenSessionReply(Message):
+    """The client's session: its devices, each on an executor of its own, one token for all; renew within `lease_s` seconds."""
+
+    session_id: SessionId
     token: Token
     lease_s: float = Field(gt=0)
-    device: DeviceFacts
+    parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
 
 
 class RenewSessionRequest(Message):

@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,44 @@ from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
+from wooly.storage import MAX_DEVICES
 
 log = logging.getLogger("wooly")
-_IDLE_CHECK_S = 0.002
+#: Seconds after which all links of a session with several devices are looked at: one may break while only another is used.
+_LOOK_EVERY_S = 0.25
+_COUNTED = ("operations", "instructions", "programs", "bytes_sent", "bytes_received", "syncs")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one device of a session is.
+
+    Attributes:
+        endpoints: where its executor says that it listens.
+        executor_id: for messages.
+        node: for messages.
+    """
+
+    endpoints: Sequence[str]
+    executor_id: str = ""
+    node: str = ""
 
 
 @dataclass
 class _Attached:
-    """The process's one session."""
+    """The process's one session: a link per device, the part that each serves, and the endpoint that answered."""
 
     device: Device
-    link: Link
-    executor_id: str
-    node: str
-    endpoint: Endpoint
+    links: list[Link]
+    parts: Sequence[Part]
+    endpoints: list[Endpoint]
     close_session: Any = None
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def link(self) -> Link:
+        """That of the first device."""
+        return self.links[0]
 
 
 _lock = threading.RLock()
@@ -44,10 +67,11 @@ _flusher: threading.Thread | None = None
 
 
 def attach(
-    endpoints: list[str],
+    endpoints: Sequence[str],
     session_id: str,
     token: str,
     *,
+    more: Sequence[Part] = (),
     flush_instructions: int = 128,
     flush_interval_s: float = 0.005,
     executor_id: str = "",
@@ -62,6 +86,7 @@ def attach(
         endpoints: where the executor says that it listens.
         session_id: the session, as the router named it.
         token: what the executor wants to see.
+        more: where the session's further devices are, cuda:1 first.
         flush_instructions: instructions after which a program is sent.
         flush_interval_s: seconds after which an idle executor gets what there is.
         executor_id: for messages.
@@ -77,36 +102,56 @@ def attach(
     with _lock:
         if _attached is not None:
             return _attached.device
+        parts = [Part(endpoints, executor_id, node), *more]
+        if len(parts) > MAX_DEVICES:
+            raise NotConnectedError(f"{len(parts)} devices; a process can have {MAX_DEVICES}")
         device = register(flush_instructions)
-        failures = []
-        for text in endpoints:
-            endpoint = Endpoint.parse(text)
-            if channel != "auto" and (channel == "tunnel") != (endpoint.scheme == "nats"):
-                failures.append(f"{text}: not tried, WOOLYAI_CHANNEL is {channel}")
-                continue
-            try:
-                client = _dial(endpoint, control_url, tls_ca)
-                try:
-                    link = Link(client, session_id, token, f"{executor_id or 'executor'} ({endpoint})")
-                except BaseException:
-                    client.close()
-                    raise
-            except (ChannelError, WoolyError) as e:
-                if isinstance(e, ChannelTlsError):  # the next way may do, but this one should have
-                    log.warning("%s", e)
-                failures.append(f"{text}: {e}")
-                continue
-            break
-        else:
-            raise NotConnectedError("no endpoint of the executor could be reached:\n  " + "\n  ".join(failures))
-        recorder = device.recorder
-        link.name_of = recorder.name_of
-        with recorder.lock:
-            recorder.forget_session()
-            recorder.link = link
-        _attached = _Attached(device, link, executor_id, node, endpoint)
+        links: list[Link] = []
+        answered: list[Endpoint] = []
+        try:
+            for part in parts:
+                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca)
+                links.append(link)
+                answered.append(endpoint)
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+        for link in links:
+            link.siblings = [other for other in links if other is not link]
+        device.set_count(len(links))
+        for recorder, link in zip(device.devices.active(), links, strict=True):
+            link.name_of = recorder.name_of
+            with recorder.lock:
+                recorder.forget_session()
+                recorder.link = link
+        _attached = _Attached(device, links, parts, answered)
         _start_flusher(device, flush_interval_s)
         return device
+
+
+def _connect(
+    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None
+) -> tuple[Link, Endpoint]:
+    failures = []
+    for text in part.endpoints:
+        endpoint = Endpoint.parse(text)
+        if channel != "auto" and (channel == "tunnel") != (endpoint.scheme == "nats"):
+            failures.append(f"{text}: not tried, WOOLYAI_CHANNEL is {channel}")
+            continue
+        try:
+            client = _dial(endpoint, control_url, tls_ca)
+            try:
+                return Link(client, session_id, token, f"{part.executor_id or 'executor'} ({endpoint})"), endpoint
+            except BaseException:
+                client.close()
+                raise
+        except (ChannelError, WoolyError) as e:
+            if isinstance(e, ChannelTlsError):  # the next way may do, but this one should have
+                log.warning("%s", e)
+            failures.append(f"{text}: {e}")
+    who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
+    raise NotConnectedError(f"no endpoint of {who} could be reached:\n  " + "\n  ".join(failures))
 
 
 def _dial(endpoint: Endpoint, control_url: str, tls_ca: Path | None) -> ChannelClient:
@@ -142,14 +187,16 @@ def enable(settings: Any = None) -> None:
                 settings.programs_dir.mkdir(parents=True, exist_ok=True)
             opened = open_session(settings)
             try:
+                first, *more = [Part(p.endpoints, p.executor_id, p.node) for p in opened.parts]
                 attach(
-                    opened.endpoints,
+                    first.endpoints,
                     opened.session_id,
                     opened.token,
+                    more=more,
                     flush_instructions=settings.flush_instructions,
                     flush_interval_s=settings.flush_interval_ms / 1e3,
-                    executor_id=opened.executor_id,
-                    node=opened.node,
+                    executor_id=first.executor_id,
+                    node=first.node,
                     channel=settings.channel,
                     control_url=opened.control_url,
                     tls_ca=settings.tls_ca,
@@ -159,7 +206,8 @@ def enable(settings: Any = None) -> None:
                 raise
             assert _attached is not None
             _attached.close_session = opened.close
-            _attached.device.recorder.programs_dir = settings.programs_dir
+            for recorder in _attached.device.devices.recorders:
+                recorder.programs_dir = settings.programs_dir
             children.settings = settings.model_copy(update={"controller_url": opened.control_url})
         install_facade()
 
@@ -171,7 +219,7 @@ def install_facade() -> None:
         if _attached is None:
             raise NotConnectedError("no session; call wooly.enable()")
         if _facade is None:
-            _facade = Facade(device_facts)
+            _facade = Facade(_attached.device.devices, device_facts)
         _facade.install()
 
 
@@ -185,10 +233,12 @@ def disable() -> None:
         attached, _attached = _attached, None
         if attached is None:
             return
-        recorder = attached.device.recorder
-        with recorder.lock:
-            attached.link.close()
-            recorder.forget_session()
+        for link in attached.links:
+            link.siblings = []
+        for recorder, link in zip(attached.device.devices.active(), attached.links, strict=True):
+            with recorder.lock:
+                link.close()
+                recorder.forget_session()
         if attached.close_session is not None:
             attached.close_session()
 
@@ -206,9 +256,9 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def device_facts() -> dict[str, Any]:
-    """The executor's facts of the attached device."""
-    return _attached.link.device if _attached is not None else {}
+def device_facts(index: int = 0) -> dict[str, Any]:
+    """The executor's facts of an attached device."""
+    return _attached.links[index].device if _attached is not None else {}
 
 
 def attached_device() -> Device:
@@ -223,27 +273,39 @@ def attached_device() -> Device:
 
 
 def session_stats() -> dict[str, Any]:
-    """What this session has done so far.
+    """What this session has done so far: counters of all its devices together, and under "devices" those of each.
 
     Raises:
         NotConnectedError: there is none.
     """
     if _attached is None:
         raise NotConnectedError("no session; call wooly.enable()")
-    recorder, link = _attached.device.recorder, _attached.link
-    return {
-        "executor_id": _attached.executor_id,
-        "node": _attached.node,
-        "device": link.device.get("name", ""),
-        "endpoint": str(_attached.endpoint),
-        "operations": recorder.operations,
-        "instructions": recorder.instructions,
-        "programs": recorder.programs,
-        "bytes_sent": link.bytes_sent,
-        "bytes_received": link.bytes_received,
-        "syncs": link.syncs,
-        "seconds": time.monotonic() - _attached.started,
-    }
+    devices = [
+        {
+            "executor_id": part.executor_id,
+            "node": part.node,
+            "device": link.device.get("name", ""),
+            "endpoint": str(endpoint),
+            "operations": recorder.operations,
+            "instructions": recorder.instructions,
+            "programs": recorder.programs,
+            "bytes_sent": link.bytes_sent,
+            "bytes_received": link.bytes_received,
+            "syncs": link.syncs,
+        }
+        for part, link, endpoint, recorder in zip(
+            _attached.parts, _attached.links, _attached.endpoints, _attached.device.devices.active(), strict=True
+        )
+    ]
+    sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
+    return sums | {"seconds": time.monotonic() - _attached.started, "devices": devices}
+
+
+def synchronize() -> None:
+    """Wait for all devices; errors of operations that nothing else waited for surface here."""
+    if _attached is not None:
+        for index in range(len(_attached.links)):
+            torch.wooly.synchronize(index)  # type: ignore[attr-defined]
 
 
 def _start_flusher(device: Device, interval_s: float) -> None:
@@ -253,20 +315,31 @@ def _start_flusher(device: Device, interval_s: float) -> None:
         return
 
     def watch() -> None:
-        recorder = device.recorder
-        seen, quiet = -1, 0
+        seen, quiet, looked = [-1] * MAX_DEVICES, 0, 0.0
         while True:
             time.sleep(interval_s if quiet < 200 else interval_s * 10)
             quiet += 1
-            if not recorder.open or recorder.link is None:
-                continue
-            if recorder.generation != seen:
-                seen, quiet = recorder.generation, 0
-                continue
-            with recorder.lock:
-                link = recorder.link
-                if link is not None and recorder.open and recorder.generation == seen and link.poll():
-                    recorder.try_flush()
+            active = device.devices.active()
+            for index, recorder in enumerate(active):
+                if not recorder.open or recorder.link is None:
+                    continue
+                if recorder.generation != seen[index]:
+                    seen[index], quiet = recorder.generation, 0
+                    continue
+                if not recorder.lock.acquire(blocking=False):
+                    continue  # in use; and who waits for one device must not hide what happens to another
+                try:
+                    link = recorder.link
+                    if link is not None and recorder.open and recorder.generation == seen[index] and link.poll():
+                        recorder.try_flush()
+                finally:
+                    recorder.lock.release()
+            if len(active) > 1 and time.monotonic() - looked > _LOOK_EVERY_S:
+                looked = time.monotonic()
+                for recorder in active:
+                    link = recorder.link
+                    if link is not None:
+                        link.look()
 
     _flusher = threading.Thread(target=watch, name="wooly-flusher", daemon=True)
     _flusher.start()

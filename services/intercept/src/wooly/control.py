@@ -95,7 +95,7 @@ class Controller:
 
 
 def connect(settings: Settings, *, start: bool = False) -> Controller:
-    """The controller that the settings name; else the local stack; else, with `start`, one for this process.
+    """The controller that the settings name; else the local stack; else, with `start`, one for this process alone.
 
     Raises:
         ControlError: there is none; the message says what to start.
@@ -111,7 +111,7 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
     if not start:
         raise ControlError("no stack is running here; start one with `wooly up`")
     try:
-        stack = stack_module.start_stack(None, ephemeral=True)
+        stack = stack_module.start_stack(None, ephemeral=True, gpus=settings.gpu_count)
     except RuntimeError as e:
         raise ControlError(f"a local stack could not be started: {e}") from e
     return Controller(stack.nats_url, stack)
@@ -122,19 +122,15 @@ class OpenedSession:
 
     Attributes:
         session_id: name of the session.
-        token: what the data channel wants to see.
-        endpoints: where the executor listens.
-        executor_id: who serves.
-        node: on which host.
+        token: what the data channels want to see.
+        parts: who serves each device, and where.
         control_url: NATS, as this process reaches it.
     """
 
     def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
         self.session_id = opened.session_id
         self.token = opened.token
-        self.endpoints = list(opened.endpoints)
-        self.executor_id = opened.executor_id
-        self.node = opened.node
+        self.parts = opened.parts
         self.control_url = controller.url
         self._controller = controller
         self._lease_s = opened.lease_s

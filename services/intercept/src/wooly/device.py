@@ -1,4 +1,4 @@
-"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the one recorder behind it.
+"""The Wooly device as PyTorch sees it: backend module, kernel registration, and the recorders behind it.
 
 Registration happens once per process, at the first `register()`; a session is attached and detached by `api`.
 """
@@ -15,13 +15,14 @@ import torch
 import wooly_wis
 
 from wooly import storage
+from wooly.devices import NAME, Devices
 from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
-from wooly.recorder import Recorder, set_library_roots
+from wooly.recorder import Forms, Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import (
     all_aten_overloads,
@@ -31,7 +32,6 @@ from wooly.torch_private import (
     word_resizes_as_aten_does,
 )
 
-NAME = "wooly"
 aten = torch.ops.aten
 
 #: Composite operators that travel whole: one instruction instead of the several that ATen would make of them.
@@ -49,22 +49,34 @@ _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
 
 class Device:
-    """The process's Wooly device: recorder, generator, and the libraries that keep the kernels registered."""
+    """The process's Wooly devices: recorders, generators, and the libraries that keep the kernels registered."""
 
     def __init__(self, flush_instructions: int) -> None:
-        self.recorder = Recorder(flush_instructions)
-        self.generator = Generator()
-        self.generic = Generic(self.recorder, self.generator)
-        self.transfer = Transfer(self.recorder, NAME)
+        self._forms = forms = Forms()
+        self.devices = Devices([Recorder(flush_instructions, forms, heap, Generator()) for heap in storage.heaps])
+        self.generic = Generic(self.devices, forms)
+        self.transfer = Transfer(self.devices, forms)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)
         self.forked = False
         self._libraries: list[torch.library.Library] = []
 
+    @property
+    def recorder(self) -> Recorder:
+        """That of the first device."""
+        return self.devices.recorders[0]
+
+    def set_count(self, count: int) -> None:
+        """A session with so many devices begins."""
+        self.devices.count = count
+        self.transfer.forget_devices()
+
     def after_fork(self) -> None:
-        """In a process that was forked while a session was there, the device is out of reach."""
+        """In a process that was forked while a session was there, its devices are out of reach."""
         self.forked = self.forked or self.recorder.link is not None
-        self.recorder.forked()
+        self._forms.forked()
+        for recorder in self.devices.recorders:
+            recorder.forked()
 
     def register_kernels(self) -> None:
         """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
@@ -162,21 +174,24 @@ class BackendModule(ModuleType):
     def is_initialized(self) -> bool:
         return self._device.recorder.link is not None
 
+    def _recorder(self, device: Any = None) -> Recorder:
+        devices = self._device.devices
+        return devices.recorders[devices.index_of(device)]
+
     def device_count(self) -> int:
-        return 1
+        return self._device.devices.count
 
     def current_device(self) -> int:
-        return 0
+        return self._device.devices.current
 
     def set_device(self, device: Any) -> None:
-        """There is one device; anything else is CUDA's error."""
-        index = device if isinstance(device, int) else torch.device(device).index
-        if index not in (None, 0):
-            raise RuntimeError("CUDA error: invalid device ordinal")
+        """Make a device the one that this thread means by "cuda". A negative number changes nothing, as in CUDA."""
+        if not isinstance(device, int) or device >= 0:
+            self._device.devices.current = self._device.devices.index_of(device)
 
     def synchronize(self, device: Any = None) -> None:
-        """Wait until everything recorded has run; errors of the far side surface here."""
-        recorder = self._device.recorder
+        """Wait until everything recorded for a device has run; errors of the far side surface here."""
+        recorder = self._recorder(device)
         with recorder.lock:
             recorder.flush()
             recorder.require_link().sync()
@@ -184,25 +199,33 @@ class BackendModule(ModuleType):
     @property
     def default_generators(self) -> tuple[DeviceGenerator, ...]:
         """One generator per device, that which operators draw from if they are given none."""
-        return (DeviceGenerator(0, self._device.generator),)
+        return tuple([DeviceGenerator(i, r.generator) for i, r in enumerate(self._device.devices.active())])
 
     def manual_seed(self, seed: int) -> None:
-        self._device.generator.manual_seed(int(seed))
+        self._recorder().generator.manual_seed(int(seed))
 
-    manual_seed_all = manual_seed
+    def manual_seed_all(self, seed: int) -> None:
+        for recorder in self._device.devices.recorders:
+            recorder.generator.manual_seed(int(seed))
 
     def seed(self) -> int:
-        return self._device.generator.reseed()
+        return self._recorder().generator.reseed()
+
+    def seed_all(self) -> int:
+        """One new seed for all devices."""
+        seed = self.seed()
+        self.manual_seed_all(seed)
+        return seed
 
     def initial_seed(self) -> int:
-        return self._device.generator.seed
+        return self._recorder().generator.seed
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
         """Seed and offset as 16 bytes."""
-        return self._device.generator.state()
+        return self._recorder(device).generator.state()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        self._device.generator.restore(state)
+        self._recorder(device).generator.restore(state)
 
     def clear_autocast_cache(self) -> None:
         """Forget the weights that autocast has cast."""
@@ -239,6 +262,15 @@ def current() -> Device:
     return _device
 
 
+def current_devices() -> Devices:
+    """The process's devices.
+
+    Raises:
+        NotConnectedError: nobody has asked for one yet.
+    """
+    return current().devices
+
+
 def register(flush_instructions: int) -> Device:
     """The process's device; registers it with PyTorch at the first call."""
     global _device
@@ -250,7 +282,8 @@ def register(flush_instructions: int) -> Device:
             device.register_kernels()
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device
-        _device.recorder.limit = flush_instructions
+        for recorder in _device.devices.recorders:
+            recorder.limit = flush_instructions
         # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.
         torch.autograd.set_multithreading_enabled(False)
         return _device

@@ -25,7 +25,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from wooly.device import NAME, Device
+from wooly.device import Device
+from wooly.devices import NAME
 from wooly.torch_private import raw_device
 
 #: Operators that are asked to bring data to the host, or between tensors.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly import storage
-from wooly.device import NAME, Device
+from wooly.device import Device
+from wooly.devices import NAME, Devices
 from wooly.recorder import Recorder, Work
-from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of
+from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout, address_of
 from wooly.torch_private import raw_device, reinterpret
 
 log = logging.getLogger("wooly.graphs")
@@ -35,8 +36,8 @@ KINDS_KEPT = 64
 #: Instructions that one program may have.
 INSTRUCTIONS = 32768
 
-#: Ids of buffers that live inside one program only. Every program gives them back, so all share them.
-_temporary: list[int] = []
+#: Per device, ids of buffers that live inside one program only. Every program gives them back, so all share them.
+_temporary: tuple[list[int], ...] = tuple([[] for _ in storage.heaps])
 
 
 class NotOneProgramError(Exception):
@@ -160,7 +161,7 @@ class Program:
     """A recording with its slots sorted: what comes from outside, what comes out, what lives inside.
 
     Args:
-        device: where it runs.
+        recorder: that of the device where it runs.
         recorded: the recording.
         tensors: tensor per key from outside; at a later run, `run` is told others by these keys.
         constants: buffers from outside that stay the same.
@@ -170,14 +171,14 @@ class Program:
 
     def __init__(
         self,
-        device: Device,
+        recorder: Recorder,
         recorded: Recording,
         tensors: dict[Any, Tensor],
         constants: set[int],
         results: Sequence[Any],
         buffers: dict[int, Any] | None = None,
     ) -> None:
-        self._device = device
+        self._recorder = recorder
         self._recorded = recorded
         outside = (buffers or {}) | _by_id(tensors)
         dtypes = {k: t.dtype for k, t in tensors.items()}
@@ -226,9 +227,11 @@ class Program:
         """Give every slot that nobody asks for a temporary id, and free those that the program does not free itself."""
         recorded = self._recorded
         unasked = [s for s in self.left if s not in wanted]
-        while len(_temporary) < len(unasked) + len(recorded.gone):
-            _temporary.append(storage.reserve_id())
-        ids = iter(_temporary)
+        heap = self._recorder.heap
+        temporary = _temporary[heap.index]
+        while len(temporary) < len(unasked) + len(recorded.gone):
+            temporary.append(heap.reserve_id())
+        ids = iter(temporary)
         for slot in recorded.gone:
             self._template[slot] = next(ids)
         self._frees = []
@@ -260,7 +263,7 @@ class Program:
             kept: ids for the `wanted` slots.
             tensors: tensor per key, for results that are arguments.
         """
-        recorder, recorded = self._device.recorder, self._recorded
+        recorder, recorded = self._recorder, self._recorded
         bind = list(self._template)
         for slot, key in self.outside:
             bind[slot] = ids[key]
@@ -270,7 +273,7 @@ class Program:
         if recorded.random:
             params = list(params)
             for at in recorded.random:
-                params[at : at + 2] = self._device.generator.draw()
+                params[at : at + 2] = recorder.generator.draw()
         bases: dict[int, Tensor] = {}
         results: list[Any] = []
         with recorder.lock:
@@ -278,7 +281,7 @@ class Program:
                 if isinstance(r, _Out):
                     base = bases.get(r.slot)
                     if base is None:
-                        base, bind[r.slot] = r.layout.new()
+                        base, bind[r.slot] = r.layout.new(recorder.heap)
                         bases[r.slot] = base
                     results.append(r.seen_in(base))
                 else:
@@ -353,19 +356,23 @@ class GraphFunction:
                 if not at:
                     at = address_of(a)
                 ids.append(at >> ID_SHIFT)
-                kind += (a.dtype, a.shape, a.stride(), at & OFFSET_MASK, a.requires_grad)
+                kind += (a.dtype, a.shape, a.stride(), at & PLACE_MASK, a.requires_grad)
             else:
                 kind.append(a)
         if len(set(ids)) != len(ids):
             kind.append(tuple([ids.index(i) for i in ids]))
         grad = torch.is_grad_enabled()
         kind.append(grad)
+        devices = self._device.devices
+        if devices.count > 1:
+            kind.append(devices.current)
         known = self._kinds.get(signature := tuple(kind))
         if known is None:
-            if len(self._kinds) >= KINDS_KEPT or self._device.recorder.recording:
+            recorder = devices.recorders[ids[0] & DEVICE_MASK if ids else devices.current]
+            if len(self._kinds) >= KINDS_KEPT or recorder.recording or len({i & DEVICE_MASK for i in ids}) > 1:
                 return self._eager(inputs)
             wants = grad and any(isinstance(a, Tensor) and a.requires_grad for a in inputs)
-            known = self._kinds[signature] = (_Training if wants else _Inference)(self._device, self)
+            known = self._kinds[signature] = (_Training if wants else _Inference)(recorder, self)
         if known.why:
             return self._eager(inputs)
         return known(inputs)
@@ -378,6 +385,15 @@ class GraphFunction:
     def function(self) -> Function:
         """The function itself."""
         return self._function
+
+    @property
+    def devices(self) -> Devices:
+        """All devices."""
+        return self._device.devices
+
+    def operations_besides(self, recorder: Recorder) -> int:
+        """Operations recorded so far on other devices."""
+        return sum([r.operations for r in self.devices.active() if r is not recorder])
 
     @property
     def constant_ids(self) -> set[int]:
@@ -407,8 +423,8 @@ class _Kind:
         why: why this kind stays eager; empty while it does not.
     """
 
-    def __init__(self, device: Device, owner: GraphFunction) -> None:
-        self.device = device
+    def __init__(self, recorder: Recorder, owner: GraphFunction) -> None:
+        self.recorder = recorder
         self.owner = owner
         self.why = ""
         self.spec: TreeSpec | None = None
@@ -422,17 +438,24 @@ class _Kind:
         """Run `call` and keep what it records; None, with the reason in `why`, where that is not one program."""
         counters.recorded += 1
         recorded = None
-        with self.device.recorder.lock:
+        with ExitStack() as locks:
+            # All devices, in one order for all threads: the call may go to any, while this one's lock is held.
+            for recorder in self.owner.devices.active():
+                locks.enter_context(recorder.lock)
+            others = self.owner.operations_besides(self.recorder)
             try:
-                with recording(self.device.recorder) as out:
+                with recording(self.recorder) as out:
                     results = call()
                 recorded = out.result
+                if self.owner.operations_besides(self.recorder) != others:
+                    recorded = None
+                    raise NotOneProgramError("it computes on several devices")
                 if recorded is None:
                     raise NotOneProgramError(
                         "it waits for the device in its middle, or sends data, or does nothing there"
                     )
             except NotOneProgramError as e:
-                self.device.recorder.flush()
+                self.recorder.flush()
                 self.give_up(str(e))
         return results, recorded
 
@@ -458,7 +481,7 @@ class _Inference(_Kind):
             leaves, recorded = self.record(inputs, lambda: self.flat(self.owner.function(*inputs)))
             if recorded is not None:
                 try:
-                    self.program = Program(self.device, recorded, tensors, self.owner.constant_ids, leaves)
+                    self.program = Program(self.recorder, recorded, tensors, self.owner.constant_ids, leaves)
                 except NotOneProgramError as e:
                     self.give_up(str(e))
             return self.unflat(leaves)
@@ -479,8 +502,8 @@ class _Training(_Kind):
     Until a backward was recorded, forwards run eagerly inside the autograd function and keep their own graph.
     """
 
-    def __init__(self, device: Device, owner: GraphFunction) -> None:
-        super().__init__(device, owner)
+    def __init__(self, recorder: Recorder, owner: GraphFunction) -> None:
+        super().__init__(recorder, owner)
         self.forward_program: Program | None = None
         self.backward_programs: dict[tuple[bool, ...], Program] = {}
 
@@ -511,7 +534,7 @@ class _Training(_Kind):
         tensors = _device_tensors(inputs)
         if recorded is not None:
             try:
-                program = Program(self.device, recorded, tensors, self.owner.constant_ids, leaves)
+                program = Program(self.recorder, recorded, tensors, self.owner.constant_ids, leaves)
                 self._check(program, inputs)
                 self.forward_program = self.forward_program or program
             except NotOneProgramError as e:
@@ -534,7 +557,7 @@ class _Training(_Kind):
         assert program is not None
         counters.replayed += 1
         tensors = _device_tensors(inputs)
-        lease = storage.Lease([program.made[s] for s in program.wanted])
+        lease = storage.Lease(self.recorder.heap, [program.made[s] for s in program.wanted])
         results = program.run(_ids(tensors), lease.ids, tensors)
         for k in program.written:
             _touch(tensors[k])
@@ -597,7 +620,7 @@ class _Training(_Kind):
             for where, values in (("grad", grads), ("in", alone), ("out", leaves))
             for k, t in _device_tensors(values).items()
         }
-        program = Program(self.device, recorded, tensors, self.owner.constant_ids, results, kept)
+        program = Program(self.recorder, recorded, tensors, self.owner.constant_ids, results, kept)
         if program.written:
             raise NotOneProgramError("its backward writes what was there before")
         self.forward_program.want({key[1] for _, key in program.outside if key[0] == "kept"})

@@ -21,7 +21,8 @@ from wooly.recorder import Origin, describe_origin
 RUNS_REMEMBERED = 1024
 _POLL_EVERY = 64
 _MIRROR_LIMIT = 64 << 20
-_MIRROR_ITEM_LIMIT = 1 << 20
+#: Bytes up to which what was read is kept.
+MIRROR_ITEM_LIMIT = 1 << 20
 
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
 
@@ -34,6 +35,7 @@ class Link:
         bytes_received: payload bytes received.
         syncs: answers waited for.
         device: facts of the device, as the executor told them.
+        siblings: links of the session's other devices, which do not outlive this one.
     """
 
     def __init__(self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0) -> None:
@@ -48,6 +50,7 @@ class Link:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.syncs = 0
+        self.siblings: list[Link] = []
         self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
@@ -68,11 +71,30 @@ class Link:
             raise self._lose(e) from e
 
     def _lose(self, cause: Exception) -> WoolyError:
-        self._lost = ExecutorLostError(
-            f"lost the executor {self._where}: {cause}. What was on its device is gone; start the program again "
-            "(`wooly status` shows what is running, `wooly up` starts a local stack)."
-        )
+        for sibling in self.siblings:
+            sibling.look()  # the router ends a session whose first link broke: that one is the cause to name
+        return self._over(cause)
+
+    def _over(self, cause: Exception) -> WoolyError:
+        if self._lost is None:
+            self._lost = ExecutorLostError(
+                f"lost the executor {self._where}: {cause}. What was on its device is gone; start the program again "
+                "(`wooly status` shows what is running, `wooly up` starts a local stack)."
+            )
+            for sibling in self.siblings:
+                sibling.end(self._lost)
         return self._lost
+
+    def look(self) -> None:
+        """Notice that the executor is gone. Any thread may ask; nothing is taken in."""
+        if self._lost is None and self._channel.broken():
+            self._over(WoolyError("the other end closed the connection"))
+
+    def end(self, error: WoolyError) -> None:
+        """The session is over because of another device. Wakes whoever waits here."""
+        if self._lost is None:
+            self._lost = error
+            self._channel.abort()
 
     def define(self, program: bytes) -> None:
         """Tell the executor a program; it checks it before the first run."""
@@ -192,7 +214,7 @@ class Link:
 
     def keep(self, buffer: int, key: ViewKey, host: torch.Tensor) -> None:
         """Remember what was read. Old entries go when the total passes 64 MiB."""
-        if host.nbytes > _MIRROR_ITEM_LIMIT:
+        if host.nbytes > MIRROR_ITEM_LIMIT:
             return
         self._mirrors.setdefault(buffer, {})[key] = host
         self._mirror_bytes += host.nbytes

@@ -22,8 +22,9 @@ from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
-from wooly import storage
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
+from wooly.rng import Generator
+from wooly.storage import Heap
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -130,19 +131,71 @@ def _refuse_forked(*args: object, **kwargs: object) -> NoReturn:
     raise ForkedProcessError
 
 
-class Recorder:
-    """Records for one device. All public methods are called with `lock` held, except `flush_if_idle`.
+class Forms:
+    """Every form that this process has recorded, by a small number. All devices share them; any thread may ask.
 
     Attributes:
-        lock: reentrant; every kernel takes it, so that threads of one process share a device safely.
+        known: the forms, by their number.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[InternedForm] = []
+        self._ids: dict[bytes, int] = {}
+        self._alloc_ids: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def intern(self, form: Form) -> int:
+        """A small number for `form`, the same for equal forms."""
+        raw = encode_form(form)
+        with self._lock:
+            known = self._ids.get(raw)
+            if known is None:
+                fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
+                name = form.attr("name")
+                writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
+                random = form.attr("rng") is not None
+                view = form.operands[0].view if form.opcode == "alloc" else None
+                self.known.append(
+                    InternedForm(
+                        raw, len(form.operands), fmt, str(name or form.opcode), writes, random, view.end if view else 0
+                    )
+                )
+                known = self._ids[raw] = len(self.known) - 1
+            return known
+
+    def forked(self) -> None:
+        """This process is a fork: another thread may have held the lock."""
+        self._lock = threading.Lock()
+
+    def alloc(self, nbytes: int) -> int:
+        """The interned `alloc` of `nbytes` bytes."""
+        known = self._alloc_ids.get(nbytes)
+        if known is None:
+            view = View(DType.U8, (nbytes,), (1,), 0)
+            known = self._alloc_ids[nbytes] = self.intern(Form("alloc", (Operand(Role.OUT, view),)))
+        return known
+
+
+class Recorder:
+    """Records for one device. All public methods are called with `lock` held.
+
+    Attributes:
+        lock: reentrant; every kernel takes it, so that threads of one process share a device safely. No thread that
+            holds one device's waits for another's, except who takes all in order (see `graphs`).
+        forms: what instructions are made of.
+        heap: the device's storages.
+        generator: the device's random numbers.
         limit: instructions after which the open program is closed.
         recording: somebody keeps what is recorded now.
         foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, forms: Forms, heap: Heap, generator: Generator) -> None:
         self.lock = threading.RLock()
+        self.forms = forms
+        self.heap = heap
+        self.generator = generator
         self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
@@ -157,43 +210,13 @@ class Recorder:
         self.operations = 0
         self.instructions = 0
         self.programs = 0
-        self._forms: list[InternedForm] = []
-        self._form_ids: dict[bytes, int] = {}
-        self._alloc_ids: dict[int, int] = {}
+        self._forms = forms.known
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
         self._freed: list[int] = []
-        self._free_form = self.intern(Form("free", (Operand(Role.IN, None),)))
+        self._free_form = forms.intern(Form("free", (Operand(Role.IN, None),)))
         self.woken = threading.Event()
         self.sleeping = True
-
-    # -- forms -------------------------------------------------------------------------------------------------------
-
-    def intern(self, form: Form) -> int:
-        """A small number for `form`, the same for equal forms."""
-        raw = encode_form(form)
-        known = self._form_ids.get(raw)
-        if known is None:
-            known = self._form_ids[raw] = len(self._forms)
-            fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
-            name = form.attr("name")
-            writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
-            random = form.attr("rng") is not None
-            view = form.operands[0].view if form.opcode == "alloc" else None
-            self._forms.append(
-                InternedForm(
-                    raw, len(form.operands), fmt, str(name or form.opcode), writes, random, view.end if view else 0
-                )
-            )
-        return known
-
-    def alloc_form(self, nbytes: int) -> int:
-        """The interned `alloc` of `nbytes` bytes."""
-        known = self._alloc_ids.get(nbytes)
-        if known is None:
-            view = View(DType.U8, (nbytes,), (1,), 0)
-            known = self._alloc_ids[nbytes] = self.intern(Form("alloc", (Operand(Role.OUT, view),)))
-        return known
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
@@ -210,12 +233,12 @@ class Recorder:
         self.origins.append(where)
 
     def release_dead(self) -> None:
-        """Turn the deaths reported by `storage` into frees.
+        """Turn the deaths reported by the heap into frees.
 
         A buffer that this program used is freed by an instruction (deaths by reference count repeat exactly); any other
         after the run, outside the program, so that the garbage collector's timing does not make new programs.
         """
-        dead = storage.dead
+        dead = self.heap.dead
         link = self.link
         slot_of, words = self.slot_of, self.words
         while dead:
@@ -231,11 +254,6 @@ class Recorder:
             if link is not None:
                 link.forget(buffer)
 
-    @staticmethod
-    def dead_waiting() -> bool:
-        """Whether storages died since `release_dead`."""
-        return bool(storage.dead)
-
     @property
     def open(self) -> bool:
         """Whether anything is recorded and not yet sent."""
@@ -247,7 +265,7 @@ class Recorder:
         Raises:
             WoolyError: there is no session, or it is lost.
         """
-        if storage.dead:
+        if self.heap.dead:
             self.release_dead()
         if not (self.words or self._frees):
             return 0
@@ -302,8 +320,8 @@ class Recorder:
             self.flush()
 
     def _abandon(self) -> None:
-        storage.recycle(self._frees)
-        storage.recycle(self._freed)
+        self.heap.recycle(self._frees)
+        self.heap.recycle(self._freed)
         self.words = []
         self.bind = []
         self.slot_of = {}

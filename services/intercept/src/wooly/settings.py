@@ -41,9 +41,9 @@ class Settings(BaseSettings):
     credential: str = Field("", description="the tenant's credential")
     priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
     required_vram: int | None = Field(
-        None, gt=0, description="bytes of device memory to reserve, also the session's quota"
+        None, gt=0, description="bytes of memory to reserve on each device, also the session's quota there"
     )
-    gpu_count: int = Field(1, ge=1, description="devices to ask for")
+    gpu_count: int = Field(1, ge=1, le=8, description="devices to ask for, up to 8: cuda:0, cuda:1, …")
     gpu_mode: Literal["shared", "exclusive"] = Field("shared", description="share the device or not")
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
     swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")

@@ -1,12 +1,15 @@
 """Device storages: plain `torch.Tensor`s whose data pointer is a buffer id, and the news of their death.
 
 A storage is born from a DLPack capsule (device kDLExtDev, which PyTorch maps to PrivateUse1) with the fake data pointer
-``id << 40``; PyTorch calls the capsule's deleter exactly when the storage dies. That may be while an exception unwinds, when no
-Python function may simply be called: a ctypes callback would replace the user's exception with a SystemError. So the deleter is
-NumPy's, a C function that takes the interpreter's lock, frees the struct and drops one reference to an object of ours, whose
-finalizer Python itself runs with the exception put aside.
+``number << 43 | device << 40``; PyTorch calls the capsule's deleter exactly when the storage dies. That may be while an exception
+unwinds, when no Python function may simply be called: a ctypes callback would replace the user's exception with a SystemError. So
+the deleter is NumPy's, a C function that takes the interpreter's lock, frees the struct and drops one reference to an object of
+ours, whose finalizer Python itself runs with the exception put aside.
 
-This file knows nothing of programs or sessions: it hands out ids and reports deaths in `dead`.
+A *buffer id* is ``number << 3 | device``: the device can be told from it, and it is unique in the process. That leaves 21 bits
+for the number, so two million storages may live on each of eight devices, and 40 bits for the byte offset inside one (1 TiB).
+
+This file knows nothing of programs or sessions: a `Heap` per device hands out ids and reports deaths in its `dead`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,13 @@ from wooly.torch_private import from_dlpack, redispatch_cpu, reinterpret
 
 ID_SHIFT = 40
 OFFSET_MASK = (1 << ID_SHIFT) - 1
+DEVICE_BITS = 3
+#: Devices that a process can have.
+MAX_DEVICES = 1 << DEVICE_BITS
+#: The device of a buffer id.
+DEVICE_MASK = MAX_DEVICES - 1
+#: What a call's signature keeps of an address: byte offset and device.
+PLACE_MASK = (1 << ID_SHIFT + DEVICE_BITS) - 1
 _KDL_EXT_DEV = 12
 
 # DLPack type codes. Types that DLPack cannot carry everywhere travel as bytes and are re-viewed.
@@ -51,31 +61,83 @@ _CAPSULE_NAME = b"dltensor"
 
 _view_dtype = redispatch_cpu(torch.ops.aten.view.dtype)
 
-#: Ids of storages that died since the recorder last looked. An id is given out again only after `recycle`.
-dead: list[int] = []
-_reusable: list[int] = []
-_next_id = 0
-_live = 0
-_bytes_live = 0
-_bytes_peak = 0
-
 _ID_BITS = 64 - ID_SHIFT
 _ID_MASK = (1 << _ID_BITS) - 1
+#: Numbers that a fake pointer has room for, on each device.
+MAX_STORAGES = (1 << _ID_BITS - DEVICE_BITS) - 1
 
 
-class _Owner(int):
-    """What a storage holds one reference to: ``bytes << 24 | id``. A number, so that the garbage collector need not track it."""
+class Heap:
+    """The storages of one device: their ids, their deaths, their sizes.
 
-    __slots__ = ()
+    Attributes:
+        index: the device.
+        dead: ids of storages that died since the recorder last looked. An id is given out again only after `recycle`.
+        live: storages alive.
+        live_bytes: their bytes.
+        peak_bytes: highest value of `live_bytes` since the last `reset_peak`.
+        owner: what makes the object that a storage holds one reference to, from ``bytes << 24 | id``.
+    """
 
-    def __del__(self) -> None:
-        global _live, _bytes_live
-        if dead is None:  # the interpreter is ending and has cleared this module
-            return
-        _live -= 1
-        _bytes_live -= self >> _ID_BITS
-        dead.append(self & _ID_MASK)
+    __slots__ = ("_next", "_reusable", "dead", "index", "live", "live_bytes", "owner", "peak_bytes")
 
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.dead: list[int] = []
+        self.live = 0
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.owner = _owner_type(self)
+        self._reusable: list[int] = []
+        self._next = 0
+
+    def reserve_id(self) -> int:
+        """A fresh buffer id.
+
+        Raises:
+            RuntimeError: as many storages live as ids can tell apart.
+        """
+        if self._reusable:
+            return self._reusable.pop()
+        if self._next == MAX_STORAGES:
+            raise RuntimeError(f"CUDA error: out of memory ({MAX_STORAGES} storages live on cuda:{self.index})")
+        self._next += 1
+        return self._next << DEVICE_BITS | self.index
+
+    def recycle(self, ids: list[int]) -> None:
+        """Give ids out again: the far side has been told, in order, that their buffers are gone.
+
+        A long training would use up all numbers in hours otherwise.
+        """
+        self._reusable.extend(ids)
+
+    def reset_peak(self) -> None:
+        """Start the peak again from what is live now."""
+        self.peak_bytes = self.live_bytes
+
+
+def _owner_type(heap: Heap) -> type[int]:
+    dead, bits, mask = (
+        heap.dead,
+        _ID_BITS,
+        _ID_MASK,
+    )  # the interpreter's end clears this module before the last storages die
+
+    class Owner(int):
+        """A number, so that the garbage collector need not track it."""
+
+        __slots__ = ()
+
+        def __del__(self) -> None:
+            heap.live -= 1
+            heap.live_bytes -= self >> bits
+            dead.append(self & mask)
+
+    return Owner
+
+
+#: One heap for each device that a process can have.
+heaps = tuple([Heap(index) for index in range(MAX_DEVICES)])
 
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
@@ -142,23 +204,22 @@ class Layout:
         self.size = layout.size
         self.shape_at = _MANAGED_SIZE + 8 * self.ndim
 
-    def new(self, buffer: int = 0) -> tuple[torch.Tensor, int]:
+    def new(self, heap: Heap, buffer: int = 0) -> tuple[torch.Tensor, int]:
         """A tensor of this layout on a new storage, and the storage's buffer id. Nothing is sent anywhere.
 
         Args:
+            heap: that of the device.
             buffer: an id from `reserve_id`, or 0 for a fresh one.
         """
-        global _next_id, _live, _bytes_live, _bytes_peak
         if not buffer:
-            if _reusable:
-                buffer = _reusable.pop()
-            else:
-                _next_id = buffer = _next_id + 1
-        owner = _Owner(self.nbytes << _ID_BITS | buffer)
-        _live += 1
-        _bytes_live += self.nbytes
-        if _bytes_live > _bytes_peak:
-            _bytes_peak = _bytes_live
+            reusable = heap._reusable
+            buffer = reusable.pop() if reusable else heap.reserve_id()
+        nbytes = self.nbytes
+        owner = heap.owner(nbytes << _ID_BITS | buffer)
+        heap.live += 1
+        heap.live_bytes = live = heap.live_bytes + nbytes
+        if live > heap.peak_bytes:
+            heap.peak_bytes = live
         _hold(owner)
         address = _allocate(self.size)
         self._pack(
@@ -166,7 +227,7 @@ class Layout:
             address,
             buffer << ID_SHIFT,
             _KDL_EXT_DEV,
-            0,
+            heap.index,
             self.ndim,
             self.code,
             self.bits,
@@ -204,31 +265,13 @@ class Lease:
 
     __slots__ = ("_owners", "ids")
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        global _live, _bytes_live, _bytes_peak
+    def __init__(self, heap: Heap, sizes: Sequence[int]) -> None:
         #: One id per size in bytes.
-        self.ids = [reserve_id() for _ in sizes]
-        self._owners = [_Owner(n << _ID_BITS | i) for n, i in zip(sizes, self.ids, strict=True)]
-        _live += len(self.ids)
-        _bytes_live += sum(sizes)
-        _bytes_peak = max(_bytes_peak, _bytes_live)
-
-
-def reserve_id() -> int:
-    """A fresh buffer id for a storage that will be made later, by `Layout.new(buffer)`."""
-    global _next_id
-    if _reusable:
-        return _reusable.pop()
-    _next_id += 1
-    return _next_id
-
-
-def recycle(ids: list[int]) -> None:
-    """Give ids out again: the far side has been told, in order, that their buffers are gone.
-
-    A fake pointer has room for 2^24 ids, which a long training would use up in hours.
-    """
-    _reusable.extend(ids)
+        self.ids = [heap.reserve_id() for _ in sizes]
+        self._owners = [heap.owner(n << _ID_BITS | i) for n, i in zip(sizes, self.ids, strict=True)]
+        heap.live += len(self.ids)
+        heap.live_bytes += sum(sizes)
+        heap.peak_bytes = max(heap.peak_bytes, heap.live_bytes)
 
 
 def span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -251,26 +294,15 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def address_of(t: torch.Tensor) -> int:
-    """``id << 40 | byte offset`` of a device tensor, also of an empty one (whose `data_ptr` is 0)."""
+    """``buffer id << 40 | byte offset`` of a device tensor, also of an empty one (whose `data_ptr` is 0)."""
     return t.data_ptr() or (t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size())
 
 
-def live_bytes() -> int:
-    """Bytes of all live storages of this process."""
-    return _bytes_live
+def live_bytes(device: int = 0) -> int:
+    """Bytes of all live storages of a device."""
+    return heaps[device].live_bytes
 
 
-def peak_bytes() -> int:
-    """Highest value of `live_bytes` since the last `reset_peak`."""
-    return _bytes_peak
-
-
-def reset_peak() -> None:
-    """Start the peak again from what is live now."""
-    global _bytes_peak
-    _bytes_peak = _bytes_live
-
-
-def live_count() -> int:
-    """Number of live storages."""
-    return _live
+def live_count(device: int = 0) -> int:
+    """Number of live storages of a device."""
+    return heaps[device].live

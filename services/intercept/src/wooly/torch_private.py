@@ -187,6 +187,23 @@ def never_trace(*modules: str) -> None:
         trace_rules.add(name)
 
 
+def run_backward_patches() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Every module that calls the autograd engine, the name under which it does, and what it calls."""
+    engine = torch.autograd.graph._engine_run_backward
+    return [(module, "_engine_run_backward", engine) for module in (torch.autograd, torch.autograd.graph)]
+
+
+def in_calling_thread(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    """`run_backward`, by the thread that calls it, whatever its devices. The switch for that belongs to a thread and stays."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_multithreading_enabled():
+            torch._C._set_multithreading_enabled(False)
+        return run_backward(*args, **kwargs)
+
+    return run
+
+
 def in_transform() -> bool:
     """Whether a function transform (`torch.func`) is at work: it cannot look into an autograd function of ours."""
     return torch._C._functorch.peek_interpreter_stack() is not None

@@ -28,12 +28,13 @@ from wooly_wis.messages import (
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SessionPart,
 )
 
-from wooly_router.core.placement import Claim, loads, place
+from wooly_router.core.placement import Claim, Placement, loads, place
 from wooly_router.core.registry import Registry
 from wooly_router.settings import RouterSettings
-from wooly_router.store import SessionRecord, SessionStore
+from wooly_router.store import PartRecord, SessionRecord, SessionStore
 
 log = logging.getLogger("wooly.router")
 #: Seconds that one executor has for an answer.
@@ -66,7 +67,8 @@ class RouterActor(Actor):
         self._settings = settings
         self._app = app
         self._started = clock()
-        self._opening: dict[str, Claim] = {}
+        self._opening: dict[str, list[Claim]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         for subject, model, handler in (
             (subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session),
             (subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session),
@@ -84,19 +86,18 @@ class RouterActor(Actor):
     # -- opening -----------------------------------------------------------------------------------------------------
 
     async def on_open_session(self, request: OpenSessionRequest) -> OpenSessionReply:
-        """Place a session: on the best executor that answers and does not refuse."""
+        """Place a session: each of its devices on another executor, the best that answer and do not refuse; all or none."""
         until = self.clock() + OPEN_BUDGET_S
         await self._first_heartbeat()
         failed: dict[str, BusError] = {}
         while True:
-            session_id, executor = await self._choose(request, failed)
+            session_id, executors = await self._choose(request, failed)
             try:
-                return await self._host(request, session_id, executor, until)
-            except (NoResponderError, BusTimeoutError, RefusedError) as e:
-                log.warning("executor %s did not take a session: %s", executor.executor_id, e)
-                failed[executor.executor_id] = e
+                reply = await self._host_all(request, session_id, executors, until, failed)
             finally:
                 self._opening.pop(session_id, None)
+            if reply is not None:
+                return reply
             if self.clock() > until:
                 raise _none_took_it(failed)
 
@@ -104,8 +105,10 @@ class RouterActor(Actor):
         while not self.registry.alive(self.clock()) and self.clock() - self._started < HEARTBEAT_GRACE_S:
             await asyncio.sleep(0.05)
 
-    async def _choose(self, request: OpenSessionRequest, failed: dict[str, BusError]) -> tuple[str, ExecutorHeartbeat]:
-        """An executor, with the session's claim on it noted, so that the next choice sees it."""
+    async def _choose(
+        self, request: OpenSessionRequest, failed: dict[str, BusError]
+    ) -> tuple[str, tuple[ExecutorHeartbeat, ...]]:
+        """Executors, with the session's claims on them noted, so that the next choice sees them."""
         async with self._turn:
             alive = self.registry.alive(self.clock())
             if not alive:
@@ -115,43 +118,81 @@ class RouterActor(Actor):
                     "that has the device",
                     retryable=True,
                 )
-            claims = [s.claim() for s in await self.store.all()]
+            if request.gpu_count > len(alive):
+                have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
+                raise RefusedError(
+                    "router.too_few",
+                    f"{request.gpu_count} devices were asked for, and {have}, one device each; start more (`wooly up --gpus "
+                    f"{request.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
+                    retryable=True,
+                )
+            claims = [claim for s in await self.store.all() for claim in s.claims()]
+            claims += [claim for opening in self._opening.values() for claim in opening]
             candidates = [e for e in alive if e.executor_id not in failed]
-            placement = place(request, candidates, loads([*claims, *self._opening.values()]))
-            if placement.executor is None:
-                if failed and not placement.reasons:
+            placement = place(request, candidates, loads(claims))
+            if not placement.executors:
+                if request.gpu_count == 1 and failed and not placement.reasons:
                     raise _none_took_it(failed)
-                why = "; ".join(f"{k} {v}" for k, v in placement.reasons.items())
-                raise RefusedError("router.no_fit", f"no executor fits: {why}", retryable=True)
+                raise RefusedError("router.no_fit", _no_fit(request, len(alive), placement, failed), retryable=True)
             session_id = secrets.token_hex(8)
-            executor = placement.executor
-            self._opening[session_id] = Claim(
-                executor.executor_id, request.required_vram, request.gpu_mode == "exclusive"
-            )
-            return session_id, executor
+            exclusive = request.gpu_mode == "exclusive"
+            self._opening[session_id] = [
+                Claim(e.executor_id, request.required_vram, exclusive) for e in placement.executors
+            ]
+            return session_id, placement.executors
 
-    async def _host(
-        self, request: OpenSessionRequest, session_id: str, executor: ExecutorHeartbeat, until: float
-    ) -> OpenSessionReply:
+    async def _host_all(
+        self,
+        request: OpenSessionRequest,
+        session_id: str,
+        executors: tuple[ExecutorHeartbeat, ...],
+        until: float,
+        failed: dict[str, BusError],
+    ) -> OpenSessionReply | None:
+        """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
         token, lease = secrets.token_urlsafe(32), self._settings.lease_s
-        hosted = await self._app.request(
-            subjects.executor_session_open(executor.executor_id),
-            HostSessionRequest(
-                session_id=session_id,
-                token=token,
-                tenant=request.tenant,
-                priority=request.priority,
-                quota=request.required_vram,
-                lease_s=lease,
-            ),
-            HostSessionReply,
-            timeout=max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock())),
+        ask = HostSessionRequest(
+            session_id=session_id,
+            token=token,
+            tenant=request.tenant,
+            priority=request.priority,
+            quota=request.required_vram,
+            lease_s=lease,
         )
+        timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
+        answers = await asyncio.gather(
+            *[
+                self._app.request(subjects.executor_session_open(e.executor_id), ask, HostSessionReply, timeout=timeout)
+                for e in executors
+            ],
+            return_exceptions=True,
+        )
+        parts: list[SessionPart] = []
+        unexpected: list[BaseException] = []
+        for executor, answer in zip(executors, answers, strict=True):
+            if isinstance(answer, (NoResponderError, BusTimeoutError, RefusedError)):
+                log.warning("executor %s did not take a session: %s", executor.executor_id, answer)
+                failed[executor.executor_id] = answer
+            elif isinstance(answer, BaseException):
+                unexpected.append(answer)
+            else:
+                part = SessionPart(
+                    executor_id=executor.executor_id,
+                    node=executor.node,
+                    endpoints=answer.endpoints,
+                    device=executor.device,
+                )
+                parts.append(part)
+        if len(parts) < len(executors):
+            taken = [p.executor_id for p in parts]
+            await self._close_on(taken, session_id, "another executor did not take its part of the session")
+            if unexpected:
+                raise unexpected[0]
+            return None
         now = self.clock()
         record = SessionRecord(
             id=session_id,
-            executor_id=executor.executor_id,
-            node=executor.node,
+            parts=tuple([PartRecord(e.executor_id, e.node) for e in executors]),
             token=token,
             tenant=request.tenant,
             priority=request.priority,
@@ -165,37 +206,43 @@ class RouterActor(Actor):
         async with self._turn:
             await self.store.add(record)
             self._opening.pop(session_id, None)
-        return OpenSessionReply(
-            session_id=session_id,
-            executor_id=executor.executor_id,
-            node=executor.node,
-            endpoints=hosted.endpoints,
-            token=token,
-            lease_s=lease,
-            device=executor.device,
-        )
+        return OpenSessionReply(session_id=session_id, token=token, lease_s=lease, parts=tuple(parts))
 
     # -- living ------------------------------------------------------------------------------------------------------
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
-        """Prolong a lease, on the executor and here."""
+        """Prolong a lease, on all executors of the session and here."""
         record = await self.store.get(request.session_id)
         if record is None or not _same(record.token, request.token):
             raise RefusedError("router.no_session", f"session {request.session_id} is not open")
-        subject = subjects.executor_session_renew(record.executor_id)
-        try:
-            reply = await self._app.request(subject, request, RenewSessionReply, timeout=EXECUTOR_TIMEOUT_S)
-        except RefusedError as e:
-            if e.code == "executor.no_session":
-                await self.store.remove(record.id)
-                raise RefusedError("router.no_session", f"executor {record.executor_id}: {e}") from e
-            raise
-        except (NoResponderError, BusTimeoutError) as e:
-            raise RefusedError(
-                "router.executor_lost", f"executor {record.executor_id} does not answer", retryable=True
-            ) from e
-        await self.store.prolong(record.id, self.clock() + reply.lease_s)
-        return reply
+        names = [p.executor_id for p in record.parts]
+        answers = await asyncio.gather(
+            *[
+                self._app.request(
+                    subjects.executor_session_renew(name), request, RenewSessionReply, timeout=EXECUTOR_TIMEOUT_S
+                )
+                for name in names
+            ],
+            return_exceptions=True,
+        )
+        leases: list[float] = []
+        problems: list[tuple[str, BaseException]] = []
+        for name, answer in zip(names, answers, strict=True):
+            if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
+                await self._lose_part(record, name)
+                raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
+            if isinstance(answer, BaseException):
+                problems.append((name, answer))
+            else:
+                leases.append(answer.lease_s)
+        for name, problem in problems:
+            if isinstance(problem, (NoResponderError, BusTimeoutError)):
+                raise RefusedError(
+                    "router.executor_lost", f"executor {name} does not answer", retryable=True
+                ) from problem
+            raise problem
+        await self.store.prolong(record.id, self.clock() + min(leases))
+        return RenewSessionReply(lease_s=min(leases))
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
         """End a session at its client's wish. Closing twice is no error."""
@@ -208,17 +255,31 @@ class RouterActor(Actor):
         return CloseSessionReply(closed=True)
 
     async def _end(self, record: SessionRecord, reason: str) -> None:
-        await self.store.remove(record.id)
-        try:
-            await self._app.request(
-                subjects.executor_session_close(record.executor_id),
-                CloseSessionRequest(session_id=record.id, reason=reason),
-                CloseSessionReply,
-                timeout=EXECUTOR_TIMEOUT_S,
-            )
-        except BusError as e:
-            # Its own lease ends the session there if the executor still lives.
-            log.warning("executor %s was not told that %s ended: %s", record.executor_id, record.id, e)
+        if await self.store.remove(record.id):
+            await self._close_on([p.executor_id for p in record.parts], record.id, reason)
+
+    async def _lose_part(self, record: SessionRecord, executor_id: str) -> None:
+        """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""
+        others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
+        if await self.store.remove(record.id) and others:
+            closing = asyncio.create_task(self._close_on(others, record.id, f"it ended on executor {executor_id}"))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_on(self, executor_ids: list[str], session_id: str, reason: str) -> None:
+        async def close(executor_id: str) -> None:
+            try:
+                await self._app.request(
+                    subjects.executor_session_close(executor_id),
+                    CloseSessionRequest(session_id=session_id, reason=reason),
+                    CloseSessionReply,
+                    timeout=EXECUTOR_TIMEOUT_S,
+                )
+            except BusError as e:
+                # Its own lease ends the session there if the executor still lives.
+                log.warning("executor %s was not told that %s ended: %s", executor_id, session_id, e)
+
+        await asyncio.gather(*[close(executor_id) for executor_id in executor_ids])
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
@@ -234,12 +295,14 @@ class RouterActor(Actor):
         known = set(heartbeat.sessions)
         for record in await self.store.on_executor(heartbeat.executor_id):
             if record.id not in known and now - record.opened_at > FRESH_S:
-                log.warning("session %s is over: executor %s does not have it", record.id, record.executor_id)
-                await self.store.remove(record.id)
+                log.warning("session %s is over: executor %s does not have it", record.id, heartbeat.executor_id)
+                await self._lose_part(record, heartbeat.executor_id)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
-        """An executor ended a session."""
-        await self.store.remove(event.session_id)
+        """An executor ended its part of a session, and with it the session."""
+        record = await self.store.get(event.session_id)
+        if record is not None:
+            await self._lose_part(record, event.executor_id)
 
     async def lapse(self) -> int:
         """End sessions whose lease is over, and forget executors long silent. Returns how many sessions ended."""
@@ -261,6 +324,15 @@ class RouterActor(Actor):
 
 def _same(token: str, given: str) -> bool:
     return secrets.compare_digest(token.encode(), given.encode())
+
+
+def _no_fit(request: OpenSessionRequest, alive: int, placement: Placement, failed: dict[str, BusError]) -> str:
+    """Why a session fits nowhere, with the numbers."""
+    reasons = [f"{name} {why}" for name, why in placement.reasons.items()] + [f"{n}: {e}" for n, e in failed.items()]
+    if request.gpu_count == 1:
+        return "no executor fits: " + "; ".join(reasons)
+    fitting = alive - len(reasons)
+    return f"{request.gpu_count} devices were asked for, and {fitting} of {alive} executors fit: " + "; ".join(reasons)
 
 
 def _none_took_it(failed: dict[str, BusError]) -> RefusedError:

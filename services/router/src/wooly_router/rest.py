@@ -12,12 +12,18 @@ from wooly_wis.messages import NodesReply
 from wooly_router.actor import RouterActor
 
 
-class SessionInfo(BaseModel):
-    """One open session, without its token. Times are seconds since the epoch."""
+class PartInfo(BaseModel):
+    """Who serves one device of a session."""
 
-    session_id: str
     executor_id: str
     node: str
+
+
+class SessionInfo(BaseModel):
+    """One open session, without its token; `parts` are its devices, in order. Times are seconds since the epoch."""
+
+    session_id: str
+    parts: list[PartInfo]
     tenant: str
     priority: int
     program: str
@@ -57,8 +63,7 @@ def create_api(actor: RouterActor) -> FastAPI:
             sessions=[
                 SessionInfo(
                     session_id=s.id,
-                    executor_id=s.executor_id,
-                    node=s.node,
+                    parts=[PartInfo(executor_id=p.executor_id, node=p.node) for p in s.parts],
                     tenant=s.tenant,
                     priority=s.priority,
                     program=s.program,

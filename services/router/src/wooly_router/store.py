@@ -8,9 +8,21 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import BigInteger, ColumnElement, Float, Integer, String, delete, event, make_url, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Float,
+    ForeignKey,
+    Integer,
+    String,
+    delete,
+    event,
+    make_url,
+    select,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 from wooly_router.core.placement import Claim
 
@@ -25,8 +37,6 @@ class SessionRow(Base):
     __tablename__ = "sessions"
 
     id: Mapped[str] = mapped_column(String(64), primary_key=True)
-    executor_id: Mapped[str] = mapped_column(String(128), index=True)
-    node: Mapped[str] = mapped_column(String(255))
     token: Mapped[str] = mapped_column(String(128))
     tenant: Mapped[str] = mapped_column(String(128), index=True)
     priority: Mapped[int] = mapped_column(Integer)
@@ -36,15 +46,36 @@ class SessionRow(Base):
     client_host: Mapped[str] = mapped_column(String(255))
     opened_at: Mapped[float] = mapped_column(Float)
     lease_until: Mapped[float] = mapped_column(Float, index=True)
+    parts: Mapped[list[PartRow]] = relationship(
+        order_by="PartRow.position", cascade="all, delete-orphan", lazy="selectin"
+    )
+
+
+class PartRow(Base):
+    """One device of an open session: `position` is its index there."""
+
+    __tablename__ = "session_parts"
+
+    session_id: Mapped[str] = mapped_column(ForeignKey("sessions.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(Integer, primary_key=True)
+    executor_id: Mapped[str] = mapped_column(String(128), index=True)
+    node: Mapped[str] = mapped_column(String(255))
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """Who serves one device of a session."""
+
+    executor_id: str
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A row, detached from the database."""
+    """A session, detached from the database; its parts are its devices, in order."""
 
     id: str
-    executor_id: str
-    node: str
+    parts: tuple[PartRecord, ...]
     token: str
     tenant: str
     priority: int
@@ -55,17 +86,17 @@ class SessionRecord:
     opened_at: float
     lease_until: float
 
-    def claim(self) -> Claim:
-        """What the session takes of its executor."""
-        return Claim(self.executor_id, self.required_vram, self.gpu_mode == "exclusive")
+    def claims(self) -> list[Claim]:
+        """What the session takes of each of its executors."""
+        return [Claim(p.executor_id, self.required_vram, self.gpu_mode == "exclusive") for p in self.parts]
 
 
-def migrate(url: str) -> None:
-    """Bring the database at `url` to the newest schema (blocking)."""
+def migrate(url: str, revision: str = "head") -> None:
+    """Bring the database at `url` to a schema, the newest by default (blocking)."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)
 
 
 class SessionStore:
@@ -84,7 +115,8 @@ class SessionStore:
     async def add(self, record: SessionRecord) -> None:
         """Remember a session."""
         async with self._session.begin() as db:
-            db.add(SessionRow(**{f: getattr(record, f) for f in SessionRecord.__slots__}))
+            parts = [PartRow(position=i, executor_id=p.executor_id, node=p.node) for i, p in enumerate(record.parts)]
+            db.add(SessionRow(parts=parts, **{f: getattr(record, f) for f in _OWN_COLUMNS}))
 
     async def get(self, session_id: str) -> SessionRecord | None:
         """One session, if it is open."""
@@ -97,8 +129,8 @@ class SessionStore:
         return await self._where()
 
     async def on_executor(self, executor_id: str) -> list[SessionRecord]:
-        """The open sessions of one executor, oldest first."""
-        return await self._where(SessionRow.executor_id == executor_id)
+        """The open sessions that have a device on one executor, oldest first."""
+        return await self._where(SessionRow.parts.any(PartRow.executor_id == executor_id))
 
     async def lapsed(self, now: float) -> list[SessionRecord]:
         """The sessions whose lease is over, oldest first."""
@@ -119,10 +151,12 @@ class SessionStore:
         async with self._session.begin() as db:
             await db.execute(update(SessionRow).where(SessionRow.lease_until < until).values(lease_until=until))
 
-    async def remove(self, session_id: str) -> None:
-        """Forget a session, if it is there."""
+    async def remove(self, session_id: str) -> bool:
+        """Forget a session. False if it is not there (any more)."""
         async with self._session.begin() as db:
-            await db.execute(delete(SessionRow).where(SessionRow.id == session_id))
+            await db.execute(delete(PartRow).where(PartRow.session_id == session_id))
+            gone = await db.execute(delete(SessionRow).where(SessionRow.id == session_id).returning(SessionRow.id))
+            return gone.first() is not None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -137,5 +171,9 @@ def _tune_sqlite(connection: Any, _: Any) -> None:
     cursor.close()
 
 
+_OWN_COLUMNS = [f for f in SessionRecord.__slots__ if f != "parts"]
+
+
 def _record(row: SessionRow) -> SessionRecord:
-    return SessionRecord(**{f: getattr(row, f) for f in SessionRecord.__slots__})
+    parts = tuple([PartRecord(p.executor_id, p.node) for p in row.parts])
+    return SessionRecord(parts=parts, **{f: getattr(row, f) for f in _OWN_COLUMNS})

@@ -6,6 +6,7 @@ are taken in wherever something is received, and a send waits when more than `wi
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
@@ -30,6 +31,7 @@ from wooly_bus.channel.tls import client_context, handshake_error
 
 Buffer = bytes | bytearray | memoryview
 _ACK_EVERY = 32 << 20
+_HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` reports POLLHUP and POLLERR unasked
 
 
 class ChannelClient:
@@ -250,6 +252,20 @@ class ChannelClient:
 
     def _gone(self, cause: OSError | None) -> ChannelError:
         return ChannelClosedError(f"the connection broke: {cause}" if cause else "the other end closed the connection")
+
+    def broken(self) -> bool:
+        """Whether the other end is gone, though frames of its may still be unread. Any thread may ask."""
+        poll = select.poll()
+        try:
+            poll.register(self._sock, _HANGUP)
+        except (OSError, ValueError):  # closed here
+            return True
+        return bool(poll.poll(0))
+
+    def abort(self) -> None:
+        """Break the connection from any thread: whoever waits on it finds it closed. `close` is still due."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     @property
     def in_flight(self) -> int:

@@ -96,10 +96,10 @@ def run(
 
 def _finish() -> int:
     """Wait for the device, so that an error of the last operations is not lost."""
-    import torch
+    from wooly import api
 
     try:
-        torch.cuda.synchronize()
+        api.synchronize()
     except (RuntimeError, MemoryError) as e:
         err.print(f"[bold red]{type(e).__name__}:[/] {e}", highlight=False, soft_wrap=True)
         return 1
@@ -122,9 +122,12 @@ def _route(endpoint: str) -> str:
 
 
 def _summary(stats: dict[str, Any], seconds: float) -> None:
+    devices = stats["devices"]
+    where = [f"[bold]{d['executor_id']}[/] ({d['node']}, {d['device']}), over {_route(d['endpoint'])}" for d in devices]
+    if len(devices) > 1:
+        where = [f"\n       cuda:{i} {w}: {devices[i]['operations']:,} operations" for i, w in enumerate(where)]
     err.print(
-        f"\n[bold]wooly[/]  ran on [bold]{stats['executor_id']}[/] ({stats['node']}, {stats['device']}) in {seconds:.1f} s, "
-        f"over {_route(stats['endpoint'])}\n"
+        f"\n[bold]wooly[/]  ran {seconds:.1f} s on {''.join(where)}\n"
         f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
         f"{_size(stats['bytes_sent'])} up, {_size(stats['bytes_received'])} down\n"
         "       look further: [bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and "
@@ -137,12 +140,16 @@ def _summary(stats: dict[str, Any], seconds: float) -> None:
 @app.command()
 def up(
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop the stack at Ctrl-C.")] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
+    ] = None,
 ) -> None:
-    """Start a local stack: nats-server, router and an executor, kept running until `wooly down`."""
+    """Start a local stack: nats-server, router and executors, kept running until `wooly down`."""
     settings, module = _settings(), _stack_module()
     try:
-        with err.status("starting nats-server, router and executor…"):
-            stack = module.start_stack(settings.state_dir)
+        with err.status("starting nats-server, router and executors…"):
+            stack = module.start_stack(settings.state_dir, gpus=gpus or settings.gpu_count)
     except RuntimeError as e:
         raise _fail(e) from e
     out.print(f"stack is up: NATS {stack.nats_url}, REST {stack.rest_url}, files in {stack.state_dir}", highlight=False)
@@ -191,7 +198,7 @@ def status(as_json: Json = False) -> None:
     else:
         out.print(f"controller {report['controller_url']}  {report['state']}", highlight=False)
         for name, pid in report["services"].items():
-            out.print(f"  {name:10} pid {pid}", highlight=False)
+            out.print(f"  {name:12} pid {pid}", highlight=False)
         if problem:
             out.print(f"  {problem}", highlight=False)
         _print_nodes(report["nodes"])

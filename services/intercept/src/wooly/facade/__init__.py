@@ -1,4 +1,6 @@
-"""Makes "cuda" mean the Wooly device: `torch.cuda` answers with the remote device's facts, and a tensor there says `cuda:0`.
+"""Makes "cuda" mean the Wooly device.
+
+`torch.cuda` answers with the remote devices' facts, and a tensor there says `cuda:0`, `cuda:1`, ….
 
 Creation needs no patch: kernels under the CUDA dispatch key make Wooly tensors (see `device`). What is replaced here is only what
 asks for CUDA before the dispatcher is reached: the conversions (`.to`, `.cuda`), constructors from Python data, device contexts,
@@ -13,7 +15,8 @@ from typing import Any
 from torch.utils._device import _device_constructors
 
 from wooly import children, dynamo
-from wooly.facade import accelerator, amp, nvtx, pinned, state, streams, tensors
+from wooly.devices import Devices
+from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 
 __all__ = ["Facade"]
@@ -30,11 +33,12 @@ class Facade:
     """The patches, so that they can be taken back.
 
     Args:
-        facts: answers the executor's facts of the device.
+        devices: the process's devices.
+        facts: answers the executor's facts of the device of an index.
     """
 
-    def __init__(self, facts: Callable[[], dict[str, Any]]) -> None:
-        self._answers = Answers(facts)
+    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
+        self._answers = Answers(devices, facts)
         self._undo: list[tuple[Any, str, Any]] = []
 
     def install(self) -> None:
@@ -52,6 +56,7 @@ class Facade:
             streams.patches(),
             accelerator.patches(),
             nvtx.patches(),
+            parallel.patches(),
             children.patches(),
             dynamo.patches(),
         ):

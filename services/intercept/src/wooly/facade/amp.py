@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wooly.device import NAME
+from wooly.devices import NAME
 from wooly.facade.names import CUDA
 
 Patch = tuple[Any, str, Any]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from wooly.device import NAME
+from wooly.device import current_devices
+from wooly.devices import NAME
 
 CUDA = "cuda"
 
@@ -26,9 +27,7 @@ def to_wooly(device: Any) -> Any:
     elif isinstance(device, int) and not isinstance(device, bool):
         device = torch.device(CUDA, device)
     if isinstance(device, torch.device) and device.type == CUDA:
-        if device.index not in (None, 0):
-            raise RuntimeError("CUDA error: invalid device ordinal")
-        return torch.device(NAME, 0)
+        return torch.device(NAME, current_devices().index_of(device))
     return device
 
 

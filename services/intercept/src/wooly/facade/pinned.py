@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wooly.device import NAME
+from wooly.devices import NAME
 from wooly.storage import span
 from wooly.torch_private import raw_device
 

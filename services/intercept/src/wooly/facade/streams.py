@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from wooly.device import NAME
-from wooly.facade.names import CUDA, to_wooly
+from wooly.device import current_devices
+from wooly.devices import NAME
+from wooly.facade.names import to_wooly
 
 Patch = tuple[Any, str, Any]
 
@@ -28,10 +29,7 @@ _DEFAULT_ID = 0
 
 def _index(device: Any) -> int:
     """Index of a device argument; None is the current device."""
-    if device is None:
-        return torch.cuda.current_device()
-    index = to_wooly(device).index
-    return torch.cuda.current_device() if index is None else int(index)
+    return current_devices().index_of(device)
 
 
 class Stream(torch._C.Stream):
@@ -294,11 +292,26 @@ def patches() -> Iterator[Patch]:
 
 
 class device_context(contextlib.AbstractContextManager[Any]):
-    """`torch.cuda.device(…)`: there is one device."""
+    """`torch.cuda.device(…)`: in the block, this thread means that device by "cuda". A negative index changes nothing."""
 
     def __init__(self, device: Any) -> None:
-        self.idx = 0
-        to_wooly(device if isinstance(device, (int, str, torch.device)) else CUDA)
+        keep = device is None or (isinstance(device, int) and device < 0)
+        self.idx = -1 if keep else current_devices().index_of(device)
+        self.prev_idx = -1
+
+    def __enter__(self) -> None:
+        devices = current_devices()
+        self.prev_idx = devices.current
+        if self.idx >= 0:
+            devices.current = self.idx
 
     def __exit__(self, *exc: Any) -> None:
-        return None
+        if self.idx >= 0:
+            current_devices().current = self.prev_idx
+
+
+class device_of(device_context):
+    """`torch.cuda.device_of(…)`: the device of a tensor; nothing for what is on none."""
+
+    def __init__(self, obj: Any) -> None:
+        super().__init__(obj.get_device() if obj.is_cuda else -1)

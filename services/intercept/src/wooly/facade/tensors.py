@@ -10,8 +10,9 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._device import DeviceContext
 
-from wooly.device import NAME
+from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
+from wooly.storage import MAX_DEVICES
 from wooly.torch_private import raw_device, raw_is_cuda, raw_storage_device
 
 Patch = tuple[Any, str, Any]
@@ -146,12 +147,12 @@ def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 def _tensor_patches() -> Iterator[Patch]:
     tensor = torch.Tensor
-    shown = torch.device(CUDA, 0)
+    shown = [torch.device(CUDA, index) for index in range(MAX_DEVICES)]
 
     def device(t: torch.Tensor) -> torch.device:
-        """Device of the tensor; the Wooly device says cuda:0."""
+        """Device of the tensor; a Wooly device says cuda."""
         real = raw_device(t)
-        return shown if real.type == NAME else real
+        return shown[real.index] if real.type == NAME else real
 
     def is_cuda(t: torch.Tensor) -> bool:
         """Whether the tensor lives on the (Wooly) CUDA device."""
@@ -194,6 +195,15 @@ def _tensor_patches() -> Iterator[Patch]:
     yield (tensor, "to", to)
     yield (tensor, "cuda", cuda)
     yield (tensor, "type", type_)
-    yield (tensor, "get_device", lambda t: 0 if raw_device(t).type == NAME else -1)
-    for name in ("new_tensor", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
+    yield (tensor, "get_device", lambda t: t.device.index if t.is_cuda else -1)
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"):
         yield (tensor, name, with_device(getattr(tensor, name)))
+    real_new_tensor = with_device(tensor.new_tensor)
+
+    @functools.wraps(tensor.new_tensor)
+    def new_tensor(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None:  # PyTorch would take the index from its guard, which knows one only
+            kwargs["device"] = t.device
+        return real_new_tensor(t, *args, **kwargs)
+
+    yield (tensor, "new_tensor", new_tensor)

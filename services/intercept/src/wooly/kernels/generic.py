@@ -5,7 +5,7 @@ This is the hot path: about 5 us a call. Every look-up in it was measured; keep 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
+from wooly.devices import NAME, Devices, mixed_devices
 from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import (
     RESIZE_SILENTLY,
@@ -25,24 +26,28 @@ from wooly.kernels.plan import (
     PlanBuilder,
     ResizeOutError,
     is_python_number,
+    tensors_of,
 )
-from wooly.recorder import Recorder, origin
+from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
-from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout
-from wooly.torch_private import raw_device, warn_of_resize
+from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
+from wooly.torch_private import raw_device, redispatch_cpu, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
 _MAX_PLANS = 65536
 
 
-class Generic:
-    """Makes kernels for one device."""
+class _HostTensorError(Exception):
+    """Internal signal: a host tensor with dimensions stands among the operands."""
 
-    def __init__(self, recorder: Recorder, generator: Generator) -> None:
-        self._recorder = recorder
-        self.generator = generator
-        self._builder = PlanBuilder(recorder)
+
+class Generic:
+    """Makes kernels for all devices. A call's signature tells them apart, so that its plan knows whose recorder to use."""
+
+    def __init__(self, devices: Devices, forms: Forms) -> None:
+        self._devices = devices
+        self._builder = PlanBuilder(forms)
         self._plans: dict[tuple[Any, ...], Plan] = {}
         #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
@@ -58,8 +63,7 @@ class Generic:
         """The kernel of one operator overload."""
         facts = OpFacts(op)
         plans = self._plans
-        recorder = self._recorder
-        lock = recorder.lock
+        devices = self._devices
         scalar_at = facts.scalar
         scalar_kw = facts.scalar_kw
         mutable = facts.mutable
@@ -71,39 +75,49 @@ class Generic:
             key: list[Any] = [op]
             buffers: list[int] = []
             params: list[Any] = []
-            for i, a in enumerate(args):
-                if isinstance(a, Tensor):
-                    if a.is_cpu:
+            try:
+                for i, a in enumerate(args):
+                    if isinstance(a, Tensor):
+                        if a.is_cpu:
+                            collect(a, False, key, buffers, params)
+                        else:
+                            at = a.data_ptr() or storage.address_of(a)
+                            key += (a.dtype, a.shape, a.stride(), at & PLACE_MASK)
+                            buffers.append(at >> ID_SHIFT)
+                    elif i < n_scalar and scalar_at[i]:
+                        collect(a, True, key, buffers, params)
+                    elif a.__class__ is list:
                         collect(a, False, key, buffers, params)
                     else:
-                        at = a.data_ptr() or storage.address_of(a)
-                        key += (a.dtype, a.shape, a.stride(), at & OFFSET_MASK)
-                        buffers.append(at >> ID_SHIFT)
-                elif i < n_scalar and scalar_at[i]:
-                    collect(a, True, key, buffers, params)
-                elif a.__class__ is list:
-                    collect(a, False, key, buffers, params)
-                else:
-                    key.append(a)
-            if kwargs:
-                for name, a in kwargs.items():
-                    key.append(name)
-                    collect(a, name in scalar_kw, key, buffers, params)
+                        key.append(a)
+                if kwargs:
+                    for name, a in kwargs.items():
+                        key.append(name)
+                        collect(a, name in scalar_kw, key, buffers, params)
+            except _HostTensorError:
+                raise mixed_devices(tensors_of(Call(args, kwargs))) from None
+            if not buffers:
+                key.append(devices.current)
             signature = tuple(key)
-            with lock:
-                plan = plans.get(signature)
-                if plan is None:
-                    plan = self._plan(facts, signature, args, kwargs)
-                    if plan is None:  # an out= tensor took another size: the signature is another one now
-                        return run(*args, drawn_from=drawn_from, **kwargs)
-                    if self._builder.doubt is not None:
-                        return self._confirm(partial(run, drawn_from=drawn_from), signature, args, kwargs)
-                if storage.dead:
+            plan = plans.get(signature)
+            if plan is None:
+                if facts.each_alone and not _on_one_device(buffers):
+                    return redispatch_cpu(op)(*args, **kwargs)
+                plan = self._plan(facts, signature, buffers, args, kwargs)
+                if plan is None:  # an out= tensor took another size: the signature is another one now
+                    return run(*args, drawn_from=drawn_from, **kwargs)
+                if self._builder.doubt is not None:
+                    return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
+            recorder = plan.recorder
+            with recorder.lock:
+                heap = recorder.heap
+                if heap.dead:
                     recorder.release_dead()
                 recorder.operations += 1
                 where = origin()
                 if plan.random:
-                    params += (drawn_from or self.generator).draw()
+                    params += (drawn_from or recorder.generator).draw()
+                    recorder.foreign_draws += drawn_from is not None
                 if params:
                     recorder.params += params
                 if plan.dynamic or (mutable and plan.outs):
@@ -121,7 +135,7 @@ class Generic:
                         if out is None:
                             result.append(None)
                             continue
-                        t, buffer = out[0].new()
+                        t, buffer = out[0].new(heap)
                         recorder.emit(out[1], [buffer], where)
                         buffers.append(buffer)
                         result.append(t)
@@ -132,7 +146,7 @@ class Generic:
                     recorder.flush()
                 return result
 
-        return _given_generator(run, facts.generator, recorder) if facts.generator is not None else run
+        return _given_generator(run, facts.generator) if facts.generator is not None else run
 
     def differentiated(self, op: torch._ops.OpOverload) -> Callable[..., list[Tensor]]:
         """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
@@ -141,7 +155,6 @@ class Generic:
         gradient; gradients of the results, or None for the results; the (seed, offset) to draw with, or None.
         """
         facts = OpFacts(op)
-        recorder = self._recorder
 
         def run(
             args: tuple[Any, ...],
@@ -154,22 +167,27 @@ class Generic:
             key: list[Any] = [op, "differentiated", places, wanted, grads is None]
             buffers: list[int] = []
             params: list[Any] = []
-            for i, a in enumerate(args):
-                _collect(a, facts.scalar[i], key, buffers, params)
-            for name, a in kwargs.items():
-                key.append(name)
-                _collect(a, name in facts.scalar_kw, key, buffers, params)
+            try:
+                for i, a in enumerate(args):
+                    _collect(a, facts.scalar[i], key, buffers, params)
+                for name, a in kwargs.items():
+                    key.append(name)
+                    _collect(a, name in facts.scalar_kw, key, buffers, params)
+            except _HostTensorError:
+                raise mixed_devices(tensors_of(Call(args, kwargs))) from None
             buffers = [buffers[places.index(k)] for k in range(max(places) + 1)]
             params += drawn or ()
             for g in grads or ():
                 _collect(g, False, key, buffers, params)
             signature = tuple(key)
+            plan = self._plans.get(signature)
+            if plan is None:
+                call = Call(args, kwargs)
+                on = self._recorder_of(buffers, call)
+                plan = self._plans[signature] = self._builder.differentiated(facts, call, on, places, wanted, grads)
+            recorder = plan.recorder
             with recorder.lock:
-                plan = self._plans.get(signature)
-                if plan is None:
-                    call = Call(args, kwargs)
-                    plan = self._plans[signature] = self._builder.differentiated(facts, call, places, wanted, grads)
-                if storage.dead:
+                if recorder.heap.dead:
                     recorder.release_dead()
                 recorder.operations += 1
                 where = origin()
@@ -177,7 +195,7 @@ class Generic:
                 results = []
                 for out in plan.outs:
                     assert out is not None
-                    t, buffer = out[0].new()
+                    t, buffer = out[0].new(recorder.heap)
                     recorder.emit(out[1], [buffer], where)
                     buffers.append(buffer)
                     results.append(t)
@@ -189,13 +207,18 @@ class Generic:
         return run
 
     def _plan(
-        self, facts: OpFacts, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        facts: OpFacts,
+        signature: tuple[Any, ...],
+        buffers: list[int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Plan | None:
         call = Call(args, kwargs)
         wrong = self._out_sizes.get(signature)
         if wrong is None:
             try:
-                plan = self._builder.build(facts, call)
+                plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
             # The kernel that inferred the size has warned.
@@ -213,26 +236,47 @@ class Generic:
         self._plans[signature] = plan
         return plan
 
-    def _confirm(self, run: Kernel, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
+        """The recorder of the device that a call is for.
+
+        Raises:
+            RuntimeError: its operands are on several, or on another kind of device.
+        """
+        if not buffers:
+            named = next((a for a in (*call.args, *call.kwargs.values()) if isinstance(a, torch.device)), None)
+            return self._devices.recorders[self._devices.index_of(named)]
+        if not _on_one_device(buffers):
+            raise mixed_devices(tensors_of(call))
+        return self._devices.recorders[buffers[0] & DEVICE_MASK]
+
+    def generator_of(self, tensors: Iterable[Tensor]) -> Generator:
+        """The random numbers of the device where the first of these tensors that is on one is, else of the current one."""
+        found = (d.index for d in map(raw_device, tensors) if d.type == NAME)
+        return self._devices.recorders[next(found, self._devices.current)].generator
+
+    def _confirm(
+        self, run: Kernel, plan: Plan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Make a call that failed with other values on the host, and wait for what the device says of it."""
         doubt, self._builder.doubt = self._builder.doubt, None
-        recorder = self._recorder
-        try:
-            result = run(*args, **kwargs)
-            recorder.flush()
-            recorder.require_link().sync()
-        except RemoteOperationError as e:
-            self._plans.pop(signature, None)
-            if doubt is not None and str(doubt) in str(e):
-                raise doubt from None
-            raise
-        return result
+        recorder = plan.recorder
+        with recorder.lock:
+            try:
+                result = run(*args, **kwargs)
+                recorder.flush()
+                recorder.require_link().sync()
+            except RemoteOperationError as e:
+                self._plans.pop(signature, None)
+                if doubt is not None and str(doubt) in str(e):
+                    raise doubt from None
+                raise
+            return result
 
     def _finish(
         self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The rare kinds: shapes only the far side knows, and operators that write an argument and return fresh tensors."""
-        recorder = self._recorder
+        recorder = plan.recorder
         link = recorder.link
         if link is not None:
             for w in plan.written:
@@ -243,7 +287,7 @@ class Generic:
                 if out is None:
                     fresh.append(None)
                     continue
-                t, buffer = out[0].new()
+                t, buffer = out[0].new(recorder.heap)
                 recorder.emit(out[1], [buffer], where)
                 buffers.append(buffer)
                 fresh.append(t)
@@ -257,32 +301,32 @@ class Generic:
 
     def _evaluate(self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any) -> Any:
         """Run one operator now and make tensors of what the executor says came out."""
-        recorder = self._recorder
+        recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)
         recorder.flush()
         recorder.params = own
-        ids = [storage.reserve_id() for _ in range(facts.n_returns)]
+        ids = [heap.reserve_id() for _ in range(facts.n_returns)]
         recorder.emit(plan.form, buffers + ids, where)
         recorder.flush(reply=True)
         answer = recorder.require_link().result()
         values = answer.get("values") or []
         if values:
-            storage.recycle(ids)
+            heap.recycle(ids)
             return values[0] if len(values) == 1 else tuple(values)
         results: list[Tensor | None] = []
         for buffer, out in zip(ids, answer["outputs"], strict=True):
             if out is None:
-                storage.recycle([buffer])
+                heap.recycle([buffer])
                 results.append(None)
                 continue
             layout = Layout(TORCH_DTYPES[BY_LABEL[out["dtype"]]], out["sizes"], out["strides"], out["nbytes"])
-            results.append(layout.new(buffer)[0])
+            results.append(layout.new(heap, buffer)[0])
         if facts.list_return:
             return results
         return results[0] if len(results) == 1 else tuple(results)
 
 
-def _given_generator(run: Kernel, position: int, recorder: Recorder) -> Kernel:
+def _given_generator(run: Kernel, position: int) -> Kernel:
     """For operators that take a generator: its sequence is drawn from; the instruction is that of a call without."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -294,10 +338,15 @@ def _given_generator(run: Kernel, position: int, recorder: Recorder) -> Kernel:
             args = (*args[:position], None, *args[position + 1 :])
         if generator is None:
             return run(*args, **kwargs)
-        recorder.foreign_draws += 1
         return run(*args, drawn_from=sequence_of(generator), **kwargs)
 
     return call
+
+
+def _on_one_device(buffers: list[int]) -> bool:
+    """Whether all of these are buffers of one device. What is no storage of ours (a meta tensor) counts as buffer 0."""
+    first = buffers[0] & DEVICE_MASK if buffers else 0
+    return all(b and b & DEVICE_MASK == first for b in buffers)
 
 
 def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: list[Any]) -> None:
@@ -305,19 +354,12 @@ def _collect(a: Any, scalar: bool, key: list[Any], buffers: list[int], params: l
     if isinstance(a, Tensor):
         if a.is_cpu:
             if a.dim() != 0:
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!"
-                )
+                raise _HostTensorError
             key += ("number", a.dtype, is_python_number(a))
             _bind(a.item(), params)
         else:
             at = a.data_ptr() or storage.address_of(a)
-            if not at:
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
-                    f"{raw_device(a)}!"
-                )
-            key += (a.dtype, a.shape, a.stride(), at & OFFSET_MASK)
+            key += (a.dtype, a.shape, a.stride(), at & PLACE_MASK)
             buffers.append(at >> ID_SHIFT)
     elif isinstance(a, (list, tuple)):
         key.append(len(a))

@@ -8,6 +8,7 @@ as a `Plan`; later calls only fill in buffers and params.
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
 
 from wooly import storage
+from wooly.devices import mixed_devices
 from wooly.kernels.opcodes import native_form
-from wooly.recorder import Recorder
+from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 from wooly.torch_private import raw_device, suggested_format
 
@@ -151,12 +153,14 @@ class OpFacts:
         written: names of the arguments that the operator writes.
         returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
         dynamic: the output's shape depends on data.
+        each_alone: the operator does the same to each tensor of a list, which may be on several devices.
         random: the operator draws random numbers.
         generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
     """
 
     __slots__ = (
         "dynamic",
+        "each_alone",
         "generator",
         "list_return",
         "mutable",
@@ -192,6 +196,7 @@ class OpFacts:
         self.returns_written = tuple(
             owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
         )
+        self.each_alone = op.overloadpacket.__name__.startswith("_foreach_")
         tags = op.tags
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
@@ -207,6 +212,7 @@ class Plan(NamedTuple):
     """How to replay one signature.
 
     Attributes:
+        recorder: that of the device.
         form: interned instruction.
         outs: (layout, interned alloc) per fresh output; None where the operator returns an undefined tensor.
         written: positions, among the call's operands, of those that it writes.
@@ -214,6 +220,7 @@ class Plan(NamedTuple):
         dynamic: the far side says what came out.
     """
 
+    recorder: Recorder
     form: int
     outs: tuple[tuple[Layout, int] | None, ...]
     written: tuple[int, ...]
@@ -244,19 +251,31 @@ def _unsupported(name: str, why: str) -> NotImplementedError:
     return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU, x.cpu()")
 
 
-class PlanBuilder:
-    """Builds plans for one recorder."""
+class _Doubts(threading.local):
+    last: Exception | None = None
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+
+class PlanBuilder:
+    """Builds plans out of shared forms."""
+
+    def __init__(self, forms: Forms) -> None:
+        self._forms = forms
         self.inferences = Inferences()
         #: Operators with the dtypes that were tried: see `_try`.
         self._tried: set[tuple[Any, ...]] = set()
-        #: The error of the last call's trial, if the device may see it otherwise.
-        self.doubt: Exception | None = None
+        self._doubts = _Doubts()
 
-    def build(self, facts: OpFacts, call: Call) -> Plan:
-        """The plan for a call.
+    @property
+    def doubt(self) -> Exception | None:
+        """The error of this thread's last call's trial, if the device may see it otherwise."""
+        return self._doubts.last
+
+    @doubt.setter
+    def doubt(self, error: Exception | None) -> None:
+        self._doubts.last = error
+
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> Plan:
+        """The plan for a call on the device of `recorder`.
 
         Raises:
             NotImplementedError: the operator is not in the allow-list, or its result cannot be described.
@@ -276,7 +295,7 @@ class PlanBuilder:
                     # The far side has to tell the shape. A mutable operator changes no shape of its own.
                     dynamic = not facts.mutable
         self.doubt = None
-        self._try(facts, call)
+        self._try(facts, call, recorder)
         _refuse_overlap(facts, call)
         form, written = self._form(facts, call, fresh, dynamic)
         outs: list[tuple[Layout, int] | None] = []
@@ -285,13 +304,14 @@ class PlanBuilder:
                 outs.append(None)
                 continue
             layout = Layout(t.dtype, tuple(t.shape), t.stride())
-            outs.append((layout, self._recorder.alloc_form(layout.nbytes)))
-        return Plan(self._recorder.intern(form), tuple(outs), written, facts.random, dynamic)
+            outs.append((layout, self._forms.alloc(layout.nbytes)))
+        return Plan(recorder, self._forms.intern(form), tuple(outs), written, facts.random, dynamic)
 
     def differentiated(
         self,
         facts: OpFacts,
         call: Call,
+        recorder: Recorder,
         places: tuple[int, ...],
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
@@ -301,6 +321,7 @@ class PlanBuilder:
         Args:
             facts: the operator.
             call: its arguments.
+            recorder: that of the device.
             places: for each of its tensors, which of the different ones it is.
             wanted: which of the different tensors want a gradient.
             grads: gradients of its results, from which theirs are asked for; None: the results are.
@@ -332,8 +353,8 @@ class PlanBuilder:
             layouts = [Layout(TORCH_DTYPES[v.dtype], v.sizes, dense_strides(v.sizes, v.strides)) for v in views]
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
-        outs = tuple([(x, self._recorder.alloc_form(x.nbytes)) for x in layouts])
-        return Plan(self._recorder.intern(whole), outs, (), facts.random, dynamic=False)
+        outs = tuple([(x, self._forms.alloc(x.nbytes)) for x in layouts])
+        return Plan(recorder, self._forms.intern(whole), outs, (), facts.random, dynamic=False)
 
     def _infer_wanting(
         self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
@@ -391,7 +412,7 @@ class PlanBuilder:
             raise _NoMetaKernelError from e
         except Exception:
             # Meta kernels word many errors in their own way, and some refuse what the CPU takes.
-            if where == "cpu" or sum([t.numel() for t in _tensors(call)]) > _STAND_IN_LIMIT:
+            if where == "cpu" or sum([t.numel() for t in tensors_of(call)]) > _STAND_IN_LIMIT:
                 raise
             return self._infer(facts, call, on_host=True)
         if facts.out_args:
@@ -415,17 +436,17 @@ class PlanBuilder:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
 
-    def _try(self, facts: OpFacts, call: Call) -> None:
+    def _try(self, facts: OpFacts, call: Call, recorder: Recorder) -> None:
         """Find errors that meta kernels do not: of dtypes that a kernel does not take, of arguments that only it looks at.
 
         The call is made on host tensors of zeros: each small one, and of larger ones the first of every combination of operator
         and dtypes. An error about dtypes is raised. Any other may be the zeros' fault: it is kept in `doubt`, and the device is
         asked at once. The executor's library is this one; of any other, only the device knows.
         """
-        link = self._recorder.link
+        link = recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
             return
-        found = _tensors(call)
+        found = tensors_of(call)
         kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
         known = kind in self._tried
         elements = sum([t.numel() for t in found])
@@ -541,7 +562,7 @@ _NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.de
 
 def _statistics_dtype(call: Call) -> torch.dtype:
     """The CPU keeps statistics in float32 only where a half precision input has float32 weights. Meta kernels always do."""
-    found = _tensors(call)
+    found = tensors_of(call)
     return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
 
 
@@ -549,7 +570,7 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
     """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
     if not facts.name.startswith("aten.convolution"):
         return False
-    return any(t.dim() == 5 and not t.is_contiguous() for t in _tensors(call))
+    return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
 
 
 def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
@@ -630,7 +651,8 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
     return torch.device("cpu") if isinstance(a, torch.device) else a
 
 
-def _tensors(call: Call) -> list[Tensor]:
+def tensors_of(call: Call) -> list[Tensor]:
+    """All tensors among a call's arguments, in order."""
     return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
 
 
@@ -653,9 +675,7 @@ def number_of(t: Tensor) -> tuple[Any, DType | None]:
         RuntimeError: `t` is not 0-dimensional; mixing devices is the error that CUDA gives.
     """
     if t.dim() != 0 or not t.is_cpu:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and {raw_device(t)}!"
-        )
+        raise mixed_devices([t])
     return t.item(), None if is_python_number(t) else DTYPES[t.dtype]
 
 
@@ -716,5 +736,6 @@ __all__ = [
     "is_python_number",
     "kind_of",
     "number_of",
+    "tensors_of",
     "view_of",
 ]

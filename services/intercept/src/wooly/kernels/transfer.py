@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 from wooly_wis.program import Form, Operand, Role
 
+from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.plan import refuse_overlap, view_of
-from wooly.recorder import Recorder, origin
-from wooly.storage import ID_SHIFT, OFFSET_MASK, Layout, address_of, contiguous_strides, span
+from wooly.link import MIRROR_ITEM_LIMIT
+from wooly.recorder import Forms, Recorder, origin
+from wooly.storage import (
+    DEVICE_MASK,
+    ID_SHIFT,
+    OFFSET_MASK,
+    Layout,
+    address_of,
+    contiguous_strides,
+    span,
+)
 from wooly.torch_private import raw_device, redispatch_cpu
 
 aten = torch.ops.aten
@@ -36,17 +46,30 @@ def is_dense(t: Tensor) -> bool:
     return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
 
 
-class Transfer:
-    """Kernels of one device that create storages or move bytes."""
+#: How to make one kind of tensor on one device: its layout, the interned alloc, whose recorder.
+_New = tuple[Layout, int, Recorder]
+#: Bytes that a copy between devices holds on the client at a time.
+_HOP = 16 << 20
 
-    def __init__(self, recorder: Recorder, device_type: str) -> None:
-        self._recorder = recorder
-        self._type = device_type
-        self._layouts: dict[tuple[Any, ...], tuple[Layout, int]] = {}
+
+class Transfer:
+    """Kernels that create storages or move bytes."""
+
+    def __init__(self, devices: Devices, forms: Forms) -> None:
+        self._devices = devices
+        self._forms = forms
+        self._layouts: dict[tuple[Any, ...], _New] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
         #: How often device data was brought to the host, from the far side or from memory.
         self.reads = 0
+
+    def forget_devices(self) -> None:
+        """Another session: a device argument may mean another device than before."""
+        self._layouts.clear()
+
+    def _recorder_at(self, address: int) -> Recorder:
+        return self._devices.recorders[address >> ID_SHIFT & DEVICE_MASK]
 
     # -- creation ----------------------------------------------------------------------------------------------------
 
@@ -62,10 +85,10 @@ class Transfer:
     ) -> Tensor:
         """`aten.empty.memory_format`."""
         dtype = dtype or torch.get_default_dtype()
-        key = (dtype, tuple(size), memory_format)
+        key = (dtype, tuple(size), memory_format, device)
         known = self._layouts.get(key)
         if known is None:
-            self._check(layout, device, pin_memory)
+            self._check(layout, pin_memory)
             sizes = tuple(size)
             if any(s < 0 for s in sizes):
                 bad = next(s for s in sizes if s < 0)
@@ -73,7 +96,7 @@ class Transfer:
             strides = contiguous_strides(sizes)
             if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
                 strides = torch.empty(sizes, dtype=dtype, device="meta", memory_format=memory_format).stride()
-            known = self._remember(key, Layout(dtype, sizes, strides))
+            known = self._remember(key, device, Layout(dtype, sizes, strides))
         return self._new(known)
 
     def empty_strided(
@@ -88,11 +111,11 @@ class Transfer:
     ) -> Tensor:
         """`aten.empty_strided`."""
         dtype = dtype or torch.get_default_dtype()
-        key = (dtype, tuple(size), tuple(stride), None)
+        key = (dtype, tuple(size), tuple(stride), device, None)
         known = self._layouts.get(key)
         if known is None:
-            self._check(layout, device, pin_memory)
-            known = self._remember(key, Layout(dtype, tuple(size), tuple(stride)))
+            self._check(layout, pin_memory)
+            known = self._remember(key, device, Layout(dtype, tuple(size), tuple(stride)))
         return self._new(known)
 
     def arange(
@@ -122,40 +145,40 @@ class Transfer:
         key = (start, end, step, start.__class__, end.__class__, step.__class__, dtype, torch.get_default_dtype())
         like = self._aranges.get(key)
         if like is None:
-            self._check(layout, device, pin_memory)
+            self._check(layout, pin_memory)
             like = torch.arange(start, end, step, dtype=dtype, device="meta")
             if len(self._aranges) > 65536:
                 self._aranges.clear()
             self._aranges[key] = like
-        return record(start, end, step, out=self.empty(list(like.shape), dtype=like.dtype))  # type: ignore[no-any-return]
+        return record(start, end, step, out=self.empty(list(like.shape), dtype=like.dtype, device=device))  # type: ignore[no-any-return]
 
-    def _check(self, layout: torch.layout | None, device: torch.device | None, pin_memory: bool | None) -> None:
+    def _check(self, layout: torch.layout | None, pin_memory: bool | None) -> None:
         if layout not in (None, torch.strided):
             raise NotImplementedError(f"tensors of layout {layout} are not supported on the wooly device")
         if pin_memory:
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        if device is not None and device.index not in (None, 0):
-            raise RuntimeError(
-                f"CUDA error: invalid device ordinal (this session has 1 device, cuda:{device.index} was asked for)"
-            )
 
-    def _remember(self, key: tuple[Any, ...], layout: Layout) -> tuple[Layout, int]:
-        if len(self._layouts) > 65536:
-            self._layouts.clear()
-        entry = self._layouts[key] = (layout, self._recorder.alloc_form(layout.nbytes))
+    def _remember(self, key: tuple[Any, ...], device: torch.device | None, layout: Layout) -> _New:
+        recorder = self._devices.recorders[self._devices.index_of(device)]
+        entry = (layout, self._forms.alloc(layout.nbytes), recorder)
+        # With several devices, which one "cuda" alone means may change any time.
+        if self._devices.count == 1 or (device is not None and device.index is not None):
+            if len(self._layouts) > 65536:
+                self._layouts.clear()
+            self._layouts[key] = entry
         return entry
 
-    def _new(self, entry: tuple[Layout, int]) -> Tensor:
-        recorder = self._recorder
+    def _new(self, entry: _New) -> Tensor:
+        layout, alloc, recorder = entry
         with recorder.lock:
-            t, buffer = entry[0].new()
-            recorder.emit(entry[1], [buffer], origin())
-            self._limit()
+            t, buffer = layout.new(recorder.heap)
+            recorder.emit(alloc, [buffer], origin())
+            self._limit(recorder)
         return t
 
-    def _limit(self) -> None:
-        recorder = self._recorder
-        if recorder.dead_waiting():
+    @staticmethod
+    def _limit(recorder: Recorder) -> None:
+        if recorder.heap.dead:
             recorder.release_dead()
         if len(recorder.origins) >= recorder.limit:
             recorder.flush()
@@ -172,9 +195,13 @@ class Transfer:
         if dst.is_neg():
             self.copy_(torch._neg_view(dst), torch.neg(src))
             return dst
-        ours, theirs = raw_device(dst).type == self._type, raw_device(src).type == self._type
+        to, at = raw_device(dst), raw_device(src)
+        ours, theirs = to.type == NAME, at.type == NAME
         if ours and theirs:
-            self._copy(dst, plain(src))
+            if to == at:
+                self._copy(dst, plain(src))
+            else:
+                self._hop(dst, plain(src))
         elif ours:
             self._upload(dst, src)
         else:
@@ -194,8 +221,8 @@ class Transfer:
     def _copy(self, dst: Tensor, src: Tensor) -> None:
         if src.shape != dst.shape:
             src = src.expand(dst.shape)
-        recorder = self._recorder
         at, to = address_of(src), address_of(dst)
+        recorder = self._recorder_at(to)
         key = (
             src.dtype,
             src.shape,
@@ -212,14 +239,48 @@ class Transfer:
                 if len(self._copies) > 65536:
                     self._copies.clear()
                 operands = (Operand(Role.IN, view_of(src)), Operand(Role.OUT, view_of(dst)))
-                form = self._copies[key] = recorder.intern(Form("copy", operands))
+                form = self._copies[key] = self._forms.intern(Form("copy", operands))
             recorder.operations += 1
             buffer = to >> ID_SHIFT
             link = recorder.link
             if link is not None and link.mirroring:
                 link.forget(buffer)
             recorder.emit(form, [at >> ID_SHIFT, buffer], origin())
-            self._limit()
+            self._limit(recorder)
+
+    def _hop(self, dst: Tensor, src: Tensor) -> None:
+        """A copy from one device to another, through this process's memory a piece at a time."""
+        if src.shape != dst.shape:
+            src = src.expand(dst.shape)
+        if not is_dense(dst):
+            staging = torch.empty(dst.shape, dtype=dst.dtype, device=raw_device(dst))
+            self._hop(staging, src)
+            self._copy(dst, staging)
+            return
+        if src.dtype is not dst.dtype or src.stride() != dst.stride():
+            laid = torch.empty_strided(dst.shape, dst.stride(), dtype=dst.dtype, device=raw_device(src))
+            self._copy(laid, src)
+            src = laid
+        total = src.numel() * src.element_size()
+        if total <= MIRROR_ITEM_LIMIT:
+            self._upload(dst, self.to_host(src))
+            return
+        at, to = address_of(src), address_of(dst)
+        piece = memoryview(bytearray(min(total, _HOP)))
+        for start in range(0, total, _HOP):
+            part = piece[: min(_HOP, total - start)]
+            # Never both locks at once: another thread may be copying the other way.
+            reader = self._recorder_at(at)
+            with reader.lock:
+                reader.flush()
+                reader.require_link().read(at >> ID_SHIFT, (at & OFFSET_MASK) + start, part)
+            writer = self._recorder_at(to)
+            with writer.lock:
+                writer.operations += not start
+                writer.flush()
+                link = writer.require_link()
+                link.forget(to >> ID_SHIFT)
+                link.write(to >> ID_SHIFT, (to & OFFSET_MASK) + start, part)
 
     def _upload(self, dst: Tensor, src: Tensor) -> None:
         host = src.detach()
@@ -235,22 +296,22 @@ class Transfer:
         if host.dtype is not dst.dtype or host.shape != dst.shape or host.stride() != dst.stride():
             laid = torch.empty_strided(dst.shape, dst.stride(), dtype=dst.dtype)
             host = laid.copy_(host)
-        recorder = self._recorder
+        at = address_of(dst)
+        recorder = self._recorder_at(at)
         with recorder.lock:
             recorder.operations += 1
             recorder.flush()
             link = recorder.require_link()
-            at = address_of(dst)
             buffer = at >> ID_SHIFT
             link.forget(buffer)
             link.write(buffer, at & OFFSET_MASK, bytes_of(host))
 
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""
-        recorder = self._recorder
+        at = address_of(t)
+        recorder = self._recorder_at(at)
         self.reads += 1
         with recorder.lock:
-            at = address_of(t)
             buffer = at >> ID_SHIFT
             key = (at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride())
             link = recorder.require_link()
@@ -283,7 +344,7 @@ class Transfer:
         if here + need <= have:
             _set_cpu(t, t.untyped_storage(), t.storage_offset(), sizes, strides)
             return
-        grown = self.empty([here + need], dtype=torch.uint8)
+        grown = self.empty([here + need], dtype=torch.uint8, device=raw_device(t))
         if have:
             old = torch.empty(0, dtype=torch.uint8, device=raw_device(t))
             _set_cpu(old, t.untyped_storage(), 0, (have,), (1,))
@@ -313,7 +374,7 @@ class Transfer:
 
     def set_none(self, t: Tensor) -> Tensor:
         """`aten.set_`: an empty storage."""
-        return self.set_tensor(t, self.empty([0], dtype=t.dtype))
+        return self.set_tensor(t, self.empty([0], dtype=t.dtype, device=raw_device(t)))
 
     def kernels(self) -> dict[str, Callable[..., Any]]:
         """Operator name to kernel, for registration under PrivateUse1."""

@@ -44,7 +44,7 @@ class Whole:
     def __init__(self, generic: Generic, op: torch._ops.OpOverload) -> None:
         self.record = generic.kernel(op)
         self.differentiated = generic.differentiated(op)
-        self.generator = generic.generator
+        self.generator_of = generic.generator_of
         self.decompose = op.decompose
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self._op = op
@@ -75,8 +75,8 @@ class _WholeCall(torch.autograd.Function):
         args, kwargs = tree_unflatten(leaves, spec)
         ctx.set_materialize_grads(False)
         ctx.whole, ctx.spec = whole, spec
-        ctx.drawn = whole.generator.draw() if whole.random else None
         ctx.at = [i for i, a in enumerate(leaves) if isinstance(a, Tensor)]
+        ctx.drawn = whole.generator_of([leaves[i] for i in ctx.at]).draw() if whole.random else None
         ctx.rest = [None if isinstance(a, Tensor) else a for a in leaves]
         # A tensor that is given twice has one gradient: the first of its places stands for all.
         first = [next(j for j in ctx.at if leaves[j] is leaves[i]) for i in ctx.at]

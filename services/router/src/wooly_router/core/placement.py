@@ -1,4 +1,4 @@
-"""Which executor gets a session: filter, then score. A pure function that gives its reasons."""
+"""Which executors get a session: filter, then score. A pure function that gives its reasons."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_wis.messages import ExecutorHeartbeat, OpenSessionRequest
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one session, open or being opened, takes of its executor. Memory in bytes."""
+    """What one session, open or being opened, takes of one executor. Memory in bytes."""
 
     executor_id: str
     required_vram: int | None = None
@@ -31,9 +31,9 @@ IDLE = Load()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice: an executor, or None with the reason for each that was passed over."""
+    """The choice: an executor per device asked for, or none with the reason for each that was passed over."""
 
-    executor: ExecutorHeartbeat | None
+    executors: tuple[ExecutorHeartbeat, ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -52,10 +52,8 @@ def loads(claims: Iterable[Claim]) -> dict[str, Load]:
 
 
 def unfit(request: OpenSessionRequest, executor: ExecutorHeartbeat, load: Load) -> str:
-    """Why the executor cannot take the session; empty if it can."""
+    """Why the executor cannot take a device of the session; empty if it can."""
     room = executor.device.total_memory - load.reserved
-    if request.gpu_count > 1:
-        return f"has 1 device, {request.gpu_count} were asked for"
     if request.node_groups:
         return f"is in none of the groups {', '.join(request.node_groups)}"
     if load.exclusive:
@@ -68,10 +66,10 @@ def unfit(request: OpenSessionRequest, executor: ExecutorHeartbeat, load: Load) 
 
 
 def place(request: OpenSessionRequest, candidates: Sequence[ExecutorHeartbeat], load: Mapping[str, Load]) -> Placement:
-    """Choose among executors.
+    """Choose as many executors as devices were asked for, each for one device.
 
-    The fewest sessions win, then the lowest utilization in hundredths, then the id: the same input always gives the same
-    choice.
+    Executors on one node win if one has enough of them, else the fewest nodes. Then the fewest sessions, the lowest utilization
+    in hundredths, the id: the same input always gives the same choice.
 
     Args:
         request: what the client wants.
@@ -79,18 +77,25 @@ def place(request: OpenSessionRequest, candidates: Sequence[ExecutorHeartbeat], 
         load: what sessions take of them.
     """
     reasons: dict[str, str] = {}
-    fitting: list[ExecutorHeartbeat] = []
-    for executor in candidates:
-        why = unfit(request, executor, load.get(executor.executor_id, IDLE))
-        if why:
-            reasons[executor.executor_id] = why
-        else:
-            fitting.append(executor)
-    if not fitting:
-        return Placement(None, reasons)
+    nodes: dict[str, list[ExecutorHeartbeat]] = {}
 
     def score(executor: ExecutorHeartbeat) -> tuple[int, int, str]:
         sessions = load.get(executor.executor_id, IDLE).sessions
         return sessions, round(100 * executor.utilization), executor.executor_id
 
-    return Placement(min(fitting, key=score), reasons)
+    for executor in sorted(candidates, key=score):
+        why = unfit(request, executor, load.get(executor.executor_id, IDLE))
+        if why:
+            reasons[executor.executor_id] = why
+        else:
+            nodes.setdefault(executor.node, []).append(executor)
+    chosen: list[ExecutorHeartbeat] = []
+    while nodes and len(chosen) < request.gpu_count:
+        missing = request.gpu_count - len(chosen)
+
+        def worth(node: str, missing: int = missing) -> tuple[int, list[tuple[int, int, str]]]:
+            best = nodes[node][:missing]
+            return -len(best), sorted([score(e) for e in best], reverse=True)
+
+        chosen += nodes.pop(min(nodes, key=worth))[:missing]
+    return Placement(tuple(chosen) if len(chosen) == request.gpu_count else (), reasons)

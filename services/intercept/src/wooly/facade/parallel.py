@@ -1,0 +1,59 @@
+"""What PyTorch spreads over devices and threads: backward in any thread, and the wrappers that are refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from wooly.torch_private import in_calling_thread, run_backward_patches
+
+Patch = tuple[Any, str, Any]
+_BY_HAND = (
+    "place parts of the model on the devices by hand instead (part.to('cuda:0'), part.to('cuda:1'), and x.to('cuda:1') between "
+    "them), or use one device"
+)
+
+
+def patches() -> Iterator[Patch]:
+    """(owner, name, value) of everything that is replaced for several devices."""
+    for owner, name, run_backward in run_backward_patches():
+        # PyTorch's own threads, one per device, know only the first; the switch belongs to a thread, and users start threads.
+        yield (owner, name, in_calling_thread(run_backward))
+    data_parallel = torch.nn.DataParallel
+    yield (data_parallel, "__init__", _one_device(data_parallel.__init__))
+    function = torch.nn.parallel.data_parallel
+    yield (torch.nn.parallel, "data_parallel", _one_device(function))
+    distributed = torch.nn.parallel.DistributedDataParallel
+    yield (distributed, "__init__", _no_cuda_module(distributed.__init__))
+
+
+def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call(…, module, x, device_ids)`, refused where it would mean several devices."""
+
+    @functools.wraps(call)
+    def checked(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        named = [*args[2:3]] if device_ids is None else [device_ids]
+        ids = named[0] if named and named[0] is not None else range(torch.cuda.device_count())
+        if len(ids) > 1:
+            raise NotImplementedError(
+                f"nn.DataParallel over {len(ids)} devices is not supported, nor is DistributedDataParallel: {_BY_HAND} "
+                "(device_ids=[0])"
+            )
+        return call(*args, device_ids=device_ids, **kwargs) if device_ids is not None else call(*args, **kwargs)
+
+    return checked
+
+
+def _no_cuda_module(init: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(init)
+    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(p.is_cuda for p in module.parameters()):
+            raise NotImplementedError(
+                f"nn.parallel.DistributedDataParallel is not supported on the wooly device: {_BY_HAND}"
+            )
+        return init(self, module, *args, **kwargs)
+
+    return checked

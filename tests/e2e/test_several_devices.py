@@ -1,0 +1,172 @@
+"""Several devices as a user meets them: a stack with an executor for each, sessions over them, and the loss of one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+
+import psutil
+import pytest
+from wooly_local.stack import read_stack, start_stack
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+WOOLY = [sys.executable, "-m", "wooly"]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2)
+    yield running
+    running.stop()
+
+
+def environment(stack=None, **variables):
+    full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | variables
+    return full | ({"WOOLYAI_CONTROLLER_URL": stack.nats_url} if stack else {})
+
+
+def run(*argv, stack=None, **variables):
+    env = environment(stack, **variables)
+    return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=120)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def sessions(stack):
+    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/sessions") as answer:
+        return json.load(answer)["sessions"]
+
+
+PIPELINE = """
+    import torch
+    from torch import nn
+
+    first, second = DEVICES
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    head = nn.Sequential(nn.Linear(24, 48), nn.GELU(), nn.Linear(48, 32)).to(first)
+    tail = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 6)).to(second)
+    parameters = [*head.parameters(), *tail.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    x, y = torch.randn(64, 24), torch.randint(0, 6, (64,))
+    for _ in range(15):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(tail(head(x.to(first)).to(second)), y.to(second))
+        loss.backward()
+        optimizer.step()
+        print(loss.item().hex())
+    print([p.detach().cpu().double().sum().item().hex() for p in parameters])
+"""
+
+
+def test_model_split_over_two_executors_trains_as_on_the_cpu(stack, tmp_path):
+    local = subprocess.run(
+        [sys.executable, script(tmp_path, PIPELINE.replace("DEVICES", "'cpu', 'cpu'"))], capture_output=True, text=True
+    )
+    assert local.returncode == 0, local.stderr
+    path = script(tmp_path, PIPELINE.replace("DEVICES", "'cuda:0', 'cuda:1'"))
+    ours = run("run", path, stack=stack, WOOLYAI_GPU_COUNT="2")
+    assert ours.returncode == 0, ours.stderr
+    assert ours.stdout == local.stdout and len(ours.stdout.splitlines()) == 16
+    assert "cuda:0 local-" in ours.stderr and "cuda:1 local-" in ours.stderr
+
+
+def test_session_over_two_executors_lists_both_parts_and_leaves_both(stack, tmp_path):
+    path = script(tmp_path, "import torch; torch.ones(2, device='cuda:1').cpu(); print('up', flush=True); input()")
+    client = subprocess.Popen(
+        [*WOOLY, "run", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(stack, WOOLYAI_GPU_COUNT="2"),
+    )
+    assert client.stdout.readline() == "up\n"
+    (session,) = sessions(stack)
+    assert sorted(p["executor_id"] for p in session["parts"]) == ["local-0", "local-1"]
+    client.kill()
+    client.communicate()
+    deadline = time.monotonic() + 10
+    while sessions(stack) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert sessions(stack) == []
+
+
+def test_more_devices_than_executors_is_refused_with_both_numbers(stack, tmp_path):
+    done = run("run", script(tmp_path, "print('never')"), stack=stack, WOOLYAI_GPU_COUNT="3")
+    assert done.returncode == 1 and "never" not in done.stdout
+    assert "3 devices were asked for, and 2 executors are alive" in done.stderr and "wooly up --gpus 3" in done.stderr
+
+
+def test_nodes_show_every_executor_with_its_share_of_the_host(stack):
+    nodes = json.loads(run("nodes", "--json", stack=stack).stdout)["nodes"]
+    assert [(n["executor_id"], n["state"]) for n in nodes] == [("local-0", "alive"), ("local-1", "alive")]
+    assert all(n["device"]["total_memory"] == psutil.virtual_memory().total // 2 for n in nodes)
+
+
+def test_run_without_a_stack_starts_as_many_executors_as_asked_for(tmp_path):
+    path = script(
+        tmp_path,
+        "import torch\nprint(torch.cuda.device_count(), [torch.ones(3, device=f'cuda:{i}').sum().item() for i in (0, 1)])",
+    )
+    done = run("run", path, XDG_STATE_HOME=str(tmp_path), XDG_CONFIG_HOME=str(tmp_path), WOOLYAI_GPU_COUNT="2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "2 [3.0, 3.0]\n"
+
+
+def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
+    variables = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    try:
+        assert run("up", "--gpus", "2", **variables).returncode == 0
+        shown = run("status", **variables).stdout
+        assert all(word in shown for word in ("executor-0", "executor-1", "local-0", "local-1"))
+        services = read_stack(tmp_path / "wooly").services
+        assert sorted(services) == ["executor-0", "executor-1", "nats", "router"]
+        processes = [psutil.Process(pid) for pid in services.values()]
+    finally:
+        assert run("down", **variables).stdout == "stack is down\n"
+    gone, alive = psutil.wait_procs(processes, 5)
+    assert not alive and len(gone) == 4
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_killed_executor_ends_the_session_on_the_other_and_is_named(tmp_path, used):
+    """The script works on cuda:`used` only, and the executor of cuda:1 dies."""
+    own = start_stack(tmp_path / "own", ephemeral=True, gpus=2)
+    try:
+        path = script(
+            tmp_path,
+            f"""
+            import torch
+            from wooly import api
+            t = [torch.zeros(64, 64, device=f"cuda:{{i}}") for i in (0, 1)]
+            print(*[d["executor_id"] for d in api.session_stats()["devices"]], flush=True)
+            while True:
+                t[{used}] = t[{used}] + 1
+            """,
+        )
+        client = subprocess.Popen(
+            [*WOOLY, "run", path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(own, WOOLYAI_GPU_COUNT="2"),
+        )
+        _, lost = client.stdout.readline().split()
+        os.kill(own.services[lost.replace("local", "executor")], signal.SIGKILL)
+        _, errors = client.communicate(timeout=60)
+        assert client.returncode == 1 and f"lost the executor {lost} " in errors
+        deadline = time.monotonic() + 10
+        while sessions(own) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert sessions(own) == []
+    finally:
+        own.stop()
