@@ -101,6 +101,21 @@ def test_backward_from_other_results_than_before_is_refused_with_words(cuda):
         compiled(a)[1].sum().backward()
 
 
+def test_forwards_without_a_backward_are_not_recorded_for_ever(cuda):
+    compiled = torch.compile(lambda a: a.sin() * 2)
+    a = torch.randn(3, device=cuda, requires_grad=True)
+    with Counted() as did:
+        for _ in range(40):
+            y = compiled(a)
+    assert did.recorded < 15 and did.recorded + did.eager == 40
+    with Counted() as did:
+        for _ in range(20):
+            y = compiled(a)
+            (grad,) = torch.autograd.grad(y.sum(), a)
+    assert did.replayed > 10  # a backward that comes late is taken up
+    assert torch.equal(y, a.sin() * 2) and torch.equal(grad, torch.autograd.grad((a.sin() * 2).sum(), a)[0])
+
+
 def test_saved_tensors_are_freed_by_backward(cuda):
     compiled = torch.compile(lambda a: (a.sin().cos() * a).exp())
     a = torch.randn(100_000, device=cuda, requires_grad=True)

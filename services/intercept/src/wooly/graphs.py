@@ -33,6 +33,8 @@ log = logging.getLogger("wooly.graphs")
 Function = Callable[..., Any]
 #: Kinds of arguments that one function keeps programs for; a function called with more kinds stays eager for the rest.
 KINDS_KEPT = 64
+#: Forwards without a backward after which only every so many are recorded: a backward may never come.
+_PATIENCE = 8
 #: Instructions that one program may have.
 INSTRUCTIONS = 32768
 
@@ -113,7 +115,8 @@ def _keep(recorder: Recorder) -> Recording:
                 random.append(n_params - 2)
             for k in form.writes:
                 written[slots[k]] = None
-    outside = [s for s in written if s not in made and s not in set(gone)]
+    inside = {*made, *gone}
+    outside = [s for s in written if s not in inside]
     work = Work(array("I", words).tobytes(), words, recorder.origins)
     return Recording(work, bind, recorder.params, random, made, gone, outside)
 
@@ -358,7 +361,7 @@ class GraphFunction:
                 ids.append(at >> ID_SHIFT)
                 kind += (a.dtype, a.shape, a.stride(), at & PLACE_MASK, a.requires_grad)
             else:
-                kind.append(a)
+                kind += (a.__class__, a)  # 1, 1.0 and True are equal, and not the same
         if len(set(ids)) != len(ids):
             kind.append(tuple([ids.index(i) for i in ids]))
         grad = torch.is_grad_enabled()
@@ -504,6 +507,7 @@ class _Training(_Kind):
 
     def __init__(self, recorder: Recorder, owner: GraphFunction) -> None:
         super().__init__(recorder, owner)
+        self.forwards = 0
         self.forward_program: Program | None = None
         self.backward_programs: dict[tuple[bool, ...], Program] = {}
 
@@ -526,7 +530,9 @@ class _Training(_Kind):
             with torch.enable_grad():
                 return self.flat(self.owner.function(*alone))
 
-        if self.why:
+        self.forwards += 1
+        if self.why or (self.forwards > _PATIENCE and self.forwards % _PATIENCE):
+            counters.eager += 1
             leaves, recorded = call(), None
         else:
             leaves, recorded = self.record(inputs, call)
