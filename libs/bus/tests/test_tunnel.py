@@ -22,7 +22,6 @@ from wooly_bus.channel import (
     ChannelError,
     ChannelServer,
     ChannelTimeoutError,
-    Connected,
     Disconnected,
     EndpointError,
     FrameReceived,
@@ -76,7 +75,12 @@ class Host:
         return memoryview(self.memory)[at : at + n]
 
     def deliver(self, sock, peer):
-        self.call(lambda: self.server.adopt(sock, peer))
+        self.call(lambda: self.adopt(sock, peer))
+
+    def adopt(self, sock, peer):
+        self.server.adopt(sock, peer)
+        for conn in self.server._connections:  # no hello here: the first frame may be a large one
+            conn.authenticated = True
 
     def call(self, job):
         self.jobs.put(job)
@@ -85,9 +89,7 @@ class Host:
     def poll(self):
         while not self.stopping.is_set():
             for event in self.server.poll(1):
-                if isinstance(event, Connected):
-                    event.conn.authenticated = True
-                elif isinstance(event, Disconnected):
+                if isinstance(event, Disconnected):
                     self.gone.put(event.reason)
                 elif isinstance(event, FrameReceived):
                     self.on_frame(event)
