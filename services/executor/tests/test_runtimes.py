@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime import segments
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -40,6 +41,14 @@ UNARY = [
 BINARY = [f"aten.{n}" for n in ("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "eq.Tensor", "mm.default")]
 IN_PLACE = [f"aten.{n}" for n in ("add_.Tensor", "mul_.Tensor", "sub_.Tensor")]
 SHAPES = [(), (1,), (4,), (2, 3), (3, 3), (0, 3), (2, 1, 3)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def every_call_is_worth_it():
+    """Put together what can be, however little it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "WORTH", 1)
+        yield
 
 
 @dataclass
@@ -195,10 +204,28 @@ def execute(runtime, body, params=(), contents=None, times=2):
 
 
 def agree(body, params=(), contents=None):
-    """Both runtimes leave the same; returns what they leave."""
+    """Both runtimes leave the same, also once steps are put together; returns what they leave."""
     prepared, reference = (execute(kind(), body, params, contents) for kind in RUNTIMES)
     assert prepared == reference and prepared[0] == prepared[1]
+    for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3):
+        same_but_for_what_a_failure_loses(hot, prepared[0])
     return prepared[0]
+
+
+def same_but_for_what_a_failure_loses(hot, expected):
+    """A failure among steps that were put together names the same instruction; what they should have left is lost as a whole."""
+    assert (hot[0], hot[2], hot[3]) == (expected[0], expected[2], expected[3])
+    if hot[0] is None:
+        assert hot == expected
+        return
+    assert hot[1] in expected[1]
+    assert hot[4].keys() == expected[4].keys()
+    for i, (nbytes, poison, content) in hot[4].items():
+        assert nbytes == expected[4][i][0]
+        if poison:
+            assert content is None
+        else:
+            assert content == expected[4][i][2]
 
 
 @given(data=st.data())
@@ -206,6 +233,52 @@ def agree(body, params=(), contents=None):
 def test_generated_programs_leave_the_same_bytes(wis, data):
     body, params = data.draw(bodies(wis))
     agree(body, params)
+
+
+def test_steps_of_a_program_that_is_run_often_are_put_together(wis):
+    v = wis.at(DType.F32, 4)
+    body = wis.body()
+    for k in range(8):
+        body.alloc(f"y{k}", 16).call(
+            "aten.mul.Tensor", ("in", f"y{k - 1}" if k else "x", v), ("in", "w", v), ("out", f"y{k}", v)
+        )
+        if k:
+            body.free(f"y{k - 1}")
+    runtime = TorchCpuRuntime(hot=3)
+    with torch.inference_mode():
+        ready = ProgramStore(runtime).define(body.raw)
+        ids = {name: i for i, name in enumerate(body.names)}
+        for run in range(5):
+            buffers = {ids["x"]: runtime.allocate(16), ids["w"]: runtime.allocate(16)}
+            for b, value in ((ids["x"], 3.0), (ids["w"], 2.0)):
+                as_view(buffers[b].base, v).fill_(value)
+            assert runtime.run(ready.prepared, buffers, list(ids.values()), []).failed_at is None
+            assert as_view(buffers[ids["y7"]].base, v).tolist() == [3.0 * 2**8] * 4
+            assert len(buffers) == 3
+            assert len(ready.prepared.hot) == (1 if run >= 2 else 0)
+
+
+def test_failure_among_steps_that_were_put_together_names_its_instruction(wis):
+    v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 4)
+    body = wis.body()
+    for name in "abcd":
+        body.alloc(name, 16)
+    body.call("aten.neg.default", ("in", "x", v), ("out", "a", v)).call(
+        "aten.exp.default", ("in", "a", v), ("out", "b", v)
+    )
+    operands = ("in", "b", v), ("in", "i", i), ("out", "c", v)
+    body.call("aten.index_select.default", *operands, args=(REFS[0], 0, REFS[1]))
+    body.call("aten.neg.default", ("in", "c", v), ("out", "d", v))
+    runtime = TorchCpuRuntime(hot=2)
+    with torch.inference_mode():
+        ready = ProgramStore(runtime).define(body.raw)
+        ids = {name: k for k, name in enumerate(body.names)}
+        for index in (0, 1, 2, 9, 3):
+            buffers = {ids["x"]: runtime.allocate(16), ids["i"]: runtime.allocate(32)}
+            as_view(buffers[ids["i"]].base, i).fill_(index)
+            outcome = runtime.run(ready.prepared, buffers, list(ids.values()), [])
+            assert outcome.failed_at == (6 if index == 9 else None)
+            assert buffers[ids["d"]].poison == ("index out of range in self" if index == 9 else "")
 
 
 @pytest.mark.parametrize("dtype", DTYPES + [DType.I8, DType.I16, DType.I32, DType.C128, DType.F8E4M3FN], ids=str)

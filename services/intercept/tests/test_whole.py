@@ -19,12 +19,13 @@ def recorded(cuda):
         recorder = device.current().recorder
         torch.cuda.synchronize()
         limit, recorder.limit = recorder.limit, 1 << 20
+        recorder.room = recorder.limit
         try:
             with recorder.lock:  # the timer must not send them before they are counted
                 result = function()
                 found = [form.name for form, _ in recorder.instructions_of(recorder.words)]
         finally:
-            recorder.limit = limit
+            recorder.limit = recorder.room = limit
         return result, [n for n in found if n not in ("alloc", "free", "fill")]
 
     return names

@@ -193,8 +193,7 @@ class BackendModule(ModuleType):
         """Wait until everything recorded for a device has run; errors of the far side surface here."""
         recorder = self._recorder(device)
         with recorder.lock:
-            recorder.flush()
-            recorder.require_link().sync()
+            recorder.sync()
 
     @property
     def default_generators(self) -> tuple[DeviceGenerator, ...]:
@@ -283,7 +282,7 @@ def register(flush_instructions: int) -> Device:
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         for recorder in _device.devices.recorders:
-            recorder.limit = flush_instructions
+            recorder.limit = recorder.room = flush_instructions
         # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.
         torch.autograd.set_multithreading_enabled(False)
         return _device

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly import storage
@@ -33,6 +34,8 @@ log = logging.getLogger("wooly.graphs")
 Function = Callable[..., Any]
 #: Kinds of arguments that one function keeps programs for; a function called with more kinds stays eager for the rest.
 KINDS_KEPT = 64
+#: Layouts of arguments that one function keeps numbers for.
+PLACES_KEPT = 4096
 #: Forwards without a backward after which only every so many are recorded: a backward may never come.
 _PATIENCE = 8
 #: Instructions that one program may have.
@@ -81,7 +84,8 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
     with recorder.lock:
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
-        recorder.limit, recorder.recording = INSTRUCTIONS, True
+        recorder.limit = recorder.room = INSTRUCTIONS
+        recorder.recording = True
         try:
             yield out
             recorder.release_dead()
@@ -91,7 +95,8 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
                 out.result = _keep(recorder)
             recorder.flush()
         finally:
-            recorder.limit, recorder.recording = limit, False
+            recorder.limit = recorder.room = limit
+            recorder.recording = False
 
 
 def _keep(recorder: Recorder) -> Recording:
@@ -343,25 +348,43 @@ class GraphFunction:
         self._function = function
         self._held = list(constants)
         self._kinds: dict[tuple[Any, ...], Any] = {}
+        self._places: dict[tuple[Any, ...], int] = {}
+        self._numbers = 0
+        self._parameters: dict[int, tuple[int, int, bool, int]] = {}
 
     def __call__(self, *inputs: Any) -> Any:
         """Run it."""
-        ids: list[int] = []
+        of: dict[int, int] = {}  # buffer id per input on the device
         kind: list[Any] = []
-        for a in inputs:
-            if isinstance(a, Tensor):
-                at = a.data_ptr() if raw_device(a).type == NAME else -1
-                if at < 0 or a.is_conj() or a.is_neg():
-                    if at >= 0 or a.dim() or a.requires_grad:
-                        return self._eager(inputs)
-                    kind.append((a.dtype, a.item()))
-                    continue
-                if not at:
-                    at = address_of(a)
-                ids.append(at >> ID_SHIFT)
-                kind += (a.dtype, a.shape, a.stride(), at & PLACE_MASK, a.requires_grad)
-            else:
+        for k, a in enumerate(inputs):
+            if not isinstance(a, Tensor):
                 kind += (a.__class__, a)  # 1, 1.0 and True are equal, and not the same
+                continue
+            at = a.data_ptr()
+            grad = a.requires_grad
+            parameter = a.__class__ is Parameter
+            if parameter:
+                # The same object in the same memory lies there as it did: whatever changes that, Dynamo looks for.
+                seen = self._parameters.get(k)
+                if seen is not None and seen[0] == id(a) and seen[1] == at and seen[2] is grad:
+                    of[k] = at >> ID_SHIFT
+                    kind.append(seen[3])
+                    continue
+            here = raw_device(a).type == NAME
+            if not here or a.is_conj() or a.is_neg():
+                if here or a.dim() or grad:
+                    return self._eager(inputs)
+                kind.append((a.dtype, a.item()))
+                continue
+            if not at:
+                at = address_of(a)
+            of[k] = at >> ID_SHIFT
+            place = (a.dtype, a.shape, a.stride(), at & PLACE_MASK, grad)
+            number = self._number_of(place)
+            kind.append(number)
+            if parameter:
+                self._parameters[k] = (id(a), at, grad, number)
+        ids = list(of.values())
         if len(set(ids)) != len(ids):
             kind.append(tuple([ids.index(i) for i in ids]))
         grad = torch.is_grad_enabled()
@@ -378,7 +401,18 @@ class GraphFunction:
             known = self._kinds[signature] = (_Training if wants else _Inference)(recorder, self)
         if known.why:
             return self._eager(inputs)
-        return known(inputs)
+        return known(inputs, of)
+
+    def _number_of(self, place: tuple[Any, ...]) -> int:
+        number = self._places.get(place)
+        if number is None:
+            if len(self._places) >= PLACES_KEPT:  # every kind becomes a new one
+                self._places.clear()
+                self._parameters.clear()
+                self._kinds.clear()
+            number = self._places[place] = self._numbers
+            self._numbers += 1
+        return number
 
     def _eager(self, inputs: Sequence[Any]) -> Any:
         counters.eager += 1
@@ -478,8 +512,8 @@ class _Inference(_Kind):
 
     program: Program | None = None
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
-        tensors = _device_tensors(inputs)
+    def __call__(self, inputs: Sequence[Any], of: dict[int, int]) -> Any:
+        tensors = {k: inputs[k] for k in of}
         if self.program is None:
             leaves, recorded = self.record(inputs, lambda: self.flat(self.owner.function(*inputs)))
             if recorded is not None:
@@ -491,7 +525,7 @@ class _Inference(_Kind):
         counters.replayed += 1
         for k in self.program.written:
             _touch(tensors[k])
-        return self.unflat(self.program.run(_ids(tensors), (), tensors))
+        return self.unflat(self.program.run(of, (), tensors))
 
 
 def _touch(t: Tensor) -> None:
@@ -511,7 +545,7 @@ class _Training(_Kind):
         self.forward_program: Program | None = None
         self.backward_programs: dict[tuple[bool, ...], Program] = {}
 
-    def __call__(self, inputs: Sequence[Any]) -> Any:
+    def __call__(self, inputs: Sequence[Any], of: dict[int, int]) -> Any:
         leaves = _Call.apply(self, *inputs)
         if self.spec is None:
             raise AssertionError("the first forward remembers the structure")

@@ -29,6 +29,8 @@ from wooly.storage import Heap
 if TYPE_CHECKING:
     from wooly.link import Link
 
+#: Instructions after which the first program after a wait is closed.
+EARLY = 24
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
@@ -185,7 +187,8 @@ class Recorder:
         forms: what instructions are made of.
         heap: the device's storages.
         generator: the device's random numbers.
-        limit: instructions after which the open program is closed.
+        limit: instructions after which a program is closed.
+        room: instructions after which the open program is closed: fewer where the device waits for it.
         recording: somebody keeps what is recorded now.
         foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
@@ -196,7 +199,7 @@ class Recorder:
         self.forms = forms
         self.heap = heap
         self.generator = generator
-        self.limit = limit
+        self.limit = self.room = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
         self.recording = False
@@ -279,6 +282,21 @@ class Recorder:
         finally:
             self._abandon()
 
+    def sync(self) -> None:
+        """Send what is open and wait until everything has run.
+
+        Raises:
+            RemoteOperationError: something since the last answer failed.
+            WoolyError: there is no session, or it is lost.
+        """
+        self.flush()
+        self.require_link().sync()
+        self.idle()
+
+    def idle(self) -> None:
+        """The device has run everything: the next program is sent early, so that it has something to do."""
+        self.room = min(EARLY, self.limit)
+
     def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
         """Send recorded work again, after what is open, with other buffers and params.
 
@@ -330,6 +348,7 @@ class Recorder:
         self._frees = []
         self._freed = []
         self.generation += 1
+        self.room = self.limit
 
     def _define(self, link: Link, recorded: list[int]) -> SentProgram:
         """Encode a program, send its definition, and name it."""

@@ -95,6 +95,7 @@ class Connection:
     _out: deque[memoryview] = field(default_factory=deque)
     _ack: int = 0
     _acked: int = 0
+    _held: bool = False
     _handshaking: bool = False
     _interest: int = 0
     _in_events: bool = False
@@ -230,7 +231,7 @@ class ChannelServer:
 
     def poll(self, timeout: float | None) -> list[Event]:
         """Wait up to `timeout` seconds (None: for ever) and return what happened."""
-        self._flush_dirty()
+        self._flush_dirty(hold=timeout == 0)
         for conn in list(self._resumed):
             del self._resumed[conn]
             if not conn.closed and not conn.paused:
@@ -339,9 +340,14 @@ class ChannelServer:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _flush_dirty(self) -> None:
-        while self._dirty:
-            conn, _ = self._dirty.popitem()
+    def _flush_dirty(self, *, hold: bool) -> None:
+        """Write what is queued. With `hold`, a mere acknowledgement may wait for one more poll: an answer may go with it."""
+        for conn in list(self._dirty):
+            if hold and not conn._out and not conn._held:
+                conn._held = True
+                continue
+            del self._dirty[conn]
+            conn._held = False
             if not conn.closed:
                 conn._queue_ack()
                 self._writable(conn)

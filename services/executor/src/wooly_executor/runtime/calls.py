@@ -115,10 +115,15 @@ def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dic
 _ASKS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"})
 
 
+def asks_grad_mode(op: torch._ops.OpOverload) -> bool:
+    """Whether an overload must be called with gradients enabled."""
+    return str(op) in _ASKS_GRAD_MODE
+
+
 def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """What to call for an overload, with the grad mode that it needs."""
     call: Callable[..., Any] = op._op
-    if str(op) not in _ASKS_GRAD_MODE:
+    if not asks_grad_mode(op):
         return call
 
     def with_grad(*args: Any, **kwargs: Any) -> Any:

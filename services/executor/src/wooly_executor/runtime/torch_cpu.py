@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
@@ -23,6 +24,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_vi
 from wooly_executor.runtime.calls import (
     Gradients,
     LibraryCall,
+    asks_grad_mode,
     constant_tree,
     differentiate,
     filler,
@@ -37,6 +39,22 @@ from wooly_executor.runtime.calls import (
 )
 from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.protocol import Outcome
+from wooly_executor.runtime.segments import (
+    Free,
+    Gather,
+    Invoke,
+    Make,
+    Review,
+    SegmentError,
+    Trace,
+    Write,
+    compile_steps,
+    memory_name,
+    register_name,
+)
+
+#: Runs after which a program's steps are put together: most programs are run once or twice.
+HOT = 16
 
 
 class _Frame:
@@ -44,16 +62,20 @@ class _Frame:
 
     __slots__ = ("bases", "bindings", "buffers", "outcome", "params", "registers")
 
-    def __init__(self, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> None:
+    def __init__(
+        self, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any], n_registers: int
+    ) -> None:
         self.buffers = buffers
         self.bindings = bindings
         self.params = params
-        self.registers: list[Any] = []
-        self.bases: list[Any] = []
+        self.registers: list[Any] = [None] * n_registers
+        self.bases: list[Any] = [None] * len(bindings)
         self.outcome = Outcome()
 
 
 Step = Callable[[_Frame], None]
+_COPY = torch.ops.aten.copy_.default
+_FILL = torch.ops.aten.fill_.Scalar
 
 
 @dataclass(slots=True)
@@ -67,7 +89,12 @@ class PreparedProgram:
         made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
         dropped: slots bound from outside that the program frees.
         writes: per instruction, the slots that it writes.
-        peak: bytes that the program allocates.
+        traces: per step, what it does, where that is known.
+        slot_of: slot per register.
+        runs: how often it was run.
+        gathers: once it was run often: steps that fill registers from buffers.
+        hot: once it was run often: the other steps, many of them put together.
+        begins: per hot step, the step that it begins with.
     """
 
     program: Program
@@ -79,10 +106,40 @@ class PreparedProgram:
     made: list[tuple[int, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     writes: list[tuple[int, ...]] = field(default_factory=list)
+    traces: list[Trace | None] = field(default_factory=list)
+    slot_of: list[int] = field(default_factory=list)
+    runs: int = 0
+    gathers: list[Step] = field(default_factory=list)
+    hot: list[Step] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+
+    def heat(self) -> None:
+        """Put steps together where that is worth it."""
+        program, owner = self.program, [*self.owner, len(self.program.body)]
+        last_use: dict[int, int] = {}
+        for i, instruction in enumerate(program.body):
+            if program.forms[instruction.form].opcode != "free":
+                last_use.update(dict.fromkeys(instruction.slots, i))
+        forever = {register_name(r) for _, r, _, _ in self.kept} | {memory_name(s) for s, _ in self.made}
+
+        def needed_after(name: str, step: int) -> bool:
+            slot = self.slot_of[int(name[1:])] if name[0] == "r" else int(name[1:])
+            return name in forever or last_use.get(slot, -1) >= owner[step]
+
+        found = compile_steps(self.traces, self.steps, needed_after)
+        if found is not None:
+            self.gathers, self.hot, self.begins = found
 
 
 class TorchCpuRuntime:
-    """Executes WIS with torch on the CPU."""
+    """Executes WIS with torch on the CPU.
+
+    Args:
+        hot: runs after which a program's steps are put together.
+    """
+
+    def __init__(self, hot: int = HOT) -> None:
+        self._hot = hot
 
     def facts(self) -> dict[str, Any]:
         """What `torch.cuda.get_device_properties` is answered from."""
@@ -111,16 +168,30 @@ class TorchCpuRuntime:
         self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
     ) -> Outcome:
         """See `Runtime.run`."""
-        frame = _Frame(buffers, bindings, params)
-        frame.registers = registers = [None] * prepared.n_registers
-        frame.bases = bases = [None] * len(bindings)
+        frame = _Frame(buffers, bindings, params, prepared.n_registers)
+        prepared.runs += 1
+        if prepared.runs == self._hot:
+            prepared.heat()
+        steps = prepared.steps
+        if prepared.hot:
+            try:
+                for step in prepared.gathers:
+                    step(frame)
+                steps = prepared.hot
+            except PoisonedError:  # the steps one by one say which instruction it was that could not have its operand
+                frame = _Frame(buffers, bindings, params, prepared.n_registers)
         i = -1
         try:
-            for i, step in enumerate(prepared.steps):  # noqa: B007 - the failing step's index is used below
+            for i, step in enumerate(steps):  # noqa: B007 - the failing step's index is used below
                 step(frame)
+        except SegmentError as e:
+            begin = prepared.begins[i]
+            self._fail(prepared, frame, begin, begin if e.at is None else e.at, e)
         except Exception as e:
-            self._fail(prepared, frame, i, e)
+            at = prepared.begins[i] if steps is prepared.hot else i
+            self._fail(prepared, frame, at, at, e)
         else:
+            registers, bases = frame.registers, frame.bases
             for slot, register, view, nbytes in prepared.kept:
                 buffers[bindings[slot]] = Buffer(nbytes, registers[register], view)
             for slot, nbytes in prepared.made:
@@ -129,11 +200,12 @@ class TorchCpuRuntime:
             buffers.pop(bindings[slot], None)
         return frame.outcome
 
-    def _fail(self, prepared: PreparedProgram, frame: _Frame, step: int, cause: Exception) -> None:
-        """Report the failure and poison what the rest of the program should have written."""
+    def _fail(self, prepared: PreparedProgram, frame: _Frame, first: int, step: int, cause: Exception) -> None:
+        """Report the failure of a step and poison what the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
-        outcome.failed_at = at = prepared.owner[step] if step >= 0 else 0
-        if isinstance(cause, (PoisonedError, RuntimeError, OperationError)):
+        outcome.failed_at = prepared.owner[step] if step >= 0 else 0
+        at = prepared.owner[first] if first >= 0 else 0
+        if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
             outcome.error = str(cause)
         else:
             outcome.error = f"{type(cause).__name__}: {cause}"
@@ -170,7 +242,7 @@ class _Preparation:
         self._register_of: dict[tuple[int, View], int] = {}
         self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
-        self._based: set[int] = set()
+        self._based: dict[int, torch.dtype] = {}
         self._first_param = 0
 
     def finish(self) -> PreparedProgram:
@@ -218,13 +290,18 @@ class _Preparation:
 
     # -- operands ----------------------------------------------------------------------------------------------------
 
-    def _new_register(self) -> int:
+    def _new_register(self, slot: int) -> int:
         self.out.n_registers += 1
+        self.out.slot_of.append(slot)
         return self.out.n_registers - 1
+
+    def _step(self, step: Step, trace: Trace | None = None) -> None:
+        self.out.steps.append(step)
+        self.out.traces.append(trace)
 
     def _name(self, slot: int, view: View) -> int:
         """A new register for this view."""
-        register = self._register_of[slot, view] = self._new_register()
+        register = self._register_of[slot, view] = self._new_register(slot)
         self._registers_of.setdefault(slot, []).append(register)
         return register
 
@@ -241,13 +318,13 @@ class _Preparation:
             def from_register(f: _Frame) -> None:
                 f.registers[register] = as_view(f.registers[source], view)
 
-            self.out.steps.append(from_register)
+            self._step(from_register, _review(register, register_name(source), view, adopted[1].dtype))
         elif slot in self._based:
 
             def from_base(f: _Frame) -> None:
                 f.registers[register] = as_view(f.bases[slot], view)
 
-            self.out.steps.append(from_base)
+            self._step(from_base, _review(register, memory_name(slot), view, WIS_DTYPE[self._based[slot]]))
         else:
 
             def from_buffer(f: _Frame) -> None:
@@ -262,16 +339,16 @@ class _Preparation:
                         buffer.base, buffer.view = base, view
                 f.registers[register] = base
 
-            self.out.steps.append(from_buffer)
+            self._step(from_buffer, Gather(register))
         return register
 
     def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype) -> None:
-        self._based.add(slot)
+        self._based[slot] = dtype
 
         def make(f: _Frame) -> None:
             f.bases[slot] = zeroed(nbytes, dtype)
 
-        self.out.steps.append(make)
+        self._step(make, Make(slot, nbytes, dtype))
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
@@ -284,15 +361,16 @@ class _Preparation:
             def copy(f: _Frame) -> None:
                 f.registers[dst].copy_(f.registers[src])
 
-            self.out.steps.append(copy)
+            self._step(copy, Write(_COPY, (dst, src)))
         elif form.opcode == "fill":
             to = self._operand(slots[0], _known(form.operands[0].view))
-            value = filler(form.attr("value"), {}, self._first_param, {})
+            number = form.attr("value")
+            value = filler(number, {}, self._first_param, {})
 
             def fill(f: _Frame) -> None:
                 f.registers[to].fill_(value(f.registers, list(f.params)))
 
-            self.out.steps.append(fill)
+            self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
         else:
             self._compute(form, slots)
 
@@ -327,7 +405,7 @@ class _Preparation:
             for slot in based:
                 f.bases[slot] = None
 
-        self.out.steps.append(free)
+        self._step(free, Free(tuple(registers), tuple(based)))
 
     def _compute(self, form: Form, slots: tuple[int, ...]) -> None:
         library = library_call(form)
@@ -341,8 +419,9 @@ class _Preparation:
         gradients = gradients_of(form)
         operands = list(registers.values())
         if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
-            registers = {k: self._new_register() for k in registers}
+            registers = {k: self._new_register(slots[k]) for k in registers}
         call = _call(form, library, registers, self._first_param)
+        invoke = self._traced(form, library, registers) if gradients is None else None
         if any(a.is_out for a in library.op._schema.arguments):
             call = _keeping_sizes(call, [(r, _known(form.operands[k].view).sizes) for k, r in registers.items()])
         rng = form.attr("rng")
@@ -352,12 +431,24 @@ class _Preparation:
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
             self._results(_differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
         elif not results:
-            self.out.steps.append(lambda f: _drop(call(f)))
+            self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
             self._dynamic(call, [slots[k] for k in results])
         else:
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
-            self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op))
+            self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
+
+    def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
+        """The call as the interpreter can be told of it, or None if it is more than a call."""
+        schema = library.op._schema
+        if form.attr("rng") is not None or asks_grad_mode(library.op):
+            return None
+        if any(a.is_out for a in schema.arguments):
+            # The size that `out=` is given must not change from run to run, and LAPACK may leave it conjugated.
+            views = [o.view for o in form.operands]
+            if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
+                return None
+        return Invoke(library, registers, self._first_param, form.params, typed_params(form, library))
 
     def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
         def run(f: _Frame) -> None:
@@ -371,9 +462,15 @@ class _Preparation:
             for slot, t in zip(slots, flat, strict=True):
                 f.outcome.outputs.append(_adopt_dynamic(f, slot, t))
 
-        self.out.steps.append(run)
+        self._step(run)
 
-    def _results(self, call: Callable[[_Frame], Any], outs: list[tuple[int, View]], single: bool) -> None:
+    def _results(
+        self,
+        call: Callable[[_Frame], Any],
+        outs: list[tuple[int, View]],
+        single: bool,
+        invoke: Invoke | None = None,
+    ) -> None:
         facts = self.out.facts
         targets: list[tuple[int, View, bool]] = []
         for slot, view in outs:
@@ -385,20 +482,29 @@ class _Preparation:
             else:
                 register = self._operand(slot, view)
             targets.append((register, view, fresh))
+        trusted = [False] * len(targets)
+        if invoke is not None:
+            fresh = [r for r in invoke.call.op._schema.returns if r.alias_info is None]
+            if not all(t[2] for t in targets) or (
+                len(fresh) != len(targets) and [str(r.type) for r in fresh] != ["List[Tensor]"]
+            ):
+                invoke = None
+            else:
+                invoke.results = tuple([register for register, _, _ in targets])
+                invoke.nbytes = sum([view.end for _, view, _ in targets])
+                invoke.trusted = trusted
         if single and len(targets) == 1 and targets[0][2]:
             register, view, _ = targets[0]
-            trusted = False
 
             def adopt(f: _Frame) -> None:
-                nonlocal trusted
                 t = call(f)
-                if not trusted or not _fits(t, view):
+                if not trusted[0] or not _fits(t, view):
                     checked = _adoptable(t, view, f)
-                    trusted = checked is t
+                    trusted[0] = checked is t
                     t = checked
                 f.registers[register] = t
 
-            self.out.steps.append(adopt)
+            self._step(adopt, invoke)
             return
 
         def adopt_all(f: _Frame) -> None:
@@ -408,16 +514,24 @@ class _Preparation:
                 flat = [t for t in flat if t is not None]
             if len(flat) != len(targets):
                 raise OperationError(f"{len(flat)} results where {len(targets)} were announced")
-            for t, (register, view, fresh) in zip(flat, targets, strict=True):
+            for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
                 if t is None:
                     # Announced, but undefined here (a workspace that inference does not need): nobody will read it.
                     f.registers[register] = as_view(zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
-                elif fresh:
-                    f.registers[register] = _adoptable(t, view, f)
-                else:
+                    trusted[k] = False
+                elif not fresh:
                     f.registers[register].copy_(t)
+                elif trusted[k] and _fits(t, view):
+                    f.registers[register] = t
+                else:
+                    f.registers[register] = checked = _adoptable(t, view, f)
+                    trusted[k] = checked is t
 
-        self.out.steps.append(adopt_all)
+        self._step(adopt_all, invoke)
+
+
+def _review(register: int, source: str, view: View, dtype: DType) -> Review | None:
+    return Review(register, source, view) if view.dtype is dtype else None
 
 
 def _drop(_: Any) -> None:

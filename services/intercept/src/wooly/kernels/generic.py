@@ -142,7 +142,7 @@ class Generic:
                     recorder.emit(plan.form, buffers, where)
                     if not facts.list_return:
                         result = result[0] if len(result) == 1 else tuple(result)
-                if len(recorder.origins) >= recorder.limit:
+                if len(recorder.origins) >= recorder.room:
                     recorder.flush()
                 return result
 
@@ -176,7 +176,6 @@ class Generic:
             except _HostTensorError:
                 raise mixed_devices(tensors_of(Call(args, kwargs))) from None
             buffers = [buffers[places.index(k)] for k in range(max(places) + 1)]
-            params += drawn or ()
             for g in grads or ():
                 _collect(g, False, key, buffers, params)
             signature = tuple(key)
@@ -192,6 +191,9 @@ class Generic:
                 recorder.operations += 1
                 where = origin()
                 recorder.params += params
+                if plan.random:
+                    assert drawn is not None
+                    recorder.params += drawn
                 results = []
                 for out in plan.outs:
                     assert out is not None
@@ -200,7 +202,7 @@ class Generic:
                     buffers.append(buffer)
                     results.append(t)
                 recorder.emit(plan.form, buffers, where)
-                if len(recorder.origins) >= recorder.limit:
+                if len(recorder.origins) >= recorder.room:
                     recorder.flush()
                 return results
 
@@ -263,8 +265,7 @@ class Generic:
         with recorder.lock:
             try:
                 result = run(*args, **kwargs)
-                recorder.flush()
-                recorder.require_link().sync()
+                recorder.sync()
             except RemoteOperationError as e:
                 self._plans.pop(signature, None)
                 if doubt is not None and str(doubt) in str(e):

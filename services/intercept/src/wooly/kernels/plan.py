@@ -159,6 +159,7 @@ class OpFacts:
     """
 
     __slots__ = (
+        "_dropout",
         "dynamic",
         "each_alone",
         "generator",
@@ -201,6 +202,12 @@ class OpFacts:
         self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
         self.random = torch.Tag.nondeterministic_seeded in tags
         self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
+        self._dropout = next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+
+    def draws(self, call: Call) -> bool:
+        """Whether this call draws random numbers: attention without dropout does not."""
+        i = self._dropout
+        return self.random and (i is None or (i < len(call.args) and call.args[i] != 0))
 
 
 def _is_number(argument: Any) -> bool:
@@ -305,7 +312,7 @@ class PlanBuilder:
                 continue
             layout = Layout(t.dtype, tuple(t.shape), t.stride())
             outs.append((layout, self._forms.alloc(layout.nbytes)))
-        return Plan(recorder, self._forms.intern(form), tuple(outs), written, facts.random, dynamic)
+        return Plan(recorder, self._forms.intern(form), tuple(outs), written, facts.draws(call), dynamic)
 
     def differentiated(
         self,
@@ -354,7 +361,7 @@ class PlanBuilder:
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
         outs = tuple([(x, self._forms.alloc(x.nbytes)) for x in layouts])
-        return Plan(recorder, self._forms.intern(whole), outs, (), facts.random, dynamic=False)
+        return Plan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
 
     def _infer_wanting(
         self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
@@ -532,7 +539,8 @@ class PlanBuilder:
         args = tuple([attr(a, names[i], facts.scalar[i]) for i, a in enumerate(call.args)])
         kwargs = tuple([(k, attr(v, k, k in facts.scalar_kw)) for k, v in call.kwargs.items()])
         attrs: dict[str, Attr] = {"name": facts.name, "args": args, "kwargs": kwargs}
-        if facts.random:
+        random = facts.draws(call)
+        if random:
             attrs["rng"] = (ParamRef(len(params)), ParamRef(len(params) + 1))
             params += [ParamKind.I64, ParamKind.I64]
         if scalars:
@@ -543,7 +551,7 @@ class PlanBuilder:
         if dynamic:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
-        if not (facts.random or scalars or dynamic):
+        if not (random or scalars or dynamic):
             native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
             if native is not None:
                 return native, tuple(written)

@@ -180,7 +180,7 @@ class Transfer:
     def _limit(recorder: Recorder) -> None:
         if recorder.heap.dead:
             recorder.release_dead()
-        if len(recorder.origins) >= recorder.limit:
+        if len(recorder.origins) >= recorder.room:
             recorder.flush()
 
     # -- copies ------------------------------------------------------------------------------------------------------
@@ -327,6 +327,7 @@ class Transfer:
                 host = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype)
                 if t.numel():
                     link.read(buffer, at & OFFSET_MASK, bytes_of(host))
+                recorder.idle()
             link.keep(buffer, key, host)
             return host
 

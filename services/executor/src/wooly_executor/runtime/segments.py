@@ -1,0 +1,441 @@
+"""Stretches of plain library calls as one call: a program that is run often is handed to the library's own interpreter, in C++.
+
+Same operators, same order, same results; what goes is the cost of Python between them. A step that is more than a call (random
+numbers, gradients, results of unknown size, arguments that the interpreter cannot hold) stays a step of its own, and so does one
+whose result was ever not what its form announced.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
+
+from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
+from wooly_executor.runtime.torch_private import interpret
+
+#: Calls below which a segment is not worth a call of the interpreter.
+WORTH = 3
+#: Bytes that one segment may make: what it was given lives until its end.
+BYTES = 32 << 20
+
+_NUMBER = re.compile(r"-?\d+(\.\d+)?(e-\d+)?")
+_FAILED = re.compile(r"^ *%(\w+) : .*\n *~+ <--- HERE", re.MULTILINE)
+
+
+class Gather(NamedTuple):
+    """A register is filled from a buffer that was there before the program."""
+
+    register: int
+
+
+class Review(NamedTuple):
+    """A register becomes another view of what a name holds, in the same dtype."""
+
+    register: int
+    source: str
+    view: View
+
+
+class Make(NamedTuple):
+    """Zeroed memory for a slot."""
+
+    slot: int
+    nbytes: int
+    dtype: torch.dtype
+
+
+class Write(NamedTuple):
+    """An operator on registers and constants that gives nothing new: a copy or a fill."""
+
+    op: torch._ops.OpOverload
+    registers: tuple[int, ...]
+    values: tuple[Attr, ...] = ()
+
+
+class Free(NamedTuple):
+    """Registers, and the memory of slots, are let go."""
+
+    registers: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Invoke:
+    """A call of the library.
+
+    Attributes:
+        call: the operator and its arguments.
+        operands: register per operand.
+        first_param: index, in the run's params, of the instruction's first one.
+        params: kinds of its params.
+        typed: params that become 0-dimensional tensors.
+        results: register of each result that the operator gives anew.
+        nbytes: what these take.
+        trusted: per result, whether it was what its form announced when last looked at.
+    """
+
+    call: LibraryCall
+    operands: dict[int, int]
+    first_param: int
+    params: tuple[ParamKind, ...]
+    typed: dict[int, torch.dtype]
+    results: tuple[int, ...] = ()
+    nbytes: int = 0
+    trusted: list[bool] = field(default_factory=list)
+
+
+Trace = Gather | Review | Make | Write | Free | Invoke
+
+
+class SegmentError(Exception):
+    """A call within a segment failed.
+
+    Attributes:
+        at: which of the program's steps it was; None where the interpreter does not say.
+    """
+
+    def __init__(self, message: str, at: int | None) -> None:
+        super().__init__(message)
+        self.at = at
+
+
+class AwkwardError(Exception):
+    """Internal signal: this step must stay a step of its own."""
+
+
+def register_name(register: int) -> str:
+    """What the interpreter calls a register."""
+    return f"r{register}"
+
+
+def memory_name(slot: int) -> str:
+    """What the interpreter calls the memory of a slot."""
+    return f"b{slot}"
+
+
+class Segment:
+    """The text of one segment, as the interpreter reads it, and how to run it."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.calls = 0
+        self.nbytes = 0
+        self._lines: list[str] = []
+        self._constants: dict[tuple[str, str], str] = {}
+        self._names = 0
+        self._owner: dict[str, int] = {}
+        self._operators: list[tuple[int, torch._ops.OpOverload | None]] = []
+        self._inside: dict[str, None] = {}
+        self._outside: dict[str, None] = {}
+        self._given: list[tuple[str, str, Fill]] = []
+        self._freed: set[str] = set()
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def add(self, step: Trace, at: int) -> None:
+        """Append a step; `at` is its place in the program.
+
+        Raises:
+            AwkwardError: it must stay a step of its own; nothing was appended.
+        """
+        kept = len(self._lines), len(self._operators), len(self._given)
+        try:
+            self._add(step, at)
+        except AwkwardError:
+            # Constants and names from outside that only this step asked for do no harm.
+            del self._lines[kept[0] :], self._operators[kept[1] :], self._given[kept[2] :]
+            raise
+        self.steps.append(at)
+
+    def _add(self, step: Trace, at: int) -> None:
+        if isinstance(step, Free):
+            self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
+        elif isinstance(step, Make):
+            size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
+            values = [size, self._give("int", lambda r, p: dtype), none, none, none]
+            self._define([memory_name(step.slot)], "zeros", values, at, None)
+            self.nbytes += step.nbytes
+        elif isinstance(step, Review):
+            view = step.view
+            values = [self._value(step.source), self._ints(view.sizes), self._ints(view.strides)]
+            values.append(self._number(view.offset // view.dtype.itemsize))
+            self._define([register_name(step.register)], "as_strided", values, at, None)
+        elif isinstance(step, Write):
+            values = [self._value(register_name(r)) for r in step.registers] + [self._number(v) for v in step.values]
+            self._define([self._fresh()], step.op.overloadpacket.__name__, values, at, step.op)
+        elif isinstance(step, Invoke):
+            self._invoke(step, at)
+        else:
+            raise AwkwardError
+
+    def _invoke(self, step: Invoke, at: int) -> None:
+        op, schema = step.call.op, step.call.op._schema
+        if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
+            raise AwkwardError
+        given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
+        values = [self._argument(given.get(a.name, _default(a)), str(a.type), step) for a in schema.arguments]
+        results, name = [register_name(r) for r in step.results], op.overloadpacket.__name__
+        kinds = [str(r.type) for r in schema.returns]
+        if kinds == ["List[Tensor]"] and results:
+            parts = self._fresh()
+            self._define([parts], name, values, at, op, "Tensor[]")
+            self._line(results, f"prim::ListUnpack(%{parts})")
+        elif all(kind == "Tensor" for kind in kinds):
+            new = iter(results)
+            names = [next(new) if results and r.alias_info is None else self._fresh() for r in schema.returns]
+            self._define(names, name, values, at, op)
+        else:
+            raise AwkwardError
+        self.calls += 1
+        self.nbytes += step.nbytes
+
+    def _define(
+        self,
+        names: Sequence[str],
+        name: str,
+        values: Sequence[str],
+        at: int,
+        op: torch._ops.OpOverload | None,
+        kind: str = "Tensor",
+    ) -> None:
+        self._operators.append((at, op))
+        if names:
+            self._owner[names[0]] = at
+        self._line(names, f"aten::{name}({', '.join(values)})", kind)
+
+    def _line(self, names: Sequence[str], call: str, kind: str = "Tensor") -> None:
+        self._lines.append("  " + ", ".join([f"%{n} : {kind}" for n in names]) + (" = " if names else "") + call)
+        self._inside.update(dict.fromkeys(names))
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def _fresh(self) -> str:
+        self._names += 1
+        return f"v{self._names}"
+
+    def _value(self, name: str) -> str:
+        if name not in self._inside:
+            self._outside[name] = None
+        return "%" + name
+
+    def _give(self, kind: str, fill: Fill) -> str:
+        name = self._fresh()
+        self._given.append((name, kind, fill))
+        return "%" + name
+
+    def _constant(self, kind: str, text: str) -> str:
+        name = self._constants.get((kind, text))
+        if name is None:
+            name = self._constants[kind, text] = self._fresh()
+        return "%" + name
+
+    def _none(self) -> str:
+        return self._constant("NoneType", "")
+
+    def _number(self, value: Any) -> str:
+        if isinstance(value, bool):
+            return self._constant("bool", str(int(value)))
+        if isinstance(value, int):
+            return self._constant("int", str(value))
+        if not isinstance(value, float):
+            raise AwkwardError
+        text = repr(value)
+        if math.isfinite(value) and _NUMBER.fullmatch(text):
+            return self._constant("float", text)
+        return self._give("float", lambda r, p: value)
+
+    def _ints(self, values: Sequence[Any]) -> str:
+        if not all(type(v) is int for v in values):
+            raise AwkwardError
+        if values:
+            return self._constant("int[]", "[" + ", ".join([str(v) for v in values]) + "]")
+        return self._give("int[]", lambda r, p: [])
+
+    def _argument(self, value: Attr, kind: str, step: Invoke) -> str:
+        if kind.startswith("Optional["):
+            if value is None:
+                return self._none()
+            kind = kind.removeprefix("Optional[").removesuffix("]")
+        if kind == "List[Tensor]" and isinstance(value, tuple):
+            parts = [self._argument(v, "Tensor", step) for v in value]
+            name = self._fresh()
+            self._line([name], f"prim::ListConstruct({', '.join(parts)})", "Tensor[]")
+            return "%" + name
+        if isinstance(value, OperandRef):
+            if kind != "Tensor":
+                raise AwkwardError
+            return self._value(register_name(step.operands[value.index]))
+        if isinstance(value, ParamRef):
+            return self._param(value, kind, step)
+        if refers(value):
+            raise AwkwardError
+        return self._fixed(constant_tree(value), kind)
+
+    def _fixed(self, value: Any, kind: str) -> str:
+        if kind == "List[int]":
+            return self._ints(value if isinstance(value, list) else [value])
+        if kind == "int" and isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            return self._give("int", lambda r, p: value)
+        if kind == "float":
+            return self._number(float(value))
+        if kind == "bool":
+            return self._number(bool(value))
+        if kind in ("int", "number", "Tensor"):  # an operator may take a number for a tensor, with all its digits
+            return self._number(value)
+        if kind in ("Device", "str"):
+            return self._give(kind, lambda r, p: value)
+        raise AwkwardError
+
+    def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
+        fill = filler(value, {}, step.first_param, step.typed)
+        known = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}.get(step.params[value.index])
+        if value.index in step.typed:
+            known = "Tensor"
+        # Only numbers that are computed with: others might say how large a result is.
+        if known is None or kind not in ("number", "Tensor") or not step.operands:
+            raise AwkwardError
+        return self._give(known, fill)
+
+    # -- all of it ---------------------------------------------------------------------------------------------------
+
+    def compile(self, needed: Callable[[str], bool]) -> tuple[Callable[[Any], None] | None, list[int]]:
+        """A step that does what all of these do; or None and the steps that the interpreter takes for other operators.
+
+        Args:
+            needed: whether a name is wanted after the segment.
+        """
+        outs = [n for n in self._inside if n not in self._freed and n[0] in "rb" and needed(n)]
+        outside = sorted(self._outside, key=lambda n: n[0] != "r")  # registers, then memory
+        head = [f"%{n} : Tensor" for n in outside] + [f"%{n} : {kind}" for n, kind, _ in self._given]
+        constants = [
+            f"  %{name} : {kind} = prim::Constant{f'[value={text}]' if text else ''}()"
+            for (kind, text), name in self._constants.items()
+        ]
+        result = f"  %out : Tensor[] = prim::ListConstruct({', '.join(['%' + n for n in outs])})"
+        text = "\n".join([f"graph({', '.join(head)}):", *constants, *self._lines, result, "  return (%out)", ""])
+        function, schemas = interpret(text)
+        wrong = [
+            at
+            for (at, op), schema in zip(self._operators, schemas, strict=True)
+            if op is not None and not _means(schema, op)
+        ]
+        if wrong:
+            return None, wrong
+        return self._step(function, outside, outs), []
+
+    def _step(self, function: Callable[..., Any], outside: list[str], outs: list[str]) -> Callable[[Any], None]:
+        registers = [int(n[1:]) for n in outside if n[0] == "r"]
+        memory = [int(n[1:]) for n in outside if n[0] == "b"]
+        fills = [fill for _, _, fill in self._given]
+        into = [(n[0] == "r", int(n[1:])) for n in outs]
+        gone = [(n[0] == "r", int(n[1:])) for n in self._freed if n not in self._inside]
+        owner = self._owner
+
+        def run(f: Any) -> None:
+            r, b, p = f.registers, f.bases, f.params
+            given = [r[i] for i in registers]
+            if memory:
+                given += [b[i] for i in memory]
+            if fills:
+                given += [fill(r, p) for fill in fills]
+            try:
+                found = function(*given)
+            except RuntimeError as e:
+                raise _failure(str(e), owner) from e
+            for (is_register, i), t in zip(into, found, strict=True):
+                (r if is_register else b)[i] = t
+            for is_register, i in gone:
+                (r if is_register else b)[i] = None
+
+        return run
+
+
+def _default(argument: Any) -> Attr:
+    value = argument.default_value
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _means(schema: str, op: torch._ops.OpOverload) -> bool:
+    """Whether the interpreter's choice is this operator. A number for a tensor may be its overload for numbers."""
+    name = schema.partition("(")[0].removeprefix("aten::")
+    ours = str(op).removeprefix("aten.").removesuffix(".default")
+    return name == ours or (ours.endswith(".Tensor") and name == ours.removesuffix("Tensor") + "Scalar")
+
+
+def _failure(text: str, owner: dict[str, int]) -> SegmentError:
+    """The interpreter's complaint as the library's own, with the step that it points at."""
+    found = _FAILED.search(text)
+    message = text.rpartition("\nRuntimeError: ")[2].strip() or text
+    return SegmentError(message, owner.get(found.group(1)) if found else None)
+
+
+def compile_steps(
+    traces: Sequence[Trace | None], steps: Sequence[Callable[[Any], None]], needed_after: Callable[[str, int], bool]
+) -> tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None:
+    """Put stretches of traced steps together.
+
+    Args:
+        traces: what each step does, where that is known.
+        steps: the steps.
+        needed_after: whether a name is wanted from the step with this index on.
+
+    Returns:
+        Steps that fill registers from buffers, to be done first; the others, with segments among them; for each of these,
+        which of the old steps it begins with. None where nothing is worth it.
+    """
+    apart: set[int] = set()
+    for _ in range(8):
+        found = _compiled(traces, steps, needed_after, apart)
+        if not isinstance(found, set):
+            return found
+        apart |= found
+    return None
+
+
+def _compiled(
+    traces: Sequence[Trace | None],
+    steps: Sequence[Callable[[Any], None]],
+    needed_after: Callable[[str, int], bool],
+    apart: set[int],
+) -> Any:
+    segments: list[Segment | int] = []
+    gathers: list[Callable[[Any], None]] = []
+    for at, (trace, step) in enumerate(zip(traces, steps, strict=True)):
+        if isinstance(trace, Gather):
+            gathers.append(step)
+            continue
+        if trace is not None and at not in apart:
+            last = segments[-1] if segments else None
+            if not isinstance(last, Segment) or last.nbytes > BYTES:
+                segments.append(last := Segment())
+            try:
+                last.add(trace, at)
+            except AwkwardError:
+                pass
+            else:
+                continue
+        segments.append(at)
+    out: list[Callable[[Any], None]] = []
+    begins: list[int] = []
+    wrong: set[int] = set()
+    for segment in segments:
+        if isinstance(segment, Segment) and segment.calls >= WORTH:
+            after = segment.steps[-1] + 1
+            run, others = segment.compile(lambda name, after=after: needed_after(name, after))  # type: ignore[misc]
+            wrong.update(others)
+            if run is not None:
+                out.append(run)
+                begins.append(segment.steps[0])
+        else:
+            for at in segment.steps if isinstance(segment, Segment) else [segment]:
+                out.append(steps[at])
+                begins.append(at)
+    if wrong:
+        return wrong
+    return (gathers, out, begins) if len(out) + len(gathers) < len(steps) else None
