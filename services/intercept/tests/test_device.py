@@ -386,6 +386,17 @@ def test_refused_call_raises_the_cpu_error(cuda, call):
     assert ours == theirs
 
 
+def without_gradients(where):
+    """A layer whose weights want gradients, which decides how ATen multiplies even where there are none."""
+    generator = torch.Generator().manual_seed(1)
+    layer = torch.nn.Linear(32, 64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(64, 32, generator=generator))
+        layer.bias.fill_(0.5)
+        x = torch.randn(2, 16, 32, generator=generator).to(where)
+        return layer.to(where)(x.transpose(1, 0))
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -403,11 +414,20 @@ def test_refused_call_raises_the_cpu_error(cuda, call):
         lambda d: torch.arange(3, device=d, out=torch.empty(3, device=d)),
         lambda d: torch.deg2rad(torch.arange(9, device=d).half()),
         lambda d: copy.deepcopy(torch.arange(3, device=d)),
+        without_gradients,
     ],
 )
 def test_allowed_call_gives_the_cpu_result(cuda, call):
     theirs, ours = both(call, cuda)
     assert ours == theirs and not isinstance(theirs, tuple)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_histc_counts_integers_as_cuda_does(cuda, dtype):
+    x = torch.tensor([3, 0, 1, 3, 7, 2, 3], dtype=dtype, device=cuda)
+    found = torch.histc(x, bins=4, min=0, max=3)
+    assert found.dtype is dtype and found.tolist() == [1, 1, 1, 3]
+    assert torch.histc(x, bins=2).tolist() == [6, 1]
 
 
 def test_trial_of_a_random_operator_leaves_the_host_generator(cuda):

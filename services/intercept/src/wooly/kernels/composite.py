@@ -38,6 +38,8 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
+        if weight.requires_grad and x.dim() > 2 and not x.is_contiguous():
+            return decompose(x, weight, bias)  # ATen's choice of product asks for this even where gradients are off
         return record(x, weight, bias)
 
     return run
@@ -175,6 +177,17 @@ def _resized(out: Tensor, result: Tensor) -> Tensor:
 def _scalar_type(t: Tensor) -> str:
     """ATen's name of a dtype: ``Float``."""
     return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
+def histc(record: Kernel) -> Kernel:
+    """`aten.histc`, which CUDA has for integers, too; the CPU's kernel counts them as doubles."""
+
+    def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+            return record(t, bins, min, max)
+        return record(t.double(), bins, min, max).to(t.dtype)
+
+    return run
 
 
 #: Kernels for operators that ATen leaves to each backend.
