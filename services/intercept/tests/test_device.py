@@ -397,6 +397,14 @@ def without_gradients(where):
         return layer.to(where)(x.transpose(1, 0))
 
 
+def without_gradients_and_with_odd_strides(where):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(18, 48, generator=generator).to(where).requires_grad_()
+    x = torch.randn(2, 48, 1, generator=generator).to(where).transpose(1, 2)
+    with torch.no_grad():
+        return torch.nn.functional.linear(x, weight)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -415,6 +423,7 @@ def without_gradients(where):
         lambda d: torch.deg2rad(torch.arange(9, device=d).half()),
         lambda d: copy.deepcopy(torch.arange(3, device=d)),
         without_gradients,
+        without_gradients_and_with_odd_strides,
     ],
 )
 def test_allowed_call_gives_the_cpu_result(cuda, call):

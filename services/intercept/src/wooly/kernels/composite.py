@@ -38,11 +38,17 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
-        if weight.requires_grad and x.dim() > 2 and not x.is_contiguous():
+        if weight.requires_grad and not _folds(x):
             return decompose(x, weight, bias)  # ATen's choice of product asks for this even where gradients are off
         return record(x, weight, bias)
 
     return run
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether the strides allow for a matrix with the last dimension's rows, as `aten.matmul` looks at it."""
+    sizes, strides = x.shape, x.stride()
+    return all([strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2)])
 
 
 def plain(t: Tensor) -> Tensor:
