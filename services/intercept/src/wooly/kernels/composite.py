@@ -48,7 +48,7 @@ def linear(record: Kernel) -> Kernel:
 def _folds(x: Tensor) -> bool:
     """Whether the strides allow for a matrix with the last dimension's rows, as `aten.matmul` looks at it."""
     sizes, strides = x.shape, x.stride()
-    return all([strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2)])
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
 
 
 def plain(t: Tensor) -> Tensor:
