@@ -2,6 +2,7 @@
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -163,6 +164,19 @@ def test_error_on_the_far_side_names_the_line(cuda):
     assert (table + 1).sum().item() == 3
     with pytest.raises(RuntimeError, match="index out of range"):
         (bad + 1).cpu()
+
+
+def test_code_without_a_hash_may_call(cuda):
+    """Dynamo puts dictionaries among the constants of the functions that it makes."""
+
+    def double(x):
+        return x + x
+
+    code = double.__code__
+    made = types.FunctionType(code.replace(co_consts=(*code.co_consts, {})), globals())
+    with pytest.raises(TypeError):
+        hash(made.__code__)
+    assert made(torch.ones(2, device=cuda)).tolist() == [2, 2]
 
 
 def test_unsupported_layout_says_so(cuda):
@@ -457,6 +471,41 @@ def test_module_moved_keeps_its_parameters(cuda):
     model(torch.randn(4, 3, device=cuda)).pow(3).sum().backward()
     optimizer.step()
     assert model[0].weight.tolist() != old and model[0].weight.is_cuda
+
+
+def on_host_with_gradient():
+    weight = nn.Parameter(torch.arange(3.0))
+    weight.grad = torch.ones(3)
+    return weight
+
+
+def test_data_of_another_device_may_be_assigned(cuda):
+    weight = on_host_with_gradient()
+    weight.label = "mine"
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.data = weight.data.cuda()
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.label == "mine"
+    assert weight.is_cuda and weight.grad.is_cuda
+    weight.grad.data = weight.grad.data.cuda()
+    optimizer.step()
+    assert weight.tolist() == [-0.5, 0.5, 1.5]
+    weight.data = torch.zeros(2)
+    assert weight.tolist() == [0, 0] and not weight.is_cuda and weight.grad is None
+
+
+def test_data_of_another_device_is_refused_for_a_tensor_in_a_graph(cuda):
+    weight = nn.Parameter(torch.ones(3))
+    kept = (weight * weight).exp()
+    with pytest.raises(RuntimeError, match="while a graph or another object holds"):
+        weight.data = torch.ones(3, device=cuda)
+    kept.sum().backward()
+    assert weight.grad.is_cpu
+
+
+def test_data_of_no_memory_is_refused_as_pytorch_does(cuda):
+    weight = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        weight.data = torch.ones(3, device=cuda)
 
 
 def test_module_without_shapes_waits_for_them_on_the_device(cuda):
