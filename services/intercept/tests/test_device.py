@@ -275,6 +275,26 @@ def test_lstm_equals_cpu(cuda, layers, bidirectional, batch_first):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_lstm_in_every_mode_equals_cpu(cuda, training, grad):
+    def run(device):
+        torch.manual_seed(3)
+        net = nn.LSTM(6, 10, 2).train(training)
+        x = torch.randn(5, 2, 6)
+        net, x = net.to(device), x.to(device)
+        with torch.set_grad_enabled(grad):
+            found = net(x)
+        out = [found[0], *found[1]]
+        if grad:
+            found[0].square().sum().backward()
+            out += [p.grad for p in net.parameters()]
+        return [t.detach().cpu() for t in out]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_attention_equals_cpu(cuda):
     def run(device):
         torch.manual_seed(3)
