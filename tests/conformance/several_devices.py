@@ -438,6 +438,31 @@ def test_forked_process_is_refused_on_both_devices():
 # -- random numbers, errors, wrappers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_model_of_a_folder_is_spread_over_both(tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=96, **sizes)).save_pretrained(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).train()
+    words = torch.tensor([[5, 7, 9, 11]])
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    for way in ("auto", "balanced"):
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=way).train()
+        assert {str(p.device) for p in ours.parameters()} == set(BOTH)
+        theirs.zero_grad()
+        found, right = ours(words.to(0), labels=words.to(0)), theirs(words, labels=words)
+        found.loss.backward()
+        right.loss.backward()
+        assert torch.equal(found.logits.cpu(), right.logits) and found.loss.item() == right.loss.item()
+        pairs = list(zip(ours.parameters(), theirs.parameters(), strict=True))
+        assert all(p.grad.device == p.device and torch.equal(p.grad.cpu(), q.grad) for p, q in pairs)
+        assert torch.equal(ours.generate(words.to(0), **options).cpu(), theirs.generate(words, **options))
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cuda:1")
+    assert {str(p.device) for p in other.parameters()} == {"cuda:1"}
+
+
 def test_random_numbers_are_per_device():
     def draw():
         return [torch.rand(4, device=d).tolist() for d in BOTH]

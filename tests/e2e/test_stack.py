@@ -55,6 +55,12 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
     assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly status" in ours.stderr
 
 
+def test_lora_example_learns_to_count(stack):
+    done = run("run", str(ROOT / "examples/finetune_lora.py"), "--steps", "25", stack=stack, timeout=170)
+    assert done.returncode == 0, done.stderr
+    assert "right: 100%" in done.stdout and "counts 60 61 62 63 0 1 2 3" in done.stdout
+
+
 def test_run_starts_a_stack_of_its_own_and_leaves_nothing(tmp_path):
     before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
     path = script(tmp_path, "import torch; print((torch.ones(3, device='cuda') + 1).sum().item())")

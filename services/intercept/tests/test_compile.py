@@ -301,6 +301,21 @@ def test_host_functions_go_to_the_default_backend(cuda, monkeypatch):
     assert len(asked) == 1
 
 
+def test_host_functions_are_compiled_in_the_mode_asked_for(cuda, monkeypatch):
+    from torch._inductor import compile_fx
+
+    asked = []
+
+    def compile_(graph, inputs, config_patches=None, **more):
+        asked.append(config_patches)
+        return graph.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compile_)
+    assert torch.compile(lambda x: x + 1, mode="max-autotune")(torch.ones(2)).tolist() == [2, 2]
+    assert torch.compile(lambda x: x + 2, mode="reduce-overhead")(torch.ones(2)).tolist() == [3, 3]
+    assert asked[0]["max_autotune"] and not any(patches["triton.cudagraphs"] for patches in asked)
+
+
 def test_inference_mode_and_autocast_like_eager(cuda):
     model = mlp().to(cuda)
     compiled = torch.compile(model)

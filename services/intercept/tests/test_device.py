@@ -2,6 +2,7 @@
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -165,6 +166,19 @@ def test_error_on_the_far_side_names_the_line(cuda):
         (bad + 1).cpu()
 
 
+def test_code_without_a_hash_may_call(cuda):
+    """Dynamo puts dictionaries among the constants of the functions that it makes."""
+
+    def double(x):
+        return x + x
+
+    code = double.__code__
+    made = types.FunctionType(code.replace(co_consts=(*code.co_consts, {})), globals())
+    with pytest.raises(TypeError):
+        hash(made.__code__)
+    assert made(torch.ones(2, device=cuda)).tolist() == [2, 2]
+
+
 def test_unsupported_layout_says_so(cuda):
     with pytest.raises((NotImplementedError, RuntimeError)):
         torch.sparse_coo_tensor([[0]], [1.0], (2,), device="cuda:0")
@@ -256,6 +270,26 @@ def test_lstm_equals_cpu(cuda, layers, bidirectional, batch_first):
         y, (h, c) = net(torch.randn(3, 5, 6).to(device))
         (y.sum() + h.sum() + c.sum()).backward()
         return [t.detach().cpu() for t in (y, h, c, *(p.grad for p in net.parameters()))]
+
+    for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_lstm_in_every_mode_equals_cpu(cuda, training, grad):
+    def run(device):
+        torch.manual_seed(3)
+        net = nn.LSTM(6, 10, 2).train(training)
+        x = torch.randn(5, 2, 6)
+        net, x = net.to(device), x.to(device)
+        with torch.set_grad_enabled(grad):
+            found = net(x)
+        out = [found[0], *found[1]]
+        if grad:
+            found[0].square().sum().backward()
+            out += [p.grad for p in net.parameters()]
+        return [t.detach().cpu() for t in out]
 
     for ours, theirs in zip(run(cuda), run("cpu"), strict=True):
         assert torch.equal(ours, theirs)
@@ -386,6 +420,25 @@ def test_refused_call_raises_the_cpu_error(cuda, call):
     assert ours == theirs
 
 
+def without_gradients(where):
+    """A layer whose weights want gradients, which decides how ATen multiplies even where there are none."""
+    generator = torch.Generator().manual_seed(1)
+    layer = torch.nn.Linear(32, 64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(64, 32, generator=generator))
+        layer.bias.fill_(0.5)
+        x = torch.randn(2, 16, 32, generator=generator).to(where)
+        return layer.to(where)(x.transpose(1, 0))
+
+
+def without_gradients_and_with_odd_strides(where):
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(18, 48, generator=generator).to(where).requires_grad_()
+    x = torch.randn(2, 48, 1, generator=generator).to(where).transpose(1, 2)
+    with torch.no_grad():
+        return torch.nn.functional.linear(x, weight)
+
+
 @pytest.mark.parametrize(
     "call",
     [
@@ -403,11 +456,21 @@ def test_refused_call_raises_the_cpu_error(cuda, call):
         lambda d: torch.arange(3, device=d, out=torch.empty(3, device=d)),
         lambda d: torch.deg2rad(torch.arange(9, device=d).half()),
         lambda d: copy.deepcopy(torch.arange(3, device=d)),
+        without_gradients,
+        without_gradients_and_with_odd_strides,
     ],
 )
 def test_allowed_call_gives_the_cpu_result(cuda, call):
     theirs, ours = both(call, cuda)
     assert ours == theirs and not isinstance(theirs, tuple)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_histc_counts_integers_as_cuda_does(cuda, dtype):
+    x = torch.tensor([3, 0, 1, 3, 7, 2, 3], dtype=dtype, device=cuda)
+    found = torch.histc(x, bins=4, min=0, max=3)
+    assert found.dtype is dtype and found.tolist() == [1, 1, 1, 3]
+    assert torch.histc(x, bins=2).tolist() == [6, 1]
 
 
 def test_trial_of_a_random_operator_leaves_the_host_generator(cuda):
@@ -428,6 +491,41 @@ def test_module_moved_keeps_its_parameters(cuda):
     model(torch.randn(4, 3, device=cuda)).pow(3).sum().backward()
     optimizer.step()
     assert model[0].weight.tolist() != old and model[0].weight.is_cuda
+
+
+def on_host_with_gradient():
+    weight = nn.Parameter(torch.arange(3.0))
+    weight.grad = torch.ones(3)
+    return weight
+
+
+def test_data_of_another_device_may_be_assigned(cuda):
+    weight = on_host_with_gradient()
+    weight.label = "mine"
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    weight.data = weight.data.cuda()
+    assert isinstance(weight, nn.Parameter) and weight.is_leaf and weight.requires_grad and weight.label == "mine"
+    assert weight.is_cuda and weight.grad.is_cuda
+    weight.grad.data = weight.grad.data.cuda()
+    optimizer.step()
+    assert weight.tolist() == [-0.5, 0.5, 1.5]
+    weight.data = torch.zeros(2)
+    assert weight.tolist() == [0, 0] and not weight.is_cuda and weight.grad is None
+
+
+def test_data_of_another_device_is_refused_for_a_tensor_in_a_graph(cuda):
+    weight = nn.Parameter(torch.ones(3))
+    kept = (weight * weight).exp()
+    with pytest.raises(RuntimeError, match="while a graph or another object holds"):
+        weight.data = torch.ones(3, device=cuda)
+    kept.sum().backward()
+    assert weight.grad.is_cpu
+
+
+def test_data_of_no_memory_is_refused_as_pytorch_does(cuda):
+    weight = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        weight.data = torch.ones(3, device=cuda)
 
 
 def test_module_without_shapes_waits_for_them_on_the_device(cuda):

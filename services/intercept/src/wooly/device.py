@@ -102,6 +102,8 @@ class Device:
                 kernel = self.generic.kernel(op)
                 if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
                     kernel = composite.on_plain(kernel)
+                if name == "histc":
+                    kernel = composite.histc(kernel)
                 if bare in composite.INDEXED:
                     kernel = composite.with_host_indices(kernel)
                 library.impl(name, kernel, "PrivateUse1")

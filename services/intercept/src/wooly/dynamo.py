@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wooly import device as devices
 from wooly.graphs import GraphFunction
-from wooly.torch_private import fake_device, fake_device_patches, never_trace
+from wooly.torch_private import fake_device, fake_device_patches, inductor, never_trace
 
 BACKEND = "wooly"
 _DEFAULT = "inductor"
@@ -59,11 +59,7 @@ def _attribute(graph: Any, path: str) -> Any:
 def _default_backend(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Any
 ) -> Callable[..., Any]:
-    from torch._dynamo.backends.registry import lookup_backend
-
-    kwargs = {k: v for k, v in (("mode", mode), ("options", options)) if v is not None}
-    compiled: Callable[..., Any] = lookup_backend(_DEFAULT)(graph, list(example_inputs), **kwargs)
-    return compiled
+    return inductor(mode, options)(graph, list(example_inputs))
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:

@@ -84,7 +84,9 @@ class Work(NamedTuple):
 #: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
 PROGRAMS_KEPT = 1024
 
-_library_code: dict[CodeType, bool] = {}
+#: Whether a code object is a library's, by its id: Dynamo makes some that have no hash. The list keeps the ids theirs.
+_library_code: dict[int, bool] = {}
+_codes_seen: list[CodeType] = []
 _GENERATED = ("<frozen", "<eval_with_key>")
 _library_roots: tuple[str, ...] = _GENERATED
 
@@ -94,10 +96,12 @@ def set_library_roots(roots: tuple[str, ...]) -> None:
     global _library_roots
     _library_roots = (*_GENERATED, *roots)
     _library_code.clear()
+    _codes_seen.clear()
 
 
 def _is_library(code: CodeType) -> bool:
-    known = _library_code[code] = code.co_filename.startswith(_library_roots)
+    _codes_seen.append(code)
+    known = _library_code[id(code)] = code.co_filename.startswith(_library_roots)
     return known
 
 
@@ -108,7 +112,7 @@ def origin(depth: int = 2) -> Origin:
     known = _library_code
     while frame is not None:
         code = frame.f_code
-        library = known.get(code)
+        library = known.get(id(code))
         if library is None:
             library = _is_library(code)
         if not library:

@@ -178,6 +178,13 @@ def fake_device(t: torch.Tensor) -> torch.device | None:
     return t.fake_device if isinstance(t, FakeTensor) else None
 
 
+def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """What `torch.compile` makes of its default backend, for graphs of the host: a callable `(graph, example_inputs)`."""
+    made = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
+    made.config["triton.cudagraphs"] = False  # they would ask the CUDA of this build, which is not there
+    return made  # type: ignore[no-any-return]
+
+
 @cache
 def never_trace(*modules: str) -> None:
     """Keep Dynamo out of modules: kernels run inside compiled functions, too, and must not be traced themselves."""

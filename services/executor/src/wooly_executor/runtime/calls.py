@@ -111,8 +111,8 @@ def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dic
     return True
 
 
-#: Operators that keep what their backward needs only while gradients are enabled, whatever their arguments say.
-_ASKS_GRAD_MODE = frozenset({"aten.mkldnn_rnn_layer.default", "aten.mkldnn_rnn_layer_backward.default"})
+#: Operators that ask whether gradients are enabled, whatever their arguments say: what says so here, for those where something does.
+_ASKS_GRAD_MODE = {"aten.mkldnn_rnn_layer.default": "train", "aten.mkldnn_rnn_layer_backward.default": None}
 
 
 def asks_grad_mode(op: torch._ops.OpOverload) -> bool:
@@ -125,9 +125,11 @@ def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
     call: Callable[..., Any] = op._op
     if not asks_grad_mode(op):
         return call
+    asks = _ASKS_GRAD_MODE[str(op)]
+    at = next((i for i, a in enumerate(op._schema.arguments) if a.name == asks), None)
 
     def with_grad(*args: Any, **kwargs: Any) -> Any:
-        with torch.enable_grad():
+        with torch.set_grad_enabled(at is None or bool(args[at])):
             return call(*args, **kwargs)
 
     return with_grad

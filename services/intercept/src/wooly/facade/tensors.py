@@ -133,6 +133,33 @@ def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, re
     return result
 
 
+def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
+    """`t.data = value`, also from host to device and back, which PyTorch allows for CUDA and for no backend of others.
+
+    Raises:
+        RuntimeError: PyTorch's own; or `t` is held by a graph.
+    """
+    kinds = {raw_device(t).type, raw_device(value).type} if isinstance(value, torch.Tensor) else ()
+    if kinds != {NAME, "cpu"} or t.layout is not torch.strided or value.layout is not torch.strided:
+        _data.__set__(t, value)
+        return
+    new = torch.Tensor._make_subclass(type(t), value.detach(), t.requires_grad)
+    vars(new).update(vars(t))
+    grad = t.grad
+    try:
+        torch.utils.swap_tensors(t, new)
+    except RuntimeError as e:
+        raise RuntimeError(
+            f"data of another device cannot be assigned to a tensor while a graph or another object holds it ({e}); "
+            "move it before it is used, or make a new one"
+        ) from e
+    if grad is not None and grad.shape == value.shape and grad.dtype == value.dtype:
+        t.grad = grad.to(value.device)  # PyTorch refuses one that is on another device than its tensor
+
+
+_data: Any = torch._C.TensorBase.data
+
+
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
     """`factory` with the `device` that goes with an `out` there."""
 
@@ -160,6 +187,7 @@ def _tensor_patches() -> Iterator[Patch]:
 
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
+    yield (tensor, "data", property(_data.__get__, _set_data))
     real_to, real_type = tensor.to, tensor.type
 
     @functools.wraps(real_to)

@@ -38,9 +38,17 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
+        if weight.requires_grad and not _folds(x):
+            return decompose(x, weight, bias)  # ATen's choice of product asks for this even where gradients are off
         return record(x, weight, bias)
 
     return run
+
+
+def _folds(x: Tensor) -> bool:
+    """Whether the strides allow for a matrix with the last dimension's rows, as `aten.matmul` looks at it."""
+    sizes, strides = x.shape, x.stride()
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(len(sizes) - 2))
 
 
 def plain(t: Tensor) -> Tensor:
@@ -175,6 +183,17 @@ def _resized(out: Tensor, result: Tensor) -> Tensor:
 def _scalar_type(t: Tensor) -> str:
     """ATen's name of a dtype: ``Float``."""
     return torch.empty(0, dtype=t.dtype).type().removeprefix("torch.").removesuffix("Tensor")
+
+
+def histc(record: Kernel) -> Kernel:
+    """`aten.histc`, which CUDA has for integers, too; the CPU's kernel counts them as doubles."""
+
+    def run(t: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Any:
+        if t.is_floating_point() or t.is_complex() or t.dtype is torch.bool:
+            return record(t, bins, min, max)
+        return record(t.double(), bins, min, max).to(t.dtype)
+
+    return run
 
 
 #: Kernels for operators that ATen leaves to each backend.
@@ -342,7 +361,7 @@ def _fused_lstm(
                 has_biases,
                 bidirectional,
                 False,
-                train and torch.is_grad_enabled(),
+                torch.is_grad_enabled(),  # all that the kernel asks for, in evaluation, too
             )
             outs.append(out)
             hs.append(h)

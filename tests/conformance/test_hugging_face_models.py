@@ -1,0 +1,86 @@
+"""Hugging Face's architectures: forward, loss and all gradients on the device are the CPU's, bit for bit, for every one."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+sys.path.insert(0, str(Path(__file__).parent))
+from architectures import ARCHITECTURES
+
+pytestmark = pytest.mark.connected
+
+
+def tensors(output):
+    """All tensors of a model's output, those of its caches too, on the host."""
+    values = dict(output)
+    caches = [v for v in values.values() if hasattr(v, "layers")]
+    flat = tree_flatten([values, [[vars(layer) for layer in c.layers] for c in caches]])[0]
+    return [t.detach().cpu() for t in flat if isinstance(t, torch.Tensor)]
+
+
+def results(model, inputs, device):
+    """What a model gives in evaluation, in training, and all of its gradients."""
+    inputs = tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, inputs)
+    with torch.no_grad():
+        evaluated = tensors(model.eval()(**inputs))
+    output = model.train()(**inputs)
+    loss = output.get("loss")
+    if loss is None:
+        loss = sum(t.square().mean() for t in tree_flatten(dict(output))[0] if torch.is_tensor(t) and t.requires_grad)
+    loss.backward()
+    gradients = {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
+    return [loss.detach().cpu(), *evaluated], tensors(output), gradients
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_model_equals_the_cpu_bit_for_bit(cuda, name):
+    architecture = ARCHITECTURES[name]
+    theirs = architecture.build()
+    ours = copy.deepcopy(theirs).to(cuda)
+    assert all(t.is_cuda for t in ours.state_dict().values())
+    inputs = architecture.inputs()
+    mine, other = results(ours, inputs, cuda), results(theirs, inputs, "cpu")
+    for found, right in zip(mine[:2], other[:2], strict=True):
+        assert len(found) == len(right) > 1
+        unlike = [
+            n for n, (a, b) in enumerate(zip(found, right, strict=True)) if a.dtype != b.dtype or not torch.equal(a, b)
+        ]
+        assert unlike == []
+    assert mine[2].keys() == other[2].keys()
+    assert [name for name, g in other[2].items() if not torch.equal(mine[2][name], g)] == []
+    assert any(g.any() for g in other[2].values())
+    unlike = [name for name, t in theirs.state_dict().items() if not torch.equal(ours.state_dict()[name].cpu(), t)]
+    assert unlike == []  # what training keeps in buffers
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_every_way_of_attention_equals_the_cpu(cuda, attention):
+    theirs = ARCHITECTURES["qwen3"].build(attn_implementation=attention)
+    inputs = ARCHITECTURES["qwen3"].inputs()
+    mine = results(copy.deepcopy(theirs).to(cuda), inputs, cuda)
+    for found, right in zip(mine[:2], results(theirs, inputs, "cpu")[:2], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+def test_training_with_dropout_depends_on_the_seed_alone(cuda):
+    model = ARCHITECTURES["bert"].build().to(cuda).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.3
+    inputs = {k: v.to(cuda) for k, v in ARCHITECTURES["bert"].inputs().items()}
+
+    def loss(seed):
+        torch.cuda.manual_seed(seed)
+        return model(**inputs).loss.item()
+
+    assert loss(1) == loss(1) != loss(2)
+
+
+def test_families_of_the_matrix():
+    families = {a.family for a in ARCHITECTURES.values()}
+    assert families == {"decoder", "encoder", "encoder-decoder", "vision", "speech", "experts", "state space"}
+    assert len({a.model for a in ARCHITECTURES.values()}) >= 60

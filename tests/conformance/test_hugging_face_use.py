@@ -1,0 +1,274 @@
+"""What people do with a model of Hugging Face's that lies in a folder: load it onto the device, generate, save it again."""
+
+import copy
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, str(Path(__file__).parent))
+from architectures import ARCHITECTURES, VOCABULARY
+
+pytestmark = pytest.mark.connected
+
+PROMPT = torch.tensor([[5, 17, 20, 3, 91], [8, 8, 30, 59, 4]])
+LENGTH = {"max_new_tokens": 10, "min_new_tokens": 10, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<pad>", "<s>", "</s>", "<unk>", *[f"w{n}" for n in range(VOCABULARY - 4)]]
+    made = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="left",
+    )
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory, tokenizer):
+    """A model, the folder that it is in, and the folder where it is in several files."""
+    folder = tmp_path_factory.mktemp("model")
+    model = ARCHITECTURES["llama"].build(tie_word_embeddings=True).eval()
+    for name, size in (("whole", "5GB"), ("sharded", "20KB")):
+        model.save_pretrained(folder / name, max_shard_size=size)
+        tokenizer.save_pretrained(folder / name)
+    assert len(list((folder / "sharded").glob("*.safetensors"))) > 2
+    return model, folder / "whole", folder / "sharded"
+
+
+def loaded(folder, **options):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(PROMPT.to(model.device)).logits.cpu()
+
+
+PARTS = ("model.embed_tokens", "model.layers", "model.norm", "model.rotary_emb", "lm_head")
+MAPS = ["cuda", "cuda:0", 0, {"": 0}, {"": "cuda"}, torch.device("cuda"), "auto", "balanced", "sequential"]
+
+
+@pytest.mark.parametrize("where", [*MAPS, dict.fromkeys(PARTS, 0)], ids=lambda w: str(w)[:20])
+def test_folder_loads_onto_the_device(cuda, local, where):
+    model, whole, sharded = local
+    expected = logits(model)
+    for folder in (whole, sharded):
+        found = loaded(folder, device_map=where)
+        assert {str(t.device) for t in (*found.parameters(), *found.buffers())} == {"cuda:0"}
+        assert found.lm_head.weight is found.model.embed_tokens.weight
+        assert torch.equal(logits(found), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"], ids=str)
+def test_folder_loads_in_the_dtype_asked_for(cuda, local, dtype):
+    _, _, folder = local
+    ours, theirs = loaded(folder, device_map="cuda", dtype=dtype), loaded(folder, dtype=dtype)
+    assert ours.dtype is theirs.dtype
+    assert torch.equal(logits(ours), logits(theirs))
+
+
+def test_loading_needs_no_more_memory_than_the_model(cuda, local):
+    _, _, folder = local
+    torch.cuda.synchronize()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    model = loaded(folder, device_map="auto")
+    size = sum(t.untyped_storage().nbytes() for t in {*model.parameters(), *model.buffers()})
+    assert torch.cuda.memory_allocated() - start == size
+    assert torch.cuda.max_memory_allocated() - start < 2 * size
+
+
+def test_map_is_made_from_the_memory_that_the_device_has(cuda, local):
+    _, _, folder = local
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+    most = {0: "60KB", "cpu": "1GB"}
+    model = loaded(folder, device_map="auto", max_memory=most)
+    assert set(model.hf_device_map.values()) == {0, "cpu"}
+    assert torch.equal(logits(model), logits(local[0]))
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_layers_that_stay_elsewhere_are_brought_for_their_turn(cuda, local, place, tmp_path):
+    model, whole, _ = local
+    where = dict.fromkeys(PARTS, 0) | {"model.layers.0": place, "model.layers.1": 0}
+    del where["model.layers"]
+    found = loaded(whole, device_map=where, offload_folder=tmp_path)
+    assert {p.device.type for p in found.model.layers[0].parameters()} == {"meta"}
+    assert torch.equal(logits(found), logits(model))
+
+
+def test_model_saved_from_the_device_is_the_same_files(cuda, local, tmp_path):
+    _, _, folder = local
+    loaded(folder, device_map="cuda").save_pretrained(tmp_path / "ours", max_shard_size="20KB")
+    loaded(folder).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    files = sorted(p.name for p in (tmp_path / "theirs").iterdir())
+    assert sorted(p.name for p in (tmp_path / "ours").iterdir()) == files and len(files) > 4
+    assert [f for f in files if (tmp_path / "ours" / f).read_bytes() != (tmp_path / "theirs" / f).read_bytes()] == []
+
+
+def offloaded_to_host(model):
+    from accelerate import cpu_offload
+
+    cpu_offload(model, torch.device("cuda"))
+
+
+def offloaded_to_disk(model, folder):
+    from accelerate import disk_offload
+
+    disk_offload(model, folder, torch.device("cuda"))
+
+
+def dispatched(model):
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    plan = infer_auto_device_map(model, max_memory={0: "60KB", "cpu": "1GB"})
+    assert set(plan.values()) == {0, "cpu"}
+    dispatch_model(model, plan)
+
+
+@pytest.mark.parametrize("how", [offloaded_to_host, offloaded_to_disk, dispatched])
+def test_accelerates_ways_to_run_a_model_that_does_not_fit(cuda, local, how, tmp_path):
+    model = copy.deepcopy(local[0])
+    how(model, tmp_path) if how is offloaded_to_disk else how(model)
+    with torch.no_grad():
+        found = model(PROMPT).logits
+    assert torch.equal(found.cpu(), logits(local[0]))
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def both(name, **options):
+    """What `generate` of one architecture gives on the device and on the host."""
+    architecture = ARCHITECTURES[name]
+    theirs = architecture.build().eval()
+    ours = copy.deepcopy(theirs).to("cuda")
+    inputs = {k: v for k, v in architecture.inputs().items() if k != "labels"}
+    if architecture.family not in ("encoder-decoder", "speech"):
+        inputs = {"input_ids": PROMPT, "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]])}
+
+    def run(model):
+        return model.generate(**{k: v.to(model.device) for k, v in inputs.items()}, **LENGTH, **options)
+
+    return run(ours), run(theirs)
+
+
+GENERATORS = ("llama", "gpt2", "gemma2", "bloom", "mixtral", "mamba", "jamba", "t5", "bart", "whisper")
+#: The two lengths that tests give are not those of the models' own defaults, which `generate` remarks on.
+NOISE = pytest.mark.filterwarnings("ignore::UserWarning:transformers", "ignore::FutureWarning")
+
+
+@NOISE
+@pytest.mark.parametrize("name", GENERATORS)
+def test_greedy_generation_gives_the_cpus_tokens(cuda, name):
+    ours, theirs = both(name, do_sample=False)
+    assert ours.is_cuda and torch.equal(ours.cpu(), theirs)
+
+
+@NOISE
+@pytest.mark.parametrize("name", ["llama", "mixtral", "mamba", "t5", "whisper"])
+def test_beam_search_gives_the_cpus_tokens_and_scores(cuda, name):
+    more = {"num_return_sequences": 2, "return_dict_in_generate": True, "output_scores": True}
+    ours, theirs = both(name, do_sample=False, num_beams=3, **more)
+    assert torch.equal(ours.sequences.cpu(), theirs.sequences)
+    assert torch.equal(ours.sequences_scores.cpu(), theirs.sequences_scores)
+
+
+@NOISE
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_penalties_and_forbidden_words_give_the_cpus_tokens(cuda, name):
+    ours, theirs = both(name, do_sample=False, repetition_penalty=1.3, no_repeat_ngram_size=2, bad_words_ids=[[7], [9]])
+    assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@NOISE
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_static_cache_compiles_and_gives_the_cpus_tokens(cuda, name):
+    torch._dynamo.reset()
+    architecture = ARCHITECTURES[name]
+    theirs = architecture.build().eval()
+    ours = copy.deepcopy(theirs).to("cuda")
+    counters.clear()
+    found = ours.generate(PROMPT.to("cuda"), **LENGTH, do_sample=False, cache_implementation="static")
+    assert counters["stats"]["unique_graphs"] > 0  # generation compiles the step for one token, on CUDA only
+    assert torch.equal(found.cpu(), theirs.generate(PROMPT, **LENGTH, do_sample=False))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_sampling_depends_on_the_seed_alone(cuda, local, beams):
+    model = loaded(local[1], device_map="cuda")
+
+    def sample(seed):
+        torch.manual_seed(seed)
+        options = {"do_sample": True, "temperature": 1.5, "top_k": 40, "top_p": 0.95, "num_beams": beams}
+        return model.generate(PROMPT.to("cuda"), **LENGTH, **options).tolist()
+
+    first = sample(3)
+    assert first == sample(3) != sample(4)
+    assert [row[:5] for row in first] == PROMPT.tolist() and {len(row) for row in first} == {15}
+    assert all(0 <= token < VOCABULARY for row in first for token in row)
+
+
+def test_sampled_words_follow_the_probabilities(cuda, local):
+    model = loaded(local[1], device_map="cuda")
+    with torch.no_grad():
+        likely = model(PROMPT[:1].to("cuda")).logits[0, -1].mul(4).softmax(-1).cpu()
+    torch.manual_seed(0)
+    many = PROMPT[:1].to("cuda").expand(4000, -1).contiguous()
+    drawn = model.generate(many, max_new_tokens=1, do_sample=True, temperature=0.25, top_k=0, pad_token_id=0)[:, -1]
+    share = torch.bincount(drawn.cpu(), minlength=VOCABULARY) / 4000
+    assert (share - likely).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("helper", ["prompt", "model"])
+def test_assisted_generation_gives_the_cpus_tokens(cuda, local, helper):
+    def run(device):
+        model = loaded(local[1], device_map=device)
+        guess = {"prompt_lookup_num_tokens": 2} if helper == "prompt" else {"assistant_model": copy.deepcopy(model)}
+        return model.generate(PROMPT[:1].to(device), **LENGTH, do_sample=False, **guess).cpu()
+
+    assert torch.equal(run("cuda"), run("cpu"))
+
+
+def test_streamed_words_are_those_of_the_whole(cuda, local, tokenizer):
+    from transformers import TextIteratorStreamer
+
+    model = loaded(local[1], device_map="cuda")
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+    inputs = tokenizer("w1 w5 w9", return_tensors="pt", return_token_type_ids=False)
+    options = {**LENGTH, "do_sample": False}
+    thread = threading.Thread(target=model.generate, kwargs={**inputs.to("cuda"), **options, "streamer": streamer})
+    thread.start()
+    words = list(streamer)
+    thread.join()
+    whole = local[0].generate(**inputs.to("cpu"), **options)[0, 3:]
+    assert "".join(words) == tokenizer.decode(whole) and len(words) > 5
+
+
+@pytest.mark.parametrize("where", ["cuda", 0, "cuda:0", torch.device("cuda"), None], ids=str)
+def test_pipeline_gives_the_cpus_text(cuda, local, where):
+    from transformers import pipeline
+
+    prompts, options = ["w1 w5 w9", "w3"], {**LENGTH, "do_sample": False, "batch_size": 2}
+    ours = pipeline("text-generation", model=str(local[2]), **({} if where is None else {"device": where}))
+    assert ours.device.type == ours.model.device.type == "cuda"  # also where nothing is said: that is what CUDA gives
+    theirs = pipeline("text-generation", model=str(local[2]), device="cpu")
+    assert ours(prompts, **options) == theirs(prompts, **options)
