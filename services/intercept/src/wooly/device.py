@@ -99,9 +99,10 @@ class Device:
             if bare in _METADATA or views.is_view(op):
                 library.impl(name, redispatch_cpu(op), "PrivateUse1")
             elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
-                kernel = self.generic.kernel(op)
                 if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
-                    kernel = composite.on_plain(kernel)
+                    kernel = composite.on_plain(op, partial(self.generic.kernel, op))
+                else:
+                    kernel = self.generic.kernel(op)
                 if bare in composite.INDEXED:
                     kernel = composite.with_host_indices(kernel)
                 library.impl(name, kernel, "PrivateUse1")

@@ -17,6 +17,7 @@ from wooly_wis.scalar_expr import Name
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fast_bindings import FAST
+from wooly_executor.runtime.torch_private import neg_view
 
 _MASK = (1 << 64) - 1
 
@@ -150,6 +151,20 @@ def gradients_of(form: Form) -> Gradients | None:
         tuple([w.index for w in wanted if isinstance(w, OperandRef)]),
         tuple([g.index if isinstance(g, OperandRef) else None for g in given]) if isinstance(given, tuple) else None,
     )
+
+
+#: How an operand may be read: attribute of the form, and the view that the library then gets.
+READINGS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("conj", torch.conj), ("neg", neg_view))
+
+
+def readings(form: Form) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    """The operands that a form reads through a view, in order, with that view."""
+    found = []
+    for name, view in READINGS:
+        refs = form.attr(name)
+        if isinstance(refs, tuple):
+            found += [(r.index, view) for r in refs if isinstance(r, OperandRef)]
+    return found
 
 
 def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:

@@ -31,6 +31,7 @@ from wooly_executor.runtime.calls import (
     gradients_of,
     library_call,
     mix,
+    readings,
     refers,
     returns_one_tensor,
     typed_params,
@@ -338,13 +339,16 @@ class _Preparation:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))
+        for k, view in readings(form):
+            registers[k] = self._read(view, registers[k])
         gradients = gradients_of(form)
         operands = list(registers.values())
         if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
             registers = {k: self._new_register() for k in registers}
         call = _call(form, library, registers, self._first_param)
         if any(a.is_out for a in library.op._schema.arguments):
-            call = _keeping_sizes(call, [(r, _known(form.operands[k].view).sizes) for k, r in registers.items()])
+            written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
+            call = _keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             call = _seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)])
@@ -358,6 +362,16 @@ class _Preparation:
         else:
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
             self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op))
+
+    def _read(self, view: Callable[[Tensor], Tensor], source: int) -> int:
+        """A new register for what is in this one, through a view."""
+        register = self._new_register()
+
+        def read(f: _Frame) -> None:
+            f.registers[register] = view(f.registers[source])
+
+        self.out.steps.append(read)
+        return register
 
     def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
         def run(f: _Frame) -> None:

@@ -9,3 +9,6 @@ from torch._C._dynamo.guards import _reinterpret_tensor
 
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
+
+#: A view that reads as the negative of a tensor.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view

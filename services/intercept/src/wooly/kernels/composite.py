@@ -38,6 +38,8 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if is_traced(x) or is_traced(weight):
             return decompose(x, weight, bias)
+        if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
+            return decompose(x, weight, bias)  # nobody has looked at conjugate and negative bits yet
         return record(x, weight, bias)
 
     return run
@@ -47,28 +49,79 @@ def plain(t: Tensor) -> Tensor:
     """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
     if t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
+    sizes, strides = t.shape, t.stride()
     if t.is_conj():
         t = torch.conj_physical(t.conj())
     if t.is_neg():
         t = torch.neg(torch._neg_view(t))
+    if t.stride() != strides:
+        # The CPU clones, which keeps even strides of dimensions of one element; products look at these.
+        kept = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+        if all(n == 1 or a == b for n, a, b in zip(sizes, t.stride(), kept, strict=True)):
+            t = t.as_strided(sizes, kept)
     return t
 
 
-def on_plain(record: Kernel) -> Kernel:
-    """For operators that PyTorch hands conjugate views to: the same on resolved tensors."""
+#: Matrix products and kin, whose kernels read conjugated operands as they lie: BLAS conjugates while it multiplies.
+_CONJUGATING = frozenset(
+    {"addmm", "addmm_", "baddbmm", "baddbmm_", "bmm", "dot", "linalg_solve_triangular", "mm", "vdot"}
+)
+#: Those that read negated operands as they lie, too.
+_NEGATING = frozenset({"linalg_solve_triangular"})
 
-    def resolve(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return plain(a)
+
+def _is_unresolved(a: Any) -> bool:
+    return isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())
+
+
+def on_plain(op: torch._ops.OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Kernel:
+    """For operators that PyTorch hands conjugate and negative views to: the same on resolved tensors, but where they know them.
+
+    Args:
+        op: the operator.
+        kernel: makes its kernel, given for each positional argument whether it comes conjugated, and negated.
+    """
+    record = kernel(())
+    kernels: dict[tuple[Any, ...], Kernel] = {}
+    conjugates = op.overloadpacket.__name__ in _CONJUGATING
+    negates = op.overloadpacket.__name__ in _NEGATING
+    schema = op._schema.arguments
+    written = frozenset(a.name for a in schema if a.alias_info is not None and a.alias_info.is_write)
+
+    def resolve(a: Any, written: bool) -> Any:
         if isinstance(a, list):
-            return [resolve(x) for x in a]
+            return [resolve(x, written) for x in a]
+        if not isinstance(a, Tensor):
+            return a
+        if written or a._is_zerotensor() or (a.is_conj() and not conjugates) or (a.is_neg() and not negates):
+            return plain(a)
         return a
+
+    def run_resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = tuple([resolve(a, declared.name in written) for a, declared in zip(args, schema, strict=False)])
+        named = {k: resolve(a, k in written) for k, a in kwargs.items()}
+        pattern = tuple([isinstance(a, Tensor) and (a.is_conj(), a.is_neg()) for a in own])
+        run = kernels.get(pattern)
+        if run is None:
+            run = kernels[pattern] = kernel(pattern) if any(map(_is_unresolved, own)) else record
+        result = run(*own, **named)
+        for name, a, b in [
+            *[(declared.name, a, b) for declared, a, b in zip(schema, args, own, strict=False)],
+            *[(k, a, named[k]) for k, a in kwargs.items()],
+        ]:
+            if name in written and isinstance(a, Tensor) and a is not b:
+                if a.shape != b.shape:
+                    a.resize_(b.shape)
+                a.copy_(b)
+                result = a if result is b else result
+        return result
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for a in args:
-            if a.__class__ is list or (isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())):
-                args = tuple([resolve(x) for x in args])
-                break
+            if a.__class__ is list or _is_unresolved(a):
+                return run_resolved(args, kwargs)
+        if kwargs and any(_is_unresolved(a) for a in kwargs.values()):
+            return run_resolved(args, kwargs)
         return record(*args, **kwargs)
 
     return run

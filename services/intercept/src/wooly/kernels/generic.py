@@ -59,8 +59,14 @@ class Generic:
         """How often call signatures had to be inferred."""
         return self._builder.inferences
 
-    def kernel(self, op: torch._ops.OpOverload) -> Kernel:
-        """The kernel of one operator overload."""
+    def kernel(self, op: torch._ops.OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
+        """The kernel of one operator overload.
+
+        Args:
+            op: the overload.
+            views: which arguments are conjugate or negative views that the far side reads as such: part of every signature.
+        """
+        head: Any = (op, views) if views else op
         facts = OpFacts(op)
         plans = self._plans
         devices = self._devices
@@ -72,7 +78,7 @@ class Generic:
         n_scalar = len(scalar_at)
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
-            key: list[Any] = [op]
+            key: list[Any] = [head]
             buffers: list[int] = []
             params: list[Any] = []
             try:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
@@ -390,7 +390,7 @@ class PlanBuilder:
                 if raw_device(a).type != "wooly":
                     return a
                 m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where)
-                return m if where == "meta" else m.zero_()
+                return _seen_as(a, m if where == "meta" else m.zero_())
             if isinstance(a, (list, tuple)):
                 return [to_meta(x) for x in a]
             if isinstance(a, torch.device):
@@ -432,6 +432,13 @@ class PlanBuilder:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
         if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous()
+        if where == "meta" and torch.Tag.pointwise in facts.op.tags:
+            halves = [t for t in tensors_of(call) if t.dtype in _WIDENED]
+            if any(overlaps(t) for t in halves):  # meta kernels widen these first, and lay out what is expanded anew
+                wide = _call(facts, tree_map(_wide, args), tree_map(_wide, kwargs), where)
+                for t, w in zip(fresh, tree_leaves(wide), strict=False):
+                    if t is not None and t.shape == w.shape:
+                        t.as_strided_(w.shape, w.stride())
         if facts.name in _NORMS:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
@@ -504,6 +511,7 @@ class PlanBuilder:
         params: list[ParamKind] = []
         scalars: list[Attr] = []
         written: list[int] = []
+        seen: dict[str, list[Attr]] = {"conj": [], "neg": []}
         names = list(facts.positions)
 
         def attr(a: Any, name: str, lift: bool) -> Attr:
@@ -515,13 +523,16 @@ class PlanBuilder:
                         if facts.name in _FILLS:
                             a = once(a)
                     operands.append(Operand(role, view_of(a)))
-                    return OperandRef(len(operands) - 1)
+                    ref = OperandRef(len(operands) - 1)
+                    seen["conj"] += [ref] * a.is_conj()
+                    seen["neg"] += [ref] * a.is_neg()
+                    return ref
                 value, dtype = number_of(a)
-                ref = ParamRef(len(params))
+                param = ParamRef(len(params))
                 params.append(kind_of(value))
                 if dtype is not None:
-                    scalars.append((ref, dtype))
-                return ref
+                    scalars.append((param, dtype))
+                return param
             if lift and isinstance(a, (bool, int, float, complex)):
                 params.append(kind_of(a))
                 return ParamRef(len(params) - 1)
@@ -537,17 +548,26 @@ class PlanBuilder:
             params += [ParamKind.I64, ParamKind.I64]
         if scalars:
             attrs["scalars"] = tuple(scalars)
+        attrs |= {k: tuple(refs) for k, refs in seen.items() if refs}
         for t in fresh:
             if t is not None:
                 operands.append(Operand(Role.OUT, View(DTYPES[t.dtype], tuple(t.shape), t.stride(), 0)))
         if dynamic:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
-        if not (facts.random or scalars or dynamic):
+        if not (facts.random or scalars or dynamic or seen["conj"] or seen["neg"]):
             native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
             if native is not None:
                 return native, tuple(written)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+#: Dtypes that meta kernels compute in a wider one.
+_WIDENED = frozenset({torch.float16, torch.bfloat16})
+
+
+def _wide(a: Any) -> Any:
+    return a.to(torch.float32).as_strided(a.shape, a.stride()) if isinstance(a, Tensor) and a.dtype in _WIDENED else a
 
 
 def _convolution_format(call: Call) -> torch.memory_format:
@@ -638,6 +658,12 @@ def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*turned[:-2], turned[-1], turned[-2])
 
 
+def _seen_as(a: Tensor, t: Tensor) -> Tensor:
+    """`t` as a conjugate or negative view where `a` is one."""
+    t = t.conj() if a.is_conj() else t
+    return torch._neg_view(t) if a.is_neg() else t
+
+
 def stand_in(a: Any, limit: int | None = None) -> Any:
     """A call's argument on the host: tensors become zeros of the same kind, with at most `limit` elements per dimension."""
     if isinstance(a, Tensor):
@@ -645,7 +671,7 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
             return a
         if limit is not None:
             return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype)
-        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+        return _seen_as(a, torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_())
     if isinstance(a, (list, tuple)):
         return [stand_in(x, limit) for x in a]
     return torch.device("cpu") if isinstance(a, torch.device) else a

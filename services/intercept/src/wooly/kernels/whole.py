@@ -62,6 +62,10 @@ class Whole:
         if in_transform() or any(is_traced(a) for a in leaves if isinstance(a, Tensor)):
             return self.decompose(*args, **kwargs)
         tensors = [a for a in leaves if isinstance(a, Tensor)]
+        if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd nobody has looked at these bits yet
+            leaves = [a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in leaves]
+            args, kwargs = tree_unflatten(leaves, spec)
+            tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)
