@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.storage import dense_strides
 from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
 
 aten = torch.ops.aten
@@ -49,16 +50,16 @@ def plain(t: Tensor) -> Tensor:
     """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
     if t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
-    sizes, strides = t.shape, t.stride()
+    laid = t
     if t.is_conj():
         t = torch.conj_physical(t.conj())
     if t.is_neg():
         t = torch.neg(torch._neg_view(t))
-    if t.stride() != strides:
+    if t is not laid and t.stride() != laid.stride():
         # The CPU clones, which keeps even strides of dimensions of one element; products look at these.
-        kept = torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
-        if all(n == 1 or a == b for n, a, b in zip(sizes, t.stride(), kept, strict=True)):
-            t = t.as_strided(sizes, kept)
+        kept = dense_strides(laid.shape, laid.stride())
+        if all(n == 1 or a == b for n, a, b in zip(laid.shape, t.stride(), kept, strict=True)):
+            t = t.as_strided(laid.shape, kept)
     return t
 
 

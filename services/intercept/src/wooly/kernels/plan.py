@@ -23,7 +23,7 @@ from wooly import storage
 from wooly.devices import mixed_devices
 from wooly.kernels.opcodes import native_form
 from wooly.recorder import Forms, Recorder
-from wooly.storage import Layout
+from wooly.storage import Layout, dense_strides
 from wooly.torch_private import raw_device, suggested_format
 
 DTYPES: dict[torch.dtype, DType] = {
@@ -338,39 +338,58 @@ class PlanBuilder:
 
         attrs: dict[str, Attr] = {k: placed(v) for k, v in form.attrs}
         attrs["wanted"] = tuple([OperandRef(k) for k in wanted])
-        if grads is None:
-            layouts = [
-                Layout(t.dtype, tuple(t.shape), t.stride()) for t in self._infer_wanting(facts, call, places, wanted)
-            ]
-        else:
+        found = self._infer_wanting(facts, call, places, wanted, grads)
+        layouts = [Layout(t.dtype, tuple(t.shape), t.stride()) for t in found]
+        if grads is not None:
             refs: list[Attr] = []
             for g in grads:
                 refs.append(None if g is None else OperandRef(len(operands)))
                 if g is not None:
                     operands.append(Operand(Role.IN, view_of(g)))
             attrs["vjp"] = tuple(refs)
-            views = [v for v in (operands[k].view for k in wanted) if v is not None]
-            layouts = [Layout(TORCH_DTYPES[v.dtype], v.sizes, dense_strides(v.sizes, v.strides)) for v in views]
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
         outs = tuple([(x, self._forms.alloc(x.nbytes)) for x in layouts])
         return Plan(recorder, self._forms.intern(whole), outs, (), facts.random, dynamic=False)
 
     def _infer_wanting(
-        self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
+        self,
+        facts: OpFacts,
+        call: Call,
+        places: tuple[int, ...],
+        wanted: tuple[int, ...],
+        grads: tuple[Tensor | None, ...] | None,
     ) -> list[Tensor]:
-        """Results as meta tensors: composites lay them out by what wants a gradient."""
+        """Results, or gradients, as meta tensors: composites lay them out by what wants a gradient."""
         place = iter(places)
+        distinct: dict[int, Tensor] = {}
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor) and raw_device(a).type == "wooly":
-                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-                return m.requires_grad_(next(place) in wanted)
+                k = next(place)
+                if k not in distinct:
+                    m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                    distinct[k] = m.requires_grad_(k in wanted)
+                return distinct[k]
             return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         with torch.enable_grad():
             result = facts.op(*[to_meta(a) for a in call.args], **{k: to_meta(v) for k, v in call.kwargs.items()})
-        return list(result) if isinstance(result, (list, tuple)) else [result]
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if grads is None:
+            return results
+        given = [
+            (t, torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device="meta"))
+            for t, g in zip(results, grads, strict=True)
+            if g is not None
+        ]
+        leaves = [distinct[k] for k in wanted]
+        found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        # Where nothing flows the executor gives zeros like the operand.
+        return [
+            leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
+            for leaf, g in zip(leaves, found, strict=True)
+        ]
 
     def _infer(self, facts: OpFacts, call: Call, *, on_host: bool = False) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order.
@@ -610,11 +629,6 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
 
 #: Operators that may write an element twice.
 _FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
-
-
-def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps or overlap that keep the order of the dimensions, as `preserve_format` does."""
-    return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
 
 
 def overlaps(t: Tensor) -> bool:
