@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.storage import dense_strides
+from wooly.kernels.plan import stand_in
+from wooly.storage import dense_strides, span
 from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
 
 aten = torch.ops.aten
@@ -190,7 +191,7 @@ def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
         raise RuntimeError(
             f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
         )
-    return _resized(out, aten.nonzero(t))
+    return _resized(out, aten.nonzero(t), laid_out=True)
 
 
 def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
@@ -213,16 +214,49 @@ def mode_into(
     if indices.dtype is not torch.int64:
         raise RuntimeError(f"expected scalar type 'Long' but got '{_scalar_type(indices)}' for indices output")
     found = aten.mode(t, dim, keepdim)
-    return _resized(values, found[0]), _resized(indices, found[1])
+    if values.shape != found[0].shape or indices.shape != found[1].shape:
+        # The CPU words its warnings by shapes of its own, so it is asked for them.
+        outs = {"values": stand_in(values), "indices": stand_in(indices)}
+        aten.mode.values(stand_in(t), dim, keepdim, **outs)
+    return _resized(values, found[0], warn=False), _resized(indices, found[1], warn=False)
 
 
-def _resized(out: Tensor, result: Tensor) -> Tensor:
+def lstsq_into(
+    t: Tensor,
+    b: Tensor,
+    rcond: float | None = None,
+    *,
+    driver: str | None = None,
+    solution: Tensor,
+    residuals: Tensor,
+    rank: Tensor,
+    singular_values: Tensor,
+) -> tuple[Tensor, ...]:
+    """`aten.linalg_lstsq.out`: only the device knows how many residuals there are."""
+    outs = {"solution": solution, "residuals": residuals, "rank": rank, "singular_values": singular_values}
+    if any(o.dtype != (torch.int64 if k == "rank" else t.dtype) for k, o in outs.items()):
+        # The host refuses wrong dtypes in its own words before it looks at a number.
+        stand_ins = [torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape).clone() for a in (t,) if a.dim() > 1]
+        aten.linalg_lstsq.out(
+            *(stand_ins or [stand_in(t)]),
+            stand_in(b),
+            rcond,
+            driver=driver,
+            **{k: stand_in(o) for k, o in outs.items()},
+        )
+    found = aten.linalg_lstsq(t, b, rcond, driver=driver)
+    return tuple([_resized(o, r) for o, r in zip(outs.values(), found, strict=True)])
+
+
+def _resized(out: Tensor, result: Tensor, *, warn: bool = True, laid_out: bool = False) -> Tensor:
     if out.shape != result.shape:
-        warn_of_resize(out, result.shape)
-        laid_out = out.numel() == 0
-        out.resize_(result.shape)
-        if laid_out and out.numel():
-            out.as_strided_(result.shape, result.stride())
+        if warn:
+            warn_of_resize(out, result.shape)
+        laid_out = laid_out or out.numel() == 0
+        if laid_out:
+            out.resize_([span(tuple(result.shape), result.stride())]).as_strided_(result.shape, result.stride())
+        else:
+            out.resize_(result.shape)
     return out.copy_(result)
 
 
@@ -234,6 +268,7 @@ def _scalar_type(t: Tensor) -> str:
 #: Kernels for operators that ATen leaves to each backend.
 KERNELS: dict[str, Kernel] = {
     "conj_physical_": conj_physical_,
+    "linalg_lstsq.out": lstsq_into,
     "masked_select.out": masked_select_into,
     "mode.values": mode_into,
     "nonzero.out": nonzero_into,

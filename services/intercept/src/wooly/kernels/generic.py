@@ -18,6 +18,7 @@ from wooly.devices import NAME, Devices, mixed_devices
 from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import (
     RESIZE_SILENTLY,
+    RESIZED_ON_HOST,
     TORCH_DTYPES,
     Call,
     Inferences,
@@ -221,7 +222,7 @@ class Generic:
         kwargs: dict[str, Any],
     ) -> Plan | None:
         call = Call(args, kwargs)
-        wrong = self._out_sizes.get(signature)
+        wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
                 plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
@@ -275,6 +276,8 @@ class Generic:
                 self._plans.pop(signature, None)
                 if doubt is not None and str(doubt) in str(e):
                     raise doubt from None
+                if "not implemented for" in e.message:  # what a kernel says of a dtype, whatever the values are
+                    raise NotImplementedError(e.message) from None
                 raise
             return result
 

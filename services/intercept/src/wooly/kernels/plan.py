@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +75,13 @@ _INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, or only to empty ones.
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
+#: they solve from the left.
 _COLUMN_MAJOR = {
     ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
     ("aten.linalg_ldl_solve.out", "out"): "always",
     ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_lu_solve.out", "out"): "from the left",
     ("aten.linalg_qr.out", "Q"): "always",
     ("aten.linalg_qr.out", "R"): "always",
     ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
@@ -90,12 +93,17 @@ _COLUMN_MAJOR = {
     ("aten.triangular_solve.X", "X"): "always",
 }
 
+#: Operators whose CPU kernels word the warning of a resized `out=`, or lay it out, in a way that meta kernels do not know.
+RESIZED_ON_HOST = frozenset(
+    {"aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.conj_physical.out", "aten.kthvalue.values"}
+)
+
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
 
 #: Elements up to which a call of a new signature is tried on host tensors of its own sizes; of a new kind, up to the second.
-_TRIAL_LIMIT = 1 << 10
-_TRIAL_LIMIT_NEW = 1 << 14
+_TRIAL_LIMIT = 1 << 12
+_TRIAL_LIMIT_NEW = 1 << 16
 
 #: What kernels say of dtypes that they do not take, whatever the values are.
 _ABOUT_DTYPES = re.compile(
@@ -283,6 +291,9 @@ class PlanBuilder:
         """
         if not is_allowed(facts.name):
             raise _unsupported(facts.name, "the executor's library does not offer it")
+        check = _CHECKS.get(facts.op.overloadpacket.__name__)
+        if check is not None:
+            check(call)
         dynamic = (facts.dynamic and not facts.out_args) or _has_mask_index(facts, call)
         fresh: list[Tensor | None] = []
         if not dynamic:
@@ -419,7 +430,8 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            if facts.out_args and facts.op.overloadpacket.__name__ in RESIZE_SILENTLY:
+            ask_host = facts.name in RESIZED_ON_HOST and not on_host
+            if facts.out_args and (ask_host or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     result = _call(facts, args, kwargs, where)
@@ -435,7 +447,12 @@ class PlanBuilder:
                 raise
             return self._infer(facts, call, on_host=True)
         if facts.out_args:
-            self._check_out(facts, call, kwargs)
+            try:
+                self._check_out(facts, call, kwargs)
+            except ResizeOutError:
+                if ask_host and sum([t.numel() for t in tensors_of(call)]) <= _STAND_IN_LIMIT:
+                    return self._infer(facts, call, on_host=True)
+                raise
         if facts.mutable and all(name is not None for name in facts.returns_written):
             return []
         flat = list(result) if isinstance(result, (list, tuple)) else [result]
@@ -517,8 +534,10 @@ class PlanBuilder:
                             f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
                             stacklevel=2,
                         )
+                    refuse_overlap(r)
                     when = _COLUMN_MAJOR.get((facts.name, name))
                     by_columns = when == "always" or (when == "empty" and r.numel() == 0)
+                    by_columns |= when == "from the left" and call.kwargs.get("left", True)
                     wrong[name] = (tuple(m.shape), column_major(tuple(m.shape)) if by_columns else m.stride())
         if wrong:
             raise ResizeOutError(wrong)
@@ -626,6 +645,27 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
         args[i] = torch.tensor(args[i], dtype=dtype, device=where)
     return facts.op(*args, **kwargs)
 
+
+def _check_multinomial(call: Call) -> None:
+    if call.args[0].dim() and call.args[0].shape[-1] > 1 << 24:
+        raise RuntimeError("number of categories cannot exceed 2^24")
+
+
+def _check_normal(call: Call) -> None:
+    out = call.kwargs.get("out")
+    if out is not None:  # its size takes part, unless both are tensors
+        given = [a for a in call.args[:2] if isinstance(a, Tensor)]
+        for at in range(-1, -1 - min(given[0].dim(), out.dim()), -1) if len(given) == 1 else ():
+            a, b = given[0].shape[at], out.shape[at]
+            if a != b and 1 not in (a, b):
+                raise RuntimeError(
+                    f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton dimension "
+                    f"{max(given[0].dim(), out.dim()) + at}"
+                )
+
+
+#: What kernels refuse that neither meta kernels nor a trial on few elements see, by operator.
+_CHECKS: dict[str, Callable[[Call], None]] = {"multinomial": _check_multinomial, "normal": _check_normal}
 
 #: Operators that may write an element twice.
 _FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
