@@ -135,6 +135,28 @@ def test_scalars_of_the_host_mix_in(cuda):
     assert (zero * 2.0).dtype == torch.float32 and (zero * wide).dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda t: t[1:],
+        lambda t: t.t(),
+        lambda t: t.view(4, 3),
+        lambda t: t.t().reshape(-1),
+        lambda t: torch.ops.aten._reshape_alias(t, [12], [1]),
+        lambda t: t.detach(),
+    ],
+)
+def test_view_in_inference_mode_is_an_inference_tensor_where_its_base_is(cuda, look):
+    before = torch.arange(12.0).view(3, 4)
+    found = []
+    for where in ("cpu", cuda):
+        outside = before.to(where)
+        with torch.inference_mode():
+            views = [look(t) for t in (outside, outside, outside + 1)]
+            found.append([(v.is_inference(), v.cpu().tolist()) for v in views])
+    assert found[0] == found[1]
+
+
 def test_complex_conjugate_views(cuda):
     host = torch.randn(4, dtype=torch.complex64)
     there = host.to(cuda)

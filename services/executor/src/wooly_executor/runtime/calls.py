@@ -27,7 +27,7 @@ class LibraryCall:
     """The library operator that an instruction means, with its arguments as attributes of the form."""
 
     op: torch._ops.OpOverload
-    args: tuple[Attr, ...]
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Attr], ...]
 
 
@@ -42,7 +42,18 @@ def library_call(form: Form) -> LibraryCall:
     name = form.attr("name")
     if not isinstance(name, str) or not is_allowed(name):
         raise OperationError(f"operator {name!r} is not in the allow-list")
-    return LibraryCall(_overload(name), *_split_kwargs(form))
+    op = _overload(name)
+    args, kwargs = _split_kwargs(form)
+    return LibraryCall(
+        op, tuple([_host_tensor(a, v) for a, v in zip(op._schema.arguments, args, strict=False)]), kwargs
+    )
+
+
+def _host_tensor(argument: Any, value: Attr) -> Any:
+    """What to give for an argument: numbers that stand for a tensor are one of the host's (lengths of packed sequences)."""
+    if isinstance(value, tuple) and str(argument.type) == "Tensor":
+        return torch.tensor(value, dtype=torch.int64)
+    return value
 
 
 def _overload(name: str) -> torch._ops.OpOverload:

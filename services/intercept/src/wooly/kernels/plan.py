@@ -149,6 +149,12 @@ class Inferences:
         self.on_meta = self.on_host = self.trials = 0
 
 
+def host_tensor_at(op: torch._ops.OpOverload) -> int | None:
+    """Where, among its positional arguments, an operator takes the lengths of packed sequences, a tensor of the host."""
+    arguments = enumerate(op._schema.arguments)
+    return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
+
+
 class OpFacts:
     """What the schema of one operator overload says, looked up once.
 
@@ -163,6 +169,7 @@ class OpFacts:
         dynamic: the output's shape depends on data.
         each_alone: the operator does the same to each tensor of a list, which may be on several devices.
         random: the operator draws random numbers.
+        host_at: which positional argument is a tensor of the host: lengths that the operator looks at, constants of the form.
         generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
     """
 
@@ -170,6 +177,7 @@ class OpFacts:
         "dynamic",
         "each_alone",
         "generator",
+        "host_at",
         "list_return",
         "mutable",
         "n_returns",
@@ -191,7 +199,8 @@ class OpFacts:
         self.name = str(op)
         lift = op.overloadpacket.__name__ not in _SHAPED_BY_SCALARS
         positional = [a for a in schema.arguments if not a.kwarg_only]
-        self.scalar = tuple([lift and _is_number(a) for a in positional])
+        self.host_at = host_tensor_at(op)
+        self.scalar = tuple([lift and _is_number(a) and i != self.host_at for i, a in enumerate(positional)])
         self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
         self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
         self.positions = {a.name: i for i, a in enumerate(positional)}
@@ -385,7 +394,9 @@ class PlanBuilder:
             return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         with torch.enable_grad():
-            result = facts.op(*[to_meta(a) for a in call.args], **{k: to_meta(v) for k, v in call.kwargs.items()})
+            result = _call(
+                facts, [to_meta(a) for a in call.args], {k: to_meta(v) for k, v in call.kwargs.items()}, "meta"
+            )
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         if grads is None:
             return results
@@ -633,6 +644,8 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
 
 def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
     """Call the operator. Some take Python numbers for tensors and some do not; for these they become tensors."""
+    if facts.host_at is not None:
+        args[facts.host_at] = torch.tensor(args[facts.host_at])
     like = next((a for a in args if isinstance(a, Tensor)), None)
     numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
     try:
