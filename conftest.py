@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 from wooly_testkit.executor import executor_process
+
+# A machine that is busy with other things makes no example wrong.
+hypothesis.settings.register_profile("wooly", deadline=None)
+hypothesis.settings.load_profile("wooly")
 
 
 @pytest.fixture(scope="session")

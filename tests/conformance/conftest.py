@@ -19,7 +19,6 @@ class Conformance:
     """One program and its list of exceptions.
 
     The list has a line ``name variant dtype outcome: reason`` for everything that does not pass; `comparison` names the outcomes.
-    A reason that begins with `likely` was not put to the test.
     The list may only shrink: what fails and is not on it is an error, and so is a line that passes.
 
     Args:

@@ -13,7 +13,7 @@ import io
 import pickle
 
 import torch
-from comparison import compare, compare_errors, failure, program, quietly, tensors, to
+from comparison import by_either_policy, compare, compare_errors, failure, program, quietly, tensors, to
 from torch import nn
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_utils import noncontiguous_like
@@ -216,7 +216,8 @@ def run_unit(report, unit, device, limit):
             return t
 
         if given.forward_input is not None:
-            report.add(*check_step(info, given, dtype, training, device, change), n)
+            arguments = (info, given, dtype, training, device, change)
+            report.add(*by_either_policy(info.name, lambda a=arguments: check_step(*a)), n)
     return report.finish()
 
 

@@ -21,6 +21,7 @@ from itertools import islice
 import torch
 from comparison import (
     ORDER,
+    by_either_policy,
     compare,
     compare_errors,
     failure,
@@ -322,7 +323,7 @@ def results_of(sample, variant, device, requires):
         return [check(sample, device, getattr(torch.Tensor, op.name, op.method_variant), False)]
     if variant == "inplace":
         return [check_inplace(sample, device, requires)]
-    return [check(sample, device, function_of(op), requires)]
+    return [by_either_policy(key(op), lambda: check(sample, device, function_of(op), requires))]
 
 
 def repeats(sample, requires):

@@ -1,5 +1,6 @@
 """Two devices against the CPU. Run by `test_several_devices.py` in a process of its own, for a process has one session."""
 
+import copy
 import os
 import threading
 import warnings
@@ -494,6 +495,43 @@ def test_error_of_an_operation_waits_on_its_own_device():
     with pytest.raises(RuntimeError, match=r"index out of range(.|\n)*several_devices.py"):
         torch.cuda.synchronize("cuda:1")
     del bad
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_data_parallel_over_one_device_is_the_module(index):
+    torch.manual_seed(0)
+    local = nn.Linear(3, 2)
+    module = nn.DataParallel(copy.deepcopy(local), [index])
+    x = torch.randn(4, 3)
+    for given in (x, x.to(f"cuda:{index}"), x.to(f"cuda:{1 - index}")):
+        module.zero_grad()
+        local.zero_grad()
+        y, expected = module(given), local(x)
+        y.square().sum().backward()
+        expected.square().sum().backward()
+        assert y.device == torch.device("cuda", index) and torch.equal(y.cpu(), expected)
+        assert torch.equal(module.module.weight.grad.cpu(), local.weight.grad)
+    y = nn.parallel.data_parallel(module.module, x, [index])
+    assert torch.equal(y.cpu(), expected)
+
+
+def test_compiled_functions_over_both_devices_do_not_wait_for_each_other():
+    found = []
+
+    def work(source, target):
+        @torch.compile
+        def step(t):
+            return (t * 2).to(BOTH[target]) + 1
+
+        for n in range(10):
+            found.append((step(torch.full((3,), float(n), device=BOTH[source])).tolist(), [2.0 * n + 1] * 3))
+
+    threads = [threading.Thread(target=work, args=(i, 1 - i), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert len(found) == 20 and all(ours == theirs for ours, theirs in found)
 
 
 def test_wrappers_over_several_devices_are_refused_with_what_to_do():

@@ -24,12 +24,14 @@ def test_list_excuses_neither_crashes_nor_wrong_numbers(conformance):
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_whole_database_equals_the_cpu(conformance, report):
-    """A quarter of an hour on two cores. Bit for bit 99.65 % pass, and 99.84 % with what is within tolerance."""
+    """A quarter of an hour on two cores. 99.92 % pass: the CPU's bits, strides and errors. Nothing is merely close to them."""
     opinfo = conformance("opinfo")
     rows = opinfo.sweep(workers=2)
     total = report("operator database", rows)
     assert total.total() > 300_000
     assert [total[outcome] for outcome in INEXCUSABLE] == [0, 0]
-    assert total["pass"] >= 0.996 * (total.total() - total["skip"])
+    assert [total[outcome] for outcome in ("close", "layout")] == [0, 0]
+    # Of all samples that apply. What varies on the CPU itself (LAPACK's least squares) counts as not passing.
+    assert total["pass"] >= 0.999 * (total.total() - total["skip"])
     opinfo.assert_none_is_new(rows)
     opinfo.assert_all_listed_fail(rows)

@@ -136,6 +136,32 @@ def test_gradient_that_makes_no_sense_is_refused(wanted, vjp):
         verify_program(program((form, 0, 1, 2)))
 
 
+@pytest.mark.parametrize("name", ["conj", "neg"])
+def test_operand_may_be_read_conjugated_or_negated(name):
+    z = View(DType.C64, (4,), (1,), 0)
+    form = extern(Operand(Role.IN, z), Operand(Role.OUT, z), **{name: (OperandRef(0),)})
+    verify_program(program((form, 0, 1)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "role", "attrs"),
+    [
+        (DType.F32, Role.IN, {"conj": (OperandRef(0),)}),
+        (DType.I64, Role.IN, {"neg": (OperandRef(0),)}),
+        (DType.C64, Role.IN, {"conj": ()}),
+        (DType.C64, Role.IN, {"conj": 3}),
+        (DType.C64, Role.IN, {"conj": (0,)}),
+        (DType.C64, Role.IN, {"neg": (OperandRef(1),)}),
+        (DType.C64, Role.INOUT, {"conj": (OperandRef(0),)}),
+        (DType.C64, Role.IN, {"conj": (OperandRef(0),), "wanted": (OperandRef(0),)}),
+    ],
+)
+def test_reading_that_makes_no_sense_is_refused(dtype, role, attrs):
+    v = View(dtype, (4,), (1,), 0)
+    with pytest.raises(VerifyError, match=r"conj|neg"):
+        verify_program(program((extern(Operand(role, v), Operand(Role.OUT, v), **attrs), 0, 1)))
+
+
 @pytest.mark.parametrize("result", [WIDE, View(DType.F64, (4,), (1,)), None])
 def test_gradient_has_the_shape_and_dtype_of_its_operand(result):
     form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, result), **GRADIENT)

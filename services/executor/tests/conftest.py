@@ -57,12 +57,12 @@ class Body:
         form = Form("copy", (Operand(Role.IN, source_view), Operand(Role.OUT, target_view)))
         return self.add(form, source, target)
 
-    def call(self, operator, *operands, args=None, kwargs=(), params=(), rng=None, wanted=None, vjp=None):
+    def call(self, operator, *operands, args=None, kwargs=(), params=(), rng=None, **more):
         """An extern. Operands are (role, name, view); without `args` all that are not "out" are passed in order."""
         if args is None:
             args = tuple(OperandRef(i) for i, (role, _, _) in enumerate(operands) if role != "out")
         attrs = {"args": args, "kwargs": tuple(kwargs), "name": operator}
-        attrs |= {k: v for k, v in (("rng", rng), ("wanted", wanted), ("vjp", vjp)) if v}
+        attrs |= {k: v for k, v in {"rng": rng, **more}.items() if v}
         form = Form(
             "extern",
             tuple(Operand(ROLES[role], v) for role, _, v in operands),

@@ -480,3 +480,39 @@ def test_gradients_know_the_random_numbers_of_the_result(wis):
     dropped = agree(forward, (7, 3), {"x": x})[-1][forward.names.index("y")][2]
     body = gradients(wis, "aten.native_dropout.default", [x], 2, [0], (REFS[0], 0.5, True), x, **options)
     assert left_of(body, {"a": x, "g": x}, (7, 3)) == [dropped]
+
+
+def test_operand_is_read_conjugated_and_stays_as_it_is(wis):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 3, 3, dtype=torch.complex64)
+    v = announced(wis, a)
+    body = wis.body().alloc("y", v.end)
+    body.call("aten.mm.default", ("in", "a", v), ("in", "b", v), ("out", "y", v), conj=REFS[:1], neg=REFS[1:2])
+    body.call(
+        "aten.mm.out",
+        ("in", "a", v),
+        ("in", "b", v),
+        ("inout", "z", v),
+        args=REFS[:2],
+        kwargs=(("out", REFS[2]),),
+        conj=REFS[:1],
+    )
+    failed, error, _, _, left = agree(body, contents={"a": a, "b": b, "z": b})
+    assert failed is None, error
+    kept = {n: left[i][2] for i, n in enumerate(body.names)}
+    assert kept["y"] == (a.conj() @ -b).numpy().tobytes() and kept["z"] == (a.conj() @ b).numpy().tobytes()
+    assert kept["a"] == a.numpy().tobytes()
+
+
+def test_lengths_of_packed_sequences_are_constants(wis):
+    torch.manual_seed(0)
+    x, h, w = torch.randn(5, 2), torch.zeros(1, 3, 2), torch.randn(2, 2)
+    views = {n: announced(wis, t) for n, t in {"x": x, "h": h, "w": w}.items()}
+    body = wis.body().alloc("y", views["x"].end).alloc("n", views["h"].end)
+    operands = [*[("in", n, v) for n, v in views.items()], ("out", "y", views["x"]), ("out", "n", views["h"])]
+    args = (REFS[0], (3, 2), REFS[1], (REFS[2], REFS[2]), False, 1, 0.0, False, False)
+    body.call("aten.rnn_tanh.data", *operands, args=args)
+    failed, error, _, _, left = agree(body, contents={"x": x, "h": h, "w": w})
+    assert failed is None, error
+    expected = torch.rnn_tanh(x, torch.tensor([3, 2]), h, [w, w], False, 1, 0.0, False, False)[0]
+    assert left[body.names.index("y")][2] == expected.numpy().tobytes()

@@ -136,6 +136,87 @@ def test_scalars_of_the_host_mix_in(cuda):
     assert (zero * 2.0).dtype == torch.float32 and (zero * wide).dtype == torch.float64
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda t: t[1:],
+        lambda t: t.t(),
+        lambda t: t.view(4, 3),
+        lambda t: t.t().reshape(-1),
+        lambda t: torch.ops.aten._reshape_alias(t, [12], [1]),
+        lambda t: t.detach(),
+    ],
+)
+def test_view_in_inference_mode_is_an_inference_tensor_where_its_base_is(cuda, look):
+    before = torch.arange(12.0).view(3, 4)
+    found = []
+    for where in ("cpu", cuda):
+        outside = before.to(where)
+        with torch.inference_mode():
+            views = [look(t) for t in (outside, outside, outside + 1)]
+            found.append([(v.is_inference(), v.cpu().tolist()) for v in views])
+    assert found[0] == found[1]
+
+
+def _conj(t):
+    return t.conj()
+
+
+def _negative(t):
+    return torch._neg_view(t)
+
+
+WRITES = {
+    "addmm_": lambda x, a, b: x.addmm_(a, b),
+    "addmm_ of conjugates": lambda x, a, b: x.addmm_(a.mH, b.conj()),
+    "mm out": lambda x, a, b: torch.mm(a.conj(), b.mT, out=x),
+    "bmm out": lambda x, a, b: torch.bmm(a[None], b.mH[None], out=x[None]),
+    "add_": lambda x, a, b: x.add_(a.conj()),
+    # The CPU writes its solutions into a negative view with the wrong sign.
+    "solve": lambda x, a, b: None if x.is_neg() else torch.linalg.solve_triangular(a.mH, b, upper=True, out=x),
+}
+
+
+@pytest.mark.parametrize("seen", [_conj, _negative])
+@pytest.mark.parametrize("name", WRITES)
+def test_write_into_a_conjugate_or_negative_view_arrives(cuda, name, seen):
+    torch.manual_seed(0)
+    x, a, b = torch.randn(3, 4, 4, dtype=torch.complex64)
+    found = []
+    for where in ("cpu", cuda):
+        base, left, right = (t.clone().to(where) for t in (x, a, b))
+        WRITES[name](seen(base), left, right)
+        found.append([t.cpu() for t in (base, left, right)])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
+PRODUCTS = {
+    "mm": lambda a, b: a.mH @ b.conj(),
+    "bmm": lambda a, b: a.mH[None] @ b.conj()[None],
+    "dot": lambda a, b: torch.dot(a[0].conj(), a[0]),
+    "vdot": lambda a, b: torch.vdot(a[0].conj(), b[0]),
+    "addmm": lambda a, b: torch.addmm(a.conj(), a.mH, b, beta=0.5),
+    "solve": lambda a, b: torch.linalg.solve_triangular(a.mH, b, upper=True),
+    "solve negative": lambda a, b: torch.linalg.solve_triangular(_negative(a).mH, _negative(b), upper=False),
+    "linear": lambda a, b: torch.nn.functional.linear(a.conj(), b.conj(), a[0].conj()),
+    "linear of negatives": lambda a, b: torch.nn.functional.linear(a.conj().imag, b.conj().imag.clone()),
+    "attention of negatives": lambda a, b: torch.nn.functional.scaled_dot_product_attention(
+        *[t.conj().imag[None] for t in (a, b, a)]
+    ),
+    "smoothed labels of negatives": lambda a, b: torch.nn.functional.cross_entropy(
+        a.conj().imag, torch.zeros(4, dtype=torch.int64, device=a.device), label_smoothing=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_of_conjugate_and_negative_views_equals_the_cpu(cuda, name):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 4, 4, dtype=torch.complex64)
+    theirs, ours = PRODUCTS[name](a, b), PRODUCTS[name](a.to(cuda), b.to(cuda))
+    assert torch.equal(ours.cpu(), theirs.resolve_conj().resolve_neg()) and ours.stride() == theirs.stride()
+
+
 def test_complex_conjugate_views(cuda):
     host = torch.randn(4, dtype=torch.complex64)
     there = host.to(cuda)

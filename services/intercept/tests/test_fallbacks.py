@@ -97,3 +97,22 @@ def test_training_falls_back_nowhere(cuda, device):
     assert dict(fallbacks.found) == {}
     assert fallbacks.calls > 100
     assert device.generic.inferences.on_meta > before
+
+
+def test_operations_of_a_compiled_function_are_counted_each_time(cuda, device):
+    @torch.compile
+    def f(x):
+        return (x * 2 + 1).relu().sum()
+
+    x = torch.ones(3, device=cuda)
+    with torch.no_grad():
+        f(x)
+        f(x)
+        before = api.session_stats()["operations"]
+        with Fallbacks(device) as fallbacks:
+            once = [f(x), fallbacks.calls]
+            again = [f(x), fallbacks.calls]
+    assert once[0].item() == again[0].item() == 9
+    assert again[1] == 2 * once[1] >= 8
+    assert api.session_stats()["operations"] - before == again[1]
+    assert fallbacks.found.total() == 0

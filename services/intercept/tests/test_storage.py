@@ -55,3 +55,12 @@ torch.kept = kept[0]
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_storage_of_the_device_keeps_its_size(cuda):
+    t = torch.ones(4, device=cuda)
+    with pytest.raises(NotImplementedError, match=r"resizing a storage .*t\.resize_"):
+        t.untyped_storage().resize_(0)
+    assert t.untyped_storage().resize_(16).nbytes() == 16 and t.sum().item() == 4
+    host = torch.ones(4)
+    assert host.untyped_storage().resize_(0).nbytes() == 0

@@ -1,6 +1,7 @@
 """What CUDA does in one kernel, and PyTorch in many for other devices: one instruction forward, one for all gradients."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -106,20 +107,49 @@ def test_recurrent_network_is_one_instruction_each_way(cuda, recorded, make):
     assert len(forward) == len(backward) == 1
 
 
-def test_packed_sequences(cuda):
+NETWORKS = {
+    "GRU": nn.GRU,
+    "LSTM": nn.LSTM,
+    "tanh": nn.RNN,
+    "relu": functools.partial(nn.RNN, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+def test_packed_sequences_equal_the_cpu(cuda, make, options):
     torch.manual_seed(0)
-    local = nn.GRU(4, 6)
+    local = NETWORKS[make](4, 6, **options)
     ours = copy.deepcopy(local).to(cuda)
     x = torch.randn(5, 3, 4)
     found = []
     for net, where in ((local, "cpu"), (ours, cuda)):
-        inputs = x.clone().to(where).requires_grad_()
-        packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor([5, 3, 1]))
-        y, _ = nn.utils.rnn.pad_packed_sequence(net(packed)[0])
-        y.sum().backward()
-        found.append([y.detach().cpu(), inputs.grad.cpu()])
-    for theirs, there in zip(*found, strict=True):
-        torch.testing.assert_close(there, theirs)  # in pieces, which add up in another order
+        for lengths in ([5, 3, 1], [4, 4, 2]):
+            inputs = x.clone().to(where).requires_grad_()
+            net.zero_grad()
+            packed = nn.utils.rnn.pack_padded_sequence(inputs, torch.tensor(lengths))
+            results, state = net(packed)
+            with torch.inference_mode():
+                again = net(packed)[0].data
+            y, _ = nn.utils.rnn.pad_packed_sequence(results)
+            (y.square().sum() + sum(s.sum() for s in (state if isinstance(state, tuple) else (state,)))).backward()
+            found.append([t.detach().cpu() for t in (y, again, inputs.grad, *[p.grad for p in net.parameters()])])
+    for theirs, there in zip(found[:2], found[2:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(theirs, there, strict=True))
+
+
+@pytest.mark.parametrize("make", NETWORKS)
+def test_packed_sequences_are_one_instruction_each_way(cuda, recorded, make):
+    net = NETWORKS[make](4, 6, num_layers=2, bidirectional=True).to(cuda)
+    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4, device=cuda), torch.tensor([5, 3, 1]))
+    hidden = torch.zeros(4, 3, 6, device=cuda)
+    state = (hidden, hidden.clone()) if make == "LSTM" else hidden
+    data = packed.data.detach().requires_grad_()
+    packed = nn.utils.rnn.PackedSequence(data, packed.batch_sizes)
+    (y, _), forward = recorded(lambda: net(packed, state))
+    seed = torch.ones_like(y.data)
+    _, backward = recorded(lambda: torch.autograd.grad(y.data, [data, *net.parameters()], seed))
+    assert len(forward) == len(backward) == 1
 
 
 def test_dropout_of_attention_drops_the_same_in_both_directions(cuda):

@@ -46,10 +46,11 @@ BASE: dict[str, BaseOpcode] = {
     "fill": BaseOpcode((Role.OUT,), frozenset({"value"}), "every element of out = value"),
     "extern": BaseOpcode(
         None,
-        frozenset({"args", "kwargs", "name", "rng", "scalars", "vjp", "wanted"}),
+        frozenset({"args", "conj", "kwargs", "name", "neg", "rng", "scalars", "vjp", "wanted"}),
         "an operator of the device's library, from the allow-list; `rng` is the (seed, offset) pair that it draws with, "
-        "so that a replay draws the same numbers; `wanted` are operands whose gradients somebody wants (a library may choose its "
-        "kernels by that); with `vjp`, the gradients of its results, those gradients come out instead of the results",
+        "so that a replay draws the same numbers; `conj` and `neg` are operands that are read conjugated, and negated; "
+        "`wanted` are operands whose gradients somebody wants (a library may choose its kernels by that); "
+        "with `vjp`, the gradients of its results, those gradients come out instead of the results",
     ),
 }
 _NATIVE_ATTRS = frozenset({"args"})
@@ -180,7 +181,25 @@ def _extern_allowed(form: Form) -> str | None:
         refs = [r for r in pair if isinstance(r, ParamRef)]
         if len(pair) != 2 or len(refs) != 2 or any(form.params[r.index] is not ParamKind.I64 for r in refs):
             return "rng is a pair of i64 params"
-    return _vjp_well_formed(form)
+    return _reading_well_formed(form) or _vjp_well_formed(form)
+
+
+def _reading_well_formed(form: Form) -> str | None:
+    for name, kinds in (("conj", ("complex",)), ("neg", ("complex", "float"))):
+        refs = form.attr(name)
+        if refs is None:
+            continue
+        if not isinstance(refs, tuple) or not refs:
+            return f"{name} is a tuple of operands"
+        for ref in refs:
+            operand = form.operands[ref.index] if isinstance(ref, OperandRef) else None
+            if operand is None or operand.role is not Role.IN or operand.view is None:
+                return f"{name} are operands that are read"
+            if operand.view.dtype.kind not in kinds:
+                return f"{name} does not go with {operand.view.dtype.label}"
+        if form.attr("wanted") is not None:
+            return f"{name} does not go with wanted"
+    return None
 
 
 def _vjp_well_formed(form: Form) -> str | None:

@@ -93,15 +93,16 @@ class Device:
             if name in own:
                 continue
             bare = op.overloadpacket.__name__
-            whole = bare in _WHOLE or bare.startswith("_foreach_")
-            if not whole and not has_kernel(op.name(), "CPU"):
+            travels = bare in _WHOLE or bare.startswith("_foreach_")
+            if not travels and not has_kernel(op.name(), "CPU"):
                 continue
             if bare in _METADATA or views.is_view(op):
                 library.impl(name, redispatch_cpu(op), "PrivateUse1")
             elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
-                kernel = self.generic.kernel(op)
                 if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
-                    kernel = composite.on_plain(kernel)
+                    kernel = composite.on_plain(op, partial(self.generic.kernel, op))
+                else:
+                    kernel = self.generic.kernel(op)
                 if name == "histc":
                     kernel = composite.histc(kernel)
                 if bare in composite.INDEXED:
@@ -124,13 +125,12 @@ class Device:
         for key in ("AutogradPrivateUse1", "PrivateUse1"):
             library.impl("scaled_dot_product_attention", composite.attention, key)
             library.impl("lstm.input", partial(composite.lstm_input, Whole(self.generic, aten.lstm.input)), key)
-            for op in (aten.lstm.data, aten.gru.data):  # packed sequences in pieces: ATen would take CUDA's fused cells
-                library.impl(_short(op), op.decompose, key)
             entropy = Whole(self.generic, aten.cross_entropy_loss.default)
             library.impl("cross_entropy_loss", partial(composite.cross_entropy, entropy), key)
         for op in WHOLE:
-            library.impl(_short(op), self.generic.kernel(op), "PrivateUse1")
-            library.impl(_short(op), Whole(self.generic, op), "AutogradPrivateUse1")
+            whole = Whole(self.generic, op)
+            library.impl(_short(op), whole, "AutogradPrivateUse1")
+            library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
         self.autocast.register(library)
         rest = torch.library.Library("_", "IMPL")
         rest.fallback(_unsupported, "PrivateUse1")

@@ -27,6 +27,7 @@ class RemoteOperationError(WoolyError):
     """An operation failed on the executor. Raised at the next synchronisation, as CUDA does.
 
     Attributes:
+        message: what the executor's library said.
         operation: name of the operation, for example ``aten.index_select.default``.
         recorded_at: ``file:line`` of the Python line that recorded it, or None where it is not known.
     """
@@ -40,6 +41,7 @@ class RemoteOperationError(WoolyError):
         if recorded_at:
             text += f"\n  recorded at {recorded_at}"
         super().__init__(text)
+        self.message = message
         self.operation = operation
         self.recorded_at = recorded_at
 

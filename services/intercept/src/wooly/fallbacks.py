@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from wooly import graphs
 from wooly.device import Device
 from wooly.devices import NAME
 from wooly.torch_private import raw_device
@@ -58,16 +59,24 @@ class Fallbacks:
 
     Attributes:
         found: count per operator.
-        calls: operators with device tensors that were seen, so that a zero means something.
+        calls: operators with device tensors that were seen, so that a zero means something; those that a compiled function
+            sends again as one program are among them.
     """
 
     def __init__(self, device: Device) -> None:
         self.found: Counter[str] = Counter()
-        self.calls = 0
+        self._seen = 0
+        self._replayed_before = graphs.counters.operations
+        self._replayed: int | None = None
         self._reads: Callable[[], int] = lambda: device.transfer.reads
         self._frames: list[_Frame] = []
         self._functions = _Functions(self)
         self._operators = _Operators(self)
+
+    @property
+    def calls(self) -> int:
+        replayed = graphs.counters.operations if self._replayed is None else self._replayed
+        return self._seen + replayed - self._replayed_before
 
     def __enter__(self) -> Fallbacks:
         self._functions.__enter__()
@@ -77,6 +86,7 @@ class Fallbacks:
     def __exit__(self, *exc: Any) -> None:
         self._operators.__exit__(*exc)
         self._functions.__exit__(*exc)
+        self._replayed = graphs.counters.operations
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call by the program."""
@@ -95,7 +105,7 @@ class Fallbacks:
         name = op.overloadpacket.__name__
         frame = self._frames[-1] if self._frames else None
         if ours:
-            self.calls += 1
+            self._seen += 1
             if self._reads() != before:
                 if name in _TRANSFERS:
                     if frame is not None:

@@ -60,6 +60,7 @@ class Recording(NamedTuple):
         made: bytes per slot that the program allocates and does not free.
         gone: slots that it allocates and frees.
         written: slots from outside that it writes.
+        operations: operators that it stands for.
     """
 
     work: Work
@@ -69,6 +70,7 @@ class Recording(NamedTuple):
     made: dict[int, int]
     gone: list[int]
     written: list[int]
+    operations: int
 
 
 class _Recorded:
@@ -84,6 +86,7 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
     with recorder.lock:
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
+        before = recorder.operations
         recorder.limit = recorder.room = INSTRUCTIONS
         recorder.recording = True
         try:
@@ -92,14 +95,14 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
             if recorder.foreign_draws != draws:
                 raise NotOneProgramError("it draws from a generator of its own")
             if recorder.generation == generation and recorder.words:
-                out.result = _keep(recorder)
+                out.result = _keep(recorder, recorder.operations - before)
             recorder.flush()
         finally:
             recorder.limit = recorder.room = limit
             recorder.recording = False
 
 
-def _keep(recorder: Recorder) -> Recording:
+def _keep(recorder: Recorder, operations: int) -> Recording:
     words, bind = recorder.words, recorder.bind
     made: dict[int, int] = {}
     gone: list[int] = []
@@ -123,7 +126,7 @@ def _keep(recorder: Recorder) -> Recording:
     inside = {*made, *gone}
     outside = [s for s in written if s not in inside]
     work = Work(array("I", words).tobytes(), words, recorder.origins)
-    return Recording(work, bind, recorder.params, random, made, gone, outside)
+    return Recording(work, bind, recorder.params, random, made, gone, outside, operations)
 
 
 class _Out(NamedTuple):
@@ -298,7 +301,9 @@ class Program:
             if link is not None and link.mirroring:
                 for slot in recorded.written:
                     link.forget(bind[slot])
+            recorder.operations += recorded.operations
             recorder.replay(recorded.work, bind, params, self._frees)
+        counters.operations += recorded.operations
         return results
 
 
@@ -325,10 +330,11 @@ class Counters:
         recorded: calls that were recorded.
         replayed: calls that were one program.
         eager: calls that stayed eager.
+        operations: operators that the replayed programs stand for.
     """
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = self.eager = 0
+        self.recorded = self.replayed = self.eager = self.operations = 0
 
 
 counters = Counters()

@@ -293,6 +293,16 @@ def contiguous_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides without gaps or overlap that keep the order of the dimensions, as the CPU's `preserve_format` has it."""
+    n = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if size > 1):
+        if stride != n:
+            return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
+        n *= size
+    return tuple(strides)  # of dimensions of one element, too, where a meta tensor would have others
+
+
 def address_of(t: torch.Tensor) -> int:
     """``buffer id << 40 | byte offset`` of a device tensor, also of an empty one (whose `data_ptr` is 0)."""
     return t.data_ptr() or (t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size())

@@ -17,6 +17,7 @@ from wooly_wis.scalar_expr import Name
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fast_bindings import FAST
+from wooly_executor.runtime.torch_private import neg_view
 
 _MASK = (1 << 64) - 1
 
@@ -26,7 +27,7 @@ class LibraryCall:
     """The library operator that an instruction means, with its arguments as attributes of the form."""
 
     op: torch._ops.OpOverload
-    args: tuple[Attr, ...]
+    args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Attr], ...]
 
 
@@ -41,7 +42,18 @@ def library_call(form: Form) -> LibraryCall:
     name = form.attr("name")
     if not isinstance(name, str) or not is_allowed(name):
         raise OperationError(f"operator {name!r} is not in the allow-list")
-    return LibraryCall(_overload(name), *_split_kwargs(form))
+    op = _overload(name)
+    args, kwargs = _split_kwargs(form)
+    return LibraryCall(
+        op, tuple([_host_tensor(a, v) for a, v in zip(op._schema.arguments, args, strict=False)]), kwargs
+    )
+
+
+def _host_tensor(argument: Any, value: Attr) -> Any:
+    """What to give for an argument: numbers that stand for a tensor are one of the host's (lengths of packed sequences)."""
+    if isinstance(value, tuple) and str(argument.type) == "Tensor":
+        return torch.tensor(value, dtype=torch.int64)
+    return value
 
 
 def _overload(name: str) -> torch._ops.OpOverload:
@@ -111,12 +123,12 @@ def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dic
     return True
 
 
-#: Operators that ask whether gradients are enabled, whatever their arguments say: what says so here, for those where something does.
+#: Operators that ask whether gradients are enabled, whatever their arguments say; and the argument that says so here, if any.
 _ASKS_GRAD_MODE = {"aten.mkldnn_rnn_layer.default": "train", "aten.mkldnn_rnn_layer_backward.default": None}
 
 
 def asks_grad_mode(op: torch._ops.OpOverload) -> bool:
-    """Whether an overload must be called with gradients enabled."""
+    """Whether an overload does other things where gradients are enabled."""
     return str(op) in _ASKS_GRAD_MODE
 
 
@@ -157,6 +169,20 @@ def gradients_of(form: Form) -> Gradients | None:
         tuple([w.index for w in wanted if isinstance(w, OperandRef)]),
         tuple([g.index if isinstance(g, OperandRef) else None for g in given]) if isinstance(given, tuple) else None,
     )
+
+
+#: How an operand may be read: attribute of the form, and the view that the library then gets.
+READINGS: tuple[tuple[str, Callable[[Tensor], Tensor]], ...] = (("conj", torch.conj), ("neg", neg_view))
+
+
+def readings(form: Form) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    """The operands that a form reads through a view, in order, with that view."""
+    found = []
+    for name, view in READINGS:
+        refs = form.attr(name)
+        if isinstance(refs, tuple):
+            found += [(r.index, view) for r in refs if isinstance(r, OperandRef)]
+    return found
 
 
 def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], gradients: Gradients) -> Any:

@@ -25,6 +25,7 @@ from wooly_executor.runtime.calls import (
     gradients_of,
     library_call,
     mix,
+    readings,
     typed_params,
 )
 from wooly_executor.runtime.definitions import define
@@ -126,6 +127,8 @@ class ReferenceRuntime(TorchCpuRuntime):
         library = library_call(form)
         results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
         operands: list[Any] = [None if k in results else tensor(k) for k in range(len(form.operands))]
+        for k, read in readings(form):
+            operands[k] = read(operands[k])
         typed = typed_params(form, library)
         rng = form.attr("rng")
         if isinstance(rng, tuple):

@@ -33,6 +33,7 @@ from wooly_executor.runtime.calls import (
     gradients_of,
     library_call,
     mix,
+    readings,
     refers,
     returns_one_tensor,
     typed_params,
@@ -416,6 +417,8 @@ class _Preparation:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))
+        for k, view in readings(form):
+            registers[k] = self._read(view, registers[k], slots[k])
         gradients = gradients_of(form)
         operands = list(registers.values())
         if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
@@ -423,7 +426,8 @@ class _Preparation:
         call = _call(form, library, registers, self._first_param)
         invoke = self._traced(form, library, registers) if gradients is None else None
         if any(a.is_out for a in library.op._schema.arguments):
-            call = _keeping_sizes(call, [(r, _known(form.operands[k].view).sizes) for k, r in registers.items()])
+            written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
+            call = _keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             call = _seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)])
@@ -449,6 +453,16 @@ class _Preparation:
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
         return Invoke(library, registers, self._first_param, form.params, typed_params(form, library))
+
+    def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
+        """A new register for what is in this one, through a view."""
+        register = self._new_register(slot)
+
+        def read(f: _Frame) -> None:
+            f.registers[register] = view(f.registers[source])
+
+        self._step(read)
+        return register
 
     def _dynamic(self, call: Callable[[_Frame], Any], slots: list[int]) -> None:
         def run(f: _Frame) -> None:

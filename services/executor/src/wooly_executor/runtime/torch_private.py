@@ -11,6 +11,9 @@ from torch._C._dynamo.guards import _reinterpret_tensor
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 
+#: A view that reads as the negative of a tensor.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
 
 def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
     """A function from a graph in the text form of the library's interpreter; and the schema of each of its operators, in order.

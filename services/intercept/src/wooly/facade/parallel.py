@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ def patches() -> Iterator[Patch]:
     yield (data_parallel, "__init__", _one_device(data_parallel.__init__))
     function = torch.nn.parallel.data_parallel
     yield (torch.nn.parallel, "data_parallel", _one_device(function))
+    yield (torch.nn.parallel.scatter_gather, "Scatter", _Scatter)
     distributed = torch.nn.parallel.DistributedDataParallel
     yield (distributed, "__init__", _no_cuda_module(distributed.__init__))
 
@@ -45,6 +46,17 @@ def _one_device(call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, device_ids=device_ids, **kwargs) if device_ids is not None else call(*args, **kwargs)
 
     return checked
+
+
+class _Scatter:
+    """PyTorch's `Scatter`, whose C++ a build without CUDA lacks, for one device: all of the tensor goes there."""
+
+    @staticmethod
+    def apply(devices: Sequence[Any], chunk_sizes: Any, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor]:
+        if len(devices) > 1:
+            raise NotImplementedError(f"scattering over several devices is not supported: {_BY_HAND}")
+        (device,) = devices
+        return (tensor.to(f"cuda:{device}" if isinstance(device, int) else device, non_blocking=True),)
 
 
 def _no_cuda_module(init: Callable[..., Any]) -> Callable[..., Any]:

@@ -57,6 +57,7 @@ def patches() -> Iterator[Patch]:
     for name in _FACTORIES_INTO:
         yield (torch, name, _into(getattr(torch, name)))
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
+    yield (torch.UntypedStorage, "resize_", _resize_storage)
     yield (torch.nn.Module, "_apply", _keeping_parameters(torch.nn.Module._apply))
     real_init = DeviceContext.__init__
 
@@ -89,6 +90,23 @@ def _byteswap_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> None
     _real_byteswap(storage, dtype)
 
 
+def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """`UntypedStorage.resize_`: a device storage keeps the size that it was made with.
+
+    Raises:
+        NotImplementedError: it is to have another.
+    """
+    if raw_storage_device(storage).type != NAME:
+        return _real_resize(storage, size)  # type: ignore[no-any-return]
+    if size != storage.nbytes():
+        raise NotImplementedError(
+            "resizing a storage (as fully sharded training does) is not supported on the wooly device: "
+            "resize the tensor, t.resize_(...), or make a new one"
+        )
+    return storage
+
+
+_real_resize: Any = torch.UntypedStorage.resize_  # type: ignore[attr-defined]
 _real_byteswap = torch.UntypedStorage.byteswap
 
 

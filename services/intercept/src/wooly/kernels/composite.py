@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wooly.kernels.plan import stand_in
+from wooly.storage import dense_strides, span
 from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
 
 aten = torch.ops.aten
@@ -40,6 +42,8 @@ def linear(record: Kernel) -> Kernel:
             return decompose(x, weight, bias)
         if weight.requires_grad and not _folds(x):
             return decompose(x, weight, bias)  # ATen's choice of product asks for this even where gradients are off
+        if x.is_complex() or x.is_neg() or weight.is_neg() or (bias is not None and bias.is_neg()):
+            return decompose(x, weight, bias)  # nobody has looked at conjugate and negative bits yet
         return record(x, weight, bias)
 
     return run
@@ -55,28 +59,79 @@ def plain(t: Tensor) -> Tensor:
     """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
     if t._is_zerotensor():
         return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
+    laid = t
     if t.is_conj():
         t = torch.conj_physical(t.conj())
     if t.is_neg():
         t = torch.neg(torch._neg_view(t))
+    if t is not laid and t.stride() != laid.stride():
+        # The CPU clones, which keeps even strides of dimensions of one element; products look at these.
+        kept = dense_strides(laid.shape, laid.stride())
+        if all(n == 1 or a == b for n, a, b in zip(laid.shape, t.stride(), kept, strict=True)):
+            t = t.as_strided(laid.shape, kept)
     return t
 
 
-def on_plain(record: Kernel) -> Kernel:
-    """For operators that PyTorch hands conjugate views to: the same on resolved tensors."""
+#: Matrix products and kin, whose kernels read conjugated operands as they lie: BLAS conjugates while it multiplies.
+_CONJUGATING = frozenset(
+    {"addmm", "addmm_", "baddbmm", "baddbmm_", "bmm", "dot", "linalg_solve_triangular", "mm", "vdot"}
+)
+#: Those that read negated operands as they lie, too.
+_NEGATING = frozenset({"linalg_solve_triangular"})
 
-    def resolve(a: Any) -> Any:
-        if isinstance(a, Tensor):
-            return plain(a)
+
+def _is_unresolved(a: Any) -> bool:
+    return isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())
+
+
+def on_plain(op: torch._ops.OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Kernel:
+    """For operators that PyTorch hands conjugate and negative views to: the same on resolved tensors, but where they know them.
+
+    Args:
+        op: the operator.
+        kernel: makes its kernel, given for each positional argument whether it comes conjugated, and negated.
+    """
+    record = kernel(())
+    kernels: dict[tuple[Any, ...], Kernel] = {}
+    conjugates = op.overloadpacket.__name__ in _CONJUGATING
+    negates = op.overloadpacket.__name__ in _NEGATING
+    schema = op._schema.arguments
+    written = frozenset(a.name for a in schema if a.alias_info is not None and a.alias_info.is_write)
+
+    def resolve(a: Any, written: bool) -> Any:
         if isinstance(a, list):
-            return [resolve(x) for x in a]
+            return [resolve(x, written) for x in a]
+        if not isinstance(a, Tensor):
+            return a
+        if written or a._is_zerotensor() or (a.is_conj() and not conjugates) or (a.is_neg() and not negates):
+            return plain(a)
         return a
+
+    def run_resolved(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = tuple([resolve(a, declared.name in written) for a, declared in zip(args, schema, strict=False)])
+        named = {k: resolve(a, k in written) for k, a in kwargs.items()}
+        pattern = tuple([isinstance(a, Tensor) and (a.is_conj(), a.is_neg()) for a in own])
+        run = kernels.get(pattern)
+        if run is None:
+            run = kernels[pattern] = kernel(pattern) if any(map(_is_unresolved, own)) else record
+        result = run(*own, **named)
+        for name, a, b in [
+            *[(declared.name, a, b) for declared, a, b in zip(schema, args, own, strict=False)],
+            *[(k, a, named[k]) for k, a in kwargs.items()],
+        ]:
+            if name in written and isinstance(a, Tensor) and a is not b:
+                if a.shape != b.shape:
+                    a.resize_(b.shape)
+                a.copy_(b)
+                result = a if result is b else result
+        return result
 
     def run(*args: Any, **kwargs: Any) -> Any:
         for a in args:
-            if a.__class__ is list or (isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())):
-                args = tuple([resolve(x) for x in args])
-                break
+            if a.__class__ is list or _is_unresolved(a):
+                return run_resolved(args, kwargs)
+        if kwargs and any(_is_unresolved(a) for a in kwargs.values()):
+            return run_resolved(args, kwargs)
         return record(*args, **kwargs)
 
     return run
@@ -144,7 +199,7 @@ def nonzero_into(t: Tensor, *, out: Tensor) -> Tensor:
         raise RuntimeError(
             f"nonzero: Expected out tensor to have scalar type Long but got scalar type{_scalar_type(out)}"
         )
-    return _resized(out, aten.nonzero(t))
+    return _resized(out, aten.nonzero(t), laid_out=True)
 
 
 def masked_select_into(t: Tensor, mask: Tensor, *, out: Tensor) -> Tensor:
@@ -167,16 +222,49 @@ def mode_into(
     if indices.dtype is not torch.int64:
         raise RuntimeError(f"expected scalar type 'Long' but got '{_scalar_type(indices)}' for indices output")
     found = aten.mode(t, dim, keepdim)
-    return _resized(values, found[0]), _resized(indices, found[1])
+    if values.shape != found[0].shape or indices.shape != found[1].shape:
+        # The CPU words its warnings by shapes of its own, so it is asked for them.
+        outs = {"values": stand_in(values), "indices": stand_in(indices)}
+        aten.mode.values(stand_in(t), dim, keepdim, **outs)
+    return _resized(values, found[0], warn=False), _resized(indices, found[1], warn=False)
 
 
-def _resized(out: Tensor, result: Tensor) -> Tensor:
+def lstsq_into(
+    t: Tensor,
+    b: Tensor,
+    rcond: float | None = None,
+    *,
+    driver: str | None = None,
+    solution: Tensor,
+    residuals: Tensor,
+    rank: Tensor,
+    singular_values: Tensor,
+) -> tuple[Tensor, ...]:
+    """`aten.linalg_lstsq.out`: only the device knows how many residuals there are."""
+    outs = {"solution": solution, "residuals": residuals, "rank": rank, "singular_values": singular_values}
+    if any(o.dtype != (torch.int64 if k == "rank" else t.dtype) for k, o in outs.items()):
+        # The host refuses wrong dtypes in its own words before it looks at a number.
+        stand_ins = [torch.eye(*a.shape[-2:], dtype=a.dtype).expand(a.shape).clone() for a in (t,) if a.dim() > 1]
+        aten.linalg_lstsq.out(
+            *(stand_ins or [stand_in(t)]),
+            stand_in(b),
+            rcond,
+            driver=driver,
+            **{k: stand_in(o) for k, o in outs.items()},
+        )
+    found = aten.linalg_lstsq(t, b, rcond, driver=driver)
+    return tuple([_resized(o, r) for o, r in zip(outs.values(), found, strict=True)])
+
+
+def _resized(out: Tensor, result: Tensor, *, warn: bool = True, laid_out: bool = False) -> Tensor:
     if out.shape != result.shape:
-        warn_of_resize(out, result.shape)
-        laid_out = out.numel() == 0
-        out.resize_(result.shape)
-        if laid_out and out.numel():
-            out.as_strided_(result.shape, result.stride())
+        if warn:
+            warn_of_resize(out, result.shape)
+        laid_out = laid_out or out.numel() == 0
+        if laid_out:
+            out.resize_([span(tuple(result.shape), result.stride())]).as_strided_(result.shape, result.stride())
+        else:
+            out.resize_(result.shape)
     return out.copy_(result)
 
 
@@ -199,6 +287,7 @@ def histc(record: Kernel) -> Kernel:
 #: Kernels for operators that ATen leaves to each backend.
 KERNELS: dict[str, Kernel] = {
     "conj_physical_": conj_physical_,
+    "linalg_lstsq.out": lstsq_into,
     "masked_select.out": masked_select_into,
     "mode.values": mode_into,
     "nonzero.out": nonzero_into,

@@ -18,6 +18,7 @@ from wooly.devices import NAME, Devices, mixed_devices
 from wooly.errors import RemoteOperationError
 from wooly.kernels.plan import (
     RESIZE_SILENTLY,
+    RESIZED_ON_HOST,
     TORCH_DTYPES,
     Call,
     Inferences,
@@ -59,8 +60,14 @@ class Generic:
         """How often call signatures had to be inferred."""
         return self._builder.inferences
 
-    def kernel(self, op: torch._ops.OpOverload) -> Kernel:
-        """The kernel of one operator overload."""
+    def kernel(self, op: torch._ops.OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
+        """The kernel of one operator overload.
+
+        Args:
+            op: the overload.
+            views: which arguments are conjugate or negative views that the far side reads as such: part of every signature.
+        """
+        head: Any = (op, views) if views else op
         facts = OpFacts(op)
         plans = self._plans
         devices = self._devices
@@ -72,7 +79,7 @@ class Generic:
         n_scalar = len(scalar_at)
 
         def run(*args: Any, drawn_from: Generator | None = None, **kwargs: Any) -> Any:
-            key: list[Any] = [op]
+            key: list[Any] = [head]
             buffers: list[int] = []
             params: list[Any] = []
             try:
@@ -217,7 +224,7 @@ class Generic:
         kwargs: dict[str, Any],
     ) -> Plan | None:
         call = Call(args, kwargs)
-        wrong = self._out_sizes.get(signature)
+        wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
                 plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
@@ -270,6 +277,8 @@ class Generic:
                 self._plans.pop(signature, None)
                 if doubt is not None and str(doubt) in str(e):
                     raise doubt from None
+                if "not implemented for" in e.message:  # what a kernel says of a dtype, whatever the values are
+                    raise NotImplementedError(e.message) from None
                 raise
             return result
 

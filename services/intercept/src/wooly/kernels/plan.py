@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
@@ -23,7 +24,7 @@ from wooly import storage
 from wooly.devices import mixed_devices
 from wooly.kernels.opcodes import native_form
 from wooly.recorder import Forms, Recorder
-from wooly.storage import Layout
+from wooly.storage import Layout, dense_strides
 from wooly.torch_private import raw_device, suggested_format
 
 DTYPES: dict[torch.dtype, DType] = {
@@ -74,11 +75,13 @@ _INFERRED_ON_HOST = frozenset(
     }
 )
 
-#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, or only to empty ones.
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
+#: they solve from the left.
 _COLUMN_MAJOR = {
     ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
     ("aten.linalg_ldl_solve.out", "out"): "always",
     ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_lu_solve.out", "out"): "from the left",
     ("aten.linalg_qr.out", "Q"): "always",
     ("aten.linalg_qr.out", "R"): "always",
     ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
@@ -90,12 +93,17 @@ _COLUMN_MAJOR = {
     ("aten.triangular_solve.X", "X"): "always",
 }
 
+#: Operators whose CPU kernels word the warning of a resized `out=`, or lay it out, in a way that meta kernels do not know.
+RESIZED_ON_HOST = frozenset(
+    {"aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.conj_physical.out", "aten.kthvalue.values"}
+)
+
 #: Elements up to which a failing call is made again on the host for its error.
 _STAND_IN_LIMIT = 1 << 24
 
 #: Elements up to which a call of a new signature is tried on host tensors of its own sizes; of a new kind, up to the second.
-_TRIAL_LIMIT = 1 << 10
-_TRIAL_LIMIT_NEW = 1 << 14
+_TRIAL_LIMIT = 1 << 12
+_TRIAL_LIMIT_NEW = 1 << 16
 
 #: What kernels say of dtypes that they do not take, whatever the values are.
 _ABOUT_DTYPES = re.compile(
@@ -141,6 +149,12 @@ class Inferences:
         self.on_meta = self.on_host = self.trials = 0
 
 
+def host_tensor_at(op: torch._ops.OpOverload) -> int | None:
+    """Where, among its positional arguments, an operator takes the lengths of packed sequences, a tensor of the host."""
+    arguments = enumerate(op._schema.arguments)
+    return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
+
+
 class OpFacts:
     """What the schema of one operator overload says, looked up once.
 
@@ -155,6 +169,7 @@ class OpFacts:
         dynamic: the output's shape depends on data.
         each_alone: the operator does the same to each tensor of a list, which may be on several devices.
         random: the operator draws random numbers.
+        host_at: which positional argument is a tensor of the host: lengths that the operator looks at, constants of the form.
         generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
     """
 
@@ -163,6 +178,7 @@ class OpFacts:
         "dynamic",
         "each_alone",
         "generator",
+        "host_at",
         "list_return",
         "mutable",
         "n_returns",
@@ -184,7 +200,8 @@ class OpFacts:
         self.name = str(op)
         lift = op.overloadpacket.__name__ not in _SHAPED_BY_SCALARS
         positional = [a for a in schema.arguments if not a.kwarg_only]
-        self.scalar = tuple([lift and _is_number(a) for a in positional])
+        self.host_at = host_tensor_at(op)
+        self.scalar = tuple([lift and _is_number(a) and i != self.host_at for i, a in enumerate(positional)])
         self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
         self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
         self.positions = {a.name: i for i, a in enumerate(positional)}
@@ -290,6 +307,9 @@ class PlanBuilder:
         """
         if not is_allowed(facts.name):
             raise _unsupported(facts.name, "the executor's library does not offer it")
+        check = _CHECKS.get(facts.op.overloadpacket.__name__)
+        if check is not None:
+            check(call)
         dynamic = (facts.dynamic and not facts.out_args) or _has_mask_index(facts, call)
         fresh: list[Tensor | None] = []
         if not dynamic:
@@ -345,39 +365,60 @@ class PlanBuilder:
 
         attrs: dict[str, Attr] = {k: placed(v) for k, v in form.attrs}
         attrs["wanted"] = tuple([OperandRef(k) for k in wanted])
-        if grads is None:
-            layouts = [
-                Layout(t.dtype, tuple(t.shape), t.stride()) for t in self._infer_wanting(facts, call, places, wanted)
-            ]
-        else:
+        found = self._infer_wanting(facts, call, places, wanted, grads)
+        layouts = [Layout(t.dtype, tuple(t.shape), t.stride()) for t in found]
+        if grads is not None:
             refs: list[Attr] = []
             for g in grads:
                 refs.append(None if g is None else OperandRef(len(operands)))
                 if g is not None:
                     operands.append(Operand(Role.IN, view_of(g)))
             attrs["vjp"] = tuple(refs)
-            views = [v for v in (operands[k].view for k in wanted) if v is not None]
-            layouts = [Layout(TORCH_DTYPES[v.dtype], v.sizes, dense_strides(v.sizes, v.strides)) for v in views]
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x in layouts]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
         outs = tuple([(x, self._forms.alloc(x.nbytes)) for x in layouts])
         return Plan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
 
     def _infer_wanting(
-        self, facts: OpFacts, call: Call, places: tuple[int, ...], wanted: tuple[int, ...]
+        self,
+        facts: OpFacts,
+        call: Call,
+        places: tuple[int, ...],
+        wanted: tuple[int, ...],
+        grads: tuple[Tensor | None, ...] | None,
     ) -> list[Tensor]:
-        """Results as meta tensors: composites lay them out by what wants a gradient."""
+        """Results, or gradients, as meta tensors: composites lay them out by what wants a gradient."""
         place = iter(places)
+        distinct: dict[int, Tensor] = {}
 
         def to_meta(a: Any) -> Any:
             if isinstance(a, Tensor) and raw_device(a).type == "wooly":
-                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
-                return m.requires_grad_(next(place) in wanted)
+                k = next(place)
+                if k not in distinct:
+                    m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                    distinct[k] = m.requires_grad_(k in wanted)
+                return distinct[k]
             return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
 
         with torch.enable_grad():
-            result = facts.op(*[to_meta(a) for a in call.args], **{k: to_meta(v) for k, v in call.kwargs.items()})
-        return list(result) if isinstance(result, (list, tuple)) else [result]
+            result = _call(
+                facts, [to_meta(a) for a in call.args], {k: to_meta(v) for k, v in call.kwargs.items()}, "meta"
+            )
+        results = list(result) if isinstance(result, (list, tuple)) else [result]
+        if grads is None:
+            return results
+        given = [
+            (t, torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device="meta"))
+            for t, g in zip(results, grads, strict=True)
+            if g is not None
+        ]
+        leaves = [distinct[k] for k in wanted]
+        found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+        # Where nothing flows the executor gives zeros like the operand.
+        return [
+            leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
+            for leaf, g in zip(leaves, found, strict=True)
+        ]
 
     def _infer(self, facts: OpFacts, call: Call, *, on_host: bool = False) -> list[Tensor | None]:
         """Fresh outputs as meta tensors, in order.
@@ -397,7 +438,7 @@ class PlanBuilder:
                 if raw_device(a).type != "wooly":
                     return a
                 m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where)
-                return m if where == "meta" else m.zero_()
+                return _seen_as(a, m if where == "meta" else m.zero_())
             if isinstance(a, (list, tuple)):
                 return [to_meta(x) for x in a]
             if isinstance(a, torch.device):
@@ -407,7 +448,8 @@ class PlanBuilder:
         args = [to_meta(a) for a in call.args]
         kwargs = {k: to_meta(v) for k, v in call.kwargs.items()}
         try:
-            if facts.out_args and facts.op.overloadpacket.__name__ in RESIZE_SILENTLY:
+            ask_host = facts.name in RESIZED_ON_HOST and not on_host
+            if facts.out_args and (ask_host or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     result = _call(facts, args, kwargs, where)
@@ -423,7 +465,12 @@ class PlanBuilder:
                 raise
             return self._infer(facts, call, on_host=True)
         if facts.out_args:
-            self._check_out(facts, call, kwargs)
+            try:
+                self._check_out(facts, call, kwargs)
+            except ResizeOutError:
+                if ask_host and sum([t.numel() for t in tensors_of(call)]) <= _STAND_IN_LIMIT:
+                    return self._infer(facts, call, on_host=True)
+                raise
         if facts.mutable and all(name is not None for name in facts.returns_written):
             return []
         flat = list(result) if isinstance(result, (list, tuple)) else [result]
@@ -439,6 +486,13 @@ class PlanBuilder:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
         if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous()
+        if where == "meta" and torch.Tag.pointwise in facts.op.tags:
+            halves = [t for t in tensors_of(call) if t.dtype in _WIDENED]
+            if any(overlaps(t) for t in halves):  # meta kernels widen these first, and lay out what is expanded anew
+                wide = _call(facts, tree_map(_wide, args), tree_map(_wide, kwargs), where)
+                for t, w in zip(fresh, tree_leaves(wide), strict=False):
+                    if t is not None and t.shape == w.shape:
+                        t.as_strided_(w.shape, w.stride())
         if facts.name in _NORMS:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
@@ -498,8 +552,10 @@ class PlanBuilder:
                             f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
                             stacklevel=2,
                         )
+                    refuse_overlap(r)
                     when = _COLUMN_MAJOR.get((facts.name, name))
                     by_columns = when == "always" or (when == "empty" and r.numel() == 0)
+                    by_columns |= when == "from the left" and call.kwargs.get("left", True)
                     wrong[name] = (tuple(m.shape), column_major(tuple(m.shape)) if by_columns else m.stride())
         if wrong:
             raise ResizeOutError(wrong)
@@ -511,6 +567,7 @@ class PlanBuilder:
         params: list[ParamKind] = []
         scalars: list[Attr] = []
         written: list[int] = []
+        seen: dict[str, list[Attr]] = {"conj": [], "neg": []}
         names = list(facts.positions)
 
         def attr(a: Any, name: str, lift: bool) -> Attr:
@@ -522,13 +579,16 @@ class PlanBuilder:
                         if facts.name in _FILLS:
                             a = once(a)
                     operands.append(Operand(role, view_of(a)))
-                    return OperandRef(len(operands) - 1)
+                    ref = OperandRef(len(operands) - 1)
+                    seen["conj"] += [ref] * a.is_conj()
+                    seen["neg"] += [ref] * a.is_neg()
+                    return ref
                 value, dtype = number_of(a)
-                ref = ParamRef(len(params))
+                param = ParamRef(len(params))
                 params.append(kind_of(value))
                 if dtype is not None:
-                    scalars.append((ref, dtype))
-                return ref
+                    scalars.append((param, dtype))
+                return param
             if lift and isinstance(a, (bool, int, float, complex)):
                 params.append(kind_of(a))
                 return ParamRef(len(params) - 1)
@@ -545,17 +605,26 @@ class PlanBuilder:
             params += [ParamKind.I64, ParamKind.I64]
         if scalars:
             attrs["scalars"] = tuple(scalars)
+        attrs |= {k: tuple(refs) for k, refs in seen.items() if refs}
         for t in fresh:
             if t is not None:
                 operands.append(Operand(Role.OUT, View(DTYPES[t.dtype], tuple(t.shape), t.stride(), 0)))
         if dynamic:
             n = facts.n_returns
             operands.extend([Operand(Role.OUT, None)] * n)
-        if not (random or scalars or dynamic):
+        if not (random or scalars or dynamic or seen["conj"] or seen["neg"]):
             native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
             if native is not None:
                 return native, tuple(written)
         return Form("extern", tuple(operands), tuple(params), tuple(sorted(attrs.items()))), tuple(written)
+
+
+#: Dtypes that meta kernels compute in a wider one.
+_WIDENED = frozenset({torch.float16, torch.bfloat16})
+
+
+def _wide(a: Any) -> Any:
+    return a.to(torch.float32).as_strided(a.shape, a.stride()) if isinstance(a, Tensor) and a.dtype in _WIDENED else a
 
 
 def _convolution_format(call: Call) -> torch.memory_format:
@@ -583,6 +652,8 @@ def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
 
 def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
     """Call the operator. Some take Python numbers for tensors and some do not; for these they become tensors."""
+    if facts.host_at is not None:
+        args[facts.host_at] = torch.tensor(args[facts.host_at])
     like = next((a for a in args if isinstance(a, Tensor)), None)
     numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
     try:
@@ -596,13 +667,29 @@ def _call(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -
     return facts.op(*args, **kwargs)
 
 
+def _check_multinomial(call: Call) -> None:
+    if call.args[0].dim() and call.args[0].shape[-1] > 1 << 24:
+        raise RuntimeError("number of categories cannot exceed 2^24")
+
+
+def _check_normal(call: Call) -> None:
+    out = call.kwargs.get("out")
+    if out is not None:  # its size takes part, unless both are tensors
+        given = [a for a in call.args[:2] if isinstance(a, Tensor)]
+        for at in range(-1, -1 - min(given[0].dim(), out.dim()), -1) if len(given) == 1 else ():
+            a, b = given[0].shape[at], out.shape[at]
+            if a != b and 1 not in (a, b):
+                raise RuntimeError(
+                    f"The size of tensor a ({a}) must match the size of tensor b ({b}) at non-singleton dimension "
+                    f"{max(given[0].dim(), out.dim()) + at}"
+                )
+
+
+#: What kernels refuse that neither meta kernels nor a trial on few elements see, by operator.
+_CHECKS: dict[str, Callable[[Call], None]] = {"multinomial": _check_multinomial, "normal": _check_normal}
+
 #: Operators that may write an element twice.
 _FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})
-
-
-def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides without gaps or overlap that keep the order of the dimensions, as `preserve_format` does."""
-    return torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride()
 
 
 def overlaps(t: Tensor) -> bool:
@@ -646,6 +733,12 @@ def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return (*turned[:-2], turned[-1], turned[-2])
 
 
+def _seen_as(a: Tensor, t: Tensor) -> Tensor:
+    """`t` as a conjugate or negative view where `a` is one."""
+    t = t.conj() if a.is_conj() else t
+    return torch._neg_view(t) if a.is_neg() else t
+
+
 def stand_in(a: Any, limit: int | None = None) -> Any:
     """A call's argument on the host: tensors become zeros of the same kind, with at most `limit` elements per dimension."""
     if isinstance(a, Tensor):
@@ -653,7 +746,7 @@ def stand_in(a: Any, limit: int | None = None) -> Any:
             return a
         if limit is not None:
             return torch.zeros([min(n, limit) for n in a.shape], dtype=a.dtype)
-        return torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_()
+        return _seen_as(a, torch.empty_strided(a.shape, a.stride(), dtype=a.dtype).zero_())
     if isinstance(a, (list, tuple)):
         return [stand_in(x, limit) for x in a]
     return torch.device("cpu") if isinstance(a, torch.device) else a

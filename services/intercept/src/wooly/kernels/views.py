@@ -17,12 +17,17 @@ from wooly.torch_private import redispatch_cpu, reinterpret
 aten = torch.ops.aten
 
 _view_cpu = redispatch_cpu(aten.view.default)
+_as_strided_cpu = redispatch_cpu(aten.as_strided.default)
+_inference_mode = torch.is_inference_mode_enabled
 _MAX_KNOWN = 65536
 _known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
 
 
 def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: int | None = None) -> Tensor:
-    """`aten.as_strided`, bounds checked against the storage."""
+    """`aten.as_strided`, bounds checked against the storage.
+
+    The short cut makes inference tensors in inference mode, where a view of any other tensor is none.
+    """
     here = t.storage_offset()
     offset = here if storage_offset is None else storage_offset
     need = span(tuple(size), tuple(stride))
@@ -33,6 +38,8 @@ def as_strided(t: Tensor, size: list[int], stride: list[int], storage_offset: in
             f"{t.element_size()} requiring a storage size of {(offset + need) * t.element_size()} are out of bounds "
             f"for storage of size {have}"
         )
+    if _inference_mode() and not t.is_inference():
+        return _as_strided_cpu(t, size, stride, offset)  # type: ignore[no-any-return]
     return reinterpret(t, size, stride, offset - here)
 
 
@@ -46,12 +53,14 @@ def view(t: Tensor, size: list[int]) -> Tensor:
             _known.clear()
         _known[key] = (tuple(r.shape), r.stride())
         return r  # type: ignore[no-any-return]
+    if _inference_mode() and not t.is_inference():
+        return _view_cpu(t, size)  # type: ignore[no-any-return]
     return reinterpret(t, known[0], known[1], 0)
 
 
 def reshape_alias(t: Tensor, size: list[int], stride: list[int]) -> Tensor:
     """`aten._reshape_alias`: the caller has computed the strides."""
-    return reinterpret(t, size, stride, 0)
+    return as_strided(t, size, stride)
 
 
 #: Operators with a kernel of their own here.

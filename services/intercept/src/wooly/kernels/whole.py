@@ -15,6 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly.kernels.composite import is_traced
 from wooly.kernels.generic import Generic
+from wooly.kernels.plan import host_tensor_at
 from wooly.torch_private import in_transform
 
 aten = torch.ops.aten
@@ -24,6 +25,10 @@ WHOLE = (
     aten._scaled_dot_product_attention_math.default,
     aten.rms_norm.default,
     aten.gru.input,
+    aten.gru.data,
+    aten.lstm.data,
+    aten.rnn_tanh.data,
+    aten.rnn_relu.data,
     aten.rnn_tanh.input,
     aten.rnn_relu.input,
     aten.lstm_cell.default,
@@ -45,7 +50,8 @@ class Whole:
         self.record = generic.kernel(op)
         self.differentiated = generic.differentiated(op)
         self.generator_of = generic.generator_of
-        self.decompose = op.decompose
+        self._host_at = host_tensor_at(op)
+        self.takes_host_tensor = self._host_at is not None
         self.random = torch.Tag.nondeterministic_seeded in op.tags
         self._op = op
 
@@ -56,12 +62,27 @@ class Whole:
             n.startswith("dropout") and isinstance(a, float) and a > 0 for n, a in zip(names, args, strict=False)
         )
 
+    def decompose(self, *args: Any, **kwargs: Any) -> Any:
+        """The operator in PyTorch's pieces."""
+        at = self._host_at
+        if at is not None and not isinstance(args[at], Tensor):
+            args = (*args[:at], torch.tensor(args[at]), *args[at + 1 :])
+        return self._op.decompose(*args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The operator, with gradients if they are wanted."""
         leaves, spec = tree_flatten((args, kwargs))
         if in_transform() or any(is_traced(a) for a in leaves if isinstance(a, Tensor)):
             return self.decompose(*args, **kwargs)
+        at = self._host_at
+        if at is not None:  # the host's lengths travel as constants
+            args = (*args[:at], tuple(args[at].tolist()), *args[at + 1 :])
+            leaves, spec = tree_flatten((args, kwargs))
         tensors = [a for a in leaves if isinstance(a, Tensor)]
+        if any(t.is_conj() or t.is_neg() for t in tensors):  # above autograd nobody has looked at these bits yet
+            leaves = [a.resolve_conj().resolve_neg() if isinstance(a, Tensor) else a for a in leaves]
+            args, kwargs = tree_unflatten(leaves, spec)
+            tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
         return _WholeCall.apply(self, spec, *leaves)
