@@ -59,6 +59,7 @@ class Auditor(Ledger):
         self.worst_unfairness_permille = 0
         self._windows: Sequence[int] = ()
         self._in_flight_ns = 0
+        self._allowed: dict[int, int] = {}  # of each launch in flight: what was allowed to be in flight with it
         self._lower = [0] * PROTECTED  # measured time of the classes below each protected one
         self._arrivals: dict[str, dict[int, _Arrival]] = {}
         self._overrun = 0  # permille by which a launch exceeded its estimate at most
@@ -109,6 +110,7 @@ class Auditor(Ledger):
         if self.airborne and self._in_flight_ns + decision.estimate_ns > window:
             self._fail("window", f"{self._in_flight_ns} + {decision.estimate_ns} ns in flight, the window is {window}")
         self._in_flight_ns += decision.estimate_ns
+        self._allowed[decision.launch] = max(window, decision.estimate_ns)
         self._longest = max(self._longest, window, decision.estimate_ns)
         if self.pairs:
             era = self._eras.get(account.id, 0)
@@ -130,6 +132,7 @@ class Auditor(Ledger):
     def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
         decision = flight.decision
         self._in_flight_ns -= decision.estimate_ns
+        del self._allowed[decision.launch]
         error = (event.gpu_ns - decision.estimate_ns) * _PERMILLE // decision.estimate_ns
         self._overrun = max(self._overrun, error + 1)
         self._error = max(self._error, abs(error) + 1)
@@ -146,7 +149,7 @@ class Auditor(Ledger):
         if account.ready not in range(PROTECTED) or len(account.work) > 1 or account.in_flight or self.exclusive:
             return
         below = [f.decision for f in self.airborne.values() if f.decision.priority > account.ready]
-        allowed = max([self._windows[d.priority] for d in below] + [d.estimate_ns for d in below], default=0)
+        allowed = max((self._allowed[d.launch] for d in below), default=0)
         self._arrivals.setdefault(account.id, {})[work.number] = _Arrival(self._lower[account.ready], allowed)
 
     def on_program_done(self, account: Account, work: Work) -> None:
