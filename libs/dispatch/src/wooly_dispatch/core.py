@@ -307,7 +307,7 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
     elif session.stretch > STRETCH:
         session.stretch -= (session.stretch - max(overrun, STRETCH) + 15) // 16
     if flight.policed:
-        session.tokens -= event.gpu_ns - flight.raw
+        session.tokens = min(session.policy.burst_ns, session.tokens + flight.raw - event.gpu_ns)
     correction = event.gpu_ns * SCALE // flight.weight - flight.tag
     if correction:
         session.finish[flight.priority] += correction

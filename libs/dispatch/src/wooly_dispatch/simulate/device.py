@@ -113,6 +113,7 @@ class Device:
         self.metrics: Metrics | None = None
         if audit and isinstance(self.dispatcher, Wooly):
             self.auditor, self.metrics = Auditor(raises=False), Metrics()
+            self.state = self.dispatcher.state
         self.running = {tenant.id: _Running(tenant, seed) for tenant in tenants}
         self.pending: deque[tuple[int, LaunchDecision, int, _Running]] = deque()  # end, launch, time taken, whose
         self.arrivals: list[tuple[int, str, Iterator[int]]] = []
@@ -198,7 +199,7 @@ class Device:
     def _feed(self, event: Event) -> None:
         decisions = self.dispatcher.step(event)
         if self.auditor is not None and self.metrics is not None:
-            self.auditor.audit(event, decisions, self.dispatcher.state.windows)  # type: ignore[attr-defined]
+            self.auditor.audit(event, decisions, self.state.windows)
             self.metrics.observe(event, decisions)
         for launch in decisions:
             if isinstance(launch, LaunchDecision):

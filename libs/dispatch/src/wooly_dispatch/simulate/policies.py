@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Protocol
 
@@ -194,4 +195,10 @@ class CountWindows(_Baseline):
                 turn.append(session)
 
 
-POLICIES = {"wooly": Wooly, "fifo": Fifo, "slices": TimeSlicing, "count": CountWindows, "robin": RoundRobin}
+POLICIES: dict[str, Callable[[Config], Dispatcher]] = {
+    "wooly": Wooly,
+    "fifo": Fifo,
+    "slices": TimeSlicing,
+    "count": CountWindows,
+    "robin": RoundRobin,
+}

@@ -1,14 +1,14 @@
 """What is asked of the simulator: every pair of models on one device, shares of two tenants, and whole clusters.
 
-Rows are plain dicts of names and integers (permille, ns) or ratios rounded for reading. A device's outcome depends on the seed and its
-own number alone: how many processes share the work changes nothing.
+Rows are plain dicts of names, integers (permille, ns) and ratios rounded for reading. A device's outcome depends on the seed and
+its own number alone: how many processes share the work changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -30,7 +30,7 @@ class Options:
     processes: int = 1
     policies: tuple[str, ...] = ("wooly",)
     audit: bool = False
-    config: Config = Config()
+    config: Config = field(default_factory=Config)
 
     @property
     def wall_ns(self) -> int:
@@ -109,7 +109,7 @@ def _audited(result: DeviceResult, device: Device) -> Row:
 
 
 def shares(profiles: list[Profile], options: Options, weights: tuple[int, int] = (1, 1)) -> list[Row]:
-    """Each two models as saturating P2 tenants of these weights; `share_error`: how far the first's share is from its weight's."""
+    """Each two models as saturating P2 tenants of these weights; `share_error`: how far the first's share is from what is due."""
     found = [(a, b) for n, a in enumerate(profiles) for b in profiles[n:]]
     jobs = [(a, b, weights, options, policy) for policy in options.policies for a, b in found]
     return _spread(jobs, _shares, options.processes)
@@ -162,7 +162,7 @@ def _device(job: tuple[list[Profile], int, int, int, Options, str]) -> tuple[lis
 
 def _summary(policy: str, found: list[tuple[list[Tenant], DeviceResult]], options: Options) -> list[Row]:
     wall = options.wall_ns * len(found)
-    rows = []
+    rows: list[Row] = []
     for priority in range(5):
         slow: list[int] = []
         run = on_time = asked = members = 0
