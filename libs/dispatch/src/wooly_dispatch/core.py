@@ -77,7 +77,7 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
             return
         last, raw, estimate = _cut(state, session)
         floor = False
-        if state.floor_credit >= MIN_PIECE_NS * 1000 and session.lane in (2, 3) and not state.exclusive:
+        if state.floor_credit >= MIN_PIECE_NS * 1000 and session.lane in (2, 3):
             waiting = _top(state.lanes[FLOOR], decisions)
             if waiting is not None:
                 piece = _cut(state, waiting)
@@ -94,11 +94,6 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
 
 def _next(state: DispatchState, decisions: list[Decision]) -> Session | None:
     """The session whose turn it is. One that is swapped out asks for its memory and is passed over."""
-    if state.exclusive:
-        holder = state.sessions[state.exclusive]
-        if holder.lane >= 0 and not holder.resident:
-            _ask(state.lanes[holder.lane], holder, decisions)
-        return holder if holder.lane >= 0 else None
     for lane in state.lanes:
         if lane.size:
             top = _top(lane, decisions)
@@ -178,9 +173,9 @@ def _launch(state: DispatchState, session: Session, last: int, raw: int, estimat
 # -- classes ---------------------------------------------------------------------------------------------------------
 
 
-def _class_of(session: Session) -> int:
+def _class_of(state: DispatchState, session: Session) -> int:
     """The class in which the session waits, -1 if it has nothing to run or may not."""
-    if not session.programs or session.suspended or session.asked:
+    if not session.programs or session.suspended or session.asked or state.exclusive not in ("", session.id):
         return -1
     priority = session.policy.priority
     return EXCESS if priority < PROTECTED and session.programs[0].excess else priority
@@ -188,7 +183,7 @@ def _class_of(session: Session) -> int:
 
 def _settle(state: DispatchState, session: Session) -> None:
     """Put the session in the class where it belongs now."""
-    wanted = _class_of(session)
+    wanted = _class_of(state, session)
     if wanted == session.lane:
         if wanted >= 0:
             _requeue(state, state.lanes[wanted], session)
@@ -342,7 +337,7 @@ def _on_closed(state: DispatchState, event: SessionClosedEvent, decisions: list[
             flight.session = None
     del state.sessions[session.id]
     if state.exclusive == session.id:
-        state.exclusive = ""
+        _reserve(state, "")
     state.refresh_windows()
 
 
@@ -393,12 +388,17 @@ def _on_exclusive_begun(state: DispatchState, event: ExclusiveBegunEvent, decisi
     if state.exclusive not in ("", event.session):
         decisions.append(RefuseDecision(f"{state.exclusive} has the device to itself"))
         return
-    state.exclusive = event.session
-    state.refresh_windows()
+    _reserve(state, event.session)
 
 
 def _on_exclusive_ended(state: DispatchState, event: ExclusiveEndedEvent, decisions: list[Decision]) -> None:
-    state.exclusive = ""
+    _reserve(state, "")
+
+
+def _reserve(state: DispatchState, holder: str) -> None:
+    state.exclusive = holder
+    for session in state.sessions.values():
+        _settle(state, session)
     state.refresh_windows()
 
 

@@ -27,10 +27,10 @@ _PERMILLE = 1000
 
 
 class _Arrival:
-    __slots__ = ("allowed", "lower")
+    __slots__ = ("allowed", "lower", "priority")
 
-    def __init__(self, lower: int, allowed: int) -> None:
-        self.lower, self.allowed = lower, allowed
+    def __init__(self, priority: int, lower: int, allowed: int) -> None:
+        self.priority, self.lower, self.allowed = priority, lower, allowed
 
 
 class _Pair:
@@ -69,9 +69,11 @@ class Auditor(Ledger):
         self._era = 0
         self._pieces: dict[str, int] = {}
         self._pairs: dict[tuple[int, int], _Pair] = {}
-        self._peers: dict[
-            int, tuple[int, list[tuple[int, str, int]]]
-        ] = {}  # of each launch: its era; era, id, weight of peers
+        # of each launch: era and weight of its session; era, id and weight of those ready beside it
+        self._peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]] = {}
+        self._lightest: dict[
+            str, int
+        ] = {}  # the least weight a session ever had: what is in flight may be charged at that
         self._measured: dict[int, tuple[Airborne, int]] = {}
         self._counted = 0
 
@@ -119,7 +121,10 @@ class Auditor(Ledger):
                 for peer, other in self.ready[decision.priority].items()
                 if other is not account
             ]
-            self._peers[decision.launch] = (era, peers)
+            weight = account.event.policy.weight
+            self._peers[decision.launch] = (era, weight, peers)
+            for name, w in ((account.id, weight), *((peer, w) for _, peer, w in peers)):
+                self._lightest[name] = min(self._lightest.get(name, w), w)
 
     def on_settled(self) -> None:
         if not self.airborne:
@@ -150,14 +155,15 @@ class Auditor(Ledger):
             return
         below = [f.decision for f in self.airborne.values() if f.decision.priority > account.ready]
         allowed = max((self._allowed[d.launch] for d in below), default=0)
-        self._arrivals.setdefault(account.id, {})[work.number] = _Arrival(self._lower[account.ready], allowed)
+        self._arrivals.setdefault(account.id, {})[work.number] = _Arrival(
+            account.ready, self._lower[account.ready], allowed
+        )
 
     def on_program_done(self, account: Account, work: Work) -> None:
         arrival = self._arrivals.get(account.id, {}).pop(work.number, None)
-        priority = account.event.policy.priority
-        if arrival is None or priority >= PROTECTED:
+        if arrival is None:
             return
-        suffered = self._lower[priority] - arrival.lower
+        suffered = self._lower[arrival.priority] - arrival.lower
         bound = arrival.allowed * (_PERMILLE + self._overrun) // _PERMILLE
         if arrival.allowed:
             self.worst_inversion_permille = max(self.worst_inversion_permille, suffered * _PERMILLE // arrival.allowed)
@@ -175,9 +181,8 @@ class Auditor(Ledger):
 
     def _fairness(self, flight: Airborne, gpu_ns: int) -> None:
         """Book one launch, in launch order, with every session that was ready in its class then."""
-        era, peers = self._peers.pop(flight.decision.launch)
+        era, weight, peers = self._peers.pop(flight.decision.launch)
         own = flight.account
-        weight = own.event.policy.weight
         piece = self._pieces[own.id] = max(self._pieces.get(own.id, 0), gpu_ns, flight.decision.estimate_ns)
         for other_era, other, other_weight in peers:
             first = min(era, other_era)
@@ -193,7 +198,7 @@ class Auditor(Ledger):
             bound = (
                 piece * SCALE // weight
                 + self._pieces.get(other, 0) * SCALE // other_weight
-                + slack * SCALE // min(weight, other_weight)
+                + slack * SCALE // min(self._lightest[own.id], self._lightest[other])
                 + 2 * SCALE
             )
             if pair.highest - pair.lowest > bound:
@@ -223,6 +228,7 @@ def check_state(state: DispatchState) -> None:
         flights = sum(f.session is session for f in state.flights.values())
         law(session.in_flight == flights, "flights of a session", f"{session.id}: {session.in_flight}, not {flights}")
         may = bool(session.programs) and not session.suspended and not session.asked
+        may = may and state.exclusive in ("", session.id)
         law((session.lane >= 0) == may, "readiness", f"{session.id} is in lane {session.lane}")
         law(not (session.asked and session.resident), "asked", session.id)
         law(all(p.next < len(p.ends) for p in session.programs), "queue", session.id)
