@@ -143,31 +143,29 @@ class TimeSlicing(_Baseline):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.turn: deque[str] = deque()
+        self.turn: deque[str] = deque()  # sessions with work, but for the one whose slice it is
+        self.current: str | None = None
         self.left = 0
 
     def _arrived(self, queued: _Queued) -> None:
-        if queued.session not in self.turn:
+        if queued.session != self.current and queued.session not in self.turn:
             self.turn.append(queued.session)
 
     def _fill(self, decisions: list[Decision]) -> None:
-        while self.turn:
-            session = self.turn[0]
-            if self.left <= 0 or not self.queues[session]:
-                if self.flights:
-                    return  # the slice ends when what it launched is done
-                if self.left:
-                    self.turn.popleft()
-                    if self.queues[session]:
-                        self.turn.append(session)
-                if not self.turn:
-                    self.left = 0
-                    return
-                self.left = self.slice_ns
+        while True:
+            if self.current is not None and self.left > 0 and self.queues[self.current]:
+                launch = self._launch(self.queues[self.current][0], min(self.left, self.config.piece_ns))
+                self.left -= max(launch.estimate_ns, 1)
+                decisions.append(launch)
                 continue
-            decision = self._launch(self.queues[session][0], min(self.left, self.config.piece_ns))
-            self.left -= max(decision.estimate_ns, 1)
-            decisions.append(decision)
+            if self.flights:
+                return  # the slice ends when what was launched in it is done
+            if self.current is not None and self.queues[self.current]:
+                self.turn.append(self.current)
+            self.current = self.turn.popleft() if self.turn else None
+            if self.current is None:
+                return
+            self.left = self.slice_ns
 
 
 class CountWindows(_Baseline):
