@@ -228,6 +228,17 @@ def test_event_without_sense_is_refused(event, reason):
     assert isinstance(refused, RefuseDecision) and reason in refused.reason
 
 
+def test_one_flight_at_most_executes_pieces_one_by_one():
+    rig = Rig(config=Config(max_flights=1))
+    rig.open("front", 0, service_ns=20 * MS)
+    rig.open("behind", 4)
+    proven(rig, "behind")
+    assert [(d.first, d.last) for d in rig.submit("behind", *(50 * US,) * 20)] == [(0, 5)]
+    assert rig.submit("front", 100 * US) == []
+    assert rig.finish().session == "behind"
+    assert [d.session for d in rig.in_flight] == ["front"]
+
+
 @pytest.mark.parametrize("values", [{"priority": 5}, {"priority": -1}, {"weight": 0}, {"burst_ns": -1}])
 def test_policy_out_of_range_is_a_value_error(values):
     with pytest.raises(ValueError):

@@ -87,7 +87,7 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
         if state.flights:
             if state.in_flight_ns + estimate > state.windows[session.lane]:
                 return  # and nothing of a lower class slips past
-            if session.in_flight and not session.proven:
+            if len(state.flights) >= state.config.max_flights or (session.in_flight and not session.proven):
                 return
         decisions.append(_launch(state, session, last, raw, estimate, floor))
 

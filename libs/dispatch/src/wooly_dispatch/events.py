@@ -22,6 +22,7 @@ class Config:
         latency_ns: From a decision to the start on the device; a window is at least twice as long, or the device would idle.
         window_permille: A pacing window as a share of the smallest service time that it protects.
         service_ns: The service time of a P0 or P1 session that declares none.
+        max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
         floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
         slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
         calm_permille: The same ratio below which an epoch may widen them.
@@ -34,6 +35,7 @@ class Config:
     latency_ns: int = 20_000
     window_permille: int = 25
     service_ns: int = 20_000_000
+    max_flights: int = 1 << 20
     floor_permille: int = 20
     slow_permille: int = 1050
     calm_permille: int = 1020
@@ -42,6 +44,8 @@ class Config:
     def __post_init__(self) -> None:
         if min(self.free_window_ns, self.max_window_ns, self.piece_ns, self.latency_ns, self.service_ns) < 1:
             raise ValueError("windows, pieces, latency and service time are positive")
+        if self.max_flights < 1:
+            raise ValueError("something must be in flight now and then")
         if not 0 <= self.floor_permille <= 1000:
             raise ValueError(f"the floor is 0 to 1000 permille, not {self.floor_permille}")
 

@@ -5,7 +5,7 @@ fields in order. Entries are numbered 1, 2, 3, …. The chain's link n is BLAKE2
 cut. A batch carries the link before its first entry and the one after its last.
 
     journal = Journal("gpu-0/1")                    replayer = Replayer("gpu-0/1")
-    journal.record(event, decisions)                for event, decisions in replayer.feed(Batch.decode(data)):
+    journal.record(event, decisions)                for event, decisions in replayer.replay(Batch.decode(data)):
     publish(journal.cut().encode())                     metrics.observe(event, decisions)
 
 `record` only keeps a reference; encoding and hashing happen in `cut`, off the path of a decision.
@@ -14,7 +14,7 @@ cut. A batch carries the link before its first entry and the one after its last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 from operator import attrgetter
@@ -189,7 +189,13 @@ class Replayer:
         self.state = state or DispatchState()
 
     def feed(self, batch: Batch) -> list[tuple[Event, list[Decision]]]:
-        """Replay a batch; its entries, or none if it was fed before.
+        """All of `replay`."""
+        return list(self.replay(batch))
+
+    def replay(self, batch: Batch) -> Iterator[tuple[Event, list[Decision]]]:
+        """Replay a batch: its entries one by one, with `state` as it was after each; none if the batch was replayed before.
+
+        Run it to its end: the hash is compared there.
 
         Raises:
             JournalError: the batch belongs to another journal.
@@ -199,13 +205,12 @@ class Replayer:
         if batch.journal != self.name:
             raise JournalError(f"a batch of {batch.journal}, not of {self.name}")
         if batch.last < self.next:
-            return []
+            return
         if batch.first > self.next:
             raise GapError(self.next, batch.first)
         lines = batch.lines()[self.next - batch.first :]
         if batch.first == self.next and batch.previous != self.link:
             raise ReplayError(self.next, "the batch continues another history")
-        found = []
         for line in lines:
             try:
                 event, recorded = decode_entry(line)
@@ -214,13 +219,12 @@ class Replayer:
             self.state, decisions = step(self.state, event)
             if decisions != recorded:
                 raise ReplayError(self.next, f"{event} was answered with {recorded}, the rule says {decisions}")
-            found.append((event, decisions))
             self.next += 1
+            yield event, decisions
         link = _chained(self.link, lines)
         if link != batch.digest:
             raise ReplayError(self.next - len(lines), "from here on the entries are not those that were hashed")
         self.link = link
-        return found
 
     def checkpoint(self) -> bytes:
         """Everything needed to go on from here: `resume`."""
