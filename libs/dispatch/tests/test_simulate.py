@@ -106,6 +106,21 @@ def test_command_prints_rows_and_draws_them(tmp_path, capsys):
     assert "reclaimed" in capsys.readouterr().out
 
 
+def test_command_runs_tenants_of_a_file(tmp_path, capsys):
+    path = tmp_path / "tenants.json"
+    entries = [
+        {"id": "web", "profile": "small_infer", "priority": 0, "trace": [MS, 9 * MS, 30 * MS]},
+        {"id": "batch", "profile": "convnet_train", "priority": 4},
+    ]
+    path.write_text(json.dumps(entries))
+    assert main(["device", str(path), "--seconds", "0.1", "--audit", "--json"]) == 0
+    web, batch = json.loads(capsys.readouterr().out)
+    assert (web["programs"], web["violations"]) == (3, 0) and batch["gpu_share"] > 0.8
+    path.write_text(json.dumps([{"id": "web", "profile": "none"}]))
+    with pytest.raises(ValueError, match="web: 'none'; profiles are small_infer"):
+        main(["device", str(path)])
+
+
 def test_command_with_an_unknown_policy_says_which_there_are(capsys):
     with pytest.raises(SystemExit):
         main(["pairs", "--policies", "best"])

@@ -1,4 +1,4 @@
-"""`python -m wooly_dispatch.simulate {pairs,shares,cluster}`."""
+"""`python -m wooly_dispatch.simulate {pairs,shares,cluster,device}`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from wooly_dispatch.events import Config
 from wooly_dispatch.simulate import study
 from wooly_dispatch.simulate.policies import POLICIES
-from wooly_dispatch.simulate.workload import read_profiles, synthetic_profiles
+from wooly_dispatch.simulate.workload import read_profiles, read_tenants, synthetic_profiles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,6 +39,8 @@ def main(arguments: list[str] | None = None) -> int:
     cluster.add_argument("--gpus", type=int, default=100)
     cluster.add_argument("--tenants", type=int, default=1000)
     cluster.add_argument("--load", type=int, default=700, help="permille of the devices' time that is asked for (700)")
+    device = commands.add_parser("device", parents=[shared], help="tenants of your own on one device")
+    device.add_argument("tenants", type=Path, help="a JSON list; see workload.read_tenants")
     given = parser.parse_args(arguments)
 
     policies = tuple(POLICIES) if given.policies == "all" else tuple(given.policies.split(","))
@@ -56,6 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         first, _, second = given.weights.partition(":")
         rows = study.shares(profiles, options, (int(first), int(second)))
         labels, value = ("first", "second"), "share_error"
+    elif given.study == "device":
+        rows = study.device(read_tenants(given.tenants, profiles), options)
+        labels, value = ("tenant",), "p99"
     else:
         rows = study.cluster(profiles, options, given.gpus, given.tenants, given.load)
         labels, value = ("class",), "slowdown_p99"

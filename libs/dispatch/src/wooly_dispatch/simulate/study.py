@@ -134,6 +134,30 @@ def _shares(job: tuple[Profile, Profile, tuple[int, int], Options, str]) -> Row:
     return row | _audited(result, device)
 
 
+# -- tenants of one's own ----------------------------------------------------------------------------------------------
+
+
+def device(tenants: list[Tenant], options: Options) -> list[Row]:
+    """These tenants on one device; one row per policy and tenant, responses over those alone."""
+    rows = []
+    for policy in options.policies:
+        simulated = Device(tenants, policy, f"{options.seed}", options.config, options.audit)
+        result = simulated.run(options.wall_ns)
+        for tenant in tenants:
+            outcome = result.outcomes[tenant.id]
+            row = {
+                "policy": policy,
+                "tenant": tenant.id,
+                "class": f"P{tenant.policy.priority}",
+                "programs": outcome.programs,
+                "p50": _ratio(outcome.responses, outcome.alone, 500),
+                "p99": _ratio(outcome.responses, outcome.alone, 990),
+                "gpu_share": round(outcome.run_ns / result.wall_ns, 4),
+            }
+            rows.append(row | _audited(result, simulated))
+    return rows
+
+
 # -- many tenants on many devices --------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
 
@@ -90,6 +90,30 @@ def read_profiles(path: Path) -> list[Profile]:
         Profile(name, tuple(max(round(kernel[0] * 1000), 1) for kernel in model["seq"]))
         for name, model in content["models"].items()
     ]
+
+
+def read_tenants(path: Path, profiles: list[Profile]) -> list[Tenant]:
+    """Tenants of one device from a JSON list.
+
+    Each has `id`, `profile` (a name among `profiles`), fields of `Policy`, and how it asks: `trace` (ns), `interval_ns` or
+    `think_ns`; none of them: it saturates. `noise_permille` and `understated` are optional.
+
+    Raises:
+        ValueError: an entry has other fields, or names no profile.
+    """
+    known = {profile.name: profile for profile in profiles}
+    terms = {f.name for f in fields(Policy)}
+    found = []
+    for entry in json.loads(path.read_text()):
+        try:
+            policy = Policy(**{name: value for name, value in entry.items() if name in terms})
+            rest = {name: value for name, value in entry.items() if name not in terms}
+            rest["profile"] = known[rest["profile"]]
+            rest["trace"] = tuple(rest.get("trace", ()))
+            found.append(Tenant(policy=policy, **rest))
+        except (TypeError, KeyError) as e:
+            raise ValueError(f"{path}: {entry.get('id', entry)}: {e}; profiles are {', '.join(known)}") from e
+    return found
 
 
 _SYNTHETIC = {
