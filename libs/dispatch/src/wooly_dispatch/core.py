@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
+from itertools import accumulate
 from typing import Any
 
 from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
@@ -233,7 +234,7 @@ def _on_submitted(state: DispatchState, event: ProgramSubmittedEvent, decisions:
         decisions.append(RefuseDecision(f"session {event.session} is not open"))
     elif event.program < session.expected or event.program in session.early:
         decisions.append(RefuseDecision(f"program {event.program} of {event.session} came before"))
-    elif not event.kernels or min(event.kernels) < 0:
+    elif event.kernels is not session.known[0] and (not event.kernels or min(event.kernels) < 0):
         decisions.append(
             RefuseDecision(f"program {event.program} of {event.session} has no kernels, or negative estimates")
         )
@@ -253,12 +254,12 @@ def _on_submitted(state: DispatchState, event: ProgramSubmittedEvent, decisions:
 
 
 def _enqueue(state: DispatchState, session: Session, kernels: tuple[int, ...], decisions: list[Decision]) -> None:
-    excess = (
-        session.policy.rate_permille > 0
-        and session.policy.priority < PROTECTED
-        and not _paid(state, session, sum(kernels))
-    )
-    session.programs.append(Program(session.expected, kernels, excess))
+    if session.known[0] is not kernels:  # who repeats a program passes the same tuple again, and pays for it once
+        session.known = (kernels, list(accumulate(kernels)))
+    ends = session.known[1]
+    policed = session.policy.rate_permille > 0 and session.policy.priority < PROTECTED
+    excess = policed and not _paid(state, session, ends[-1])
+    session.programs.append(Program(session.expected, ends, excess))
     if excess:
         decisions.append(DemoteDecision(session.id, session.expected))
     session.expected += 1

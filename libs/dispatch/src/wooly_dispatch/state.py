@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import astuple
-from itertools import accumulate
 from typing import Any
 
 from wooly_dispatch.events import PRIORITIES, Config, Policy
@@ -23,9 +22,9 @@ class Program:
 
     __slots__ = ("ends", "excess", "next", "number")
 
-    def __init__(self, number: int, kernels: tuple[int, ...], excess: bool) -> None:
+    def __init__(self, number: int, ends: list[int], excess: bool) -> None:
         self.number = number
-        self.ends = list(accumulate(kernels))
+        self.ends = ends  # shared with other programs of the same estimates: never changed
         self.next = 0
         self.excess = excess
 
@@ -45,6 +44,7 @@ class Session:
         "finish",
         "id",
         "in_flight",
+        "known",
         "lane",
         "lift",
         "period",
@@ -70,6 +70,7 @@ class Session:
         self.programs: deque[Program] = deque()
         self.expected = 1  # the next program's number
         self.early: dict[int, tuple[int, ...]] = {}  # programs that came before their predecessors
+        self.known: tuple[tuple[int, ...], list[int]] = ((0,), [0])  # the last estimates, and their sums from the start
         self.finish = [0] * PRIORITIES
         self.lift = 0
         self.period = 0  # how many times it joined a class
@@ -217,8 +218,8 @@ def restore(data: bytes) -> DispatchState:
         for name in _PLAIN:
             setattr(session, name, found[name])
         for number, next_kernel, excess, ends in found["programs"]:
-            program = Program(number, (), excess)
-            program.next, program.ends = next_kernel, ends
+            program = Program(number, ends, excess)
+            program.next = next_kernel
             session.programs.append(program)
         session.early = {number: tuple(kernels) for number, kernels in found["early"]}
         state.sessions[session.id] = session
