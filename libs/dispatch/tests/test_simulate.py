@@ -140,5 +140,4 @@ def test_million_decisions_over_all_pairs_violate_nothing():
     for row in rows:
         if "front" in row and row["longest_share"] <= 0.05:
             assert row["p99"] <= 1.10 and row["reclaimed"] >= 0.90, row
-        if "share_error" in row and "detector_infer" not in (row["first"], row["second"]):
-            assert row["share_error"] <= 0.02, row
+        assert row.get("share_error", 0) <= 0.02, row

@@ -24,8 +24,8 @@ from wooly_dispatch.simulate.workload import Tenant
 
 EPOCH_NS = 100_000_000
 _RECENT = 256
-_AHEAD = 2
-"""Programs that a saturating tenant keeps queued."""
+_AHEAD = 3
+"""Windows full of programs that a saturating tenant keeps queued, so that it always has some that are not in flight."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class Device:
             self._feed(SessionOpenedEvent(0, running.tenant.id, running.tenant.policy))
         for running in self.running.values():
             if running.tenant.saturating:
-                for _ in range(_AHEAD):
+                for _ in range(_AHEAD * self.config.free_window_ns // running.tenant.profile.total_ns + 2):
                     self._submit(running, 0)
         epoch = EPOCH_NS if self.adapt else wall_ns + 1
         epoch_run = 0

@@ -32,8 +32,8 @@ class Tenant:
     """One tenant of a simulated device.
 
     Attributes:
-        interval_ns: Mean time between requests (Poisson). Without this, `think_ns` or `trace` it saturates: the next two programs
-            are always queued.
+        interval_ns: Mean time between requests (Poisson). Without this, `think_ns` or `trace` it saturates: there always are more
+            programs queued than a window holds.
         think_ns: Instead: mean pause (exponential) from an answer to the next request, one request at a time.
         trace: Instead: arrival times in ns.
         noise_permille: A program's kernels take up to this much more or less than estimated (uniform, one draw for each program).
