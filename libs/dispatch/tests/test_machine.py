@@ -147,5 +147,5 @@ class DispatchMachine(RuleBasedStateMachine):
 
 TestDispatch = DispatchMachine.TestCase
 TestDispatch.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
