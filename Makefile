@@ -48,8 +48,9 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## the client benchmarks, each as a ratio to local PyTorch
+bench: setup ## the benchmarks: the client against local PyTorch, the dispatch core against its goals
 	$(BIN)/python bench/client.py
+	$(BIN)/python bench/dispatch.py
 
 .PHONY: fuzz
 fuzz: setup ## decode a million mutated programs

@@ -1,0 +1,247 @@
+"""The laws of the dispatch rule, checked: `Auditor` on events and decisions, `check_state` on the core's own books.
+
+The laws that `Auditor` knows, over what really ran (measured time, never estimates, except where a law is about the window):
+
+- *legal*: what is launched is open, resident, not suspended, not shut out by an exclusive session, and the next kernels in order;
+- *strict*: nothing is launched past a ready session of a higher class (but P4 past P2 and P3, by its floor);
+- *window*: at each launch the estimated time in flight is within the window of its class, or it is alone;
+- *conservation*: while a session is ready, something is in flight (so no session waits unjustly);
+- *inversion*: from the arrival of a P0 or P1 program at an idle session until it is done, the lower classes get at most
+  (1 + e) * max(W, K): W their window, K the longest piece in flight, e the largest share by which a launch overran its estimate;
+- *fairness*: over any interval in which two sessions of a class are both ready, their service A (counted in launch order) and
+  weights w satisfy |A_f/w_f - A_g/w_g| <= c_f/w_f + c_g/w_g + 2 e * max(W, K)/w_min, with c the longest piece of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from wooly_dispatch.decisions import Decision
+from wooly_dispatch.errors import InvariantError
+from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
+from wooly_dispatch.ledger import Account, Airborne, Ledger, Work
+from wooly_dispatch.state import SCALE, DispatchState
+from wooly_dispatch.windows import PROTECTED
+
+_PERMILLE = 1000
+
+
+class _Arrival:
+    __slots__ = ("allowed", "lower", "priority")
+
+    def __init__(self, priority: int, lower: int, allowed: int) -> None:
+        self.priority, self.lower, self.allowed = priority, lower, allowed
+
+
+class _Pair:
+    """Two sessions ready in one class: their service difference (scaled) so far and its extremes."""
+
+    __slots__ = ("difference", "highest", "lowest")
+
+    def __init__(self) -> None:
+        self.difference = self.highest = self.lowest = 0
+
+
+class Auditor(Ledger):
+    """Checks every entry; `violations` counts what it found, or it raises at the first.
+
+    Args:
+        raises: Raise `InvariantError` at once instead of counting.
+        pairs: Check fairness too: O(sessions of the class) per launch.
+    """
+
+    def __init__(self, raises: bool = True, pairs: bool = True) -> None:
+        super().__init__()
+        self.raises, self.pairs = raises, pairs
+        self.violations: list[InvariantError] = []
+        self.checked = 0
+        self.worst_inversion_permille = 0
+        self.worst_unfairness_permille = 0
+        self._windows: Sequence[int] = ()
+        self._in_flight_ns = 0
+        self._allowed: dict[int, int] = {}  # of each launch in flight: what was allowed to be in flight with it
+        self._lower = [0] * PROTECTED  # measured time of the classes below each protected one
+        self._arrivals: dict[str, dict[int, _Arrival]] = {}
+        self._overrun = 0  # permille by which a launch exceeded its estimate at most
+        self._error = 0  # permille by which a launch missed its estimate, either way
+        self._longest = 0  # the largest window or piece seen
+        self._eras: dict[str, int] = {}
+        self._era = 0
+        self._pieces: dict[str, int] = {}
+        self._pairs: dict[tuple[int, int], _Pair] = {}
+        # of each launch: era and weight of its session; era, id and weight of those ready beside it
+        self._peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]] = {}
+        self._lightest: dict[
+            str, int
+        ] = {}  # the least weight a session ever had: what is in flight may be charged at that
+        self._measured: dict[int, tuple[Airborne, int]] = {}
+        self._counted = 0
+
+    def audit(self, event: Event, decisions: Sequence[Decision], windows: Sequence[int]) -> None:
+        """Check one entry, with the windows in force after it (`DispatchState.windows`)."""
+        self._windows = windows
+        if isinstance(event, ExclusiveBegunEvent):
+            self._arrivals.clear()
+        self.observe(event, decisions)
+
+    def _fail(self, law: str, detail: str) -> None:
+        error = InvariantError(law, f"{detail} (entry {self.entry})")
+        self.violations.append(error)
+        if self.raises:
+            raise error
+
+    # -- launches ----------------------------------------------------------------------------------------------------
+
+    def on_launched(self, flight: Airborne) -> None:
+        account, decision, work = flight.account, flight.decision, flight.work
+        self.checked += 1
+        if (
+            account.ready != decision.priority
+            or work.number != decision.program
+            or work.next != decision.first
+            or not decision.first < decision.last <= work.kernels
+        ):
+            self._fail(
+                "legal", f"{decision} with class {account.ready}, program {work.number}, kernel {work.next} at its head"
+            )
+        spared = (2, 3) if decision.floor and decision.priority == 4 else ()
+        for priority in range(decision.priority):
+            if self.ready[priority] and priority not in spared:
+                self._fail("strict", f"{decision} past {min(self.ready[priority])} of class {priority}")
+        window = self._windows[decision.priority]
+        if self.airborne and self._in_flight_ns + decision.estimate_ns > window:
+            self._fail("window", f"{self._in_flight_ns} + {decision.estimate_ns} ns in flight, the window is {window}")
+        self._in_flight_ns += decision.estimate_ns
+        self._allowed[decision.launch] = max(window, decision.estimate_ns)
+        self._longest = max(self._longest, window, decision.estimate_ns)
+        if self.pairs:
+            era = self._eras.get(account.id, 0)
+            peers = [
+                (self._eras[peer], peer, other.event.policy.weight)
+                for peer, other in self.ready[decision.priority].items()
+                if other is not account
+            ]
+            weight = account.event.policy.weight
+            self._peers[decision.launch] = (era, weight, peers)
+            for name, w in ((account.id, weight), *((peer, w) for _, peer, w in peers)):
+                self._lightest[name] = min(self._lightest.get(name, w), w)
+
+    def on_settled(self) -> None:
+        if not self.airborne:
+            for ready in self.ready:
+                if ready:
+                    self._fail("conservation", f"{min(ready)} is ready and the device idles")
+
+    # -- what they cost ----------------------------------------------------------------------------------------------
+
+    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+        decision = flight.decision
+        self._in_flight_ns -= decision.estimate_ns
+        del self._allowed[decision.launch]
+        error = (event.gpu_ns - decision.estimate_ns) * _PERMILLE // decision.estimate_ns
+        self._overrun = max(self._overrun, error + 1)
+        self._error = max(self._error, abs(error) + 1)
+        for priority in range(PROTECTED):
+            if decision.priority > priority:
+                self._lower[priority] += event.gpu_ns
+        if self.pairs:
+            self._measured[decision.launch] = (flight, event.gpu_ns)
+            while self._counted + 1 in self._measured:
+                self._counted += 1
+                self._fairness(*self._measured.pop(self._counted))
+
+    def on_submitted(self, account: Account, work: Work) -> None:
+        if account.ready not in range(PROTECTED) or len(account.work) > 1 or account.in_flight or self.exclusive:
+            return
+        below = [f.decision for f in self.airborne.values() if f.decision.priority > account.ready]
+        allowed = max((self._allowed[d.launch] for d in below), default=0)
+        self._arrivals.setdefault(account.id, {})[work.number] = _Arrival(
+            account.ready, self._lower[account.ready], allowed
+        )
+
+    def on_program_done(self, account: Account, work: Work) -> None:
+        arrival = self._arrivals.get(account.id, {}).pop(work.number, None)
+        if arrival is None:
+            return
+        suffered = self._lower[arrival.priority] - arrival.lower
+        bound = arrival.allowed * (_PERMILLE + self._overrun) // _PERMILLE
+        if arrival.allowed:
+            self.worst_inversion_permille = max(self.worst_inversion_permille, suffered * _PERMILLE // arrival.allowed)
+        if suffered > bound:
+            self._fail("inversion", f"{account.id} waited {suffered} ns for lower classes, {bound} are allowed")
+
+    def on_ready(self, account: Account, before: int) -> None:
+        if before >= 0:
+            if account.work:  # swapped out, suspended, reclassified: what it waits for then is no inversion
+                self._arrivals.pop(account.id, None)
+            self._eras.pop(account.id, None)
+        if account.ready >= 0:
+            self._era += 1
+            self._eras[account.id] = self._era
+
+    def _fairness(self, flight: Airborne, gpu_ns: int) -> None:
+        """Book one launch, in launch order, with every session that was ready in its class then."""
+        era, weight, peers = self._peers.pop(flight.decision.launch)
+        own = flight.account
+        piece = self._pieces[own.id] = max(self._pieces.get(own.id, 0), gpu_ns, flight.decision.estimate_ns)
+        for other_era, other, other_weight in peers:
+            first = min(era, other_era)
+            key = (first, max(era, other_era))
+            pair = self._pairs.get(key)
+            if pair is None:
+                self._forget_pairs()
+                pair = self._pairs[key] = _Pair()
+            pair.difference += (gpu_ns if era == first else -gpu_ns) * SCALE // weight
+            pair.highest = max(pair.highest, pair.difference)
+            pair.lowest = min(pair.lowest, pair.difference)
+            slack = 2 * self._error * self._longest // _PERMILLE
+            bound = (
+                piece * SCALE // weight
+                + self._pieces.get(other, 0) * SCALE // other_weight
+                + slack * SCALE // min(self._lightest[own.id], self._lightest[other])
+                + 2 * SCALE
+            )
+            if pair.highest - pair.lowest > bound:
+                self._fail(
+                    "fairness",
+                    f"{own.id} and {other} are {(pair.highest - pair.lowest) // SCALE} ns apart, {bound // SCALE} are allowed",
+                )
+            self.worst_unfairness_permille = max(
+                self.worst_unfairness_permille, (pair.highest - pair.lowest) * _PERMILLE // bound
+            )
+
+    def _forget_pairs(self) -> None:
+        if len(self._pairs) > 4096:
+            live = set(self._eras.values())
+            self._pairs = {key: pair for key, pair in self._pairs.items() if live.issuperset(key)}
+
+
+def check_state(state: DispatchState) -> None:
+    """Whether the core's books agree with themselves; O(everything). Raises `InvariantError`."""
+
+    def law(holds: bool, name: str, detail: object) -> None:
+        if not holds:
+            raise InvariantError(name, str(detail))
+
+    law(state.in_flight_ns == sum(f.estimate for f in state.flights.values()), "window sum", state.in_flight_ns)
+    for session in state.sessions.values():
+        flights = sum(f.session is session for f in state.flights.values())
+        law(session.in_flight == flights, "flights of a session", f"{session.id}: {session.in_flight}, not {flights}")
+        may = bool(session.programs) and not session.suspended and not session.asked
+        may = may and state.exclusive in ("", session.id)
+        law((session.lane >= 0) == may, "readiness", f"{session.id} is in lane {session.lane}")
+        law(not (session.asked and session.resident), "asked", session.id)
+        law(all(p.next < len(p.ends) for p in session.programs), "queue", session.id)
+        law(session.expected not in session.early, "held back", session.id)
+        law(session.tokens <= max(session.policy.burst_ns, 0) or not session.policy.rate_permille, "bucket", session.id)
+    for priority, lane in enumerate(state.lanes):
+        valid = [e for e in lane.heap if e[3].stamp == e[2]]
+        members = [s for s in state.sessions.values() if s.lane == priority]
+        law(
+            lane.size == len(valid) == len(members),
+            "lane",
+            f"class {priority}: {lane.size}, {len(valid)}, {len(members)}",
+        )
+        for start, name, _, session in valid:
+            law(start == max(session.lift, session.finish[priority]), "start tag", name)
+    law(state.exclusive in ("", *state.sessions), "exclusive", state.exclusive)

@@ -1,0 +1,239 @@
+"""What the core remembers. Only `core` changes it; `snapshot` copies it out, `restore` makes an equal one."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from dataclasses import astuple
+from typing import Any
+
+from wooly_dispatch.events import PRIORITIES, Config, Policy
+from wooly_dispatch.windows import WIDTH, windows
+
+SCALE = 1 << 20
+"""Virtual time per ns of GPU time at weight 1."""
+
+STRETCH = 1 << 10
+"""The stretch of a session whose estimates hold."""
+
+
+class Program:
+    """A queued program: `ends[i]` is the estimated time from its start to the end of kernel i, `next` the first not launched."""
+
+    __slots__ = ("ends", "excess", "next", "number")
+
+    def __init__(self, number: int, ends: list[int], excess: bool) -> None:
+        self.number = number
+        self.ends = ends  # shared with other programs of the same estimates: never changed
+        self.next = 0
+        self.excess = excess
+
+
+class Session:
+    """One flow of programs, which run in order.
+
+    `finish[c]` is the virtual time up to which class c has served the session, `lift` the class's virtual time at which the
+    session last joined it, plus what it has got since. Its start tag is the larger: idling earns nothing. Both move with
+    true-ups, `finish` also with those of launches from before the session joined: they must not reach below the lift.
+    """
+
+    __slots__ = (
+        "asked",
+        "early",
+        "expected",
+        "finish",
+        "id",
+        "in_flight",
+        "known",
+        "lane",
+        "lift",
+        "period",
+        "policy",
+        "programs",
+        "proven",
+        "refilled",
+        "resident",
+        "stamp",
+        "stretch",
+        "suspended",
+        "tenant",
+        "tokens",
+    )
+
+    def __init__(self, id: str, tenant: str, policy: Policy, resident: bool, now: int) -> None:
+        self.id = id
+        self.tenant = tenant
+        self.policy = policy
+        self.resident = resident
+        self.asked = False  # for its memory; until that comes it takes no part
+        self.suspended = False
+        self.programs: deque[Program] = deque()
+        self.expected = 1  # the next program's number
+        self.early: dict[int, tuple[int, ...]] = {}  # programs that came before their predecessors
+        self.known: tuple[tuple[int, ...], list[int]] = ((0,), [0])  # the last estimates, and their sums from the start
+        self.finish = [0] * PRIORITIES
+        self.lift = 0
+        self.period = 0  # how many times it joined a class
+        self.lane = -1  # the class in which it waits for its turn, -1: in none
+        self.stamp = 0  # of its one valid entry in that class's heap
+        self.in_flight = 0
+        self.proven = False  # whether one launch was measured; until then one kernel is in flight
+        self.stretch = STRETCH  # by how much its work overruns its estimates
+        self.tokens = policy.burst_ns
+        self.refilled = now
+
+
+class Flight:
+    """A launch that is not done. `session` is None once that was closed."""
+
+    __slots__ = ("counted", "estimate", "floor", "period", "policed", "priority", "raw", "session", "tag", "weight")
+
+    def __init__(
+        self,
+        session: Session | None,
+        estimate: int,
+        raw: int,
+        tag: int,
+        weight: int,
+        priority: int,
+        period: int,
+        policed: bool,
+        counted: bool,
+        floor: bool,
+    ) -> None:
+        self.session = session
+        self.estimate = estimate  # what it holds of the window
+        self.raw = raw  # the same before the stretch
+        self.tag = tag  # the virtual time it was charged
+        self.weight = weight
+        self.priority = priority
+        self.period = period
+        self.policed = policed  # paid from a token bucket
+        self.counted = counted  # earned P4 some of its floor
+        self.floor = floor  # was P4's turn by its floor
+
+
+class Lane:
+    """One class: its virtual time, and a heap of (start tag, session id, stamp, session) with stale entries left in."""
+
+    __slots__ = ("heap", "size", "virtual")
+
+    def __init__(self) -> None:
+        self.virtual = 0
+        self.heap: list[tuple[int, str, int, Session]] = []
+        self.size = 0  # sessions that wait in it
+
+
+class DispatchState:
+    """Everything `step` knows. Read what you like, change nothing."""
+
+    __slots__ = (
+        "config",
+        "exclusive",
+        "flights",
+        "floor_credit",
+        "in_flight_ns",
+        "lanes",
+        "launches",
+        "now",
+        "pieces",
+        "sessions",
+        "stamps",
+        "width",
+        "windows",
+    )
+
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or Config()
+        self.now = 0
+        self.sessions: dict[str, Session] = {}
+        self.lanes = [Lane() for _ in range(PRIORITIES)]
+        self.flights: dict[int, Flight] = {}  # by launch, in order
+        self.in_flight_ns = 0
+        self.launches = 0
+        self.stamps = 0
+        self.floor_credit = 0  # ns * 1000 that P4 is owed
+        self.exclusive = ""  # the session that has the device to itself
+        self.width = WIDTH
+        self.windows: tuple[int, ...] = ()
+        self.pieces: tuple[int, ...] = ()
+        self.refresh_windows()
+
+    def refresh_windows(self) -> None:
+        """Derive windows and piece lengths from who is live; after anything that they depend on."""
+        live = [] if self.exclusive else [
+            (s.policy.priority, s.policy.service_ns)
+            for s in self.sessions.values()
+            if s.policy.priority < 2 and not s.suspended
+        ]  # fmt: skip
+        if not live:
+            self.width = WIDTH
+        self.windows = windows(self.config, live, self.width)
+        self.pieces = tuple(min(window // 2, self.config.piece_ns) for window in self.windows)
+
+
+_PLAIN = ("id", "tenant", "resident", "asked", "suspended", "expected", "finish", "lift", "period", "lane", "in_flight", "proven",
+          "stretch", "tokens", "refilled")  # fmt: skip
+_FLIGHT = ("estimate", "raw", "tag", "weight", "priority", "period", "policed", "counted", "floor")
+
+
+def snapshot(state: DispatchState) -> bytes:
+    """The state as canonical bytes (JSON): equal states, and only those, give equal bytes."""
+    content = {
+        "version": 1,
+        "config": astuple(state.config),
+        "now": state.now,
+        "launches": state.launches,
+        "floor_credit": state.floor_credit,
+        "exclusive": state.exclusive,
+        "width": state.width,
+        "virtual": [lane.virtual for lane in state.lanes],
+        "sessions": [
+            {
+                **{name: getattr(s, name) for name in _PLAIN},
+                "policy": astuple(s.policy),
+                "programs": [[p.number, p.next, p.excess, p.ends] for p in s.programs],
+                "early": sorted(s.early.items()),
+            }
+            for _, s in sorted(state.sessions.items())
+        ],
+        "flights": [
+            [number, f.session.id if f.session else None, *(getattr(f, name) for name in _FLIGHT)]
+            for number, f in state.flights.items()
+        ],
+    }
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def restore(data: bytes) -> DispatchState:
+    """The state that `snapshot` described."""
+    content: dict[str, Any] = json.loads(data)
+    state = DispatchState(Config(*content["config"]))
+    for name in ("now", "launches", "floor_credit", "exclusive", "width"):
+        setattr(state, name, content[name])
+    for lane, virtual in zip(state.lanes, content["virtual"], strict=True):
+        lane.virtual = virtual
+    for found in content["sessions"]:
+        session = Session(found["id"], found["tenant"], Policy(*found["policy"]), found["resident"], 0)
+        for name in _PLAIN:
+            setattr(session, name, found[name])
+        for number, next_kernel, excess, ends in found["programs"]:
+            program = Program(number, ends, excess)
+            program.next = next_kernel
+            session.programs.append(program)
+        session.early = {number: tuple(kernels) for number, kernels in found["early"]}
+        state.sessions[session.id] = session
+        if session.lane >= 0:
+            state.stamps += 1
+            session.stamp = state.stamps
+            lane = state.lanes[session.lane]
+            lane.size += 1
+            lane.heap.append((max(session.lift, session.finish[session.lane]), session.id, session.stamp, session))
+    for lane in state.lanes:
+        lane.heap.sort()  # a sorted list is a heap
+    for number, owner, *values in content["flights"]:
+        flight = Flight(None if owner is None else state.sessions[owner], **dict(zip(_FLIGHT, values, strict=True)))
+        state.flights[number] = flight
+        state.in_flight_ns += flight.estimate
+    state.refresh_windows()
+    return state

@@ -1,0 +1,90 @@
+"""The story of one session, told from the journal: what it asked for, what it got, and what it waited behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
+from wooly_dispatch.events import (
+    Event,
+    ExclusiveBegunEvent,
+    ExclusiveEndedEvent,
+    LaunchDoneEvent,
+    PolicyChangedEvent,
+    ProgramSubmittedEvent,
+    SessionClosedEvent,
+    SessionOpenedEvent,
+    SessionResumedEvent,
+    SessionSuspendedEvent,
+    SwappedInEvent,
+    SwappedOutEvent,
+)
+
+_PLAIN: dict[type, str] = {
+    SessionClosedEvent: "closed",
+    SessionSuspendedEvent: "suspended",
+    SessionResumedEvent: "resumed",
+    SwappedInEvent: "memory is on the device",
+    SwappedOutEvent: "memory left the device",
+    ExclusiveBegunEvent: "has the device to itself",
+}
+
+
+def story(entries: Iterable[tuple[Event, Sequence[Decision]]], session: str) -> Iterator[str]:
+    """One line for each thing that happened to `session`; times in us since the first entry.
+
+    While work of it waits, launches of others are counted and told with its own next launch.
+    """
+    began: int | None = None
+    launches: dict[int, LaunchDecision] = {}
+    passed: dict[str, int] = {}
+    waiting = 0
+    for event, decisions in entries:
+        began = event.at if began is None else began
+        when = f"{(event.at - began) / 1000:>12.1f}"
+        refused = next((d.reason for d in decisions if isinstance(d, RefuseDecision)), "")
+        for line in _event_lines(event, session, launches):
+            yield f"{when}  {line}" + (f": refused, {refused}" if refused else "")
+        if isinstance(event, ProgramSubmittedEvent) and event.session == session and not refused:
+            waiting += len(event.kernels)
+        for decision in decisions:
+            if isinstance(decision, LaunchDecision):
+                if decision.session == session:
+                    launches[decision.launch] = decision
+                    waiting -= decision.last - decision.first
+                    yield f"{when}  {_launch_line(decision, passed)}"
+                    passed = {}
+                elif waiting:
+                    passed[decision.session] = passed.get(decision.session, 0) + decision.estimate_ns
+            elif isinstance(decision, SwapInDecision) and decision.session == session:
+                yield f"{when}  its turn, but swapped out: asked for its memory"
+            elif isinstance(decision, DemoteDecision) and decision.session == session:
+                yield f"{when}  program {decision.program} is beyond its bucket and runs as P2"
+
+
+def _event_lines(event: Event, session: str, launches: dict[int, LaunchDecision]) -> Iterator[str]:
+    if isinstance(event, LaunchDoneEvent):
+        done = launches.pop(event.launch, None)
+        if done is not None:
+            yield f"launch {event.launch} done, {event.gpu_ns / 1000:.1f} us (estimated {done.estimate_ns / 1000:.1f})"
+    elif isinstance(event, ExclusiveEndedEvent):
+        yield "the device is shared again"
+    elif getattr(event, "session", None) != session:
+        return
+    elif isinstance(event, SessionOpenedEvent | PolicyChangedEvent):
+        what = "opened" if isinstance(event, SessionOpenedEvent) else "now"
+        yield f"{what} as P{event.policy.priority}, weight {event.policy.weight}"
+    elif isinstance(event, ProgramSubmittedEvent):
+        yield f"program {event.program}: {len(event.kernels)} kernels, {sum(event.kernels) / 1000:.1f} us estimated"
+    else:
+        yield _PLAIN[type(event)]
+
+
+def _launch_line(decision: LaunchDecision, passed: dict[str, int]) -> str:
+    kernels = f"kernels {decision.first} to {decision.last - 1}"
+    line = f"launch {decision.launch}: program {decision.program}, {kernels}, as P{decision.priority}"
+    if decision.floor:
+        line += " by its floor"
+    if passed:
+        line += ", after " + ", ".join(f"{ns / 1000:.1f} us of {name}" for name, ns in sorted(passed.items()))
+    return line

@@ -1,0 +1,266 @@
+"""Single steps of the rule: events in, the exact list of decisions out."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import wooly_dispatch
+from wooly_dispatch.core import step
+from wooly_dispatch.decisions import DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
+from wooly_dispatch.events import (
+    Config,
+    EpochEndedEvent,
+    ExclusiveBegunEvent,
+    ExclusiveEndedEvent,
+    LaunchDoneEvent,
+    Policy,
+    ProgramSubmittedEvent,
+    SessionClosedEvent,
+    SessionOpenedEvent,
+    SessionResumedEvent,
+    SessionSuspendedEvent,
+    SwappedInEvent,
+    SwappedOutEvent,
+)
+from wooly_dispatch.state import DispatchState
+from wooly_dispatch.windows import WIDTH, adapted, windows
+from wooly_testkit.dispatch import Rig
+
+US = 1_000
+MS = 1_000_000
+
+
+def proven(rig, *names):
+    """Measure one launch of each session, so that more than one kernel of it may be in flight."""
+    for name in names:
+        rig.submit(name, 10 * US)
+        rig.finish()
+
+
+def test_submit_to_an_idle_device_launches_at_once():
+    state = DispatchState()
+    step(state, SessionOpenedEvent(0, "a"))
+    _, decisions = step(state, ProgramSubmittedEvent(5, "a", 1, (10 * US,)))
+    assert decisions == [LaunchDecision(1, "a", 1, 0, 1, 2, 10 * US)]
+
+
+def test_long_program_is_split_at_kernel_edges_into_pieces():
+    rig = Rig()
+    rig.open("a")
+    proven(rig, "a")
+    decisions = rig.submit("a", *(200 * US,) * 4, 900 * US, *(100 * US,) * 2)
+    assert [(d.first, d.last, d.estimate_ns) for d in decisions] == [
+        (0, 2, 400 * US),
+        (2, 4, 400 * US),
+        (4, 5, 900 * US),  # longer than a piece: alone
+        (5, 7, 200 * US),
+    ]
+
+
+def test_window_full_stops_and_a_lower_class_does_not_slip_past():
+    rig = Rig(config=Config(free_window_ns=MS, piece_ns=MS))
+    rig.open("a", 2)
+    rig.open("b", 3)
+    proven(rig, "a", "b")
+    assert len(rig.submit("a", *(400 * US,) * 4)) == 2
+    assert rig.submit("b", 100 * US) == []
+    launch = rig.finish()
+    assert launch.session == "a" and rig.in_flight[-1].session == "a"
+
+
+def test_p0_open_narrows_the_window_of_the_classes_below():
+    rig = Rig()
+    assert rig.state.windows == (4 * MS,) * 5
+    rig.open("front", 0, service_ns=20 * MS)
+    assert rig.state.windows == (4 * MS, *(500 * US,) * 4)
+    rig.open("second", 1, service_ns=4 * MS)
+    assert rig.state.windows == (4 * MS, 500 * US, 100 * US, 100 * US, 100 * US)
+    rig.send(SessionSuspendedEvent(0, "front"))
+    assert rig.state.windows == (4 * MS, 4 * MS, 100 * US, 100 * US, 100 * US)
+    rig.send(SessionClosedEvent(0, "second"))
+    assert rig.state.windows == (4 * MS,) * 5
+
+
+@pytest.mark.parametrize(
+    ("service", "window"), [(0, 500 * US), (1, 40 * US), (MS, 40 * US), (8 * MS, 200 * US), (100 * MS, MS)]
+)
+def test_windows_for_a_service_time_are_a_share_of_it_within_bounds(service, window):
+    assert windows(Config(), [(0, service)], WIDTH)[4] == window
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "idle", "width"),
+    [(1051, 0, 500), (1050, 500, 1000), (1019, 51, 1125), (1019, 50, 1000), (1020, 500, 1000), (0, 900, 1000)],
+)
+def test_epoch_adapts_the_width(slowdown, idle, width):
+    assert adapted(Config(), 1000, slowdown, idle) == width
+
+
+def test_epoch_that_hurt_p0_halves_the_windows_in_force():
+    rig = Rig()
+    rig.open("front", 0, service_ns=20 * MS)
+    rig.send(EpochEndedEvent(0, 1200, 0))
+    assert rig.state.windows[4] == 250 * US
+    rig.send(SessionClosedEvent(0, "front"))
+    rig.open("other", 0, service_ns=20 * MS)
+    assert rig.state.windows[4] == 500 * US  # what one needed is not held against the next
+
+
+def test_ties_go_by_session_id_whatever_the_order_of_opening():
+    for names in ("abc", "cba", "bca"):
+        rig = Rig()
+        rig.open("z")
+        rig.submit("z", 10 * MS)  # holds the device
+        for name in names:
+            rig.open(name)
+            rig.submit(name, 100 * US)
+        rig.finish()
+        assert [d.session for d in rig.in_flight] == ["a", "b", "c"]
+
+
+def test_head_that_is_swapped_out_asks_once_and_is_passed_over():
+    rig = Rig()
+    rig.open("away", 2, resident=False)
+    rig.open("here", 3)
+    assert rig.submit("away", 100 * US) == [SwapInDecision("away")]
+    assert rig.submit("away", 100 * US) == []
+    assert [d.session for d in rig.submit("here", 100 * US)] == ["here"]
+    assert [d.session for d in rig.send(SwappedInEvent(0, "away"))] == ["away"]
+    assert rig.send(SwappedOutEvent(0, "away")) == [SwapInDecision("away")]  # it has more to run
+
+
+def test_swapped_out_low_class_does_not_ask_before_its_turn():
+    rig = Rig()
+    rig.open("busy", 2)
+    rig.open("away", 4, resident=False)
+    rig.submit("busy", 5 * MS, 5 * MS)
+    assert rig.submit("away", 100 * US) == []
+    rig.finish()
+    rig.finish()
+    assert SwapInDecision("away") in rig.entries[-2][1] + rig.entries[-1][1]
+
+
+def test_suspended_session_keeps_its_queue_and_runs_when_resumed():
+    rig = Rig()
+    rig.open("a")
+    rig.send(SessionSuspendedEvent(0, "a"))
+    assert rig.submit("a", 100 * US) == []
+    assert [d.session for d in rig.send(SessionResumedEvent(0, "a"))] == ["a"]
+
+
+def test_exclusive_session_runs_alone_until_it_ends_or_closes():
+    rig = Rig()
+    rig.open("a", 4)
+    rig.open("b", 0)
+    rig.send(ExclusiveBegunEvent(0, "a"))
+    assert rig.submit("b", 100 * US) == []
+    assert len(rig.submit("a", 100 * US)) == 1
+    (refused,) = rig.send(ExclusiveBegunEvent(0, "b"))
+    assert refused == RefuseDecision("a has the device to itself")
+    rig.finish()
+    assert [d.session for d in rig.send(ExclusiveEndedEvent(0))] == ["b"]
+    rig.finish()
+    rig.send(ExclusiveBegunEvent(0, "a"))
+    rig.submit("b", 100 * US)
+    assert [d.session for d in rig.send(SessionClosedEvent(0, "a"))] == ["b"]
+
+
+def test_p0_beyond_its_bucket_falls_to_p2_and_refills_with_time():
+    rig = Rig()
+    rig.open("front", 0, rate_permille=500, burst_ns=2 * MS)
+    assert rig.submit("front", 2 * MS)[0].priority == 0
+    assert rig.submit("front", MS)[0] == DemoteDecision("front", 2)
+    rig.finish()
+    assert rig.in_flight[0].priority == 2
+    rig.finish()
+    rig.now += 2 * MS
+    assert rig.submit("front", MS)[0].priority == 0
+
+
+def test_understated_p0_pays_what_it_really_took():
+    rig = Rig()
+    rig.open("front", 0, rate_permille=100, burst_ns=MS)
+    rig.submit("front", 100 * US)
+    rig.finish(5 * MS)
+    assert rig.state.sessions["front"].tokens < 0
+    assert rig.submit("front", 100 * US)[0] == DemoteDecision("front", 2)
+
+
+def test_closed_session_leaves_its_launch_in_the_window():
+    rig = Rig()
+    rig.open("a")
+    rig.submit("a", MS)
+    rig.send(SessionClosedEvent(0, "a"))
+    assert rig.state.in_flight_ns == MS
+    rig.open("a")  # another of that name: the old launch is none of its own
+    rig.finish(3 * MS)
+    assert rig.state.in_flight_ns == 0 and rig.state.sessions["a"].finish == [0] * 5
+
+
+@pytest.mark.parametrize("order", [[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 1, 1, 4, 3, 1], [3, 1, 3, 2, 4, 4]])
+def test_submissions_duplicated_and_reordered_run_once_in_order(order):
+    rig = Rig()
+    rig.open("a")
+    for program in order:
+        rig.send(ProgramSubmittedEvent(0, "a", program, (100 * US * program,)))
+    assert [d.program for d in rig.drain()] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (ProgramSubmittedEvent(0, "none", 1, (5,)), "session none is not open"),
+        (ProgramSubmittedEvent(0, "a", 1, ()), "has no kernels"),
+        (ProgramSubmittedEvent(0, "a", 1, (5, -1)), "negative estimates"),
+        (ProgramSubmittedEvent(0, "a", 0, (5,)), "came before"),
+        (SessionOpenedEvent(0, "a"), "session a is open already"),
+        (SessionOpenedEvent(0, ""), "a session has a name"),
+        (SessionClosedEvent(0, "none"), "session none is not open"),
+        (SwappedInEvent(0, "none"), "session none is not open"),
+        (ExclusiveBegunEvent(0, "none"), "session none is not open"),
+        (LaunchDoneEvent(0, 7, 5), "launch 7 is not in flight"),
+    ],
+)
+def test_event_without_sense_is_refused(event, reason):
+    rig = Rig()
+    rig.open("a")
+    (refused,) = rig.send(event)
+    assert isinstance(refused, RefuseDecision) and reason in refused.reason
+
+
+def test_one_flight_at_most_executes_pieces_one_by_one():
+    rig = Rig(config=Config(max_flights=1))
+    rig.open("front", 0, service_ns=20 * MS)
+    rig.open("behind", 4)
+    proven(rig, "behind")
+    assert [(d.first, d.last) for d in rig.submit("behind", *(50 * US,) * 20)] == [(0, 5)]
+    assert rig.submit("front", 100 * US) == []
+    assert rig.finish().session == "behind"
+    assert [d.session for d in rig.in_flight] == ["front"]
+
+
+@pytest.mark.parametrize("values", [{"priority": 5}, {"priority": -1}, {"weight": 0}, {"burst_ns": -1}])
+def test_policy_out_of_range_is_a_value_error(values):
+    with pytest.raises(ValueError):
+        Policy(**values)
+
+
+def test_heap_keeps_no_more_stale_entries_than_its_bound():
+    rig = Rig(books=False)
+    for name in "abcdef":
+        rig.open(name)
+        for _ in range(400):
+            rig.submit(name, *(100 * US,) * 5)
+    for _ in range(1500):
+        rig.finish(rig.in_flight[0].estimate_ns * 9 // 10)
+        assert all(len(lane.heap) <= 4 * lane.size + 65 for lane in rig.state.lanes)
+
+
+def test_core_has_no_floats():
+    """Integers only: no float literal, no true division, in any module of the core."""
+    root = Path(wooly_dispatch.__file__).parent
+    for path in root.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.Constant) and isinstance(node.value, float)), f"{path.name}:{node.lineno}"
+            if path.name != "story.py":  # which prints microseconds
+                assert not isinstance(node, ast.Div), path.name

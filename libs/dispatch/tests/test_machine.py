@@ -1,0 +1,151 @@
+"""Any events in any order: every law holds after each, and the journal replays to the same decisions."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wooly_dispatch.decisions import LaunchDecision, RefuseDecision
+from wooly_dispatch.events import (
+    Config,
+    ConfigChangedEvent,
+    EpochEndedEvent,
+    ExclusiveBegunEvent,
+    ExclusiveEndedEvent,
+    LaunchDoneEvent,
+    Policy,
+    PolicyChangedEvent,
+    ProgramSubmittedEvent,
+    SessionClosedEvent,
+    SessionResumedEvent,
+    SessionSuspendedEvent,
+    SwappedInEvent,
+    SwappedOutEvent,
+)
+from wooly_dispatch.journal import Journal, Replayer
+from wooly_dispatch.state import restore, snapshot
+from wooly_testkit.dispatch import Rig
+
+US = 1_000
+SESSIONS = st.sampled_from(["a", "b", "c", "d", "e"])
+KERNELS = st.lists(
+    st.sampled_from([0, 1, 5, 40, 120, 300, 900, 30_000]).map(lambda us: us * US), min_size=1, max_size=12
+)
+POLICIES = st.builds(
+    Policy,
+    priority=st.integers(0, 4),
+    weight=st.integers(1, 4),
+    service_ns=st.sampled_from([0, 2_000 * US, 20_000 * US]),
+    rate_permille=st.sampled_from([0, 0, 300]),
+    burst_ns=st.sampled_from([1_000 * US, 10_000 * US]),
+)
+
+
+class DispatchMachine(RuleBasedStateMachine):
+    """`Rig` raises at the first broken law; here are the laws that need the whole history."""
+
+    @initialize(policies=st.lists(POLICIES, min_size=2, max_size=3), floor=st.sampled_from([0, 20, 300]))
+    def begin(self, policies, floor):
+        self.rig = Rig()
+        self.rig.send(ConfigChangedEvent(0, Config(floor_permille=floor)))
+        for name, policy in zip("abc", policies, strict=False):
+            self.opened(name, policy)
+
+    def opened(self, name, policy):
+        values = {n: getattr(policy, n) for n in ("weight", "service_ns", "rate_permille", "burst_ns")}
+        self.rig.open(name, policy.priority, **values)
+
+    @rule(name=SESSIONS, policy=POLICIES)
+    def open(self, name, policy):
+        self.opened(name, policy)
+
+    @rule(name=SESSIONS)
+    def close(self, name):
+        self.rig.send(SessionClosedEvent(self.rig.now, name))
+
+    @rule(name=SESSIONS, programs=st.lists(KERNELS, min_size=1, max_size=4))
+    def submit(self, name, programs):
+        for kernels in programs:
+            if name in self.rig.state.sessions:
+                self.rig.submit(name, *kernels)
+
+    @rule(name=SESSIONS, program=st.integers(0, 6), kernels=KERNELS)
+    def submit_again_or_early(self, name, program, kernels):
+        self.rig.send(ProgramSubmittedEvent(self.rig.now, name, program, tuple(kernels)))
+        session = self.rig.state.sessions.get(name)
+        if session is not None:
+            self.rig.submitted[name] = session.expected - 1
+
+    @precondition(lambda self: self.rig.in_flight)
+    @rule(count=st.integers(1, 6), factor=st.sampled_from([0, 300, 1000, 1000, 1100, 3000]))
+    def done(self, count, factor):
+        for _ in range(min(count, len(self.rig.in_flight))):
+            self.rig.finish(self.rig.in_flight[0].estimate_ns * factor // 1000)
+
+    @rule(launch=st.integers(0, 40))
+    def done_again(self, launch):
+        if all(d.launch != launch for d in self.rig.in_flight):
+            (refused,) = self.rig.send(LaunchDoneEvent(self.rig.now, launch, 5))
+            assert isinstance(refused, RefuseDecision)
+
+    @rule(
+        name=SESSIONS,
+        kind=st.sampled_from([SwappedOutEvent, SwappedInEvent, SessionSuspendedEvent, SessionResumedEvent]),
+    )
+    def moved(self, name, kind):
+        self.rig.send(kind(self.rig.now, name))
+
+    @rule(name=SESSIONS, policy=POLICIES)
+    def reprioritise(self, name, policy):
+        self.rig.send(PolicyChangedEvent(self.rig.now, name, policy))
+
+    @rule(name=SESSIONS)
+    def exclusive(self, name):
+        self.rig.send(ExclusiveBegunEvent(self.rig.now, name))
+
+    @rule()
+    def shared(self):
+        self.rig.send(ExclusiveEndedEvent(self.rig.now))
+
+    @rule(slowdown=st.sampled_from([0, 1010, 1200]), idle=st.sampled_from([0, 200]))
+    def epoch(self, slowdown, idle):
+        self.rig.send(EpochEndedEvent(self.rig.now, slowdown, idle))
+
+    @rule(ns=st.sampled_from([10 * US, 5_000 * US, -3 * US]))
+    def time(self, ns):
+        self.rig.now += ns
+
+    @rule()
+    def forget_and_remember(self):
+        data = snapshot(self.rig.state)
+        self.rig.state = restore(data)
+        assert snapshot(self.rig.state) == data
+
+    @invariant()
+    def nothing_waits_unjustly(self):
+        if hasattr(self, "rig"):
+            assert self.rig.metrics.unjust_ns == 0
+
+    def teardown(self):
+        if not hasattr(self, "rig"):
+            return
+        rig = self.rig
+        rig.drain()
+        assert not any(s.lane >= 0 for s in rig.state.sessions.values()), "work conservation"
+        metrics = rig.metrics
+        assert metrics.run_ns == sum(m.run_ns for m in metrics.meters.values()) == sum(rig.run_ns.values())
+        assert metrics.run_ns == sum(m.run_ns for m in metrics.by_tenant().values())
+        launched = [d for _, ds in rig.entries for d in ds if isinstance(d, LaunchDecision)]
+        assert sum(m.launches for m in metrics.meters.values()) == len(launched) == rig.state.launches
+        assert [d.launch for d in launched] == list(range(1, len(launched) + 1))
+        assert metrics.starving_ns <= metrics.executing_ns <= metrics.wall_ns
+        journal, replayer = Journal("test"), Replayer("test")
+        for event, decisions in rig.entries:
+            journal.record(event, decisions)
+        batch = journal.cut()
+        assert replayer.feed(batch) == rig.entries
+        assert snapshot(replayer.state) == snapshot(rig.state) and replayer.link == journal.link
+
+
+TestDispatch = DispatchMachine.TestCase
+TestDispatch.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
