@@ -12,6 +12,13 @@ ROUTER_SESSION_CLOSE = f"{PREFIX}.rpc.router.session.close"
 ROUTER_NODE_LIST = f"{PREFIX}.rpc.router.node.list"
 EXECUTOR_HEARTBEAT = f"{PREFIX}.evt.executor.node.heartbeat"
 EXECUTOR_SESSION_CLOSED = f"{PREFIX}.evt.executor.session.closed"
+EXECUTOR_JOURNALS = f"{PREFIX}.evt.executor.dispatch.journaled.*"
+#: The stream that keeps them.
+EXECUTOR_JOURNAL_STREAM = "WOOLY_EVT_EXECUTOR"
+SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
+SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
+SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
+SCHEDULER_AUDIT_VIOLATED = f"{PREFIX}.evt.scheduler.audit.violated"
 
 
 def _id(value: str) -> str:
@@ -33,6 +40,21 @@ def executor_session_renew(executor_id: str) -> str:
 def executor_session_close(executor_id: str) -> str:
     """Where an executor is told to end a session."""
     return f"{PREFIX}.rpc.executor.session.close.{_id(executor_id)}"
+
+
+def executor_session_steer(executor_id: str) -> str:
+    """Where an executor is told how to treat a session from now on."""
+    return f"{PREFIX}.rpc.executor.session.steer.{_id(executor_id)}"
+
+
+def executor_epoch_end(executor_id: str) -> str:
+    """Where an executor is told what the last epoch measured."""
+    return f"{PREFIX}.rpc.executor.epoch.end.{_id(executor_id)}"
+
+
+def executor_journaled(executor_id: str) -> str:
+    """Where an executor publishes batches of its dispatch journal (bytes of `wooly_dispatch.journal.Batch`)."""
+    return f"{PREFIX}.evt.executor.dispatch.journaled.{_id(executor_id)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

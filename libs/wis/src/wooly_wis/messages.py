@@ -119,15 +119,145 @@ class CloseSessionReply(Message):
     closed: bool
 
 
+class SessionPolicy(Message):
+    """How the dispatch core treats a session; see `wooly_dispatch.events.Policy`. Times in nanoseconds.
+
+    `rate_permille` and `burst_ns` police P0 and P1; 0 is not policed.
+    """
+
+    priority: int = Field(default=2, ge=0, le=4)
+    weight: int = Field(default=1, ge=1, le=1 << 20)
+    service_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    objective_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    rate_permille: int = Field(default=0, ge=0, le=1000)
+    burst_ns: int = Field(default=0, ge=0, lt=1 << 62)
+
+
 class HostSessionRequest(Message):
-    """The router asks an executor to take a session."""
+    """The router asks an executor to take a session. Without `policy`, it is of its class and otherwise like all."""
 
     session_id: SessionId
     token: Token
     tenant: Name
     priority: int = Field(ge=0, le=4)
+    policy: SessionPolicy | None = None
     quota: int | None = Field(default=None, gt=0, lt=1 << 63)
     lease_s: float = Field(gt=0)
+
+
+class SteerSessionRequest(Message):
+    """Treat a running session otherwise from now on (to an executor, or to the scheduler, which tells all its executors).
+
+    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again.
+    """
+
+    session_id: SessionId
+    policy: SessionPolicy | None = None
+    priority: int | None = Field(default=None, ge=0, le=4)
+    weight: int | None = Field(default=None, ge=1, le=1 << 20)
+    suspended: bool | None = None
+    exclusive: bool | None = None
+
+
+class SteerSessionReply(Message):
+    """How the session is treated now."""
+
+    policy: SessionPolicy
+    suspended: bool
+    exclusive: bool
+
+
+class EndEpochRequest(Message):
+    """What an epoch measured (from the scheduler to an executor); see `wooly_dispatch.events.EpochEndedEvent`."""
+
+    slowdown_permille: int = Field(default=0, ge=0, lt=1 << 31)
+    idle_permille: int = Field(default=0, ge=0, le=1000)
+
+
+class EndEpochReply(Message):
+    """The windows in force now, in nanoseconds, by class."""
+
+    windows_ns: tuple[int, ...]
+
+
+class AdmitSessionRequest(Message):
+    """May this session run on that executor? (router to scheduler)
+
+    `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes, `interval_ns` the
+    time between two; 0 where not declared.
+    """
+
+    session_id: SessionId
+    executor_id: Id
+    tenant: Name
+    priority: int = Field(ge=0, le=4)
+    weight: int = Field(default=1, ge=1, le=1 << 20)
+    service_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    objective_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    interval_ns: int = Field(default=0, ge=0, lt=1 << 62)
+
+
+class AdmitSessionReply(Message):
+    """Its policy, or why not: who would miss which objective, and by how much."""
+
+    admitted: bool
+    policy: SessionPolicy | None = None
+    reason: str = Field(default="", max_length=4096)
+    missed_by_ns: int = Field(default=0, ge=0)
+
+
+class GpusRequest(Message):
+    """Ask the scheduler what every GPU and session does."""
+
+
+class GpuSession(Message):
+    """One session on one GPU, as audited from its journal. Times in nanoseconds, shares in permille."""
+
+    session_id: SessionId
+    tenant: Name
+    policy: SessionPolicy
+    suspended: bool = False
+    queued: int = Field(default=0, ge=0)
+    in_flight: int = Field(default=0, ge=0)
+    share_permille: int = Field(default=0, ge=0)
+    run_ns: int = Field(default=0, ge=0)
+    unjust_ns: int = Field(default=0, ge=0)
+    programs: int = Field(default=0, ge=0)
+    p50_ns: int = Field(default=0, ge=0)
+    p99_ns: int = Field(default=0, ge=0)
+    attainment_permille: int = Field(default=1000, ge=0, le=1000)
+
+
+class GpuState(Message):
+    """One GPU: `utilization`, `starvation` and share error in permille, the windows by class, and how its audit stands."""
+
+    executor_id: Id
+    journal: str
+    entries: int = Field(ge=0)
+    utilization_permille: int = Field(default=0, ge=0, le=1000)
+    starvation_permille: int = Field(default=0, ge=0, le=1000)
+    share_error_permille: int = Field(default=0, ge=0)
+    windows_ns: tuple[int, ...] = ()
+    violations: int = Field(default=0, ge=0)
+    last_violation: str = Field(default="", max_length=4096)
+    age_s: float = Field(default=0.0, ge=0)
+    sessions: tuple[GpuSession, ...] = ()
+
+
+class GpusReply(Message):
+    """All GPUs that the scheduler follows."""
+
+    gpus: tuple[GpuState, ...]
+
+
+class AuditViolated(Message):
+    """A journal is not what the rule would have written, or breaks a law (event)."""
+
+    executor_id: Id
+    journal: str
+    entry: int = Field(ge=0)
+    law: str = Field(max_length=128)
+    message: str = Field(max_length=4096)
 
 
 class HostSessionReply(Message):
