@@ -183,8 +183,8 @@ class EndEpochReply(Message):
 class AdmitSessionRequest(Message):
     """May this session run on that executor? (router to scheduler)
 
-    `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes, `interval_ns` the
-    time between two; 0 where not declared.
+    `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes,
+    `interval_ns` the time between two; 0 where not declared.
     """
 
     session_id: SessionId
