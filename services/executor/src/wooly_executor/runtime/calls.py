@@ -111,7 +111,7 @@ def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dic
     return True
 
 
-#: Operators that ask whether gradients are enabled, whatever their arguments say; and the argument that says so here, if one does.
+#: Operators that ask whether gradients are enabled, whatever their arguments say; and the argument that says so here, if any.
 _ASKS_GRAD_MODE = {"aten.mkldnn_rnn_layer.default": "train", "aten.mkldnn_rnn_layer_backward.default": None}
 
 
