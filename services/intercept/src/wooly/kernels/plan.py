@@ -51,6 +51,11 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
 
+#: Functions of two tensors, element by element, whose meta kernels are Python's and take the layout from another operand than
+#: ATen's iterator does.
+_ITERATED = frozenset(
+    f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+)
 #: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics) or another layout
 #: (LAPACK's columns, MKL's choice of axes): inferred on the host.
 _INFERRED_ON_HOST = frozenset(
@@ -432,6 +437,9 @@ class PlanBuilder:
             fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
         if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
             fresh[0] = fresh[0].contiguous()
+        if facts.name in _ITERATED and where == "meta" and fresh[0] is not None:
+            iterated = torch.add(*[a for a in args if isinstance(a, Tensor)])
+            fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
         if facts.name in _NORMS:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
