@@ -243,6 +243,11 @@ ARCHITECTURES = {
     "mixtral": _decoder("Mixtral", GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2}, family="experts"),
     "qwen2-moe": _decoder("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 32}, family="experts"),
     "qwen3-moe": _decoder("Qwen3Moe", EXPERTS | {"head_dim": 16}, family="experts"),
+    "gpt-oss": _decoder(
+        "GptOss",
+        GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6},
+        family="experts",
+    ),
     "olmoe": _decoder("Olmoe", EXPERTS, family="experts"),
     "deepseek-v3": _decoder(
         "DeepseekV3",
@@ -282,6 +287,21 @@ ARCHITECTURES = {
             "use_mamba_kernels": False,
         },
         family="state space",
+    ),
+    "qwen3-next": _decoder(
+        "Qwen3Next",
+        EXPERTS
+        | {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "shared_expert_intermediate_size": 32,
+        },
+        unpadded,
+        "state space",
     ),
     "recurrent-gemma": _decoder(
         "RecurrentGemma",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -63,3 +64,15 @@ def test_result_of_library_operator_is_laid_out_as_on_the_cpu(cuda, call):
     for ours, theirs in zip(call(x.to(cuda)), call(x), strict=True):
         assert steps(ours) == steps(theirs)
         assert torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize("name", ["elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus", "silu", "gelu"])
+def test_gradient_of_an_activation_is_laid_out_as_on_the_cpu(cuda, name):
+    function = getattr(F, name, None) or getattr(torch, name)
+    found = []
+    for where in ("cpu", cuda):
+        x = torch.linspace(0.1, 0.9, 96).reshape(2, 12, 4).to(where).requires_grad_()
+        outer = torch.linspace(-1, 1, 96).reshape(2, 4, 12).to(where).transpose(1, 2)
+        (inner,) = torch.autograd.grad(function(x), x, outer)
+        found.append((inner.stride(), inner.tolist()))
+    assert found[0] == found[1]

@@ -52,6 +52,11 @@ DTYPES: dict[torch.dtype, DType] = {
 }
 TORCH_DTYPES: dict[DType, torch.dtype] = {v: k for k, v in DTYPES.items()}
 
+#: Functions of two tensors, element by element, whose meta kernels are Python's and take the layout from another operand than
+#: ATen's iterator does.
+_ITERATED = frozenset(
+    f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+)
 #: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics) or another layout
 #: (LAPACK's columns, MKL's choice of axes): inferred on the host.
 _INFERRED_ON_HOST = frozenset(
@@ -493,6 +498,9 @@ class PlanBuilder:
                 for t, w in zip(fresh, tree_leaves(wide), strict=False):
                     if t is not None and t.shape == w.shape:
                         t.as_strided_(w.shape, w.stride())
+        if facts.name in _ITERATED and where == "meta" and fresh[0] is not None:
+            iterated = torch.add(*[a for a in args if isinstance(a, Tensor)])
+            fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
         if facts.name in _NORMS:
             fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
         return fresh
