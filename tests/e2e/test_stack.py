@@ -185,6 +185,43 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
         own.stop()
 
 
+@pytest.mark.slow
+def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("WOOLY_ROUTER_LEASE_S", "4")
+    own = start_stack(tmp_path / "own", ephemeral=True)
+    try:
+        path = script(
+            tmp_path,
+            """
+            import sys, time, torch
+            t, started = torch.eye(1500, device="cuda"), time.monotonic()
+            while time.monotonic() < started + 6:
+                for _ in range(20):
+                    t = t @ t
+                t.sum().item()
+            print("ready", flush=True)
+            sys.stdin.readline()
+            (t + 1).sum().item()
+            """,
+        )
+        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url}
+        client = subprocess.Popen(
+            [*WOOLY, "run", path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        assert client.stdout.readline() == "ready\n"
+        os.kill(own.services["executor-0"], signal.SIGSTOP)
+        _, errors = client.communicate("go on\n", timeout=60)
+        assert client.returncode == 1 and "lost the executor" in errors and "does not answer" in errors
+    finally:
+        os.kill(own.services["executor-0"], signal.SIGCONT)
+        own.stop()
+
+
 def test_nodes_and_status_in_json_and_rest(stack):
     nodes = json.loads(run("nodes", "--json", stack=stack).stdout)["nodes"]
     assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"

@@ -206,6 +206,8 @@ def enable(settings: Any = None) -> None:
                 raise
             assert _attached is not None
             _attached.close_session = opened.close
+            links = _attached.links
+            opened.on_lost = lambda why: links[0].lose(why)
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
             children.settings = settings.model_copy(update={"controller_url": opened.control_url})

@@ -7,6 +7,8 @@ import os
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -125,9 +127,12 @@ class OpenedSession:
         token: what the data channels want to see.
         parts: who serves each device, and where.
         control_url: NATS, as this process reaches it.
+        on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
+            silent for as long as the lease. An executor that computes for long still answers; one that is frozen does not.
     """
 
     def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
+        self.on_lost: Callable[[str], None] | None = None
         self.session_id = opened.session_id
         self.token = opened.token
         self.parts = opened.parts
@@ -140,11 +145,18 @@ class OpenedSession:
 
     def _renew(self) -> None:
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
+        renewed = time.monotonic()
         while not self._closing.wait(self._lease_s / 3):
             try:
                 self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
+                renewed = time.monotonic()
             except ControlError as e:
                 log.warning("the session's lease could not be renewed: %s", e)
+                silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
+                if (silent or e.code == "router.no_session") and not self._closing.is_set():
+                    if self.on_lost is not None:
+                        self.on_lost(str(e))
+                    return
 
     def close(self) -> None:
         """Give the session back."""

@@ -90,6 +90,15 @@ class Link:
         if self._lost is None and self._channel.broken():
             self._over(WoolyError("the other end closed the connection"))
 
+    def lose(self, why: str) -> None:
+        """The session is over, says the router. Any thread may tell; whoever waits on any of its links is woken."""
+        error = ExecutorLostError(
+            f"lost the executor: {why}. What was on its device is gone; start the program again "
+            "(`wooly status` shows what is running, `wooly up` starts a local stack)."
+        )
+        for link in (self, *self.siblings):
+            link.end(error)
+
     def end(self, error: WoolyError) -> None:
         """The session is over because of another device. Wakes whoever waits here."""
         if self._lost is None:
