@@ -110,6 +110,9 @@ _STAND_IN_LIMIT = 1 << 24
 _TRIAL_LIMIT = 1 << 12
 _TRIAL_LIMIT_NEW = 1 << 16
 
+#: Operators whose kernels run out of bounds on zeros (lengths, labels, paths) instead of refusing them: the device is asked.
+_NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward"})
+
 #: What kernels say of dtypes that they do not take, whatever the values are.
 _ABOUT_DTYPES = re.compile(
     r"(?i)not implemented for|not supported for|dtype|can't be cast|scalar type|does not support \w+ input"
@@ -514,6 +517,9 @@ class PlanBuilder:
         """
         link = recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
+            return
+        if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
+            self.doubt = RuntimeError("not tried on the host")
             return
         found = tensors_of(call)
         kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
