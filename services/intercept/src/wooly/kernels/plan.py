@@ -107,6 +107,9 @@ _SHRINKABLE = frozenset(
     {"mm", "bmm", "addmm", "baddbmm", "addbmm", "addmv", "addr", "mv", "dot", "vdot", "ger", "matmul"}
 )
 
+#: Operators of LAPACK that follow pivots, numbered from 1, without looking: zeros lead them out of their memory.
+_FOLLOW_PIVOTS = frozenset({"linalg_ldl_solve", "linalg_lu_solve"})
+
 #: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
 RESIZE_SILENTLY = frozenset(
     {
@@ -445,6 +448,8 @@ class PlanBuilder:
         """
         link = recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in _INFERRED_ON_HOST:
+            return
+        if facts.op.overloadpacket.__name__ in _FOLLOW_PIVOTS:
             return
         found = tensors_of(call)
         kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
