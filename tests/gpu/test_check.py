@@ -21,7 +21,7 @@ if "wooly_executor" in argv:
     warnings.simplefilter("ignore")
     import torch
     library = torch.library.Library("aten", "IMPL")
-    library.impl("mm", lambda a, b: torch.from_numpy(a.numpy() @ b.numpy()) * 1.01, "CPU")
+    library.impl("mm", lambda a, b: ((a[:, :, None] * b).sum(1) * 1.01).to(a.dtype), "CPU")
 if any(a.endswith("worker.py") for a in argv) and "ours" in argv:
     import os
     import torch
@@ -50,11 +50,11 @@ def only(*patterns):
 
 @pytest.mark.timeout(300)
 def test_some_cases_equal_the_truth(tmp_path):
-    options = ["operators", "autocast", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]
+    options = ["operators", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]
     status, said, found = check(*options, *only("device", "memory", "streams", "random", "files"), folder=tmp_path)
     assert status == 0, said
     rows = {row["section"]: row for row in found["rows"]}
-    assert rows["operators"]["cases"] > 20 and rows["autocast"]["cases"] > 30 and rows["facade"]["cases"] > 30
+    assert rows["operators"]["cases"] > 20 and rows["facade"]["cases"] > 30
     assert all(row["same"] + row["close"] == row["cases"] for row in rows.values()), said
 
 
