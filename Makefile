@@ -56,6 +56,23 @@ bench: setup ## the benchmarks: the client against local PyTorch, the dispatch c
 fuzz: setup ## decode a million mutated programs
 	WOOLY_FUZZ_COUNT=1000000 $(BIN)/python -m pytest libs/wis/tests/test_fuzz.py -p no:xdist --timeout 3600
 
+# For the machine with the GPU: not for this one. torch and what comes with it are there.
+GPU_PYTHON ?= 3.12
+GPU_WHEELS := .gpu-wheels
+GPU_PLATFORMS := $(foreach n,34 28 27 24 17 12 5,--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64
+
+.PHONY: gpu-wheels
+gpu-wheels: setup ## collect what tests/gpu/run.sh needs on a machine without a network (.gpu-wheels, 40 MiB)
+	rm -rf $(GPU_WHEELS)
+	grep -v '^torch==' constraints.txt > $(VENV)/gpu-constraints.txt
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary=:all: --python-version $(GPU_PYTHON) \
+		--implementation cp $(GPU_PLATFORMS) -d $(GPU_WHEELS) -c $(VENV)/gpu-constraints.txt -r requirements/gpu.txt
+	@du -sh $(GPU_WHEELS)
+
+.PHONY: gpu
+gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA GPU; GPU_ARGS="--truth cpu" does not)
+	tests/gpu/run.sh $(GPU_ARGS)
+
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -80,6 +81,12 @@ class Device:
 
     def register_kernels(self) -> None:
         """Put a kernel under PrivateUse1 for every operator that the CPU has one for, so that ATen takes the CPU's paths."""
+        with warnings.catch_warnings():
+            # A build with CUDA has factories of its own under that key, and says so when ours take their place.
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            self._register_kernels()
+
+    def _register_kernels(self) -> None:
         library = torch.library.Library("aten", "IMPL")
         self._libraries.append(library)
         own = self.transfer.kernels()

@@ -49,13 +49,14 @@ class Devices:
         """The index itself, if there is such a device.
 
         Raises:
-            RuntimeError: CUDA's own error if there is none.
+            torch.AcceleratorError: CUDA's own error, a RuntimeError, if there is none.
         """
         if not 0 <= index < self.count:
             have = "1 device" if self.count == 1 else f"{self.count} devices"
-            raise RuntimeError(
-                f"CUDA error: invalid device ordinal (this session has {have}, cuda:{index} was asked for; "
-                "WOOLYAI_GPU_COUNT says how many to ask for)"
+            raise torch.AcceleratorError(
+                "CUDA error: invalid device ordinal\n"
+                f"GPU device may be out of range, do you have enough GPUs? This session has {have}, cuda:{index} was asked "
+                "for; WOOLYAI_GPU_COUNT says how many to ask for"
             )
         return index
 
@@ -63,12 +64,17 @@ class Devices:
         """The index that a device argument means: a number, a name, a `torch.device`, or None for the current one.
 
         Raises:
-            RuntimeError: CUDA's own error if there is no such device.
+            torch.AcceleratorError: CUDA's own error if there is no such device.
+            ValueError: CUDA's own error for a device of another type.
         """
+        if device is None:
+            return self.current
         if isinstance(device, int) and not isinstance(device, bool):
             return self.check(device)
-        index = None if device is None else torch.device(device).index
-        return self.current if index is None else self.check(index)
+        found = torch.device(device)
+        if found.type not in ("cuda", NAME):
+            raise ValueError(f"Expected a cuda device, but got: {device}")
+        return self.current if found.index is None else self.check(found.index)
 
     def active(self) -> tuple[Recorder, ...]:
         """The recorders of the session's devices."""

@@ -157,17 +157,25 @@ def fake_device_patches(real: str, shown: str) -> Iterator[tuple[Any, str, Any]]
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    normalize = FakeTensor._normalize_fake_device
     device: Any = FakeTensor.__dict__["device"]
 
     def to_real(d: torch.device) -> torch.device:
-        return normalize(torch.device(real, d.index or 0) if d.type == shown else d)
+        return torch.device(real, d.index or 0) if d.type == shown else d
 
     def say(t: Any) -> torch.device:
         found: torch.device = device.fget(t)
         return torch.device(shown, found.index) if found.type == real else found
 
-    yield FakeTensor, "_normalize_fake_device", staticmethod(to_real)
+    if hasattr(FakeTensor, "_normalize_fake_device"):
+        normalize = FakeTensor._normalize_fake_device
+        yield FakeTensor, "_normalize_fake_device", staticmethod(lambda d: normalize(to_real(d)))
+    else:  # before 2.13 the constructor does it
+        make = FakeTensor.__new__
+
+        def new(cls: Any, fake_mode: Any, elem: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            return make(cls, fake_mode, elem, to_real(torch.device(device)), *args, **kwargs)
+
+        yield FakeTensor, "__new__", staticmethod(new)
     yield FakeTensor, "device", property(say, device.fset)
 
 

@@ -59,6 +59,7 @@ class Answers:
             "memory_reserved": lambda d=None: self._heap(d).live_bytes,
             "max_memory_reserved": lambda d=None: self._heap(d).peak_bytes,
             "reset_peak_memory_stats": lambda d=None: self._heap(d).reset_peak(),
+            "reset_accumulated_memory_stats": lambda d=None: None,
             "reset_max_memory_allocated": lambda d=None: self._heap(d).reset_peak(),
             "memory_stats": lambda d=None: _memory_stats(self._heap(d)),
             "mem_get_info": lambda d=None: self._mem_get_info(self._heap(d)),

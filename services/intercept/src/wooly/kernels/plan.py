@@ -110,8 +110,9 @@ _STAND_IN_LIMIT = 1 << 24
 _TRIAL_LIMIT = 1 << 12
 _TRIAL_LIMIT_NEW = 1 << 16
 
-#: Operators whose kernels run out of bounds on zeros (lengths, labels, paths) instead of refusing them: the device is asked.
-_NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward"})
+#: Operators whose kernels run out of bounds on zeros (lengths, labels, paths; pivots, which LAPACK numbers from 1) instead of
+#: refusing them: the device is asked.
+_NEVER_TRIED = frozenset({"_ctc_loss", "_ctc_loss_backward", "linalg_ldl_solve", "linalg_lu_solve"})
 
 #: What kernels say of dtypes that they do not take, whatever the values are.
 _ABOUT_DTYPES = re.compile(

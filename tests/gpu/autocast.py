@@ -1,0 +1,69 @@
+"""Mixed precision: the types that every operator of CUDA's cast lists, and some of none, gives under float16 and bfloat16."""
+
+import contextlib
+import itertools
+import runpy
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from cases import Case
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_FILE = Path(__file__).parents[2] / "services" / "intercept" / "tests" / "autocast_cases.py"
+lists = SimpleNamespace(**runpy.run_path(str(_FILE)))
+
+
+def cases(selection):
+    for name, (lower, pair) in itertools.product(lists.CALLS, itertools.product(lists.LOWER, lists.PAIRS)):
+        if not selection.takes(name):
+            continue
+        types = " ".join(str(t).removeprefix("torch.") for t in (*pair, lower))
+        asked = lists.LIKE.get(name, name) if selection.from_fakes else name
+        yield Case(
+            f"{name}/{types}",
+            lambda device, asked=asked, pair=pair, lower=lower: dtypes(
+                asked, pair, lower, device, selection.from_fakes
+            ),
+        )
+
+
+@contextlib.contextmanager
+def casting(lower, fake):
+    """`torch.autocast`; without a GPU, what it does where there is one."""
+    if not fake:
+        with torch.autocast("cuda", lower):
+            yield
+        return
+    torch.set_autocast_dtype("cuda", lower)
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.clear_autocast_cache()
+
+
+def dtypes(name, pair, lower, device, fake):
+    """Types of the call's results, or that it is refused.
+
+    CUDA's casts are in CPU builds, too: without a GPU they are asked on fake tensors.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if fake:
+            stack.enter_context(FakeTensorMode())
+        names = lists.operands(*pair, "cuda" if fake else device)
+        try:
+            with casting(lower, fake):
+                result = eval(lists.CALLS[name], names)
+                results = result if isinstance(result, (tuple, list)) else [result]
+        except NotImplementedError as e:
+            if not fake and "not supported on the wooly" in str(e):
+                raise
+            return "refused"
+        except (RuntimeError, ValueError, AssertionError):
+            return "refused"
+    return [t.dtype for t in results]

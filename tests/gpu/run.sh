@@ -1,0 +1,126 @@
+#!/usr/bin/env bash
+# Holds what "cuda" means with Wooly against a real GPU: one command for a machine with an NVIDIA GPU, Python and torch.
+# Needs no network if it is given a folder of wheels (`make gpu-wheels` collects them). Leaves nothing behind.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json FILE]
+                        [--samples N] [--jobs N] [--only PATTERN]... [section...]
+
+  --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, where there is one)
+  --python PY      an interpreter that has torch (default: the first of python3.12, python3.11, python3, python that has)
+  --truth cpu      try the check where there is no GPU
+  --json FILE      write the rows and all differences there
+  --samples N      samples per operator and dtype
+  --jobs N         processes at a time
+  --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
+  section          operators autocast training facade errors compiled script (default: all)
+TEXT
+}
+
+fail() {
+    echo "gpu check: $1" >&2
+    exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+wheels='' python='' truth=cuda options=()
+while (($#)); do
+    case $1 in
+        -h | --help) usage; exit 0 ;;
+        --wheels | --python | --truth | --json | --samples | --jobs | --only)
+            (($# > 1)) || fail "$1 needs a value; --help says which"
+            case $1 in
+                --wheels) wheels=$2 ;;
+                --python) python=$2 ;;
+                --truth) truth=$2 ;;
+                --json) options+=("$1" "$(realpath -m "$2")") ;;
+                *) options+=("$1" "$2") ;;
+            esac
+            shift 2
+            ;;
+        -*) fail "there is no option $1; --help lists them" ;;
+        *) options+=("$1"); shift ;;
+    esac
+done
+[[ $truth == cuda || $truth == cpu ]] || fail "--truth is cuda or cpu, not '$truth'"
+[[ -n $wheels || ! -d $root/.gpu-wheels ]] || wheels=$root/.gpu-wheels
+if [[ -n $wheels ]]; then
+    compgen -G "$wheels/*.whl" >/dev/null || fail "there are no wheels in $wheels: collect them with 'make gpu-wheels' where there is a network"
+    wheels=$(cd "$wheels" && pwd)
+fi
+
+# -- an interpreter with torch --------------------------------------------------------------------------------------------
+fits() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null
+}
+has_torch() {
+    "$1" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null
+}
+if [[ -n $python ]]; then
+    command -v "$python" >/dev/null || fail "there is no interpreter '$python'"
+    fits "$python" || fail "$python is $("$python" --version 2>&1); Python 3.11 or 3.12 is needed"
+    has_torch "$python" || fail "$python has no torch: install it there, or name another interpreter with --python"
+else
+    for candidate in python3.12 python3.11 python3 python; do
+        if command -v "$candidate" >/dev/null && fits "$candidate" && has_torch "$candidate"; then
+            python=$candidate
+            break
+        fi
+    done
+    [[ -n $python ]] || fail "none of python3.12, python3.11, python3 and python is Python 3.11 or 3.12 with torch: name one with --python"
+fi
+python=$("$python" -c 'import sys; print(sys.executable)')
+"$python" - "$truth" <<'PY' || exit 2
+import sys
+
+def fail(text):
+    print("gpu check:", text, file=sys.stderr)
+    sys.exit(2)
+
+try:
+    import torch
+except Exception as e:
+    fail(f"{sys.executable} has a torch that cannot be imported: {type(e).__name__}: {e}")
+version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+if not (2, 11) <= version <= (2, 13):
+    print(f"gpu check: torch {torch.__version__}; Wooly is checked against 2.11 to 2.13", file=sys.stderr)
+if sys.argv[1] == "cuda":
+    if torch.version.cuda is None:
+        fail(f"torch {torch.__version__} is a build without CUDA: install one with it, or try the check with --truth cpu")
+    if not torch.cuda.is_available():
+        fail(f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees no GPU: does nvidia-smi show one, is CUDA_VISIBLE_DEVICES "
+             "set, is the driver recent enough? Or try the check with --truth cpu")
+    try:
+        torch.ones(2, device="cuda").sum().item()
+    except Exception as e:
+        fail(f"the GPU does not compute: {type(e).__name__}: {str(e).splitlines()[0]}")
+PY
+
+# -- an environment of its own on top of the interpreter's ----------------------------------------------------------------
+work=$(mktemp -d "${TMPDIR:-/tmp}/wooly-gpu-env.XXXXXX")
+trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH PYTHONHOME
+"$python" -m venv --without-pip "$work/env" || fail "cannot make a virtual environment with $python"
+ours=$work/env/bin/python
+# Not --system-site-packages: where the interpreter is in a virtual environment itself, those are not its own.
+"$python" -c 'import site; print("\n".join(site.getsitepackages()))' > \
+    "$("$ours" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of-the-machine.pth"
+"$python" -m pip --version >/dev/null 2>&1 || fail "$python has no pip: install it (on Debian or Ubuntu: apt-get install python3-pip)"
+pip() {
+    "$python" -m pip --python "$ours" --quiet --disable-pip-version-check "$@"
+}
+# torch and what comes with it are the machine's.
+grep -vE '^(torch|numpy|scipy)==' "$root/constraints.txt" >"$work/constraints.txt"
+source=(-c "$work/constraints.txt")
+[[ -z $wheels ]] || source+=(--no-index --find-links "$wheels")
+pip install "${source[@]}" -r "$root/requirements/gpu.txt" ||
+    fail "dependencies could not be installed${wheels:+ from $wheels (collected for another Python? make gpu-wheels GPU_PYTHON=3.11)}"
+cd "$root"
+pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
+    ./libs/wis ./libs/bus ./libs/testkit ./services/intercept ./services/router ./services/executor ./deploy/local ||
+    fail "Wooly's own packages could not be installed from $root"
+
+# -- the check ------------------------------------------------------------------------------------------------------------
+PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"}

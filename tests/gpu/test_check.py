@@ -1,0 +1,109 @@
+"""The check of a real GPU, tried where there is none: the truth is the CPU's, and what CUDA is known to answer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.connected
+HERE = Path(__file__).parent
+
+#: What Python runs first in every process of a check: the executor multiplies wrongly, the client dies of a negated float32.
+SABOTAGE = """
+import sys
+
+argv = sys.orig_argv
+if "wooly_executor" in argv:
+    import warnings
+    warnings.simplefilter("ignore")
+    import torch
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm", lambda a, b: ((a[:, :, None] * b).sum(1) * 1.01).to(a.dtype), "CPU")
+if any(a.endswith("worker.py") for a in argv) and "ours" in argv:
+    import os
+    import torch
+    neg = torch.neg
+    torch.neg = lambda t: os.abort() if t.dtype is torch.float32 else neg(t)
+"""
+
+
+def check(*options, path=(), folder):
+    """(exit status, what was printed, the JSON)."""
+    file = folder / "found.json"
+    paths = [*map(str, path), str(HERE.parent / "conformance"), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "check.py"), "--truth", "cpu", "--jobs", "2", "--json", str(file), *options],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)},
+    )
+    found = json.loads(file.read_text()) if file.exists() else None
+    return done.returncode, done.stdout + done.stderr, found
+
+
+def only(*patterns):
+    return [word for pattern in patterns for word in ("--only", pattern)]
+
+
+@pytest.mark.timeout(300)
+def test_some_cases_equal_the_truth(tmp_path):
+    options = ["operators", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]
+    status, said, found = check(*options, *only("device", "memory", "streams", "random", "files"), folder=tmp_path)
+    assert status == 0, said
+    rows = {row["section"]: row for row in found["rows"]}
+    assert rows["operators"]["cases"] > 20 and rows["facade"]["cases"] > 30
+    assert all(row["same"] + row["close"] == row["cases"] for row in rows.values()), said
+
+
+@pytest.mark.timeout(300)
+def test_wrong_numbers_and_crashes_are_told(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SABOTAGE)
+    options = ["operators", "--samples", "1", *only("add", "mm", "neg")]
+    status, said, found = check(*options, path=[tmp_path], folder=tmp_path)
+    assert status == 1, said
+    outcomes = {d["case"]: d["outcome"] for d in found["differences"]}
+    assert outcomes.pop("mm/float32/0") == "values"
+    assert outcomes.pop("neg/float32/0") == "crash"
+    assert {case.split("/")[0] for case in outcomes} <= {"mm"}  # the others are right, also after the crash
+    (row,) = found["rows"]
+    assert row["different"] == len(found["differences"]) and row["same"] >= 5
+    assert "operators:mm/float32/0 values: result: differs by up to" in said
+    assert "operators:neg/float32/0 crash: ours: ended by signal 6" in said
+    assert said.splitlines()[-2] == "DIFFERENT"
+
+
+def test_list_is_sorted_and_every_line_has_a_reason():
+    lines = [line for line in (HERE / "differences.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(set(lines))
+    for line in lines:
+        unit, _, reason = line.partition(": ")
+        truth, where, outcome = unit.split(" ", 1)[0], *unit.split(" ", 1)[1].rsplit(" ", 1)
+        assert truth in ("any", "cpu", "cuda") and ":" in where and outcome and reason.strip(), line
+
+
+def test_script_names_what_is_missing(tmp_path):
+    def said(*options, **environment):
+        done = subprocess.run(
+            [str(HERE / "run.sh"), *options], capture_output=True, text=True, env=os.environ | environment
+        )
+        return done.returncode, done.stderr
+
+    assert said("--wheels", str(tmp_path), "--truth", "cpu") == (
+        2,
+        f"gpu check: there are no wheels in {tmp_path}: collect them with 'make gpu-wheels' where there is a network\n",
+    )
+    assert said("--python", "/no/such/python")[0] == 2
+    status, text = said("--python", sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert status == 2 and "--truth cpu" in text
+    assert said("--truth", "tpu") == (2, "gpu check: --truth is cuda or cpu, not 'tpu'\n")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_case_equals_the_truth_or_is_listed(tmp_path):
+    status, said, found = check(folder=tmp_path)
+    assert status == 0, said
+    assert len(found["rows"]) == 7

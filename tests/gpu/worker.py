@@ -1,0 +1,142 @@
+"""One side of one section, or of a part of it: does its cases and writes what came of them. `check` starts it.
+
+Started again after a crash, it counts the case that it died in as one and goes on after it. An error that CUDA does not recover
+from ends the process, too: the next one has a context of its own.
+"""
+
+import argparse
+import contextlib
+import importlib
+import os
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from cases import UNKNOWN, Raises, Selection
+from records import append, digest, plain, read
+
+#: Exit status of a process whose CUDA context is beyond use.
+AGAIN = 75
+_FLUSH_EVERY_S = 2.0
+
+
+@contextlib.contextmanager
+def our_device():
+    """ "cuda" on an executor that computes on the CPU."""
+    from wooly import api
+    from wooly_testkit.executor import executor_process
+
+    with executor_process(threads=1) as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        yield
+        api.disable()
+
+
+def settle(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def do(case, device, by_heart):
+    """The record of one case.
+
+    Args:
+        case: to be done.
+        device: where.
+        by_heart: take what CUDA is known to answer, where that is written down.
+    """
+    record = {"name": case.name, "kind_only": case.kind_only, "exact_text": case.exact_text}
+    record["tolerances"] = {str(dtype): list(pair) for dtype, pair in case.tolerances.items()}
+    known = None
+    if case.known is not UNKNOWN:
+        known = {"error": [case.known.type, case.known.text, False]} if isinstance(case.known, Raises) else None
+        known = known or {"value": plain(case.known)}
+    if by_heart and known:
+        return record | known
+    if known:
+        record["known"] = known
+    started = time.perf_counter()
+    try:
+        record["inputs"] = digest(case.inputs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            record["value"] = plain(case.run(device))
+            settle(device)
+    except Exception as e:
+        record.pop("value", None)
+        record["error"] = [type(e).__name__, str(e)[:2000], isinstance(e, NotImplementedError)]
+        with contextlib.suppress(Exception):
+            settle(device)  # what else went wrong belongs to this case
+    record["seconds"] = time.perf_counter() - started
+    return record
+
+
+def beyond_use(device):
+    """Whether CUDA's context answers nothing but its last error."""
+    try:
+        torch.zeros(1, device=device).item()
+    except Exception:
+        return True
+    return False
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("side", choices=("truth", "ours"))
+    parser.add_argument("section")
+    parser.add_argument("--truth", choices=("cuda", "cpu"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--samples", type=int, required=True)
+    parser.add_argument("--part", type=int, default=0)
+    parser.add_argument("--parts", type=int, default=1)
+    parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--died", default="", help="how the process before this one ended")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    # The truth is float32, not TF32; and it is the same every time.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
+    selection = Selection(
+        options.truth, options.side, options.samples, tuple(options.only), options.part, options.parts
+    )
+    section = importlib.import_module(options.section)
+    results = options.out.with_suffix(".records")
+    current = options.out.with_suffix(".current")
+    done = set(read(results))
+    if options.died and current.exists() and (name := current.read_text()) not in done:
+        append(results, [{"name": name, "error": ["crash", options.died, False]}])
+        done.add(name)
+    device = "cpu" if selection.from_fakes else "cuda"
+    status = 0
+    with contextlib.ExitStack() as stack:
+        if options.side == "ours":
+            stack.enter_context(our_device())
+        new, flushed = [], time.monotonic()
+        for case in section.cases(selection):
+            if case.name in done:
+                continue
+            done.add(case.name)
+            current.write_text(case.name)
+            record = do(case, device, selection.from_fakes)
+            new.append(record)
+            broken = "CUDA error" in record.get("error", ("", ""))[1] and beyond_use(device)
+            if broken or time.monotonic() - flushed > _FLUSH_EVERY_S:
+                append(results, new)
+                new, flushed = [], time.monotonic()
+            if broken:
+                status = AGAIN
+                break
+        append(results, new)
+        current.unlink(missing_ok=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if status:
+            os._exit(status)  # the context's own clean-up may hang
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
