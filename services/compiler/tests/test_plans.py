@@ -37,7 +37,7 @@ def test_pointwise_chain_is_one_kernel_without_temporaries(agree):
     t.free(m)
     y = t.op("gelu", s)
     t.free(s)
-    ways, memory = agree(t, [(x, normal(6, 40)), (w, normal(40)), (b, normal(40))])
+    ways, _ = agree(t, [(x, normal(6, 40)), (w, normal(40)), (b, normal(40))])
     assert len(kernels(ways.fused)) == 1 and len(kernels(ways.single)) == 3
     assert len(ways.fused.temporaries) == 2
     assert [s.slot for s in ways.fused.steps if isinstance(s, AllocStep)] == [ways.slots[y.slot]]
@@ -101,12 +101,12 @@ def test_rms_norm_of_single_instructions_is_one_kernel(agree):
 def test_optimizer_step_is_one_kernel_per_tensor(agree):
     t = Tape()
     tensors = [[t.input(F32, n) for _ in range(4)] for n in (33, 7)]
-    for p, g, m, v in tensors:
+    for _, g, m, _ in tensors:
         t.op("lerp", m, g, 0.1, into=m)
-    for p, g, m, v in tensors:
+    for _, g, _, v in tensors:
         t.op("mul", v, 0.999, into=v)
         t.op("addcmul", v, g, g, 0.001, into=v)
-    for p, g, m, v in tensors:
+    for p, _, m, v in tensors:
         d = t.op("sqrt", v)
         t.op("add", d, 1e-8, into=d)
         t.op("addcdiv", p, m, d, -0.01, into=p)
@@ -213,7 +213,14 @@ def test_trace_shows_every_stage():
     program, _ = t.program()
     trace = Trace()
     compile_program(program, trace=trace)
-    assert [name for name, _ in trace.stages] == ["resolve-views", "remove-redundant", "remove-dead", "fuse", "lower"]
+    assert [name for name, _ in trace.stages] == [
+        "resolve-views",
+        "expand",
+        "remove-redundant",
+        "remove-dead",
+        "fuse",
+        "lower",
+    ]
     assert "k_relu" in str(trace)
 
 
@@ -299,7 +306,7 @@ def tapes(draw):
             elif kind == "free" and len(live) > 1 and a.slot not in given_slots:
                 t.free(a)
                 live = [x for x in live if x.slot != a.slot]
-        except Exception as e:  # noqa: BLE001 - what the table refuses is no program
+        except Exception as e:  # what the table refuses is no program
             if type(e).__name__ != "RuleError":
                 raise
     x = t.input(F32, 3)

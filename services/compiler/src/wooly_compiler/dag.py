@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Number
@@ -86,12 +86,16 @@ class Graph:
     Attributes:
         space: sizes of the largest tensors.
         inner: how many of the last dimensions are folded along; 0 if nothing is.
+        params: the run's, where they are known.
+        assumed: which of them the graph depends on, with their values.
         nodes: values, each after those that it is made of.
         puts: the last store to each slot.
     """
 
     space: tuple[int, ...]
     inner: int = 0
+    params: Sequence[Any] | None = None
+    assumed: dict[int, Any] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     puts: dict[int, Put] = field(default_factory=dict)
     _known: dict[Node, int] = field(default_factory=dict)
@@ -106,7 +110,15 @@ class Graph:
 
     def copy(self) -> Graph:
         """A graph that can grow by itself."""
-        return Graph(self.space, self.inner, list(self.nodes), dict(self.puts), dict(self._known))
+        return Graph(
+            self.space,
+            self.inner,
+            self.params,
+            dict(self.assumed),
+            list(self.nodes),
+            dict(self.puts),
+            dict(self._known),
+        )
 
     def loads(self, slot: int) -> set[Place]:
         """The places from which a slot is loaded."""
@@ -223,6 +235,16 @@ class Emitter:
         if isinstance(value, (bool, int, float)):
             return self.const(dtype, value)
         raise UnsupportedError(f"{value!r} is no real number")
+
+    def assume(self, value: Attr) -> Attr:
+        """A number that decides what is computed: the run's, if it is known; then the kernel is for this number only."""
+        params = self.graph.params
+        if isinstance(value, ParamRef) and params is not None:
+            index = self.line.first_param + value.index
+            self.graph.assumed[index] = params[index]
+            found: Attr = params[index]
+            return found
+        return value
 
     def fold(self, op: str, node: int) -> int:
         """The value folded along the inner dimensions."""
@@ -368,7 +390,8 @@ def _pointwise(e: Emitter, row: Row, found: Arguments) -> None:
             node = e.read(value.index, view.sizes)
             elements[name] = node if name in row.truths else e.to(node, compute)
         elif value is not None:
-            elements[name] = e.number(value, compute)
+            decides = row.opcode == "pow" and name == "b"
+            elements[name] = e.number(e.assume(value) if decides else value, compute)
 
     def constant(n: ExprNumber) -> int:
         if isinstance(n, float) and kind_of(dtype) < NumberKind.FLOAT:

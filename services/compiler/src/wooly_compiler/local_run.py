@@ -34,6 +34,8 @@ class LocalRun:
 
     def run(self, memory: Memory, params: Sequence[Any] = ()) -> None:
         """Run. `memory` has the bytes of each slot that is bound from outside; afterwards, of each that the program leaves."""
+        if not self.plan.fits(params):
+            raise ValueError(f"the plan was made for other params: {dict(self.plan.assumed)}")
         buffers = {slot: opencl.wrap(self._device, raw) for slot, raw in memory.items()}
         for step in self.plan.steps:
             match step:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from wooly_wis.program import Program
 
 from wooly_compiler import plan as plans
 from wooly_compiler import unit as units
-from wooly_compiler.passes import fuse, lower, remove_dead, remove_redundant
+from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant
 from wooly_compiler.plan import Plan
 from wooly_compiler.unit import Unit
 
 #: Passes from unit to unit; fusion and lowering follow.
 UNIT_PASSES: Final[tuple[tuple[str, Callable[[Unit], Unit]], ...]] = (
+    (expand.NAME, expand.run),
     (remove_redundant.NAME, remove_redundant.run),
     (remove_dead.NAME, remove_dead.run),
 )
@@ -31,11 +32,15 @@ class Trace:
         return "\n".join(f"; after {name}\n{text}" for name, text in self.stages)
 
 
-def compile_program(program: Program, *, fusing: bool = True, trace: Trace | None = None) -> Plan:
+def compile_program(
+    program: Program, *, params: Sequence[Any] | None = None, fusing: bool = True, trace: Trace | None = None
+) -> Plan:
     """The plan of a program.
 
     Args:
         program: it is verified here.
+        params: those of a run, where they are known. Kernels depend on some (exponents, because a square is no power); the plan
+            then says which it assumes.
         fusing: whether instructions share kernels; without, each has its own, with the same bits as result.
         trace: where the text of the stages goes.
 
@@ -52,7 +57,7 @@ def compile_program(program: Program, *, fusing: bool = True, trace: Trace | Non
         units.verify(unit)
         if trace is not None:
             trace.stages.append((name, units.text(unit)))
-    groups = fuse.run(unit, fusing=fusing)
+    groups = fuse.run(unit, fusing=fusing, params=params)
     if trace is not None:
         trace.stages.append((fuse.NAME, fuse.text(groups)))
     plan = lower.run(unit, groups)

@@ -5,8 +5,9 @@ A plan keeps the program's slots and params, so a run binds it as it would the p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from wooly_wis.kernel import laws
 from wooly_wis.kernel.ir import Kernel
@@ -69,6 +70,7 @@ class Plan:
         steps: what to do, in order.
         removed: per instruction that nothing does, why.
         temporaries: slots whose bytes never exist: their values stay within a kernel.
+        assumed: params that the kernels were made for, with their values; a run with others needs another plan.
     """
 
     program: Program
@@ -76,6 +78,11 @@ class Plan:
     steps: tuple[Step, ...]
     removed: Mapping[int, str]
     temporaries: frozenset[int]
+    assumed: Mapping[int, Any] = field(default_factory=dict)
+
+    def fits(self, params: Sequence[Any]) -> bool:
+        """Whether the plan is for a run with these params."""
+        return all(params[k] == v for k, v in self.assumed.items())
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -133,12 +140,11 @@ def _done(step: Step) -> tuple[Line, ...]:
 
 
 def _covers(plan: Plan) -> str | None:
-    done = [line.origin for s in plan.steps for line in _done(s)]
-    if len(set(done)) != len(done) or set(done) & set(plan.removed):
+    done = [(line.origin, line.part) for s in plan.steps for line in _done(s)]
+    if len(set(done)) != len(done):
         return "an instruction is done twice"
-    memory = {*plan.unit.allocs.values(), *plan.unit.frees.values()}
-    missing = set(range(len(plan.program.body))) - set(done) - set(plan.removed) - memory
-    return f"instruction {min(missing)} is not done" if missing else None
+    missing = {(line.origin, line.part) for line in plan.unit.lines} - set(done)
+    return f"instruction {min(missing)[0]} is not done" if missing else None
 
 
 def _ordered(plan: Plan) -> str | None:
@@ -213,7 +219,7 @@ def _kernels(plan: Plan) -> str | None:
 
 
 PLAN_LAWS: tuple[PlanLaw, ...] = (
-    PlanLaw("covers", "Every instruction is done once, or removed for a reason.", _covers),
+    PlanLaw("covers", "Every line of the last unit is done, once.", _covers),
     PlanLaw("order", "What depends on an instruction runs in its step or later.", _ordered),
     PlanLaw("memory", "A step's slots have memory, as much as it reaches; what is left are the program's results.", _memory),
     PlanLaw("overlap", "A kernel is not given a slot twice that it writes.", _overlap),

@@ -34,13 +34,15 @@ class Line:
         form: what it does.
         slots: on which slots.
         first_param: where its params begin among those of the run.
-        origin: its index in the program.
+        origin: the index in the program of the instruction that it is, or is a part of.
+        part: which part.
     """
 
     form: Form
     slots: tuple[int, ...]
     first_param: int
     origin: int
+    part: int = 0
 
     @property
     def accesses(self) -> tuple[Access, ...]:
@@ -152,11 +154,11 @@ def _bounds(unit: Unit) -> str | None:
 
 
 def _complete(unit: Unit) -> str | None:
-    seen = [line.origin for line in unit.lines]
+    seen = [(line.origin, line.part) for line in unit.lines]
     memory = {*unit.allocs.values(), *unit.frees.values()}
-    if len(set(seen)) != len(seen) or set(seen) & set(unit.removed):
+    if len(set(seen)) != len(seen):
         return "an instruction is there twice"
-    missing = set(range(len(unit.program.body))) - set(seen) - memory - set(unit.removed)
+    missing = set(range(len(unit.program.body))) - {k for k, _ in seen} - memory - set(unit.removed)
     return f"instruction {min(missing)} is missing" if missing else None
 
 

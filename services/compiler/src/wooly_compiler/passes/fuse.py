@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from wooly_wis.program import Role
 
@@ -41,13 +42,13 @@ class Group:
         self.writes |= {a.slot for a in line.writes()}
 
 
-def run(unit: Unit, *, fusing: bool = True) -> list[Group]:
-    """The groups of a unit. Without `fusing`, each line is a group of its own."""
+def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None) -> list[Group]:
+    """The groups of a unit. Without `fusing`, each line is a group of its own. `params` are those of a run, if known."""
     groups: list[Group] = []
     last_write: dict[int, int] = {}
     last_touch: dict[int, int] = {}
     for line in unit.lines:
-        alone = _alone(line)
+        alone = _alone(line, params)
         sources = {last_write[a.slot] for a in line.reads() if a.slot in last_write}
         at = None
         if alone.graph is not None and fusing:
@@ -80,7 +81,7 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
         if a.writes & (between.reads | between.writes) or a.reads & between.writes:
             return False
     lines = sorted([*a.lines, *b.lines], key=lambda line: line.origin)
-    graph = Graph(b.graph.space, max(a.graph.inner, b.graph.inner))
+    graph = Graph(b.graph.space, max(a.graph.inner, b.graph.inner), b.graph.params)
     if min(a.graph.inner, b.graph.inner) not in (0, graph.inner):
         return False
     try:
@@ -93,13 +94,13 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
     return True
 
 
-def _alone(line: Line) -> Group:
+def _alone(line: Line, params: Sequence[Any] | None) -> Group:
     """A group of one line."""
     why = ""
     graph: Graph | None = None
     try:
         space, inner = folded_dims(line.form)
-        graph = Graph(space, inner)
+        graph = Graph(space, inner, params)
         emit(graph, line)
     except UnsupportedError as e:
         graph, why = None, str(e)

@@ -27,7 +27,9 @@ def run(unit: Unit, groups: Sequence[Group]) -> Plan:
     for step in computing:
         if isinstance(step, LibraryStep):
             temporaries -= set(step.line.slots)
-    return Plan(unit.program, unit, tuple(_with_memory(unit, computing)), dict(unit.removed), frozenset(temporaries))
+    assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
+    steps = tuple(_with_memory(unit, computing))
+    return Plan(unit.program, unit, steps, dict(unit.removed), frozenset(temporaries), assumed)
 
 
 def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:
@@ -72,7 +74,7 @@ def _one_by_one(group: Group, why: str) -> list[Step]:
     steps: list[Step] = []
     assert group.graph is not None
     for line in group.lines:
-        graph = Graph(group.graph.space, 0)
+        graph = Graph(group.graph.space, 0, group.graph.params)
         try:
             graph.space, graph.inner = folded_dims(line.form)
             emit(graph, line)
