@@ -473,8 +473,8 @@ def _softmax(e: Emitter, row: Row) -> None:
     shifted = e.apply("sub", a, e.fold("max", a))
     exponential = e.apply("exp", shifted)
     total = e.fold("add", exponential)
-    if row.opcode == "softmax":
-        node = e.apply("div", exponential, total)
+    if row.opcode == "softmax":  # one quotient per row instead of one per element
+        node = e.apply("mul", exponential, e.apply("div", e.const(e.dtype(total), 1.0), total))
     else:
         node = e.apply("sub", shifted, e.apply("log", total))
     e.write(to, e.to(node, view.dtype), view.sizes)

@@ -23,7 +23,7 @@ from wooly_wis.kernel.ir import Apply, Block, Const, Number
 
 F32, F64, I32, U16, U32 = DType.F32, DType.F64, DType.I32, DType.U16, DType.U32
 
-#: Greatest error in ulp of the exact result, over all numbers whose result is a normal number.
+#: Greatest error in ulp of the exact result, over all numbers whose result is a normal number; `exp` gives 0 below those.
 BOUNDS: Final[dict[str, float]] = {
     "exp": 1.0,
     "exp2": 1.5,
@@ -184,6 +184,10 @@ class _Writer(KernelBuilder):
             p = self.mul(p, self.bits(power, F32))
         return p
 
+    def moved(self, p: Value, n: Value) -> Value:
+        """Normal p times 2**n where that is normal too: the exponent is added where it stands in the bits."""
+        return self.bits(self.add(self.bits(p, I32), self.apply("shl", n, self.number(23, I32))), F32)
+
     def nearest(self, x: Value) -> tuple[Value, Value]:
         """The integer nearest to |x| < 2**22, as f32 and as i32; anything for other x."""
         moved = self.add(x, _ROUND)
@@ -202,9 +206,16 @@ def _exp_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
     return r, w.polynomial(r, _EXP), n
 
 
+def _exp_inside(w: _Writer, x: Value) -> Value:
+    """e**x where that is a normal number."""
+    r, q, n = _exp_parts(w, x)
+    return w.moved(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
+
+
 def _exp(w: _Writer, x: Value) -> Value:
-    r, q, n = _exp_parts(w, w.clamped(x, -104.0, 89.0))
-    return w.scaled(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
+    """Results below the least normal number are 0. The sum is infinite for large x, and not-a-number for that."""
+    found = w.select(w.test("le", x, 88.72283172607422), _exp_inside(w, x), w.add(x, math.inf))
+    return w.select(w.test("lt", x, -87.33654022216797), 0.0, found)
 
 
 def _exp2(w: _Writer, x: Value) -> Value:
@@ -279,21 +290,18 @@ def _tanh(w: _Writer, x: Value) -> Value:
     a = w.apply("abs", x)
     z = w.mul(x, x)
     small = w.add(x, w.mul(x, w.mul(z, w.polynomial(z, _TANH))))
-    r, q, n = _exp_parts(w, w.clamped(w.mul(a, 2.0), 0.0, 40.0))
-    e = w.scaled(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
+    e = _exp_inside(w, w.mul(w.select(w.test("gt", a, 20.0), 20.0, a), 2.0))
     large = w.sub(1.0, w.div(2.0, w.add(e, 1.0)))
     signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
-    return w.select(w.test("lt", a, 0.625), small, signed)
+    return w.select(w.test("lt", a, 0.625), small, w.select(w.apply("isnan", x), x, signed))
 
 
 def _erf(w: _Writer, x: Value) -> Value:
     a = w.apply("abs", x)
     z = w.mul(x, x)
     small = w.add(x, w.mul(x, w.polynomial(z, _ERF)))
-    t = w.sub(w.clamped(a, 0.0, 4.1), 1.0)
-    r, q, n = _exp_parts(w, w.polynomial(t, _ERFC_LOG))
-    e = w.scaled(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
-    large = w.sub(1.0, e)
+    t = w.sub(w.select(w.test("gt", a, 4.1), 4.1, a), 1.0)
+    large = w.sub(1.0, _exp_inside(w, w.polynomial(t, _ERFC_LOG)))
     signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
     return w.select(w.test("lt", a, 1.0), small, w.select(w.apply("isnan", x), x, signed))
 

@@ -1,14 +1,10 @@
 #pragma OPENCL FP_CONTRACT OFF
 
 static inline float wooly_exp(float x) {
-  const float v4 = (x < (-104.0f)) ? (-104.0f) : x;
-  const float v8 = (v4 > 89.0f) ? 89.0f : v4;
-  const float v12 = (v8 * 1.4426950216293335f) + 12582912.0f;
-  const float v14 = v12 - 12582912.0f;
-  const int v17 = (int)((uint)(as_int(v12)) - (uint)1262485504);
-  const float v23 = (v8 - (v14 * 0.693359375f)) - (v14 * (-0.00021219444170128554f));
-  const int v46 = (int)(v17 >> (1 & 31));
-  return (((((v23 * v23) * ((((((((((0.00019739456183742732f * v23) + 0.0013935083989053965f) * v23) + 0.008333571255207062f) * v23) + 0.041666463017463684f) * v23) + 0.1666666567325592f) * v23) + 0.5f)) + v23) + 1.0f) * (as_float((int)((uint)((int)((uint)v46 + (uint)127)) << (23 & 31))))) * (as_float((int)((uint)((int)((uint)((int)((uint)v17 - (uint)v46)) + (uint)127)) << (23 & 31))));
+  const float v6 = (x * 1.4426950216293335f) + 12582912.0f;
+  const float v8 = v6 - 12582912.0f;
+  const float v17 = (x - (v8 * 0.693359375f)) - (v8 * (-0.00021219444170128554f));
+  return (x < (-87.33654022216797f)) ? 0.0f : ((x <= 88.72283172607422f) ? (as_float((int)((uint)(as_int((((v17 * v17) * ((((((((((0.00019739456183742732f * v17) + 0.0013935083989053965f) * v17) + 0.008333571255207062f) * v17) + 0.041666463017463684f) * v17) + 0.1666666567325592f) * v17) + 0.5f)) + v17) + 1.0f)) + (uint)((int)((uint)((int)((uint)(as_int(v6)) - (uint)1262485504)) << (23 & 31)))))) : (x + INFINITY));
 }
 
 kernel __attribute__((reqd_work_group_size(1, 1, 1)))
@@ -62,9 +58,10 @@ void k_softmax(global const float* restrict in0, global float* restrict out1) {
       }
     }
     const float v12 = a12[0];
-    for (long v23 = 0; v23 < 300L; ++v23) {
-      const float v24 = row0[v23];
-      out1[(v0 * 300L) + v23] = v24 / v12;
+    const float v24 = 1.0f / v12;
+    for (long v25 = 0; v25 < 300L; ++v25) {
+      const float v26 = row0[v25];
+      out1[(v0 * 300L) + v25] = v26 * v24;
     }
   }
 }

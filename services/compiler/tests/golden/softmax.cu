@@ -5,14 +5,10 @@ template <class To, class From> static __device__ __forceinline__ To wooly_bits(
 }
 
 static __device__ __forceinline__ float wooly_exp(float x) {
-  const float v4 = (x < (-104.0f)) ? (-104.0f) : x;
-  const float v8 = (v4 > 89.0f) ? 89.0f : v4;
-  const float v12 = (v8 * 1.4426950216293335f) + 12582912.0f;
-  const float v14 = v12 - 12582912.0f;
-  const int v17 = (int)((unsigned int)(wooly_bits<int>(v12)) - (unsigned int)1262485504);
-  const float v23 = (v8 - (v14 * 0.693359375f)) - (v14 * (-0.00021219444170128554f));
-  const int v46 = (int)(v17 >> (1 & 31));
-  return (((((v23 * v23) * ((((((((((0.00019739456183742732f * v23) + 0.0013935083989053965f) * v23) + 0.008333571255207062f) * v23) + 0.041666463017463684f) * v23) + 0.1666666567325592f) * v23) + 0.5f)) + v23) + 1.0f) * (wooly_bits<float>((int)((unsigned int)((int)((unsigned int)v46 + (unsigned int)127)) << (23 & 31))))) * (wooly_bits<float>((int)((unsigned int)((int)((unsigned int)((int)((unsigned int)v17 - (unsigned int)v46)) + (unsigned int)127)) << (23 & 31))));
+  const float v6 = (x * 1.4426950216293335f) + 12582912.0f;
+  const float v8 = v6 - 12582912.0f;
+  const float v17 = (x - (v8 * 0.693359375f)) - (v8 * (-0.00021219444170128554f));
+  return (x < (-87.33654022216797f)) ? 0.0f : ((x <= 88.72283172607422f) ? (wooly_bits<float>((int)((unsigned int)(wooly_bits<int>((((v17 * v17) * ((((((((((0.00019739456183742732f * v17) + 0.0013935083989053965f) * v17) + 0.008333571255207062f) * v17) + 0.041666463017463684f) * v17) + 0.1666666567325592f) * v17) + 0.5f)) + v17) + 1.0f)) + (unsigned int)((int)((unsigned int)((int)((unsigned int)(wooly_bits<int>(v6)) - (unsigned int)1262485504)) << (23 & 31)))))) : (x + __int_as_float(0x7f800000)));
 }
 
 extern "C" __global__ void __launch_bounds__(128)
@@ -54,8 +50,9 @@ k_softmax(const float* __restrict__ in0, float* __restrict__ out1) {
   }
   const float v12 = s12[0];
   __syncthreads();
-  for (long long v23 = t; v23 < 300LL; v23 += 128LL) {
-    const float v24 = row0[v23];
-    out1[(v0 * 300LL) + v23] = v24 / v12;
+  const float v24 = 1.0f / v12;
+  for (long long v25 = t; v25 < 300LL; v25 += 128LL) {
+    const float v26 = row0[v25];
+    out1[(v0 * 300LL) + v25] = v26 * v24;
   }
 }
