@@ -422,6 +422,14 @@ def _compute(dtype: DType) -> DType:
     return compute
 
 
+def _floating(dtype: DType) -> DType:
+    """As `_compute`, for what is defined on floating point alone."""
+    compute = _compute(dtype)
+    if compute not in FLOATS:
+        raise UnsupportedError(f"{dtype.label} is not floating point")
+    return compute
+
+
 def _extent(e: Emitter) -> int:
     return math.prod(e.graph.space[len(e.graph.outer) :])
 
@@ -469,7 +477,7 @@ def _softmax(e: Emitter, row: Row) -> None:
     (to,) = result_operands(e.form)
     view = e.form.operands[to].view
     assert view is not None
-    a = e.to(e.read(reference.index, view.sizes), _compute(view.dtype))
+    a = e.to(e.read(reference.index, view.sizes), _floating(view.dtype))
     shifted = e.apply("sub", a, e.fold("max", a))
     exponential = e.apply("exp", shifted)
     total = e.fold("add", exponential)
@@ -487,7 +495,7 @@ def _softmax_backward(e: Emitter, row: Row) -> None:
     (to,) = result_operands(e.form)
     view = e.form.operands[to].view
     assert view is not None
-    compute = _compute(view.dtype)
+    compute = _floating(view.dtype)
     g, v = (e.to(e.read(k.index, view.sizes), compute) for k in (grad, y))
     if row.opcode == "softmax_backward":
         node = e.apply("mul", v, e.apply("sub", g, e.fold("add", e.apply("mul", g, v))))
@@ -503,7 +511,7 @@ def _layer_norm(e: Emitter, row: Row) -> None:
     out, mean_to, rstd_to = result_operands(e.form)
     view = e.form.operands[out].view
     assert view is not None
-    compute = _compute(view.dtype)
+    compute = _floating(view.dtype)
     n = e.const(compute, float(_extent(e)))
     a = e.to(e.read(reference.index, view.sizes), compute)
     mean = e.apply("div", e.fold("add", a), n)
