@@ -52,6 +52,14 @@ bench: setup ## the benchmarks: the client against local PyTorch, the dispatch c
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/dispatch.py
 
+.PHONY: bench-jit
+bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch
+	$(BIN)/python bench/jit.py
+
+.PHONY: amd-compiler
+amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip without it)
+	apt-get install -y --no-install-recommends clang-19 lld-19
+
 .PHONY: fuzz
 fuzz: setup ## decode a million mutated programs
 	WOOLY_FUZZ_COUNT=1000000 $(BIN)/python -m pytest libs/wis/tests/test_fuzz.py -p no:xdist --timeout 3600

@@ -1,0 +1,116 @@
+"""Writes WIS programs by hand, the way a client records them: native instructions, allocs before, frees when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wooly_wis.assembly_parser import row_major
+from wooly_wis.dtypes import DType
+from wooly_wis.oprules import ArgKind
+from wooly_wis.optable import TABLE, arguments
+from wooly_wis.program import Attr, Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, View
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A view of a slot."""
+
+    slot: int
+    view: View
+
+    def seen(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Tensor:
+        """Another view of the same slot; `offset` in elements."""
+        view = View(self.view.dtype, tuple(sizes), tuple(strides), offset * self.view.dtype.itemsize)
+        return Tensor(self.slot, view)
+
+
+@dataclass(slots=True)
+class Tape:
+    """A program under construction. Slots of inputs are given in the order in which instructions first use them."""
+
+    params: list[float | int | bool] = field(default_factory=list)
+    _forms: list[Form] = field(default_factory=list)
+    _body: list[tuple[Form, tuple[int, ...]]] = field(default_factory=list)
+    _slots: int = 0
+
+    def input(self, dtype: DType, *sizes: int) -> Tensor:
+        """A tensor that the run is given."""
+        self._slots += 1
+        return Tensor(self._slots - 1, View(dtype, sizes, row_major(sizes)))
+
+    def _add(self, form: Form, slots: tuple[int, ...]) -> None:
+        self._body.append((form, slots))
+
+    def _fresh(self, dtype: DType, sizes: tuple[int, ...]) -> Tensor:
+        view = View(dtype, sizes, row_major(sizes))
+        self._slots += 1
+        slot = self._slots - 1
+        self._add(Form("alloc", (Operand(Role.OUT, View(DType.U8, (max(view.end, 1),), (1,))),)), (slot,))
+        return Tensor(slot, view)
+
+    def op(self, opcode: str, *args: Tensor | Attr, into: Tensor | None = None) -> Tensor:
+        """A native instruction; its first result. Floats and integers for numbers become params.
+
+        Args:
+            opcode: a row of the op table.
+            args: the row's arguments.
+            into: the first argument, to work in place.
+        """
+        return self.ops(opcode, *args, into=into)[0]
+
+    def ops(self, opcode: str, *args: Tensor | Attr, into: Tensor | None = None) -> list[Tensor]:
+        """As `op`; all results."""
+        row = TABLE[opcode]
+        operands: list[Operand] = []
+        slots: list[int] = []
+        kinds: list[ParamKind] = []
+        given: list[Attr] = []
+        for arg, value in zip(row.args, args, strict=False):
+            if isinstance(value, Tensor):
+                role = Role.INOUT if into is not None and not operands else Role.IN
+                operands.append(Operand(role, value.view))
+                slots.append(value.slot)
+                given.append(OperandRef(len(operands) - 1))
+            elif arg.kind in (ArgKind.NUMBER, ArgKind.EITHER) and isinstance(value, (int, float)):
+                kinds.append(
+                    ParamKind.BOOL
+                    if isinstance(value, bool)
+                    else ParamKind.I64
+                    if isinstance(value, int)
+                    else ParamKind.F64
+                )
+                self.params.append(value)
+                given.append(ParamRef(len(kinds) - 1))
+            else:
+                given.append(value)
+        attrs = (("args", tuple(given)),)
+        results: list[Tensor] = []
+        if into is None:
+            found = arguments(Form(opcode, tuple(operands), tuple(kinds), attrs))
+            results = [self._fresh(r.dtype.of(found), tuple(r.shape.of(found))) for r in row.results]
+            operands += [Operand(Role.OUT, t.view) for t in results]
+            slots += [t.slot for t in results]
+        self._add(Form(opcode, tuple(operands), tuple(kinds), attrs), tuple(slots))
+        return [into] if into is not None else results
+
+    def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
+        """A dense copy, maybe of another dtype."""
+        out = self._fresh(dtype or a.view.dtype, a.view.sizes)
+        self._add(Form("copy", (Operand(Role.IN, a.view), Operand(Role.OUT, out.view))), (a.slot, out.slot))
+        return out
+
+    def free(self, *tensors: Tensor) -> None:
+        """Slots end."""
+        for t in tensors:
+            self._add(Form("free", (Operand(Role.IN, None),)), (t.slot,))
+
+    def program(self) -> tuple[Program, dict[int, int]]:
+        """The program, and per slot of this tape the slot of the program."""
+        slots: dict[int, int] = {}
+        forms: dict[Form, int] = {}
+        body: list[Instruction] = []
+        for form, named in self._body:
+            index = forms.setdefault(form, len(forms))
+            body.append(Instruction(index, tuple([slots.setdefault(s, len(slots)) for s in named])))
+        return Program(tuple(forms), tuple(body)), slots

@@ -1,0 +1,1 @@
+"""Kernel IR: what one generated kernel computes, before anyone decides how its loops run on a chip."""

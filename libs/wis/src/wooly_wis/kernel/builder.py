@@ -1,0 +1,264 @@
+"""Writes kernels in order: values get their numbers as they are made, blocks are context managers.
+
+k = KernelBuilder("scale", (n,))
+x, y = k.array("x", DType.F32, n), k.array("y", DType.F32, n, Role.OUT)
+(i,) = k.points
+k.store(y, i, k.apply("mul", k.load(x, i), k.const(DType.F32, 2.0)))
+kernel = k.finish()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel.ir import (
+    Apply,
+    Array,
+    Atomic,
+    Block,
+    Const,
+    For,
+    If,
+    Kernel,
+    Lanes,
+    Load,
+    Number,
+    Param,
+    Reduce,
+    Scalar,
+    Scratch,
+    Statement,
+    Store,
+)
+from wooly_wis.kernel.ops import FLOATS
+from wooly_wis.program import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A value of the kernel under construction."""
+
+    number: int
+    dtype: DType
+
+
+@dataclass(slots=True)
+class Folding:
+    """A reduction under construction: give `yields` inside, read `results` after."""
+
+    index: Value
+    results: tuple[Value, ...]
+    yields: tuple[Value, ...] = ()
+
+
+@dataclass(slots=True)
+class Looping:
+    """A sequential loop under construction: `args` hold what is carried, give `yields`, read `results` after."""
+
+    index: Value
+    args: tuple[Value, ...]
+    results: tuple[Value, ...]
+    yields: tuple[Value, ...] = ()
+
+
+@dataclass(slots=True)
+class Choosing:
+    """An `if` under construction: both blocks give their yields, read `results` after."""
+
+    results: tuple[Value, ...]
+    yields: list[tuple[Value, ...]] = field(default_factory=list)
+
+
+class KernelBuilder:
+    """Builds one kernel.
+
+    Args:
+        name: an identifier.
+        space: extents of the index space.
+    """
+
+    def __init__(self, name: str, space: Sequence[int]) -> None:
+        self.name = name
+        self.space = tuple(space)
+        self._next = 0
+        self.points = tuple([self._value(DType.I64) for _ in space])
+        self._arrays: list[Array] = []
+        self._scalars: list[Scalar] = []
+        self._scratch: list[Scratch] = []
+        self._open: list[list[Statement]] = [[]]
+
+    def _value(self, dtype: DType) -> Value:
+        self._next += 1
+        return Value(self._next - 1, dtype)
+
+    def _emit(self, statement: Statement) -> None:
+        self._open[-1].append(statement)
+
+    # -- the head ----------------------------------------------------------------------------------------------------
+
+    def array(self, name: str, dtype: DType, numel: int, role: Role = Role.IN) -> Array:
+        """Memory of the launch."""
+        self._arrays.append(Array(name, dtype, numel, role))
+        return self._arrays[-1]
+
+    def scalar(self, name: str, dtype: DType) -> Scalar:
+        """A number of the launch."""
+        self._scalars.append(Scalar(name, dtype))
+        return self._scalars[-1]
+
+    def scratch(self, name: str, dtype: DType, numel: int) -> Scratch:
+        """Memory of the point."""
+        self._scratch.append(Scratch(name, dtype, numel))
+        return self._scratch[-1]
+
+    # -- values ------------------------------------------------------------------------------------------------------
+
+    def const(self, dtype: DType, value: Number) -> Value:
+        """A number, made to fit the type."""
+        out = self._value(dtype)
+        fitting: Number = float(value) if dtype in FLOATS else bool(value) if dtype is DType.BOOL else int(value)
+        self._emit(Const(out.number, dtype, fitting))
+        return out
+
+    def param(self, scalar: Scalar) -> Value:
+        """The launch's number."""
+        out = self._value(scalar.dtype)
+        self._emit(Param(out.number, scalar.name))
+        return out
+
+    def apply(self, op: str, *args: Value, dtype: DType | None = None) -> Value:
+        """An operation; its result is of the last argument's type, a truth value for comparisons, or of `dtype`."""
+        if dtype is None:
+            dtype = DType.BOOL if op in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf") else args[-1].dtype
+        out = self._value(dtype)
+        self._emit(Apply(out.number, op, dtype, tuple([a.number for a in args])))
+        return out
+
+    def convert(self, value: Value, dtype: DType) -> Value:
+        """The value in another type; itself if it is of that type."""
+        return value if value.dtype is dtype else self.apply("convert", value, dtype=dtype)
+
+    def load(self, array: Array | Scratch, index: Value, mask: Value | None = None, *, checked: bool = False) -> Value:
+        """An element."""
+        out = self._value(array.dtype)
+        self._emit(Load(out.number, array.name, index.number, mask.number if mask is not None else None, checked))
+        return out
+
+    def store(
+        self, array: Array | Scratch, index: Value, value: Value, mask: Value | None = None, *, checked: bool = False
+    ) -> None:
+        """Write an element."""
+        at = mask.number if mask is not None else None
+        self._emit(Store(array.name, index.number, value.number, at, checked))
+
+    def atomic(
+        self,
+        kind: str,
+        array: Array | Scratch,
+        index: Value,
+        value: Value,
+        mask: Value | None = None,
+        *,
+        checked: bool = False,
+    ) -> Value:
+        """Combine an element with a value at once."""
+        out = self._value(array.dtype)
+        at = mask.number if mask is not None else None
+        self._emit(Atomic(out.number, kind, array.name, index.number, value.number, at, checked))
+        return out
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _close(self) -> Block:
+        return tuple(self._open.pop())
+
+    @contextmanager
+    def lanes(self, extent: int) -> Iterator[Value]:
+        """Independent iterations; gives the index."""
+        index = self._value(DType.I64)
+        self._open.append([])
+        yield index
+        body = self._close()
+        self._emit(Lanes(index.number, extent, body))
+
+    @contextmanager
+    def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[Looping]:
+        """A sequential loop."""
+        results = tuple([self._value(v.dtype) for v in inits])
+        index = self._value(DType.I64)
+        made = Looping(index, tuple([self._value(v.dtype) for v in inits]), results)
+        self._open.append([])
+        yield made
+        body = self._close()
+        numbers = [_numbers(v) for v in (results, made.args, inits, made.yields)]
+        self._emit(
+            For(numbers[0], index.number, lower.number, upper.number, step, numbers[1], numbers[2], body, numbers[3])
+        )
+
+    @contextmanager
+    def reduce(self, extent: int, lanes: int, inits: Sequence[Value], ops: Sequence[str]) -> Iterator[Folding]:
+        """A fold in which each value is combined by an operation of its own."""
+        made = Folding(Value(-1, DType.I64), tuple([self._value(v.dtype) for v in inits]))
+        made.index = self._value(DType.I64)
+        self._open.append([])
+        yield made
+        body = self._close()
+        left = tuple([self._value(v.dtype) for v in inits])
+        right = tuple([self._value(v.dtype) for v in inits])
+        self._open.append([])
+        combined = tuple([self.apply(op, a, b) for op, a, b in zip(ops, left, right, strict=True)])
+        combine = self._close()
+        self._emit(
+            Reduce(
+                _numbers(made.results),
+                made.index.number,
+                extent,
+                lanes,
+                _numbers(inits),
+                body,
+                _numbers(made.yields),
+                _numbers(left),
+                _numbers(right),
+                combine,
+                _numbers(combined),
+            )
+        )
+
+    @contextmanager
+    def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[Choosing]:
+        """Both blocks of an `if`: call `otherwise` between them, append to `yields` at the end of each."""
+        made = Choosing(tuple([self._value(d) for d in dtypes]))
+        self._open.append([])
+        depth = len(self._open)
+        yield made
+        otherwise: Block = ()
+        if len(self._open) > depth:
+            otherwise = self._close()
+        then = self._close()
+        yields = [_numbers(y) for y in made.yields] or [(), ()]
+        if len(yields) == 1:
+            yields.append(())
+        self._emit(If(_numbers(made.results), condition.number, then, yields[0], otherwise, yields[1]))
+
+    def otherwise(self) -> None:
+        """What follows belongs to the other block."""
+        self._open.append([])
+
+    def finish(self) -> Kernel:
+        """The kernel."""
+        return Kernel(
+            self.name,
+            tuple(self._arrays),
+            tuple(self._scalars),
+            tuple(self._scratch),
+            self.space,
+            _numbers(self.points),
+            tuple(self._open[0]),
+        )
+
+
+def _numbers(values: Sequence[Value]) -> tuple[int, ...]:
+    return tuple([v.number for v in values])

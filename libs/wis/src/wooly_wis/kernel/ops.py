@@ -1,0 +1,120 @@
+"""What kernel IR can compute: one row per operation, over the primitives of `scalar_expr` and a few that only machines need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from wooly_wis.dtypes import DType
+from wooly_wis.scalar_expr import PRIMITIVES
+
+#: Types that kernels know. 16-bit floats are only loaded, stored, selected and converted: arithmetic is in f32.
+FLOATS: Final = frozenset({DType.F32, DType.F64})
+SIGNED: Final = frozenset({DType.I8, DType.I16, DType.I32, DType.I64})
+INTS: Final = SIGNED | {DType.U8, DType.U16, DType.U32, DType.U64}
+NUMBERS: Final = FLOATS | INTS
+STORED: Final = NUMBERS | {DType.BOOL, DType.F16, DType.BF16}
+
+Rule = Callable[[DType, Sequence[DType]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class OpRow:
+    """An operation.
+
+    Attributes:
+        name: as the text writes it.
+        arity: number of arguments.
+        says: its meaning.
+        types: which types its arguments have.
+        rule: whether a result dtype and argument dtypes fit.
+    """
+
+    name: str
+    arity: int
+    says: str
+    types: str
+    rule: Rule
+
+
+def _same(kinds: frozenset[DType]) -> Rule:
+    return lambda out, args: out in kinds and all(a is out for a in args)
+
+
+def _compare(out: DType, args: Sequence[DType]) -> bool:
+    return out is DType.BOOL and args[0] is args[1] and args[0] in NUMBERS | {DType.BOOL}
+
+
+def _test(out: DType, args: Sequence[DType]) -> bool:
+    return out is DType.BOOL and args[0] in FLOATS
+
+
+def _select(out: DType, args: Sequence[DType]) -> bool:
+    return args[0] is DType.BOOL and args[1] is out and args[2] is out and out in STORED
+
+
+def _convert(out: DType, args: Sequence[DType]) -> bool:
+    halves = {DType.F16, DType.BF16}
+    if out in halves:
+        return args[0] is DType.F32
+    if args[0] in halves:
+        return out is DType.F32
+    return out in STORED and args[0] in STORED
+
+
+def _bitcast(out: DType, args: Sequence[DType]) -> bool:
+    return out in STORED and args[0] in STORED and DType.BOOL not in (out, args[0]) and out.itemsize == args[0].itemsize
+
+
+_BITS = INTS | {DType.BOOL}
+_KINDS: dict[str, tuple[str, Rule]] = {
+    "numbers": ("numbers of one type", _same(NUMBERS)),
+    "floats": ("floating point of one type", _same(FLOATS)),
+    "ints": ("integers of one type", _same(INTS)),
+    "bits": ("integers of one type, or truth values", _same(_BITS)),
+    "compare": ("two of one type; gives a truth value", _compare),
+    "test": ("floating point; gives a truth value", _test),
+}
+_BY_KIND: dict[str, str] = {
+    "numbers": "add sub mul neg abs max min fmod",
+    "floats": "div pow sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan atan2 sinh cosh tanh erf erfc "
+    "floor ceil round trunc fma",
+    "ints": "div_floor div_trunc shl shr",
+    "bits": "and or xor not",
+    "compare": "eq ne lt le gt ge",
+    "test": "isnan isinf",
+}
+_OWN: dict[str, tuple[int, str]] = {
+    "max": (2, "the larger; not-a-number wins"),
+    "min": (2, "the smaller; not-a-number wins"),
+    "fma": (3, "a * b + c, rounded once"),
+    "shl": (2, "a shifted left by b modulo its width"),
+    "shr": (2, "a shifted right by b modulo its width, with the sign of signed types"),
+}
+#: Integers wrap around; a quotient or a remainder by 0 is 0.
+OPS: Final[dict[str, OpRow]] = {
+    name: OpRow(name, *(_OWN.get(name) or PRIMITIVES[name]), *_KINDS[kind])
+    for kind, names in _BY_KIND.items()
+    for name in names.split()
+}
+OPS["select"] = OpRow("select", *PRIMITIVES["select"], "a truth value and two of one type", _select)
+OPS["convert"] = OpRow(
+    "convert",
+    1,
+    "a in another type: to nearest, ties to even; towards zero to integers, the nearest end if beyond them, 0 for not-a-number",
+    "any two types; 16-bit floats to and from f32 only",
+    _convert,
+)
+OPS["bitcast"] = OpRow("bitcast", 1, "the same bits as another type", "two types of one size", _bitcast)
+
+#: Ways to combine an element with a value at once.
+ATOMICS: Final = frozenset({"add", "max", "min", "and", "or", "xor", "exchange"})
+
+
+def bounds(dtype: DType) -> tuple[int, int]:
+    """Least and greatest number of an integer type; of truth values, 0 and 1."""
+    if dtype is DType.BOOL:
+        return 0, 1
+    bits = 8 * dtype.itemsize
+    return (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype in SIGNED else (0, (1 << bits) - 1)

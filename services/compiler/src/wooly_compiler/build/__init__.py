@@ -1,0 +1,1 @@
+"""Sources to code that a chip runs. The only place that knows vendors' compilers."""

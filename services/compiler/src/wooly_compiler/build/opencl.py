@@ -1,0 +1,117 @@
+"""OpenCL in this process: builds sources for a device and runs kernels on the host memory of others, without copies.
+
+PoCL is the embedded default: it needs no hardware. Its compiler runs in this process, so a source of unknown origin goes through
+`worker` first.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyopencl as cl
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel.ir import Kernel
+
+from wooly_compiler.errors import BuildError
+from wooly_compiler.render.dialects import OPENCL
+from wooly_compiler.render.printer import Form, Source, render
+
+_NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DType.BOOL: np.uint8, DType.I32: np.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """An OpenCL device with its context and an in-order queue."""
+
+    context: Any
+    queue: Any
+    name: str
+    platform: str
+    is_cpu: bool
+
+
+@functools.cache
+def default_device() -> Device:
+    """The first CPU device, PoCL's where there are several.
+
+    Raises:
+        BuildError: there is no OpenCL platform here.
+    """
+    try:
+        platforms = cl.get_platforms()
+    except cl.LogicError as e:
+        raise BuildError(f"there is no OpenCL platform here ({e}); pip install pyopencl[pocl]") from e
+    devices = [d for p in platforms for d in p.get_devices()]
+    if not devices:
+        raise BuildError("no OpenCL platform has a device")
+    cpu = [d for d in devices if d.type & cl.device_type.CPU]
+    pocl = [d for d in cpu if "portable" in d.platform.name.lower()]
+    device = (pocl or cpu or devices)[0]
+    context = cl.Context([device])
+    return Device(
+        context,
+        cl.CommandQueue(context),
+        device.name.strip(),
+        f"{device.platform.name} {device.platform.version}",
+        bool(device.type & cl.device_type.CPU),
+    )
+
+
+class BuiltKernel:
+    """A kernel that can be launched.
+
+    Attributes:
+        source: what it was built from.
+    """
+
+    def __init__(self, device: Device, kernel: Kernel, source: Source, entry: Any) -> None:
+        self.device = device
+        self.kernel = kernel
+        self.source = source
+        self._entry = entry
+        # makes a launch with Python numbers ten times cheaper
+        entry.set_scalar_arg_dtypes([None] * len(kernel.arrays) + [_NUMPY[s.dtype] for s in kernel.scalars])
+
+    def launch(self, arrays: Sequence[Any], scalars: Sequence[Any] = ()) -> Any:
+        """Enqueue it; the event of its end.
+
+        Args:
+            arrays: OpenCL buffers (see `wrap`) of at least the kernel's sizes.
+            scalars: Python numbers.
+        """
+        source = self.source
+        return self._entry(self.device.queue, (source.groups * source.threads,), (source.threads,), *arrays, *scalars)
+
+
+def wrap(device: Device, memory: np.ndarray[Any, Any]) -> Any:
+    """A buffer on memory that NumPy sees, without a copy. On a CPU device nothing need be mapped: both see every write."""
+    return cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
+
+
+def build(kernel: Kernel, device: Device | None = None, form: Form | None = None) -> BuiltKernel:
+    """Print and build a kernel.
+
+    Args:
+        kernel: it is verified here.
+        device: where it will run; the default one if absent.
+        form: how it is printed; what fits the device if absent.
+
+    Raises:
+        KernelError: the kernel breaks a law.
+        BuildError: the compiler refuses the source.
+    """
+    device = device or default_device()
+    source = render(kernel, OPENCL, form or (Form.LOOPS if device.is_cpu else Form.SIMT))
+    try:
+        program = cl.Program(device.context, source.text).build(options=OPTIONS)
+        return BuiltKernel(device, kernel, source, getattr(program, source.name))
+    except cl.Error as e:
+        raise BuildError(f"kernel {kernel.name}: {e}") from e
+
+
+#: No fast mathematics: quotients and roots of f32 are rounded once, subnormal numbers are kept.
+OPTIONS = ["-cl-std=CL1.2", "-w", "-cl-fp32-correctly-rounded-divide-sqrt"]

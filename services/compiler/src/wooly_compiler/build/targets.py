@@ -1,0 +1,54 @@
+"""What code is built for: a toolchain and an architecture, with names like ``cuda:sm_90``, ``hip:gfx942``, ``opencl:cpu``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from wooly_compiler.errors import BuildError
+from wooly_compiler.render.dialects import CUDA, HIP, OPENCL, Dialect
+from wooly_compiler.render.printer import Form
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One kind of chip.
+
+    Attributes:
+        name: as written on artifacts.
+        toolchain: who builds: ``cuda``, ``hip`` or ``opencl``.
+        arch: as the toolchain calls it.
+        dialect: which C it reads.
+        form: how kernels are printed for it.
+    """
+
+    name: str
+    toolchain: str
+    arch: str
+    dialect: Dialect
+    form: Form
+
+
+CUDA_ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+HIP_ARCHS: Final = ("gfx90a", "gfx942", "gfx1100", "gfx1201")
+TARGETS: Final[dict[str, Target]] = {
+    t.name: t
+    for t in (
+        Target("opencl:cpu", "opencl", "cpu", OPENCL, Form.LOOPS),
+        Target("opencl:gpu", "opencl", "gpu", OPENCL, Form.SIMT),
+        *[Target(f"cuda:{a}", "cuda", a, CUDA, Form.SIMT) for a in CUDA_ARCHS],
+        *[Target(f"hip:{a}", "hip", a, HIP, Form.SIMT) for a in HIP_ARCHS],
+    )
+}
+
+
+def target(name: str) -> Target:
+    """The target of a name.
+
+    Raises:
+        BuildError: there is no such target.
+    """
+    found = TARGETS.get(name)
+    if found is None:
+        raise BuildError(f"there is no target {name!r}; there are {', '.join(TARGETS)}")
+    return found

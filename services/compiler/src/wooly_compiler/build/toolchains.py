@@ -1,0 +1,132 @@
+"""The vendors' compilers, each bound when it is first asked for. Runs in the worker: what is here may crash.
+
+Each builder takes a source and an architecture and gives the bytes of an artifact. No flag allows what the language does not
+promise: products and sums are not contracted, quotients and roots are rounded once, subnormal numbers stay.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from wooly_compiler.errors import BuildError
+
+_CLANG: Final = ("clang-19", "clang-20", "clang-21")
+_CLANG_FLAGS: Final = (
+    "-x",
+    "hip",
+    "--offload-device-only",
+    "--no-gpu-bundle-output",
+    "-nogpuinc",
+    "-nogpulib",
+    "-O3",
+    "-ffp-contract=off",
+    "-fhip-fp32-correctly-rounded-divide-sqrt",
+    "-fno-gpu-flush-denormals-to-zero",
+)
+_NVRTC_FLAGS: Final = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
+
+
+def _module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError):
+        return None
+
+
+def missing(toolchain: str) -> str:
+    """Why a toolchain cannot be used here; empty if it can."""
+    if toolchain == "cuda":
+        return "" if _module("cuda.bindings.nvrtc") else "NVRTC is missing: pip install cuda-bindings nvidia-cuda-nvrtc"
+    if toolchain == "hip":
+        if any(shutil.which(c) for c in _CLANG) or _module("hip.hiprtc"):
+            return ""
+        return "clang-19 or hipRTC is missing: apt-get install clang-19 lld-19, or pip install hip-python beside ROCm"
+    return "" if _module("pyopencl") else "pyopencl is missing: pip install pyopencl[pocl]"
+
+
+def default_signals() -> None:
+    """Let a crash end this process at once: handlers of LLVM and PoCL may wait for each other instead."""
+    for crash in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        signal.signal(crash, signal.SIG_DFL)
+
+
+def _nvrtc(source: str, arch: str) -> bytes:
+    nvrtc = _module("cuda.bindings.nvrtc")
+
+    def check(result: Any) -> Any:
+        if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise BuildError(f"NVRTC: {result[0].name}")
+        return result[1] if len(result) == 2 else result[1:]
+
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
+    try:
+        flags = [f"--gpu-architecture={arch}".encode(), *[f.encode() for f in _NVRTC_FLAGS]]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise BuildError(f"NVRTC refuses the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
+        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        check((*nvrtc.nvrtcGetCUBIN(program, cubin), cubin))
+        return cubin
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _hip(source: str, arch: str) -> bytes:
+    clang = next((found for c in _CLANG if (found := shutil.which(c))), None)
+    return _hiprtc(source, arch) if clang is None else _clang(clang, source, arch)
+
+
+def _clang(clang: str, source: str, arch: str) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="wooly-hip-") as directory:
+        text, out = Path(directory) / "kernel.hip", Path(directory) / "kernel.o"
+        text.write_text(source)
+        command = [clang, *_CLANG_FLAGS, f"--offload-arch={arch}", "-c", str(text), "-o", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{Path(clang).name} refuses the source: {done.stderr[:2000]}")
+        return out.read_bytes()
+
+
+def _hiprtc(source: str, arch: str) -> bytes:
+    hiprtc = _module("hip.hiprtc")
+
+    def check(result: Any) -> Any:
+        if result[0] != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
+            raise BuildError(f"hipRTC: {result[0].name}")
+        return result[1] if len(result) == 2 else result[1:]
+
+    program = check(hiprtc.hiprtcCreateProgram(source.encode(), b"kernel.hip", 0, [], []))
+    flags = [f"--offload-arch={arch}".encode(), b"-ffp-contract=off"]
+    (status,) = hiprtc.hiprtcCompileProgram(program, len(flags), flags)
+    if status != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
+        log = bytearray(check(hiprtc.hiprtcGetProgramLogSize(program)))
+        hiprtc.hiprtcGetProgramLog(program, log)
+        raise BuildError(f"hipRTC refuses the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
+    code = bytearray(check(hiprtc.hiprtcGetCodeSize(program)))
+    check((*hiprtc.hiprtcGetCode(program, code), code))
+    return bytes(code)
+
+
+def _opencl(source: str, arch: str) -> bytes:
+    cl = _module("pyopencl")
+    from wooly_compiler.build.opencl import OPTIONS, default_device
+
+    device = default_device()
+    default_signals()  # the platform has just installed handlers of its own
+    try:
+        program = cl.Program(device.context, source).build(options=OPTIONS, cache_dir=False)
+    except cl.Error as e:
+        raise BuildError(f"OpenCL refuses the source: {str(e)[:2000]}") from e
+    return bytes(program.get_info(cl.program_info.BINARIES)[0])
+
+
+BUILDERS: Final[dict[str, Callable[[str, str], bytes]]] = {"cuda": _nvrtc, "hip": _hip, "opencl": _opencl}

@@ -1,0 +1,58 @@
+"""Runs a plan in this process on OpenCL, over memory that NumPy sees: for tests and benchmarks.
+
+The executor's runtimes do it for sessions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+from wooly_wis.kernel.text import digest
+
+from wooly_compiler.build import opencl
+from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+
+Memory = MutableMapping[int, np.ndarray[Any, Any]]
+
+
+class LocalRun:
+    """A plan, built and ready.
+
+    Args:
+        plan: what to run.
+        library: runs an instruction on memory: called with a line, the slots' bytes and the run's params.
+    """
+
+    def __init__(self, plan: Plan, library: Callable[[Any, Memory, Sequence[Any]], None] | None = None) -> None:
+        self.plan = plan
+        self._library = library
+        self._device = opencl.default_device()
+        built = {digest(k): opencl.build(k, self._device) for k in plan.kernels}
+        self._kernels = {id(s): built[digest(s.kernel)] for s in plan.steps if isinstance(s, KernelStep)}
+
+    def run(self, memory: Memory, params: Sequence[Any] = ()) -> None:
+        """Run. `memory` has the bytes of each slot that is bound from outside; afterwards, of each that the program leaves."""
+        if not self.plan.fits(params):
+            raise ValueError(f"the plan was made for other params: {dict(self.plan.assumed)}")
+        buffers = {slot: opencl.wrap(self._device, raw) for slot, raw in memory.items()}
+        for step in self.plan.steps:
+            match step:
+                case AllocStep():
+                    raw = (np.zeros if step.zero else np.empty)(step.nbytes, np.uint8)
+                    memory[step.slot] = raw
+                    buffers[step.slot] = opencl.wrap(self._device, raw)
+                case FreeStep():
+                    self._device.queue.finish()
+                    memory.pop(step.slot, None)
+                    buffers.pop(step.slot, None)
+                case KernelStep():
+                    arrays = [buffers[s] for s in step.slots]
+                    self._kernels[id(step)].launch(arrays, [params[p] for p in step.params])
+                case LibraryStep():
+                    self._device.queue.finish()
+                    if self._library is None:
+                        raise NotImplementedError(f"instruction {step.line.origin} is for a library, none was given")
+                    self._library(step.line, memory, params)
+        self._device.queue.finish()

@@ -1,0 +1,498 @@
+"""Elementary functions of f32 and conversions of 16-bit floats, written in kernel IR.
+
+They are made of sums, products, quotients, shifts and selections alone, which every chip rounds alike: a function has the same
+bits on all devices, in fused kernels and in single ones. No fused multiply-add, no table, no branch, so that loops around them
+become vectors.
+
+`BOUNDS` states how far a result may be from the exact one, in units of the last place (ulp); the tests look at every f32.
+Coefficients are fits of our own: `tools/fit_math.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel import scalars
+from wooly_wis.kernel.builder import KernelBuilder, Value
+from wooly_wis.kernel.ir import Apply, Block, Const, Number
+
+F32, F64, I32, U16, U32 = DType.F32, DType.F64, DType.I32, DType.U16, DType.U32
+
+#: Greatest error in ulp of the exact result, over all numbers whose result is a normal number; `exp` gives 0 below those.
+BOUNDS: Final[dict[str, float]] = {
+    "exp": 1.0,
+    "exp2": 1.5,
+    "expm1": 2.0,
+    "log": 1.5,
+    "log2": 2.5,
+    "log10": 2.5,
+    "log1p": 2.0,
+    "tanh": 2.0,
+    "erf": 1.5,
+    "sin": 2.0,
+    "cos": 2.0,
+}
+
+_EXP = (
+    0.5,
+    0.1666666567325592,
+    0.041666463017463684,
+    0.008333571255207062,
+    0.0013935083989053965,
+    0.00019739456183742732,
+)
+_EXP2 = (
+    0.6931471824645996,
+    0.24022650718688965,
+    0.055504050105810165,
+    0.009618086740374565,
+    0.001333796652033925,
+    0.00015452111256308854,
+    1.4322521565190982e-05,
+)
+_LOG = (
+    0.3333331346511841,
+    -0.25000008940696716,
+    0.20002074539661407,
+    -0.1666799932718277,
+    0.14220279455184937,
+    -0.12405908852815628,
+    0.11883886158466339,
+    -0.11672573536634445,
+    0.06751645356416702,
+)
+_TANH = (
+    -0.3333333134651184,
+    0.13333222270011902,
+    -0.053948454558849335,
+    0.021708663552999496,
+    -0.00819477066397667,
+    0.0021572604309767485,
+)
+_ERF = (
+    0.12837916612625122,
+    -0.3761262893676758,
+    0.11283627897500992,
+    -0.0268560778349638,
+    0.00519415270537138,
+    -0.0008088098838925362,
+    8.375914330827072e-05,
+    -1.3858966667612549e-06,
+)
+_ERFC_LOG = (
+    -1.8496055603027344,
+    -2.638960123062134,
+    -0.8432751297950745,
+    -0.04017820954322815,
+    0.004631939809769392,
+    0.009291124530136585,
+    -0.01293953973799944,
+    0.008619491010904312,
+    -0.002923097927123308,
+    0.00039666122756898403,
+)
+_SIN = (-0.1666666716337204, 0.008333380334079266, -0.00019853511184919626, 2.8375159217830515e-06)
+_COS = (0.0416666679084301, -0.001388898235745728, 2.4822984414640814e-05, -2.897732258588803e-07)
+#: log(2), the first part short enough that its product with an exponent is exact.
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_LOG10_2_HIGH, _LOG10_2_LOW = 0.30102920532226562, 7.9034151668e-07
+#: Adding and subtracting it rounds to an integer; below it in the bits stands that integer.
+_ROUND = 12582912.0
+_ROUND_BITS = 0x4B400000
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function of elements.
+
+    Attributes:
+        name: in generated sources.
+        op: the operation that it computes.
+        args: types of its arguments; they are the first values.
+        dtype: of its result.
+        body: `Const` and `Apply` statements.
+        result: the value that it returns.
+    """
+
+    name: str
+    op: str
+    args: tuple[DType, ...]
+    dtype: DType
+    body: Block
+    result: int
+
+
+class _Writer(KernelBuilder):
+    """Writes a function's body."""
+
+    def argument(self, dtype: DType) -> Value:
+        return self._value(dtype)
+
+    def number(self, value: float | int, dtype: DType = F32) -> Value:
+        return self.const(dtype, scalars.rounded(value, dtype) if dtype is F32 else value)
+
+    def _both(self, op: str, a: Value | float, b: Value | float) -> Value:
+        like = a if isinstance(a, Value) else b
+        assert isinstance(like, Value)
+        left = a if isinstance(a, Value) else self.number(a, like.dtype)
+        right = b if isinstance(b, Value) else self.number(b, like.dtype)
+        return self.apply(op, left, right)
+
+    def add(self, a: Value | float, b: Value | float) -> Value:
+        return self._both("add", a, b)
+
+    def sub(self, a: Value | float, b: Value | float) -> Value:
+        return self._both("sub", a, b)
+
+    def mul(self, a: Value | float, b: Value | float) -> Value:
+        return self._both("mul", a, b)
+
+    def div(self, a: Value | float, b: Value | float) -> Value:
+        return self._both("div", a, b)
+
+    def test(self, op: str, a: Value, b: float | int) -> Value:
+        return self._both(op, a, b)
+
+    def select(self, c: Value, a: Value | float, b: Value | float) -> Value:
+        like = a if isinstance(a, Value) else b
+        assert isinstance(like, Value)
+        left = a if isinstance(a, Value) else self.number(a, like.dtype)
+        right = b if isinstance(b, Value) else self.number(b, like.dtype)
+        return self.apply("select", c, left, right)
+
+    def bits(self, a: Value, dtype: DType) -> Value:
+        return self.apply("bitcast", a, dtype=dtype)
+
+    def polynomial(self, x: Value, coefficients: Sequence[float]) -> Value:
+        """By Horner's rule."""
+        found = self.number(coefficients[-1], x.dtype)
+        for c in reversed(coefficients[:-1]):
+            found = self.add(self.mul(found, x), c)
+        return found
+
+    def scaled(self, p: Value, n: Value) -> Value:
+        """P * 2**n for n in [-252, 254], in two steps so that the result may be subnormal."""
+        half = self.apply("shr", n, self.number(1, I32))
+        rest = self.sub(n, half)
+        for e in (half, rest):
+            power = self.apply("shl", self.add(e, 127), self.number(23, I32))
+            p = self.mul(p, self.bits(power, F32))
+        return p
+
+    def moved(self, p: Value, n: Value) -> Value:
+        """Normal p times 2**n where that is normal too: the exponent is added where it stands in the bits."""
+        return self.bits(self.add(self.bits(p, I32), self.apply("shl", n, self.number(23, I32))), F32)
+
+    def nearest(self, x: Value) -> tuple[Value, Value]:
+        """The integer nearest to |x| < 2**22, as f32 and as i32; anything for other x."""
+        moved = self.add(x, _ROUND)
+        return self.sub(moved, _ROUND), self.sub(self.bits(moved, I32), _ROUND_BITS)
+
+    def clamped(self, x: Value, low: float, high: float) -> Value:
+        """X within bounds; not-a-number stays."""
+        x = self.select(self.test("lt", x, low), low, x)
+        return self.select(self.test("gt", x, high), high, x)
+
+
+def _exp_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
+    """(r, q, n) with e**x = (1 + r + r*r*q) * 2**n."""
+    nf, n = w.nearest(w.mul(x, 1.4426950408889634))
+    r = w.sub(w.sub(x, w.mul(nf, _LN2_HIGH)), w.mul(nf, _LN2_LOW))
+    return r, w.polynomial(r, _EXP), n
+
+
+def _exp_inside(w: _Writer, x: Value) -> Value:
+    """e**x where that is a normal number."""
+    r, q, n = _exp_parts(w, x)
+    return w.moved(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
+
+
+def _exp(w: _Writer, x: Value) -> Value:
+    """Results below the least normal number are 0. The sum is infinite for large x, and not-a-number for that."""
+    found = w.select(w.test("le", x, 88.72283172607422), _exp_inside(w, x), w.add(x, math.inf))
+    return w.select(w.test("lt", x, -87.33654022216797), 0.0, found)
+
+
+def _exp2(w: _Writer, x: Value) -> Value:
+    x = w.clamped(x, -151.0, 129.0)
+    nf, n = w.nearest(x)
+    r = w.sub(x, nf)
+    return w.scaled(w.add(w.mul(r, w.polynomial(r, _EXP2)), 1.0), n)
+
+
+def _expm1(w: _Writer, x: Value) -> Value:
+    r, q, n = _exp_parts(w, w.clamped(x, -30.0, 89.0))
+    p = w.add(w.mul(w.mul(r, r), q), r)
+    half = w.bits(w.apply("shl", w.add(n, 126), w.number(23, I32)), F32)
+    found = w.mul(w.add(w.mul(p, half), w.sub(half, 0.5)), 2.0)
+    near = w.test("eq", n, 0)
+    return w.select(w.test("eq", x, 0.0), x, w.select(near, p, found))
+
+
+def _log_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
+    """(f, t, e) with log(x) = f + t + e * log(2) for positive finite x."""
+    tiny = w.test("lt", x, 1.1754943508222875e-38)
+    bits = w.sub(w.bits(w.select(tiny, w.mul(x, 8388608.0), x), I32), 0x3F3504F3)
+    e = w.apply("shr", bits, w.number(23, I32))
+    m = w.bits(w.add(w.apply("and", bits, w.number(0x7FFFFF, I32)), 0x3F3504F3), F32)
+    f = w.sub(m, 1.0)
+    exponent = w.apply("convert", w.select(tiny, w.sub(e, 23), e), dtype=F32)
+    z = w.mul(f, f)
+    t = w.sub(w.mul(w.mul(z, f), w.polynomial(f, _LOG)), w.mul(z, 0.5))
+    return f, t, exponent
+
+
+def _log_ends(w: _Writer, x: Value, inside: Value) -> Value:
+    """`inside` for positive finite x, else what a logarithm gives."""
+    found = w.select(w.test("lt", x, math.inf), inside, x)
+    found = w.select(w.test("eq", x, 0.0), -math.inf, found)
+    return w.select(w.test("lt", x, 0.0), math.nan, found)
+
+
+def _log_inside(w: _Writer, x: Value) -> Value:
+    f, t, e = _log_parts(w, x)
+    return w.add(w.add(w.add(w.mul(e, _LN2_LOW), t), f), w.mul(e, _LN2_HIGH))
+
+
+def _log(w: _Writer, x: Value) -> Value:
+    return _log_ends(w, x, _log_inside(w, x))
+
+
+def _log2(w: _Writer, x: Value) -> Value:
+    f, t, e = _log_parts(w, x)
+    # 1/log(2) - 1 keeps the product's error below that of the sum
+    low = w.add(w.mul(f, 0.4426950408889634), w.mul(t, 1.4426950408889634))
+    return _log_ends(w, x, w.add(w.add(low, f), e))
+
+
+def _log10(w: _Writer, x: Value) -> Value:
+    f, t, e = _log_parts(w, x)
+    low = w.add(w.mul(w.add(t, f), 0.4342944819032518), w.mul(e, _LOG10_2_LOW))
+    return _log_ends(w, x, w.add(low, w.mul(e, _LOG10_2_HIGH)))
+
+
+def _log1p(w: _Writer, x: Value) -> Value:
+    u = w.add(x, 1.0)
+    lost = w.div(w.sub(x, w.sub(u, 1.0)), u)
+    found = w.add(_log_inside(w, u), lost)
+    found = w.select(w.test("eq", u, 1.0), x, found)
+    found = w.select(w.test("lt", u, math.inf), found, u)
+    found = w.select(w.test("eq", u, 0.0), -math.inf, found)
+    return w.select(w.test("lt", u, 0.0), math.nan, found)
+
+
+def _tanh(w: _Writer, x: Value) -> Value:
+    a = w.apply("abs", x)
+    z = w.mul(x, x)
+    small = w.add(x, w.mul(x, w.mul(z, w.polynomial(z, _TANH))))
+    e = _exp_inside(w, w.mul(w.select(w.test("gt", a, 20.0), 20.0, a), 2.0))
+    large = w.sub(1.0, w.div(2.0, w.add(e, 1.0)))
+    signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
+    return w.select(w.test("lt", a, 0.625), small, w.select(w.apply("isnan", x), x, signed))
+
+
+def _erf(w: _Writer, x: Value) -> Value:
+    a = w.apply("abs", x)
+    z = w.mul(x, x)
+    small = w.add(x, w.mul(x, w.polynomial(z, _ERF)))
+    t = w.sub(w.select(w.test("gt", a, 4.1), 4.1, a), 1.0)
+    large = w.sub(1.0, _exp_inside(w, w.polynomial(t, _ERFC_LOG)))
+    signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
+    return w.select(w.test("lt", a, 1.0), small, w.select(w.apply("isnan", x), x, signed))
+
+
+#: 2/pi in pieces of 24 bits: the k-th is an integer times 2**(-24*(k+1)).
+_TWO_OVER_PI_BITS = 0xA2F9836E4E441529FC2757D1F534DDC0DB6295993C439041FE5163ABDEBBC561
+_PIECES = 9
+#: Adding and subtracting it rounds an f64 below 2**51 to an integer.
+_ROUND64 = 6755399441055744.0
+
+
+def _two_over_pi(k: int) -> float:
+    piece = (_TWO_OVER_PI_BITS >> (256 - 24 * (k + 1))) & 0xFFFFFF
+    return math.ldexp(piece, -24 * (k + 1))
+
+
+def _quadrant(w: _Writer, x: Value) -> tuple[Value, Value]:
+    """(r, n): finite x is r + n * pi/2 up to whole turns, r in [-pi/4, pi/4] as f32, n as i32.
+
+    x times a piece of 2/pi is exact in f64; of each product the multiples of 4 are dropped, which is exact too; the rest is added
+    up with its rounding errors kept. So the reduction is as good for 1e38 as for 1.
+    """
+    wide = w.apply("convert", x, dtype=F64)
+    high, low = w.number(0.0, F64), w.number(0.0, F64)
+    for k in range(_PIECES):
+        product = w.mul(wide, _two_over_pi(k))
+        quarter = w.mul(product, 0.25)
+        whole = w.sub(w.add(quarter, _ROUND64), _ROUND64)
+        big = w.test("ge", w.apply("abs", quarter), 2251799813685248.0)
+        part = w.sub(product, w.mul(w.select(big, quarter, whole), 4.0))
+        total = w.add(high, part)
+        back = w.sub(total, high)
+        error = w.add(w.sub(high, w.sub(total, back)), w.sub(part, back))
+        high, low = total, w.add(low, error)
+    moved = w.add(high, _ROUND64)
+    n = w.apply("convert", w.bits(moved, DType.I64), dtype=I32)
+    turns = w.add(w.sub(high, w.sub(moved, _ROUND64)), low)
+    return w.apply("convert", w.mul(turns, 1.5707963267948966), dtype=F32), n
+
+
+def _circular(shift: int) -> Callable[[_Writer, Value], Value]:
+    def build(w: _Writer, x: Value) -> Value:
+        r, n = _quadrant(w, x)
+        n = w.add(n, shift) if shift else n
+        z = w.mul(r, r)
+        sine = w.add(r, w.mul(r, w.mul(z, w.polynomial(z, _SIN))))
+        cosine = w.add(w.sub(1.0, w.mul(z, 0.5)), w.mul(w.mul(z, z), w.polynomial(z, _COS)))
+        odd = w.test("ne", w.apply("and", n, w.number(1, I32)), 0)
+        found = w.select(odd, cosine, sine)
+        negative = w.test("ne", w.apply("and", n, w.number(2, I32)), 0)
+        found = w.select(negative, w.apply("neg", found), found)
+        found = w.select(w.test("lt", w.apply("abs", x), math.inf), found, math.nan)
+        return found if shift else w.select(w.test("eq", x, 0.0), x, found)
+
+    return build
+
+
+def _whole(w: _Writer, x: Value) -> tuple[Value, Value]:
+    """|x| rounded to nearest, and the bits of x's sign."""
+    a = w.apply("abs", x)
+    near = w.sub(w.add(a, 8388608.0), 8388608.0)
+    sign = w.apply("and", w.bits(x, U32), w.number(0x80000000, U32))
+    return w.select(w.test("lt", a, 8388608.0), near, a), sign
+
+
+def _signed(w: _Writer, a: Value, sign: Value) -> Value:
+    return w.bits(w.apply("or", w.bits(a, U32), sign), F32)
+
+
+def _round(w: _Writer, x: Value) -> Value:
+    return _signed(w, *_whole(w, x))
+
+
+def _trunc(w: _Writer, x: Value) -> Value:
+    near, sign = _whole(w, x)
+    beyond = w.apply("gt", near, w.apply("abs", x))
+    return _signed(w, w.select(beyond, w.sub(near, 1.0), near), sign)
+
+
+def _floor(w: _Writer, x: Value) -> Value:
+    near = _round(w, x)
+    return w.select(w.apply("gt", near, x), w.sub(near, 1.0), near)
+
+
+def _ceil(w: _Writer, x: Value) -> Value:
+    near, sign = _whole(w, x)
+    near = _signed(w, near, sign)
+    return _signed_zero(w, w.select(w.apply("lt", near, x), w.add(near, 1.0), near), sign)
+
+
+def _signed_zero(w: _Writer, a: Value, sign: Value) -> Value:
+    return w.select(w.test("eq", a, 0.0), w.bits(sign, F32), a)
+
+
+def _abs(w: _Writer, x: Value) -> Value:
+    """By the bits: a call of the library's function keeps PoCL from making vectors of the loop around it."""
+    unsigned, mask = (U32, 0x7FFFFFFF) if x.dtype is F32 else (DType.U64, 0x7FFFFFFFFFFFFFFF)
+    return w.bits(w.apply("and", w.bits(x, unsigned), w.number(mask, unsigned)), x.dtype)
+
+
+def _from_f16(w: _Writer, x: Value) -> Value:
+    bits = w.apply("convert", w.bits(x, U16), dtype=U32)
+    magnitude = w.apply("shl", w.apply("and", bits, w.number(0x7FFF, U32)), w.number(13, U32))
+    number = w.bits(w.mul(w.bits(magnitude, F32), 5.192296858534828e33), U32)
+    special = w.apply("or", magnitude, w.number(0x7F800000, U32))
+    number = w.select(w.test("ge", magnitude, 0x0F800000), special, number)
+    sign = w.apply("shl", w.apply("and", bits, w.number(0x8000, U32)), w.number(16, U32))
+    return w.bits(w.apply("or", number, sign), F32)
+
+
+def _to_f16(w: _Writer, x: Value) -> Value:
+    bits = w.bits(x, U32)
+    magnitude = w.apply("and", bits, w.number(0x7FFFFFFF, U32))
+    odd = w.apply("and", w.apply("shr", magnitude, w.number(13, U32)), w.number(1, U32))
+    normal = w.apply("shr", w.add(w.add(magnitude, 0xC8000FFF), odd), w.number(13, U32))
+    small = w.sub(w.bits(w.add(w.bits(magnitude, F32), 0.5), U32), 0x3F000000)
+    found = w.select(w.test("lt", magnitude, 0x38800000), small, normal)
+    found = w.select(w.test("ge", magnitude, 0x47800000), w.number(0x7C00, U32), found)
+    found = w.select(w.test("gt", magnitude, 0x7F800000), w.number(0x7E00, U32), found)
+    sign = w.apply("and", w.apply("shr", bits, w.number(16, U32)), w.number(0x8000, U32))
+    return w.bits(w.apply("convert", w.apply("or", found, sign), dtype=U16), DType.F16)
+
+
+def _from_bf16(w: _Writer, x: Value) -> Value:
+    return w.bits(w.apply("shl", w.apply("convert", w.bits(x, U16), dtype=U32), w.number(16, U32)), F32)
+
+
+def _to_bf16(w: _Writer, x: Value) -> Value:
+    bits = w.bits(x, U32)
+    odd = w.apply("and", w.apply("shr", bits, w.number(16, U32)), w.number(1, U32))
+    near = w.apply("shr", w.add(w.add(bits, 0x7FFF), odd), w.number(16, U32))
+    found = w.select(w.apply("isnan", x), w.number(0x7FC0, U32), near)
+    return w.bits(w.apply("convert", found, dtype=U16), DType.BF16)
+
+
+_BODIES: Final[dict[str, Callable[[_Writer, Value], Value]]] = {
+    "exp": _exp,
+    "exp2": _exp2,
+    "expm1": _expm1,
+    "log": _log,
+    "log2": _log2,
+    "log10": _log10,
+    "log1p": _log1p,
+    "tanh": _tanh,
+    "erf": _erf,
+    "sin": _circular(0),
+    "cos": _circular(1),
+    "round": _round,
+    "trunc": _trunc,
+    "floor": _floor,
+    "ceil": _ceil,
+}
+_CONVERSIONS: Final[dict[tuple[DType, DType], Callable[[_Writer, Value], Value]]] = {
+    (DType.F16, F32): _from_f16,
+    (F32, DType.F16): _to_f16,
+    (DType.BF16, F32): _from_bf16,
+    (F32, DType.BF16): _to_bf16,
+}
+
+
+@cache
+def function(op: str, source: DType, target: DType) -> Function | None:
+    """Our own function for an operation on `source` that gives `target`; None where the language's own will do."""
+    if op == "convert":
+        build, name = _CONVERSIONS.get((source, target)), f"wooly_{source.label}_to_{target.label}"
+    elif op == "abs":
+        build, name = (_abs if source in (F32, F64) else None), f"wooly_abs_{source.label}"
+    else:
+        build, name = (_BODIES.get(op) if source is F32 else None), f"wooly_{op}"
+    if build is None:
+        return None
+    w = _Writer(name, ())
+    result = build(w, w.argument(source))
+    return Function(name, op, (source,), target, w.finish().body, result.number)
+
+
+def element(op: str, dtype: DType, args: list[Number], types: list[DType]) -> Number:
+    """As `scalars.apply`, but by our own functions: what generated kernels compute, to the bit."""
+    own = function(op, types[0], dtype)
+    return scalars.apply(op, dtype, args, types) if own is None else call(own, args)
+
+
+def call(own: Function, args: list[Number]) -> Number:
+    """The result of a function for Python numbers."""
+    values: dict[int, Number] = dict(enumerate(args))
+    types: dict[int, DType] = dict(enumerate(own.args))
+    for s in own.body:
+        if isinstance(s, Const):
+            values[s.out], types[s.out] = s.value, s.dtype
+        elif isinstance(s, Apply):
+            at = [types[a] for a in s.args]
+            values[s.out] = element(s.op, s.dtype, [values[a] for a in s.args], at)
+            types[s.out] = s.dtype
+    return values[own.result]

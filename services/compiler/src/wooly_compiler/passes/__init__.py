@@ -1,0 +1,1 @@
+"""Passes over a unit, one module each: a name, a sentence, a function."""

@@ -1,0 +1,156 @@
+"""Puts instructions together that one kernel can do: pointwise chains, and folds with what feeds them and what follows.
+
+Groups are kept in order. A line joins the earliest group in which all that it depends on is done by then, if it has something
+to do with that group's tensors and fits its index space; else it starts a group of its own, or is a library call. Where a line
+brings together what two groups computed, the earlier one moves into the later one, if nothing between them minds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wooly_wis.program import Role
+
+from wooly_compiler.dag import Graph, emit, folded_dims
+from wooly_compiler.errors import UnsupportedError
+from wooly_compiler.unit import Line, Unit, line_text
+
+NAME = "fuse"
+
+
+@dataclass(slots=True)
+class Group:
+    """Lines that one step of the plan does.
+
+    Attributes:
+        lines: in the program's order.
+        graph: what a kernel computes for them; None for a library call.
+        why: why no kernel is generated, for a library call.
+    """
+
+    lines: list[Line]
+    graph: Graph | None
+    why: str = ""
+    reads: set[int] = field(default_factory=set)
+    writes: set[int] = field(default_factory=set)
+
+    def note(self, line: Line) -> None:
+        """Remember which slots a line touches."""
+        self.reads |= {a.slot for a in line.reads()}
+        self.writes |= {a.slot for a in line.writes()}
+
+
+def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None) -> list[Group]:
+    """The groups of a unit. Without `fusing`, each line is a group of its own. `params` are those of a run, if known."""
+    groups: list[Group] = []
+    last_write: dict[int, int] = {}
+    last_touch: dict[int, int] = {}
+    for line in unit.lines:
+        alone = _alone(line, params)
+        sources = {last_write[a.slot] for a in line.reads() if a.slot in last_write}
+        at = None
+        if alone.graph is not None and fusing:
+            floor = _floor(line, last_write, last_touch)
+            at = _join(groups, floor, line)
+        if at is None:
+            groups.append(alone)
+            at = len(groups) - 1
+        for a in line.accesses:
+            last_touch[a.slot] = max(at, last_touch.get(a.slot, -1))
+            if a.role is not Role.IN:
+                last_write[a.slot] = at
+        if fusing and groups[at].graph is not None:
+            for source in sorted(sources):
+                if source < at and _merge(groups, source, at):
+                    for table in (last_write, last_touch):
+                        for slot, k in table.items():
+                            if k == source:
+                                table[slot] = at
+    return [g for g in groups if g.lines]
+
+
+def _merge(groups: list[Group], source: int, target: int) -> bool:
+    """Move the lines of an earlier group into a later one, if they fit and no group between depends on either's order."""
+    a, b = groups[source], groups[target]
+    if a.graph is None or b.graph is None or a.graph.space != b.graph.space or not a.lines:
+        return False
+    for k in range(source + 1, target):
+        between = groups[k]
+        if a.writes & (between.reads | between.writes) or a.reads & between.writes:
+            return False
+    lines = sorted([*a.lines, *b.lines], key=lambda line: line.origin)
+    graph = Graph(b.graph.space, max(a.graph.inner, b.graph.inner), b.graph.params)
+    if min(a.graph.inner, b.graph.inner) not in (0, graph.inner):
+        return False
+    try:
+        for line in lines:
+            emit(graph, line)
+    except UnsupportedError:
+        return False
+    groups[target] = Group(lines, graph, "", a.reads | b.reads, a.writes | b.writes)
+    groups[source] = Group([], None)
+    return True
+
+
+def _alone(line: Line, params: Sequence[Any] | None) -> Group:
+    """A group of one line."""
+    why = ""
+    graph: Graph | None = None
+    try:
+        space, inner = folded_dims(line.form)
+        graph = Graph(space, inner, params)
+        emit(graph, line)
+    except UnsupportedError as e:
+        graph, why = None, str(e)
+    group = Group([line], graph, why)
+    group.note(line)
+    return group
+
+
+def _floor(line: Line, last_write: dict[int, int], last_touch: dict[int, int]) -> int:
+    """The first group in which the line may be: all that it depends on is in that one or before."""
+    floor = 0
+    for a in line.accesses:
+        floor = max(floor, last_write.get(a.slot, 0))
+        if a.role is not Role.IN:
+            floor = max(floor, last_touch.get(a.slot, 0))
+    return floor
+
+
+def _join(groups: list[Group], floor: int, line: Line) -> int | None:
+    """Put the line into a group; which one, or None if none takes it."""
+    space, inner = folded_dims(line.form)
+    slots = set(line.slots)
+    for at in range(floor, len(groups)):
+        group = groups[at]
+        if group.graph is None or not slots & (group.reads | group.writes):
+            continue
+        graph = group.graph.copy()
+        if inner:
+            if graph.space != space or graph.inner not in (0, inner):
+                continue
+            graph.inner = inner
+        try:
+            emit(graph, line)
+        except UnsupportedError:
+            continue
+        group.graph = graph
+        group.lines.append(line)
+        group.note(line)
+        return at
+    return None
+
+
+def text(groups: Sequence[Group]) -> str:
+    """Groups and their lines."""
+    shown: list[str] = []
+    for k, group in enumerate(groups):
+        if group.graph is None:
+            shown.append(f"group {k}: library ({group.why})")
+        else:
+            fold = f", folded along the last {group.graph.inner}" if group.graph.inner else ""
+            shown.append(f"group {k}: kernel over {list(group.graph.space)}{fold}")
+        shown += [f"{line.origin:5}  {line_text(line)}" for line in group.lines]
+    return "\n".join(shown) + "\n"

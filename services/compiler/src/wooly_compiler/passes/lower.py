@@ -1,0 +1,130 @@
+"""Turns groups into steps: decides which slots need memory, writes kernels, puts allocs and frees back where they are needed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from wooly_wis.program import Role
+
+from wooly_compiler.dag import Graph, emit, folded_dims
+from wooly_compiler.errors import UnsupportedError
+from wooly_compiler.passes.fuse import Group
+from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
+from wooly_compiler.schedule import schedule
+from wooly_compiler.unit import Line, Unit
+
+NAME = "lower"
+
+
+def run(unit: Unit, groups: Sequence[Group]) -> Plan:
+    """The plan of a unit's groups."""
+    temporaries = _temporaries(unit, groups)
+    computing: list[Step] = []
+    for group in groups:
+        computing += _steps(group, temporaries)
+    # a group that no kernel could be written for went to the library: its temporaries have memory after all
+    for step in computing:
+        if isinstance(step, LibraryStep):
+            temporaries -= set(step.line.slots)
+    assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
+    steps = tuple(_with_memory(unit, computing))
+    return Plan(unit.program, unit, steps, dict(unit.removed), frozenset(temporaries), assumed)
+
+
+def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:
+    """Slots of the program alone that one kernel writes before it reads them, and nobody else touches."""
+    users: dict[int, set[int]] = {}
+    for k, group in enumerate(groups):
+        for line in group.lines:
+            for slot in line.slots:
+                users.setdefault(slot, set()).add(k)
+    found: set[int] = set()
+    for slot, by in users.items():
+        if len(by) == 1 and unit.inner(slot):
+            graph = groups[next(iter(by))].graph
+            if graph is not None and slot in graph.puts and not graph.loads(slot):
+                found.add(slot)
+    return found
+
+
+def _name(lines: Sequence[Line]) -> str:
+    """A kernel's name from what it does; equal kernels have equal names."""
+    words = [re.sub(r"[^a-z0-9_]", "_", line.form.opcode) for line in lines]
+    short = "_".join(words) if len(words) <= 6 else "_".join([*words[:5], f"and_{len(words) - 5}_more"])
+    return f"k_{short}"[:63]
+
+
+def _steps(group: Group, temporaries: set[int]) -> list[Step]:
+    if group.graph is None:
+        return [LibraryStep(line, group.why) for line in group.lines]
+    puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries]
+    if not puts:  # only a dead store is left, and whoever removes those has left it
+        puts = list(group.graph.puts.values())
+        temporaries -= {p.place.slot for p in puts}
+    try:
+        made = schedule(group.graph, puts, _name(group.lines))
+    except UnsupportedError as e:
+        return _one_by_one(group, str(e))
+    return [KernelStep(made.kernel, made.slots, made.params, tuple(group.lines))]
+
+
+def _one_by_one(group: Group, why: str) -> list[Step]:
+    """Each line by itself: a kernel where one can be written, else the library."""
+    steps: list[Step] = []
+    assert group.graph is not None
+    for line in group.lines:
+        graph = Graph(group.graph.space, 0, group.graph.params)
+        try:
+            graph.space, graph.inner = folded_dims(line.form)
+            emit(graph, line)
+            made = schedule(graph, list(graph.puts.values()), _name([line]))
+            steps.append(KernelStep(made.kernel, made.slots, made.params, (line,)))
+        except UnsupportedError:
+            steps.append(LibraryStep(line, why))
+    return steps
+
+
+def _slots(step: Step) -> set[int]:
+    if isinstance(step, KernelStep):
+        return set(step.slots)
+    return set(step.line.slots) if isinstance(step, LibraryStep) else set()
+
+
+def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
+    """The steps with allocs before first uses and frees after last ones."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for k, step in enumerate(steps):
+        for slot in sorted(_slots(step)):
+            first.setdefault(slot, k)
+            last[slot] = k
+    found: list[Step] = []
+    for slot in sorted(unit.allocs):  # never touched, but left behind
+        if slot not in first and slot not in unit.frees:
+            found.append(AllocStep(slot, unit.facts.slot_alloc[slot] or 0, True))
+    for slot in sorted(unit.frees):
+        if slot not in first and slot not in unit.allocs:
+            found.append(FreeStep(slot))
+    for k, step in enumerate(steps):
+        for slot in sorted(s for s in _slots(step) if s in unit.allocs and first[s] == k):
+            nbytes = unit.facts.slot_alloc[slot]
+            assert nbytes is not None
+            found.append(AllocStep(slot, nbytes, not _fills(step, slot, nbytes)))
+        found.append(step)
+        found += [FreeStep(s) for s in sorted(_slots(step)) if s in unit.frees and last[s] == k]
+    return found
+
+
+def _fills(step: Step, slot: int, nbytes: int) -> bool:
+    """Whether a step writes every byte of a slot that it is the first to touch."""
+    lines = step.lines if isinstance(step, KernelStep) else (step.line,) if isinstance(step, LibraryStep) else ()
+    for line in lines:
+        for a in line.accesses:
+            if a.slot == slot:
+                v = a.view
+                return (
+                    a.role is Role.OUT and v is not None and v.offset == 0 and v.end == nbytes
+                    and v.numel * v.dtype.itemsize == nbytes
+                )  # fmt: skip
+    return False

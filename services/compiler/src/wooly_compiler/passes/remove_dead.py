@@ -1,0 +1,41 @@
+"""Removes instructions whose results nobody reads: their slots end within the program before anyone does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wooly_wis.optable import TABLE, Family
+from wooly_wis.promotion import NumberKind, kind_of
+
+from wooly_compiler.unit import Line, Unit
+
+NAME = "remove-dead"
+
+#: Rows that may complain about the values of integers; whoever removed them would remove the complaint.
+_PICKY = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
+
+
+def _silent(line: Line) -> bool:
+    """Whether an instruction does nothing but give its results."""
+    opcode = line.form.opcode
+    if opcode in ("copy", "fill"):
+        return True
+    row = TABLE.get(opcode)
+    if row is None or row.family is Family.INDEXING:
+        return False
+    floats = all(a.view is not None and kind_of(a.view.dtype) >= NumberKind.FLOAT for a in line.accesses)
+    return opcode not in _PICKY or floats
+
+
+def run(unit: Unit) -> Unit:
+    """The unit without dead instructions."""
+    wanted: set[int] = set()
+    kept: list[Line] = []
+    removed = dict(unit.removed)
+    for line in reversed(unit.lines):
+        if _silent(line) and all(unit.inner(a.slot) and a.slot not in wanted for a in line.writes()):
+            removed[line.origin] = "nobody reads its result"
+            continue
+        wanted |= {a.slot for a in line.reads()}
+        kept.append(line)
+    return replace(unit, lines=tuple(reversed(kept)), removed=removed)

@@ -1,0 +1,67 @@
+"""All passes in order, verified before and after each, with the text of every stage for whoever wants to read along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from wooly_wis.program import Program
+
+from wooly_compiler import plan as plans
+from wooly_compiler import unit as units
+from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant
+from wooly_compiler.plan import Plan
+from wooly_compiler.unit import Unit
+
+#: Passes from unit to unit; fusion and lowering follow.
+UNIT_PASSES: Final[tuple[tuple[str, Callable[[Unit], Unit]], ...]] = (
+    (expand.NAME, expand.run),
+    (remove_redundant.NAME, remove_redundant.run),
+    (remove_dead.NAME, remove_dead.run),
+)
+
+
+@dataclass(slots=True)
+class Trace:
+    """The text of every stage: (pass, text) in order."""
+
+    stages: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join(f"; after {name}\n{text}" for name, text in self.stages)
+
+
+def compile_program(
+    program: Program, *, params: Sequence[Any] | None = None, fusing: bool = True, trace: Trace | None = None
+) -> Plan:
+    """The plan of a program.
+
+    Args:
+        program: it is verified here.
+        params: those of a run, where they are known. Kernels depend on some (exponents, because a square is no power); the plan
+            then says which it assumes.
+        fusing: whether instructions share kernels; without, each has its own, with the same bits as result.
+        trace: where the text of the stages goes.
+
+    Raises:
+        VerifyError: the program breaks a law of WIS.
+        CompilerError: a pass broke a law: a bug of ours, and the program can still be run as it is.
+    """
+    unit = units.unit_of(program)
+    units.verify(unit)
+    if trace is not None:
+        trace.stages.append(("resolve-views", units.text(unit)))
+    for name, run in UNIT_PASSES:
+        unit = run(unit)
+        units.verify(unit)
+        if trace is not None:
+            trace.stages.append((name, units.text(unit)))
+    groups = fuse.run(unit, fusing=fusing, params=params)
+    if trace is not None:
+        trace.stages.append((fuse.NAME, fuse.text(groups)))
+    plan = lower.run(unit, groups)
+    plans.verify(plan)
+    if trace is not None:
+        trace.stages.append((lower.NAME, plans.text(plan)))
+    return plan

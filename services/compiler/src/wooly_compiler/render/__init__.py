@@ -1,0 +1,1 @@
+"""Kernel IR to C: one printer, dialects and forms as data."""

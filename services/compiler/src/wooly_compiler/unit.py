@@ -1,0 +1,201 @@
+"""A program between passes: its instructions that compute, and, apart, where slots begin and end.
+
+`alloc` and `free` say how long a slot's bytes live; where they stand among the others means nothing more. Taken out of the
+order, they no longer keep neighbours apart, and the plan puts back those that are still needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from wooly_wis.assembly import disassemble
+from wooly_wis.laws import FORM_LAWS
+from wooly_wis.program import Form, Instruction, Program, Role, View
+from wooly_wis.verifier import ProgramFacts, verify_program
+
+from wooly_compiler.errors import UnitError
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operand of a line."""
+
+    slot: int
+    view: View | None
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction that computes.
+
+    Attributes:
+        form: what it does.
+        slots: on which slots.
+        first_param: where its params begin among those of the run.
+        origin: the index in the program of the instruction that it is, or is a part of.
+        part: which part.
+    """
+
+    form: Form
+    slots: tuple[int, ...]
+    first_param: int
+    origin: int
+    part: int = 0
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """Its operands."""
+        return tuple([Access(s, o.view, o.role) for s, o in zip(self.slots, self.form.operands, strict=True)])
+
+    def reads(self) -> list[Access]:
+        """What it reads."""
+        return [a for a in self.accesses if a.role is not Role.OUT]
+
+    def writes(self) -> list[Access]:
+        """What it writes."""
+        return [a for a in self.accesses if a.role is not Role.IN]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A program between passes.
+
+    Attributes:
+        program: where it came from.
+        facts: what the verifier found.
+        lines: instructions that compute, in an order that keeps every dependency.
+        allocs: per slot that the program allocates, the instruction that does.
+        frees: per slot that the program frees, the instruction that does.
+        removed: per instruction that is no longer there, why.
+    """
+
+    program: Program
+    facts: ProgramFacts
+    lines: tuple[Line, ...]
+    allocs: Mapping[int, int]
+    frees: Mapping[int, int]
+    removed: Mapping[int, str]
+
+    def inner(self, slot: int) -> bool:
+        """Whether a slot begins and ends within the program: nobody else sees what is in it."""
+        return slot in self.allocs and slot in self.frees
+
+
+def unit_of(program: Program) -> Unit:
+    """A program as a unit.
+
+    Raises:
+        VerifyError: it breaks a law of WIS.
+    """
+    facts = verify_program(program)
+    lines: list[Line] = []
+    allocs: dict[int, int] = {}
+    frees: dict[int, int] = {}
+    first_param = 0
+    for k, instruction in enumerate(program.body):
+        form = program.forms[instruction.form]
+        if form.opcode == "alloc":
+            allocs[instruction.slots[0]] = k
+        elif form.opcode == "free":
+            frees[instruction.slots[0]] = k
+        else:
+            lines.append(Line(form, instruction.slots, first_param, k))
+        first_param += len(form.params)
+    return Unit(program, facts, tuple(lines), allocs, frees, {})
+
+
+def text(unit: Unit) -> str:
+    """The lines of a unit, each with the number of its instruction; then what was removed."""
+    shown = [f"{line.origin:5}  {line_text(line)}" for line in unit.lines]
+    shown += [f"    -  {k} removed: {why}" for k, why in sorted(unit.removed.items())]
+    return "\n".join(shown) + "\n"
+
+
+def line_text(line: Line) -> str:
+    """A line as the assembly writes it."""
+    return disassemble(Program((line.form,), (Instruction(0, line.slots),))).split("\n")[1]
+
+
+# -- laws ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLaw:
+    """A law that every pass keeps."""
+
+    name: str
+    says: str
+    check: Callable[[Unit], str | None]
+
+
+def _forms(unit: Unit) -> str | None:
+    good: set[int] = set()
+    for line in unit.lines:
+        if id(line.form) in good:
+            continue
+        for law in FORM_LAWS:
+            complaint = law.check(line.form)
+            if complaint is not None:
+                return f"instruction {line.origin}: {complaint}"
+        good.add(id(line.form))
+    return None
+
+
+def _bounds(unit: Unit) -> str | None:
+    for line in unit.lines:
+        for a in line.accesses:
+            if a.view is not None and a.view.end > max(
+                unit.facts.slot_bytes[a.slot], unit.facts.slot_alloc[a.slot] or 0
+            ):
+                return f"instruction {line.origin} reaches byte {a.view.end} of slot {a.slot}"
+    return None
+
+
+def _complete(unit: Unit) -> str | None:
+    seen = [(line.origin, line.part) for line in unit.lines]
+    memory = {*unit.allocs.values(), *unit.frees.values()}
+    if len(set(seen)) != len(seen):
+        return "an instruction is there twice"
+    missing = set(range(len(unit.program.body))) - {k for k, _ in seen} - memory - set(unit.removed)
+    return f"instruction {min(missing)} is missing" if missing else None
+
+
+def conflicts(first: Line, second: Line) -> bool:
+    """Whether two lines must stay in order: one writes a slot that the other uses."""
+    a, b = {x.slot for x in first.writes()}, {x.slot for x in second.writes()}
+    return bool(a & set(second.slots)) or bool(b & set(first.slots))
+
+
+def _ordered(unit: Unit) -> str | None:
+    written: dict[int, int] = {}
+    read: dict[int, int] = {}
+    for line in unit.lines:
+        for a in line.accesses:
+            if written.get(a.slot, -1) > line.origin or (a.role is not Role.IN and read.get(a.slot, -1) > line.origin):
+                return f"instruction {line.origin} comes too late for slot {a.slot}"
+        for a in line.accesses:
+            table = read if a.role is Role.IN else written
+            table[a.slot] = max(table.get(a.slot, -1), line.origin)
+    return None
+
+
+UNIT_LAWS: tuple[UnitLaw, ...] = (
+    UnitLaw("forms", "Every line obeys the laws of its form.", _forms),
+    UnitLaw("bounds", "Every view lies within its slot.", _bounds),
+    UnitLaw("complete", "Every instruction is a line, begins or ends a slot, or is removed for a reason.", _complete),
+    UnitLaw("order", "Lines that touch the same slot, one of them writing, are in the program's order.", _ordered),
+)
+
+
+def verify(unit: Unit) -> None:
+    """Check a unit.
+
+    Raises:
+        UnitError: names the law.
+    """
+    for law in UNIT_LAWS:
+        complaint = law.check(unit)
+        if complaint is not None:
+            raise UnitError(f"{complaint} [law: {law.name}]")

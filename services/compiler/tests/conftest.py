@@ -1,0 +1,124 @@
+"""Running plans three ways: on PoCL, by the kernel interpreter, fused and not."""
+
+import numpy as np
+import pytest
+from wooly_compiler import mathlib
+from wooly_compiler.local_run import LocalRun
+from wooly_compiler.pipeline import compile_program
+from wooly_compiler.plan import AllocStep, FreeStep, KernelStep
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel import interpreter, scalars
+from wooly_wis.kernel.ir import Apply, walk
+from wooly_wis.kernel.ops import FLOATS
+from wooly_wis.program import Role
+
+_NUMPY = {
+    DType.BOOL: np.bool_, DType.U8: np.uint8, DType.I8: np.int8, DType.I16: np.int16, DType.I32: np.int32,
+    DType.I64: np.int64, DType.F32: np.float32, DType.F64: np.float64, DType.F16: np.float16, DType.BF16: np.uint16,
+}  # fmt: skip
+
+
+def elements(raw, dtype):
+    """Bytes as Python numbers, 16-bit floats as floats."""
+    found = raw[: len(raw) - len(raw) % dtype.itemsize].view(_NUMPY[dtype])
+    if dtype is DType.BF16:
+        return [scalars.from_bits(int(b), dtype) for b in found]
+    return [v.item() for v in found]
+
+
+def raw_of(values, dtype):
+    if dtype is DType.BF16:
+        return np.array([scalars.bits_of(v, dtype) for v in values], np.uint16).view(np.uint8)
+    with np.errstate(all="ignore"):
+        return np.array(values, _NUMPY[dtype]).view(np.uint8)
+
+
+def interpret(plan, memory, params):
+    """Run the kernels of a plan by the interpreter, with the elementary functions that generated kernels have."""
+    for step in plan.steps:
+        match step:
+            case AllocStep():
+                memory[step.slot] = np.zeros(step.nbytes, np.uint8)
+            case FreeStep():
+                memory.pop(step.slot, None)
+            case KernelStep():
+                arrays = {
+                    a.name: elements(memory[s], a.dtype) for a, s in zip(step.kernel.arrays, step.slots, strict=True)
+                }
+                values = {s.name: params[p] for s, p in zip(step.kernel.scalars, step.params, strict=True)}
+                interpreter.run(step.kernel, arrays, values, mathlib.element)
+                for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
+                    if a.role is not Role.IN:
+                        new = raw_of(arrays[a.name], a.dtype)
+                        memory[slot][: len(new)] = new
+
+
+class Ways:
+    """One tape, run in several ways on the same inputs."""
+
+    def __init__(self, tape, inputs):
+        self.program, self.slots = tape.program()
+        self.params = tape.params
+        self.inputs = inputs
+        self.fused = compile_program(self.program)
+        self.single = compile_program(self.program, fusing=False)
+
+    def memory(self):
+        return {self.slots[t.slot]: v.view(np.uint8).reshape(-1).copy() for t, v in self.inputs}
+
+    def pocl(self, plan):
+        memory = self.memory()
+        LocalRun(plan).run(memory, self.params)
+        return memory
+
+    def interpreted(self, plan):
+        memory = self.memory()
+        interpret(plan, memory, self.params)
+        return memory
+
+    def value(self, memory, tensor):
+        """A dense tensor of the tape as a NumPy array (bf16 as bits)."""
+        view = tensor.view
+        return memory[self.slots[tensor.slot]][: view.end].view(_NUMPY[view.dtype]).reshape(view.sizes)
+
+
+def same_bits(one, other):
+    """Two memories hold the same bytes; not-a-numbers may have other bits."""
+    assert one.keys() == other.keys()
+    for slot in one:
+        a, b = one[slot], other[slot]
+        if not np.array_equal(a, b):
+            for kind in (np.float32, np.float64):
+                x, y = (v[: len(v) - len(v) % kind().itemsize].view(kind) for v in (a, b))
+                if np.array_equal(x, y, equal_nan=True):
+                    break
+            else:
+                return False
+    return True
+
+
+def _vendors(statement):
+    """Whether an operation is a function of the vendor's library, whose bits are its own."""
+    return (
+        isinstance(statement, Apply)
+        and statement.dtype in FLOATS
+        and mathlib.function(statement.op, statement.dtype, statement.dtype) is None
+        and statement.op
+        not in ("add", "sub", "mul", "div", "neg", "max", "min", "sqrt", "select", "convert", "bitcast")
+        and (statement.dtype is DType.F64 or statement.op not in mathlib.BOUNDS)
+    )
+
+
+def _agree(tape, inputs):
+    """All ways give the same bits; the run and the memory that it left."""
+    ways = Ways(tape, inputs)
+    fused = ways.pocl(ways.fused)
+    assert same_bits(fused, ways.pocl(ways.single)), "fused and single kernels differ"
+    if not any(_vendors(s) for k in ways.fused.kernels for s in walk(k.body)):
+        assert same_bits(fused, ways.interpreted(ways.fused)), "PoCL and the interpreter differ"
+    return ways, fused
+
+
+@pytest.fixture(scope="session")
+def agree():
+    return _agree

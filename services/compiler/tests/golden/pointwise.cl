@@ -1,0 +1,23 @@
+#pragma OPENCL FP_CONTRACT OFF
+
+static inline float wooly_bf16_to_f32(ushort x) {
+
+  return as_float((uint)(((uint)(x)) << (16u & 31)));
+}
+
+kernel __attribute__((reqd_work_group_size(1, 1, 1)))
+void k_mul_add_relu(global const float* restrict in0, global const float* restrict in1, global const ushort* restrict in2, global float* restrict out3) {
+  const long g = (long)get_group_id(0) * 248L;
+  const long end = (g + 248L < 100L ? g + 248L : 100L);
+  for (long p = g; p < end; ++p) {
+    const long v0 = p;
+    for (long v1 = 0; v1 < 33L; ++v1) {
+      const ushort v3 = in2[v0];
+      const float v7 = in1[v1];
+      const long v10 = (v0 * 33L) + v1;
+      const float v11 = in0[v10];
+      const float v13 = (v11 * v7) + (1.0f * (wooly_bf16_to_f32(v3)));
+      out3[v10] = ((v13 != v13) | (v13 > 0.0f)) ? v13 : 0.0f;
+    }
+  }
+}

@@ -1,0 +1,24 @@
+template <class To, class From> static __device__ __forceinline__ To wooly_bits(From from) {
+  union { From from; To to; } both;
+  both.from = from;
+  return both.to;
+}
+
+static __device__ __forceinline__ float wooly_bf16_to_f32(unsigned short x) {
+
+  return wooly_bits<float>((unsigned int)(((unsigned int)(x)) << (16u & 31)));
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+k_mul_add_relu(const float* __restrict__ in0, const float* __restrict__ in1, const unsigned short* __restrict__ in2, float* __restrict__ out3) {
+  const long long p = (long long)blockIdx.x * 256LL + (long long)threadIdx.x;
+  if (p >= 3300LL) return;
+  const long long v0 = p / 33LL;
+  const long long v1 = p % 33LL;
+  const unsigned short v3 = in2[v0];
+  const float v7 = in1[v1];
+  const long long v10 = (v0 * 33LL) + v1;
+  const float v11 = in0[v10];
+  const float v13 = (v11 * v7) + (1.0f * (wooly_bf16_to_f32(v3)));
+  out3[v10] = ((v13 != v13) | (v13 > 0.0f)) ? v13 : 0.0f;
+}

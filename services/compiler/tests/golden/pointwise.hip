@@ -1,0 +1,38 @@
+#pragma clang fp contract(off)
+#ifndef __device__
+#define __device__ __attribute__((device))
+#define __global__ __attribute__((global))
+#define __shared__ __attribute__((shared))
+#endif
+#ifndef __forceinline__
+#define __forceinline__ inline __attribute__((always_inline))
+#endif
+static __device__ __forceinline__ void wooly_barrier() {
+  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
+  __builtin_amdgcn_s_barrier();
+  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
+}
+template <class To, class From> static __device__ __forceinline__ To wooly_bits(From from) {
+  union { From from; To to; } both;
+  both.from = from;
+  return both.to;
+}
+
+static __device__ __forceinline__ float wooly_bf16_to_f32(unsigned short x) {
+
+  return wooly_bits<float>((unsigned int)(((unsigned int)(x)) << (16u & 31)));
+}
+
+extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(256, 256)))
+k_mul_add_relu(const float* __restrict__ in0, const float* __restrict__ in1, const unsigned short* __restrict__ in2, float* __restrict__ out3) {
+  const long long p = (long long)__builtin_amdgcn_workgroup_id_x() * 256LL + (long long)__builtin_amdgcn_workitem_id_x();
+  if (p >= 3300LL) return;
+  const long long v0 = p / 33LL;
+  const long long v1 = p % 33LL;
+  const unsigned short v3 = in2[v0];
+  const float v7 = in1[v1];
+  const long long v10 = (v0 * 33LL) + v1;
+  const float v11 = in0[v10];
+  const float v13 = (v11 * v7) + (1.0f * (wooly_bf16_to_f32(v3)));
+  out3[v10] = ((v13 != v13) | (v13 > 0.0f)) ? v13 : 0.0f;
+}

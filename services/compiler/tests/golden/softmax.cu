@@ -1,0 +1,58 @@
+template <class To, class From> static __device__ __forceinline__ To wooly_bits(From from) {
+  union { From from; To to; } both;
+  both.from = from;
+  return both.to;
+}
+
+static __device__ __forceinline__ float wooly_exp(float x) {
+  const float v6 = (x * 1.4426950216293335f) + 12582912.0f;
+  const float v8 = v6 - 12582912.0f;
+  const float v17 = (x - (v8 * 0.693359375f)) - (v8 * (-0.00021219444170128554f));
+  return (x < (-87.33654022216797f)) ? 0.0f : ((x <= 88.72283172607422f) ? (wooly_bits<float>((int)((unsigned int)(wooly_bits<int>((((v17 * v17) * ((((((((((0.00019739456183742732f * v17) + 0.0013935083989053965f) * v17) + 0.008333571255207062f) * v17) + 0.041666463017463684f) * v17) + 0.1666666567325592f) * v17) + 0.5f)) + v17) + 1.0f)) + (unsigned int)((int)((unsigned int)((int)((unsigned int)(wooly_bits<int>(v6)) - (unsigned int)1262485504)) << (23 & 31)))))) : (x + __int_as_float(0x7f800000)));
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+k_softmax(const float* __restrict__ in0, float* __restrict__ out1) {
+  __shared__ float row0[300];
+  __shared__ float s2[128];
+  __shared__ float s12[128];
+  const long long t = (long long)threadIdx.x;
+  const long long p = (long long)blockIdx.x;
+  const long long v0 = p;
+  float a2 = -__int_as_float(0x7f800000);
+  for (long long v3 = t; v3 < 300LL; v3 += 128) {
+    const float v7 = in0[(v0 * 300LL) + v3];
+    a2 = a2 != a2 || a2 > v7 ? a2 : v7;
+  }
+  s2[t] = a2;
+  __syncthreads();
+  for (long long d = 64; d > 0; d >>= 1) {
+    if (t < d) {
+      s2[t] = s2[t] != s2[t] || s2[t] > s2[t + d] ? s2[t] : s2[t + d];
+    }
+    __syncthreads();
+  }
+  const float v2 = s2[0];
+  float a12 = 0.0f;
+  for (long long v13 = t; v13 < 300LL; v13 += 128) {
+    const float v17 = in0[(v0 * 300LL) + v13];
+    const float v19 = wooly_exp(v17 - v2);
+    row0[v13] = v19;
+    a12 = a12 + v19;
+  }
+  s12[t] = a12;
+  __syncthreads();
+  for (long long d = 64; d > 0; d >>= 1) {
+    if (t < d) {
+      s12[t] = s12[t] + s12[t + d];
+    }
+    __syncthreads();
+  }
+  const float v12 = s12[0];
+  __syncthreads();
+  const float v24 = 1.0f / v12;
+  for (long long v25 = t; v25 < 300LL; v25 += 128LL) {
+    const float v26 = row0[v25];
+    out1[(v0 * 300LL) + v25] = v26 * v24;
+  }
+}

@@ -1,0 +1,113 @@
+"""Builds: every kind of kernel for every target whose compiler is here; a compiler that misbehaves is an error for one source."""
+
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+from wooly_compiler.build.targets import TARGETS, target
+from wooly_compiler.build.toolchains import missing
+from wooly_compiler.build.worker import MAX_SOURCE, BuildWorker, Limits
+from wooly_compiler.errors import BuildError
+from wooly_compiler.pipeline import compile_program
+from wooly_compiler.render.printer import render
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+
+F32, BF16, F16 = DType.F32, DType.BF16, DType.F16
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with BuildWorker(Limits(seconds=100)) as found:
+        yield found
+
+
+def kernels():
+    """A reviewed set: pointwise, folded, mixed types, every own function."""
+    t = Tape()
+    x, w, b = t.input(F32, 64, 96), t.input(F32, 96), t.input(F32, 96)
+    m = t.op("mul", x, w)
+    s = t.op("add", m, b)
+    y = t.op("gelu", s)
+    t.free(m, s)
+    n, mean, rstd = t.ops("layer_norm", y, (96,), w, b, 1e-5)
+    t.free(mean, rstd)
+    t.op("softmax", n, -1)
+    h, k = t.input(BF16, 7, 5), t.input(F16, 7, 5)
+    hk = t.op("mul", h, k)
+    e = t.input(F32, 1000)
+    for op in ("exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "tanh", "erf", "sin", "cos", "floor", "sqrt"):
+        e = t.op(op, e)
+    i = t.input(DType.I64, 33)
+    t.op("lt", t.op("abs", i), t.copy(i, DType.I32))
+    t.op("any", t.op("isnan", hk), (1,))
+    t.op("pow", t.input(DType.F64, 9), 2.5)
+    program, _ = t.program()
+    return compile_program(program).kernels
+
+
+SLOW_ARCHS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_100", "hip:gfx90a", "hip:gfx1100")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_ARCHS else ()) for n in TARGETS])
+def test_every_kernel_builds(name, worker):
+    where = target(name)
+    why = missing(where.toolchain)
+    if why:
+        pytest.skip(why)
+    for kernel in kernels():
+        if where.toolchain == "hip" and "pow" in kernel.name:
+            continue  # pow of f64 is the device library's, which is linked where the chip is
+        artifact = worker.build(render(kernel, where.dialect, where.form), where)
+        assert len(artifact) > 100
+
+
+def test_source_that_is_no_c_is_refused_with_the_compilers_words(worker):
+    where = target("opencl:cpu")
+    (first, *_) = kernels()
+    source = render(first, where.dialect, where.form)
+    with pytest.raises(BuildError, match="undeclared"):
+        worker.build(replace(source, text="kernel void nonsense(undeclared x) { }"), where)
+    assert worker.build(source, where)
+
+
+def test_huge_source_is_refused_unread(worker):
+    where = target("opencl:cpu")
+    (first, *_) = kernels()
+    with pytest.raises(BuildError, match="characters"):
+        worker.build(replace(render(first, where.dialect, where.form), text=" " * (MAX_SOURCE + 1)), where)
+
+
+def test_compiler_that_crashes_is_an_error_for_one_source():
+    where = target("opencl:cpu")
+    (first, *_) = kernels()
+    source = render(first, where.dialect, where.form)
+    with BuildWorker() as worker:
+        worker.build(source, where)
+        os.kill(worker._process.pid, signal.SIGSEGV)
+        worker._process.wait()
+        assert worker.build(source, where)  # another process has taken its place
+
+
+def test_compiler_that_hangs_is_stopped():
+    where = target("opencl:cpu")
+    (first, *_) = kernels()
+    with BuildWorker(Limits(seconds=0.01)) as worker, pytest.raises(BuildError, match="took more than"):
+        worker.build(render(first, where.dialect, where.form), where)
+
+
+def test_compiler_that_dies_meanwhile_says_so():
+    where = target("opencl:cpu")
+    (first, *_) = kernels()
+    # too little address space to even load the compiler
+    with (
+        BuildWorker(Limits(memory=200 << 20)) as worker,
+        pytest.raises(BuildError, match=r"crashed|missing|more than|no OpenCL"),
+    ):
+        worker.build(render(first, where.dialect, where.form), where)
+
+
+def test_unknown_target_is_refused():
+    with pytest.raises(BuildError, match="cuda:sm_90"):
+        target("cuda:sm_1")

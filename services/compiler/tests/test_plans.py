@@ -1,0 +1,334 @@
+"""Plans: what is fused, what never touches memory, and the same bits fused or not, on PoCL and in the interpreter."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from wooly_compiler import plan as plans
+from wooly_compiler.errors import PlanError
+from wooly_compiler.pipeline import Trace, compile_program
+from wooly_compiler.plan import AllocStep, KernelStep, LibraryStep
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel.text import read, write
+
+F32, F64, F16, BF16, I32, I64, BOOL = (
+    DType.F32, DType.F64, DType.F16, DType.BF16, DType.I32, DType.I64, DType.BOOL,
+)  # fmt: skip
+RNG = np.random.default_rng(0)
+
+
+def normal(*sizes):
+    return RNG.standard_normal(sizes, dtype=np.float32)
+
+
+def kernels(plan):
+    return [s for s in plan.steps if isinstance(s, KernelStep)]
+
+
+# -- what is fused -------------------------------------------------------------------------------------------------------
+
+
+def test_pointwise_chain_is_one_kernel_without_temporaries(agree):
+    t = Tape()
+    x, w, b = t.input(F32, 6, 40), t.input(F32, 40), t.input(F32, 40)
+    m = t.op("mul", x, w)
+    s = t.op("add", m, b)
+    t.free(m)
+    y = t.op("gelu", s)
+    t.free(s)
+    ways, _ = agree(t, [(x, normal(6, 40)), (w, normal(40)), (b, normal(40))])
+    assert len(kernels(ways.fused)) == 1 and len(kernels(ways.single)) == 3
+    assert len(ways.fused.temporaries) == 2
+    assert [s.slot for s in ways.fused.steps if isinstance(s, AllocStep)] == [ways.slots[y.slot]]
+    assert ways.fused.share() == 1.0
+
+
+def test_softmax_and_what_surrounds_it_is_one_kernel(agree):
+    t = Tape()
+    x, mask = t.input(F32, 3, 70), t.input(F32, 3, 70)
+    scaled = t.op("mul", x, 0.125)
+    masked = t.op("add", scaled, mask)
+    t.free(scaled)
+    p = t.op("softmax", masked, -1)
+    t.free(masked)
+    y = t.op("mul", p, 2.0)
+    t.free(p)
+    xs, ms = normal(3, 70), normal(3, 70)
+    ways, memory = agree(t, [(x, xs), (mask, ms)])
+    assert len(kernels(ways.fused)) == 1
+    e = np.exp(xs.astype(np.float64) / 8 + ms)
+    np.testing.assert_allclose(ways.value(memory, y), 2 * e / e.sum(1, keepdims=True), rtol=2e-6)
+
+
+def test_layer_norm_gelu_and_residual_is_one_kernel_that_stores_only_its_results(agree):
+    t = Tape()
+    x, w, b, z = t.input(F32, 5, 96), t.input(F32, 96), t.input(F32, 96), t.input(F32, 5, 96)
+    n, mean, rstd = t.ops("layer_norm", x, (96,), w, b, 1e-5)
+    t.free(mean, rstd)
+    g = t.op("gelu", n)
+    t.free(n)
+    y = t.op("add", g, z)
+    t.free(g)
+    inputs = [(x, normal(5, 96)), (w, normal(96)), (b, normal(96)), (z, normal(5, 96))]
+    ways, _ = agree(t, inputs)
+    (step,) = kernels(ways.fused)
+    assert [a.name for a in step.kernel.arrays if a.role.name != "IN"] == ["out4"]
+    assert ways.slots[y.slot] in step.slots
+
+
+def test_rms_norm_of_single_instructions_is_one_kernel(agree):
+    t = Tape()
+    x, w = t.input(F32, 4, 64), t.input(F32, 64)
+    sq = t.op("mul", x, x)
+    mean = t.op("mean", sq, (-1,), True)
+    t.free(sq)
+    shifted = t.op("add", mean, 1e-6)
+    t.free(mean)
+    r = t.op("rsqrt", shifted)
+    t.free(shifted)
+    n = t.op("mul", x, r)
+    t.free(r)
+    y = t.op("mul", w, n)
+    t.free(n)
+    xs, ws = normal(4, 64), normal(64)
+    ways, memory = agree(t, [(x, xs), (w, ws)])
+    assert len(kernels(ways.fused)) == 1
+    expected = xs * ws / np.sqrt((xs.astype(np.float64) ** 2).mean(1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(ways.value(memory, y), expected, rtol=2e-6, atol=1e-6)
+
+
+def test_optimizer_step_is_one_kernel_per_tensor(agree):
+    t = Tape()
+    tensors = [[t.input(F32, n) for _ in range(4)] for n in (33, 7)]
+    for _, g, m, _ in tensors:
+        t.op("lerp", m, g, 0.1, into=m)
+    for _, g, _, v in tensors:
+        t.op("mul", v, 0.999, into=v)
+        t.op("addcmul", v, g, g, 0.001, into=v)
+    for p, _, m, v in tensors:
+        d = t.op("sqrt", v)
+        t.op("add", d, 1e-8, into=d)
+        t.op("addcdiv", p, m, d, -0.01, into=p)
+        t.free(d)
+    inputs = [(x, np.abs(normal(*x.view.sizes))) for group in tensors for x in group]
+    ways, _ = agree(t, inputs)
+    assert len(kernels(ways.fused)) == 2
+
+
+def test_matrix_products_are_library_calls_between_kernels():
+    t = Tape()
+    a, b = t.input(F32, 4, 8), t.input(F32, 8, 4)
+    c = t.op("relu", a)
+    d = t.op("mm", c, b)
+    t.free(c)
+    t.op("sigmoid", d)
+    t.free(d)
+    program, _ = t.program()
+    plan = compile_program(program)
+    kinds = [type(s).__name__ for s in plan.steps if not isinstance(s, (AllocStep, plans.FreeStep))]
+    assert kinds == ["KernelStep", "LibraryStep", "KernelStep"]
+    assert plan.share() == pytest.approx(2 / 3)
+
+
+def test_in_place_update_of_what_was_read_otherwise_is_not_fused(agree):
+    t = Tape()
+    x = t.input(F32, 8, 8)
+    turned = x.seen((8, 8), (1, 8))
+    s = t.op("add", x, turned)
+    t.op("mul", x, 2.0, into=x)
+    ways, memory = agree(t, [(x, np.arange(64, dtype=np.float32).reshape(8, 8))])
+    assert len(kernels(ways.fused)) == 2
+    before = np.arange(64, dtype=np.float32).reshape(8, 8)
+    np.testing.assert_array_equal(ways.value(memory, s), before + before.T)
+
+
+def test_reading_after_a_write_waits_for_it(agree):
+    t = Tape()
+    x, y = t.input(F32, 8), t.input(F32, 8)
+    a = t.op("add", x, y)
+    t.op("mul", x, 3.0, into=x)
+    b = t.op("add", x, y)
+    ones = np.ones(8, np.float32)
+    ways, memory = agree(t, [(x, ones), (y, ones)])
+    assert ways.value(memory, a)[0] == 2.0 and ways.value(memory, b)[0] == 4.0
+
+
+def test_partly_written_memory_starts_at_zero(agree):
+    t = Tape()
+    x = t.input(F32, 4)
+    y = t.op("add", x, 1.0)
+    half = y.seen((2,), (1,))
+    z = t.op("mul", half, half)
+    ways, memory = agree(t, [(x, np.zeros(4, np.float32))])
+    assert ways.value(memory, z).tolist() == [1.0, 1.0]
+
+
+def test_broadcasts_transposes_and_casts_go_into_the_loops(agree):
+    t = Tape()
+    x, y = t.input(BF16, 3, 5, 4), t.input(I32, 4)
+    turned = x.seen((5, 3, 4), (4, 20, 1))
+    s = t.op("add", turned, y)
+    wide = t.copy(s, F32)
+    t.free(s)
+    r = t.op("exp", wide)
+    t.free(wide)
+    t.op("sum", r, (-1,))
+    t.free(r)
+    xs = (np.abs(normal(3, 5, 4)).view(np.uint32) >> 16).astype(np.uint16)
+    ways, _ = agree(t, [(x, xs), (y, np.arange(4, dtype=np.int32))])
+    assert len(kernels(ways.fused)) == 1
+
+
+# -- removed -------------------------------------------------------------------------------------------------------------
+
+
+def test_dead_and_repeated_instructions_are_removed_for_a_reason(agree):
+    t = Tape()
+    x = t.input(F32, 8)
+    dead = t.op("exp", x)
+    t.free(dead)
+    a, b = t.op("relu", x), t.op("relu", x)
+    y = t.op("add", a, b)
+    t.free(a, b)
+    ways, memory = agree(t, [(x, np.ones(8, np.float32))])
+    assert sorted(ways.fused.removed.values()) == ["computed before", "nobody reads its result"]
+    assert ways.value(memory, y)[0] == 2.0
+
+
+def test_what_may_complain_is_not_removed():
+    t = Tape()
+    x, i = t.input(F32, 8, 4), t.input(I64, 3)
+    t.free(t.op("embedding", x, i))
+    program, _ = t.program()
+    assert not compile_program(program).removed
+
+
+# -- laws and text -------------------------------------------------------------------------------------------------------
+
+
+def test_trace_shows_every_stage():
+    t = Tape()
+    t.op("relu", t.input(F32, 8))
+    program, _ = t.program()
+    trace = Trace()
+    compile_program(program, trace=trace)
+    assert [name for name, _ in trace.stages] == [
+        "resolve-views",
+        "expand",
+        "remove-redundant",
+        "remove-dead",
+        "fuse",
+        "lower",
+    ]
+    assert "k_relu" in str(trace)
+
+
+def test_kernels_of_a_plan_read_back_from_their_text():
+    t = Tape()
+    t.op("log_softmax", t.input(F32, 4, 8), 1)
+    program, _ = t.program()
+    (kernel,) = compile_program(program).kernels
+    assert read(write(kernel)) == kernel
+
+
+@pytest.mark.parametrize(
+    ("law", "change"),
+    [
+        ("covers", lambda steps: steps[:-1]),
+        ("covers", lambda steps: [*steps, steps[-1]]),
+        ("order", lambda steps: [steps[0], steps[2], steps[3], steps[1]]),
+        ("memory", lambda steps: steps[1:]),
+    ],
+)
+def test_plan_that_does_something_else_is_refused(law, change):
+    from dataclasses import replace
+
+    t = Tape()
+    x = t.input(F32, 8)
+    t.op("exp", t.op("relu", x))
+    program, _ = t.program()
+    plan = compile_program(program, fusing=False)
+    with pytest.raises(PlanError, match=law):
+        plans.verify(replace(plan, steps=tuple(change(list(plan.steps)))))
+
+
+# -- random programs -----------------------------------------------------------------------------------------------------
+
+UNARY = ("neg", "abs", "exp", "tanh", "erf", "sigmoid", "relu", "silu", "gelu", "sqrt", "log", "sin", "cos", "floor", "round",
+         "isnan", "logical_not", "sign", "reciprocal", "rsqrt", "expm1", "log1p")  # fmt: skip
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "eq", "ge", "logical_and")
+FOLDS = ("sum", "mean", "amax", "amin", "any", "all")
+
+
+@st.composite
+def tapes(draw):
+    """A tape of random instructions over tensors that broadcast, with frees wherever a client may put them."""
+    t = Tape()
+    rows, cols = draw(st.sampled_from([(1, 3), (3, 5), (4, 130), (2, 257)]))
+    shapes = [(rows, cols), (cols,), (rows, 1), (1,)]
+    dtypes = draw(st.sampled_from([[F32], [F32, F64], [F32, BF16, F16], [F32, I32, BOOL], [I64, I32, BOOL], [F16]]))
+    live, inputs = [], []
+    for _ in range(draw(st.integers(1, 4))):
+        dtype = draw(st.sampled_from(dtypes))
+        x = t.input(dtype, *draw(st.sampled_from(shapes)))
+        n = x.view.numel
+        values = RNG.standard_normal(n, dtype=np.float32) * 3
+        made = {
+            F32: values, F64: values.astype(np.float64), F16: values.astype(np.float16), BOOL: values > 0,
+            BF16: (values.view(np.uint32) >> 16).astype(np.uint16), I32: values.astype(np.int32), I64: values.astype(np.int64),
+        }[dtype]  # fmt: skip
+        inputs.append((x, made))
+        live.append(x)
+    given_slots = {x.slot for x in live}
+    for _ in range(draw(st.integers(1, 12))):
+        kind = draw(st.sampled_from(["unary", "binary", "number", "fold", "where", "cast", "place", "softmax", "free"]))
+        a = draw(st.sampled_from(live))
+        b = draw(st.sampled_from(live))
+        is_bool = a.view.dtype is BOOL
+        try:
+            if kind == "unary":
+                live.append(t.op(draw(st.sampled_from(UNARY)), a))
+            elif kind == "binary":
+                live.append(t.op(draw(st.sampled_from(BINARY)), a, b))
+            elif kind == "number" and not is_bool:
+                live.append(t.op(draw(st.sampled_from(["add", "mul", "lt"])), a, draw(st.sampled_from([2, 0.5, -3]))))
+            elif kind == "fold":
+                live.append(t.op(draw(st.sampled_from(FOLDS)), a, (-1,), draw(st.booleans())))
+            elif kind == "where" and is_bool:
+                live.append(t.op("where", a, b, b))
+            elif kind == "cast":
+                live.append(t.copy(a, draw(st.sampled_from(dtypes))))
+            elif kind == "place" and not is_bool:
+                t.op(draw(st.sampled_from(["mul", "add"])), a, 2, into=a)
+            elif kind == "softmax" and a.view.dtype in (F32, F64, F16, BF16):
+                live.append(t.op("softmax", a, -1))
+            elif kind == "free" and len(live) > 1 and a.slot not in given_slots:
+                t.free(a)
+                live = [x for x in live if x.slot != a.slot]
+        except Exception as e:  # what the table refuses is no program
+            if type(e).__name__ != "RuleError":
+                raise
+    x = t.input(F32, 3)
+    t.op("neg", x)
+    return t, [*inputs, (x, np.ones(3, np.float32))]
+
+
+@given(tapes())
+# Each example builds several kernels, so nothing is shrunk: the failing program is short enough to read.
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],
+)
+def test_random_programs_have_the_same_bits_in_every_way(agree, made):
+    tape, inputs = made
+    program, slots = tape.program()
+    inputs = [(x, v) for x, v in inputs if x.slot in slots]
+    plan = compile_program(program)
+    single = compile_program(program, fusing=False)
+    if any(isinstance(s, LibraryStep) for s in (*plan.steps, *single.steps)):
+        return
+    agree(tape, inputs)
