@@ -274,6 +274,18 @@ def test_device_named_in_the_function_is_the_device(cuda):
     assert did.recorded + did.eager > 0
 
 
+def test_function_compiled_before_the_facade_was_live_changes_nothing(cuda):
+    def f(x):
+        return x + torch.arange(3, device="cuda")
+
+    api._facade.uninstall()
+    torch.compile(lambda x: x + torch.arange(3), backend="eager")(
+        torch.ones(3)
+    )  # now Dynamo knows the functions of PyTorch
+    api._facade.install()
+    assert torch.compile(f, fullgraph=True)(torch.ones(3, device=cuda)).tolist() == [1, 2, 3]
+
+
 def test_failure_of_the_device_names_the_operator_and_the_line(cuda):
     def f(x, i):
         return x.index_select(0, i) * 2

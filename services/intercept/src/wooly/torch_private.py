@@ -6,6 +6,7 @@ Checked against torch 2.11 to 2.13. Nothing here knows what Wooly does with it.
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -191,6 +192,13 @@ def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., 
     made = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     made.config["triton.cudagraphs"] = False  # they would ask the CUDA of this build, which is not there
     return made  # type: ignore[no-any-return]
+
+
+def forget_trace_rules() -> None:
+    """Have Dynamo look again which functions are PyTorch's: it knows them by identity, and some were just replaced."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        rules.clear_lru_cache()
 
 
 @cache

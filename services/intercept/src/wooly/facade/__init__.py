@@ -18,6 +18,7 @@ from wooly import children, dynamo
 from wooly.devices import Devices
 from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
+from wooly.torch_private import forget_trace_rules
 
 __all__ = ["Facade"]
 
@@ -63,6 +64,7 @@ class Facade:
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
+        forget_trace_rules()
 
     def uninstall(self) -> None:
         """Put everything back."""
@@ -72,3 +74,4 @@ class Facade:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
+        forget_trace_rules()
