@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from wooly.link import Link
 
 #: Instructions after which the first program after a wait is closed.
-EARLY = 24
+EARLY = 12
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
