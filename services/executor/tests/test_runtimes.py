@@ -332,6 +332,27 @@ def test_out_variant_writes_where_it_is_told(wis, alias):
     assert left[ids[target]][2] == (2 * torch.arange(4.0)).numpy().tobytes()
 
 
+@pytest.mark.parametrize("dtype", [DType.I64, DType.F32, DType.BF16], ids=str)
+@pytest.mark.parametrize("whole", [True, False])
+def test_out_that_nobody_has_seen_is_made_anew(wis, dtype, whole):
+    v = wis.at(dtype, 4)
+    body = wis.body().alloc("y", v.end if whole else v.end + 8)
+    body.call("aten.arange.start_out", ("inout", "y", v), args=(1, 9, 2), kwargs=(("out", REFS[0]),))
+    body.call("aten.add_.Tensor", ("inout", "y", v), ("in", "y", v))
+    body.alloc("z", v.end).call(
+        "aten.logical_not.out",
+        ("in", "x", wis.at(DType.BOOL, 4)),
+        ("inout", "z", v),
+        args=REFS[:1],
+        kwargs=(("out", REFS[1]),),
+    )
+    failed, error, _, _, left = agree(body, contents={"x": torch.tensor([True, False, True, False])})
+    assert failed is None, error
+    ids = {n: i for i, n in enumerate(body.names)}
+    ours = [torch.frombuffer(bytearray(left[ids[n]][2][: v.end]), dtype=TORCH_DTYPE[dtype]).tolist() for n in "yz"]
+    assert ours == [[2, 6, 10, 14], [0, 1, 0, 1]]
+
+
 def test_in_place_on_a_view_is_seen_through_every_other_view(wis):
     whole, turned = wis.at(DType.F32, 2, 2), wis.at(DType.F32, 2, 2, strides=(1, 2))
     corner = wis.at(DType.F32, 1, offset=4)

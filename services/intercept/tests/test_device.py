@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from torch import nn
-from wooly import api, storage
+from wooly import api, device, storage
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
@@ -245,6 +245,34 @@ def test_error_on_the_far_side_names_the_line(cuda):
     assert (table + 1).sum().item() == 3
     with pytest.raises(RuntimeError, match="index out of range"):
         (bad + 1).cpu()
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+@pytest.mark.parametrize("half", [False, True])
+def test_interrupt_within_an_operation_leaves_nothing_behind(cuda, monkeypatch, calls, half):
+    """Ctrl-C comes between any two steps: before an instruction is recorded, or when half of it is."""
+    x = torch.arange(3.0, device=cuda)
+    torch.cuda.synchronize()
+    recorder = device.current().devices.recorders[0]
+    emit, left = recorder.emit, [calls]
+
+    def interrupted(form, buffers, where):
+        left[0] -= 1
+        if not left[0]:
+            if half:
+                recorder.words.append(form)
+                recorder.bind.append(buffers[0])
+                recorder.slot_of[buffers[0]] = len(recorder.bind) - 1
+            raise KeyboardInterrupt
+        emit(form, buffers, where)
+
+    monkeypatch.setattr(recorder, "emit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        y = x * 2 + 1.5
+        y.tolist()
+        torch.zeros(3, device=cuda).add_(1)
+    monkeypatch.undo()
+    assert (x * 3 - 0.5).tolist() == [-0.5, 2.5, 5.5]
 
 
 def test_code_without_a_hash_may_call(cuda):

@@ -261,6 +261,20 @@ class Recorder:
             if link is not None:
                 link.forget(buffer)
 
+    def mend(self) -> None:
+        """Take back the instruction that an interrupt (Ctrl-C) has left half recorded."""
+        at = count = n_params = n_slots = 0
+        while at < len(self.words) and count < len(self.origins):
+            form = self._forms[self.words[at]]
+            end = at + 1 + form.arity
+            if end > len(self.words) or n_params + len(form.param_format) > len(self.params):
+                break
+            n_slots = max([n_slots, *[slot + 1 for slot in self.words[at + 1 : end]]])
+            at, count, n_params = end, count + 1, n_params + len(form.param_format)
+        del self.words[at:], self.origins[count:], self.params[n_params:], self.bind[n_slots:]
+        for buffer in [b for b, slot in self.slot_of.items() if slot >= n_slots]:
+            del self.slot_of[buffer]
+
     @property
     def open(self) -> bool:
         """Whether anything is recorded and not yet sent."""

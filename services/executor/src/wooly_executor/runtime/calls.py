@@ -322,6 +322,30 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
     return typed
 
 
+#: Operators that write `out=` whole, and their overloads that make it.
+_MADE_ANEW = {
+    "aten.arange.start_out": "aten.arange.start_step",
+    "aten.logical_not.out": "aten.logical_not.default",
+}
+
+
+def made_anew(form: Form) -> tuple[int, LibraryCall] | None:
+    """For an operator that writes the whole of an `out=`: that operand, and the call that makes it anew. None for others."""
+    twin = _MADE_ANEW.get(str(form.attr("name"))) if form.opcode == "extern" else None
+    if twin is None:
+        return None
+    call, op = library_call(form), _overload(twin)
+    out = dict(call.kwargs).get("out")
+    names = [a.name for a in op._schema.arguments]
+    if not isinstance(out, OperandRef) or any(k not in names for k, _ in call.kwargs if k != "out"):
+        return None
+    kwargs = tuple([(k, v) for k, v in call.kwargs if k != "out"])
+    view = form.operands[out.index].view
+    if "dtype" in names and view is not None:
+        kwargs += (("dtype", view.dtype),)
+    return out.index, LibraryCall(op, call.args, kwargs)
+
+
 def returns_one_tensor(op: torch._ops.OpOverload) -> bool:
     """Whether the operator's only result is a tensor, not a list of them."""
     returns = op._schema.returns

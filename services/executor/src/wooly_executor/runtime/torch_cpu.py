@@ -32,6 +32,7 @@ from wooly_executor.runtime.calls import (
     function_of,
     gradients_of,
     library_call,
+    made_anew,
     mix,
     readings,
     refers,
@@ -245,6 +246,8 @@ class _Preparation:
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: dict[int, torch.dtype] = {}
         self._first_param = 0
+        #: Per instruction whose `out=` nobody has seen yet: that operand, and the call that makes it.
+        self._anew: dict[int, tuple[int, LibraryCall]] = {}
 
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
@@ -258,7 +261,7 @@ class _Preparation:
                 if freed:  # one step for several in a row: most operators are followed by some
                     self._free(freed)
                     freed = []
-                self._instruction(form, instruction.slots)
+                self._instruction(i, form, instruction.slots)
             out.owner += [i] * (len(out.steps) - len(out.owner))
             out.writes.append(
                 tuple([s for o, s in zip(form.operands, instruction.slots, strict=True) if o.role is not Role.IN])
@@ -353,7 +356,7 @@ class _Preparation:
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
-    def _instruction(self, form: Form, slots: tuple[int, ...]) -> None:
+    def _instruction(self, i: int, form: Form, slots: tuple[int, ...]) -> None:
         if form.opcode == "alloc":
             self._alloc(slots[0])
         elif form.opcode == "copy":
@@ -373,7 +376,7 @@ class _Preparation:
 
             self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
         else:
-            self._compute(form, slots)
+            self._compute(form, slots, self._anew.get(i))
 
     def _alloc(self, slot: int) -> None:
         facts, program = self.out.facts, self.out.program
@@ -389,6 +392,10 @@ class _Preparation:
                 whole = view.offset == 0 and view.end == nbytes
                 if form.opcode not in ("copy", "fill") and operand.role is Role.OUT and whole:
                     return  # the operator's result will be the buffer
+                anew = made_anew(form)
+                if anew is not None and anew[0] == first[1] and whole:
+                    self._anew[first[0]] = anew
+                    return
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
         self._make_base(slot, nbytes, dtype)
@@ -408,12 +415,12 @@ class _Preparation:
 
         self._step(free, Free(tuple(registers), tuple(based)))
 
-    def _compute(self, form: Form, slots: tuple[int, ...]) -> None:
-        library = library_call(form)
+    def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
+        out, library = anew or (None, library_call(form))
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):
-            if operand.role is Role.OUT:
+            if operand.role is Role.OUT or k == out:
                 results.append(k)
             else:
                 registers[k] = self._operand(slots[k], _known(operand.view))

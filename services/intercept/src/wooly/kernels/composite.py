@@ -344,8 +344,7 @@ def attention(
             *stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.dtype is torch.bool:
-        blocked = attn_mask.logical_not()
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(blocked, -torch.inf)
+        attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)
     if choice == _FLASH:
         return _flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]  # type: ignore[no-any-return]
     return _attention_math(  # type: ignore[no-any-return]

@@ -117,41 +117,45 @@ class Generic:
                     return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
             recorder = plan.recorder
             with recorder.lock:
-                heap = recorder.heap
-                if heap.dead:
-                    recorder.release_dead()
-                recorder.operations += 1
-                where = origin()
-                if plan.random:
-                    params += (drawn_from or recorder.generator).draw()
-                    recorder.foreign_draws += drawn_from is not None
-                if params:
-                    recorder.params += params
-                if plan.dynamic or (mutable and plan.outs):
-                    return finish(facts, plan, buffers, where, args, kwargs)
-                if mutable:
-                    link = recorder.link
-                    if link is not None and link.mirroring:
-                        for w in plan.written:
-                            link.forget(buffers[w])
-                    recorder.emit(plan.form, buffers, where)
-                    result = written_result(facts, args, kwargs)
-                else:
-                    result = []
-                    for out in plan.outs:
-                        if out is None:
-                            result.append(None)
-                            continue
-                        t, buffer = out[0].new(heap)
-                        recorder.emit(out[1], [buffer], where)
-                        buffers.append(buffer)
-                        result.append(t)
-                    recorder.emit(plan.form, buffers, where)
-                    if not facts.list_return:
-                        result = result[0] if len(result) == 1 else tuple(result)
-                if len(recorder.origins) >= recorder.room:
-                    recorder.flush()
-                return result
+                try:
+                    heap = recorder.heap
+                    if heap.dead:
+                        recorder.release_dead()
+                    recorder.operations += 1
+                    where = origin()
+                    if plan.random:
+                        params += (drawn_from or recorder.generator).draw()
+                        recorder.foreign_draws += drawn_from is not None
+                    if params:
+                        recorder.params += params
+                    if plan.dynamic or (mutable and plan.outs):
+                        return finish(facts, plan, buffers, where, args, kwargs)
+                    if mutable:
+                        link = recorder.link
+                        if link is not None and link.mirroring:
+                            for w in plan.written:
+                                link.forget(buffers[w])
+                        recorder.emit(plan.form, buffers, where)
+                        result = written_result(facts, args, kwargs)
+                    else:
+                        result = []
+                        for out in plan.outs:
+                            if out is None:
+                                result.append(None)
+                                continue
+                            t, buffer = out[0].new(heap)
+                            recorder.emit(out[1], [buffer], where)
+                            buffers.append(buffer)
+                            result.append(t)
+                        recorder.emit(plan.form, buffers, where)
+                        if not facts.list_return:
+                            result = result[0] if len(result) == 1 else tuple(result)
+                    if len(recorder.origins) >= recorder.room:
+                        recorder.flush()
+                    return result
+                except BaseException:
+                    recorder.mend()
+                    raise
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
