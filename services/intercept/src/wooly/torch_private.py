@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -194,11 +194,22 @@ def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., 
     return made  # type: ignore[no-any-return]
 
 
-def forget_trace_rules() -> None:
-    """Have Dynamo look again which functions are PyTorch's: it knows them by identity, and some were just replaced."""
-    rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None:
-        rules.clear_lru_cache()
+def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:
+    """Have Dynamo, if it is loaded, take functions for those that they replace: it knows PyTorch's by identity.
+
+    Args:
+        replaced: what there was, and what is there now.
+    """
+    rules, variables = [sys.modules.get(f"torch._dynamo.{name}") for name in ("trace_rules", "variables.torch")]
+    if rules is None or variables is None:
+        return
+    rules.clear_lru_cache()
+    variables.TorchInGraphFunctionVariable._get_handlers.cache_clear()
+    for old, new in replaced:
+        if isinstance(old, Hashable):
+            for table in (variables.constant_fold_functions, variables.constant_fold_functions_need_guards):
+                if old in table:
+                    table[new] = table[old]
 
 
 @cache

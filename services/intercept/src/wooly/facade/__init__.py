@@ -18,7 +18,7 @@ from wooly import children, dynamo
 from wooly.devices import Devices
 from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
-from wooly.torch_private import forget_trace_rules
+from wooly.torch_private import tell_dynamo
 
 __all__ = ["Facade"]
 
@@ -64,14 +64,15 @@ class Facade:
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
-        forget_trace_rules()
+        tell_dynamo([(old, owner.__dict__.get(name)) for owner, name, old in self._undo])
 
     def uninstall(self) -> None:
         """Put everything back."""
+        back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]
         while self._undo:
             owner, name, old = self._undo.pop()
             if old is _MISSING:
                 delattr(owner, name)
             else:
                 setattr(owner, name, old)
-        forget_trace_rules()
+        tell_dynamo(back)
