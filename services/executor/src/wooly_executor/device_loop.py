@@ -1,7 +1,7 @@
-"""The one thread that owns the device: it reads all sessions' channels, chooses whose program runs next, runs it, and answers.
+"""The one thread that owns the device: it reads all sessions' channels, runs what the dispatch core decides, and answers.
 
-Sessions take turns, one frame each. That choice, `_next_session`, is the seam at which the dispatch core will order programs.
-Other threads talk to the loop through `call`.
+A frame that occupies the device (RUN, DEFINE) is a program of the core. Any other only moves bytes between the host's memory and
+the channel, and is processed as soon as the frames before it are. Other threads talk to the loop through `call`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 from wooly_bus.channel import ChannelServer, Connected, Connection, Disconnected, Endpoint, Event, ProtocolError
+from wooly_dispatch.events import Policy
+from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
     MAX_CHUNK,
@@ -29,31 +30,42 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
+from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
+from wooly_executor.estimates import Definitions
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Runtime
-from wooly_executor.session import Session
+from wooly_executor.session import Frame, Session
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
 QUEUE_FRAMES = 4096
 QUEUE_BYTES = 32 << 20
 WINDOW = 64 << 20
-_SLICE_S = 0.002
+#: Answers up to this size leave from a copy, so that nothing waits until they are gone.
+COPIED = 64 << 10
+#: Frames that occupy the device.
+_WORK = frozenset((Kind.RUN, Kind.DEFINE))
+#: Frames behind which nothing is begun: what is defined decides what runs take, what is read must not change on its way.
+_BARS = frozenset((Kind.DEFINE, Kind.READ))
 
 
 class DeviceLoop:
     """Runs until `stop`. Public methods other than `run` may be called from any thread."""
 
-    def __init__(self, runtime: Runtime, memory: int | None = None) -> None:
+    def __init__(self, runtime: Runtime, memory: int | None = None, dispatch: Dispatch | None = None) -> None:
         self.runtime = runtime
+        self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.on_closed: Callable[[str], None] = lambda session_id: None
         self.busy_ns = 0
         self._store = ProgramStore(runtime)
+        self._definitions = Definitions()
         self._sessions: dict[str, Session] = {}
-        self._turn: deque[Session] = deque()
+        self._lending: list[Session] = []
+        self._polled = 0
+        self._answered = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -77,7 +89,9 @@ class DeviceLoop:
         self.server.wake()
         return future
 
-    def open_session(self, session_id: str, token: str, quota: int | None) -> None:
+    def open_session(
+        self, session_id: str, token: str, quota: int | None, policy: Policy | None = None, tenant: str = ""
+    ) -> None:
         """Admit a session (in the loop's thread).
 
         Raises:
@@ -87,13 +101,16 @@ class DeviceLoop:
             raise AdmissionError(f"session {session_id} is open already")
         if quota is not None and quota > self.memory:
             raise AdmissionError(f"{quota} bytes asked for, the device has {self.memory}")
-        self._sessions[session_id] = Session(session_id, token, quota or self.memory, self._store, self.runtime)
+        session = Session(session_id, token, quota or self.memory, self._store, self.runtime)
+        self._sessions[session_id] = session
+        self.dispatch.opened(session, policy or Policy(), tenant)
 
     def close_session(self, session_id: str, reason: str) -> bool:
         """End a session and free all it has (in the loop's thread). False if there is none of that id."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
+        self.dispatch.closed(session)
         session.release()
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
@@ -114,31 +131,47 @@ class DeviceLoop:
 
     def run(self) -> None:
         """Serve until `stop` is called."""
+        dispatch = self.dispatch
         with torch.inference_mode():
             while not self._stopping.is_set():
-                idle = not self._turn and self._calls.empty()
-                for event in self.server.poll(None if idle else 0):
-                    self._on_event(event)
+                self._poll(None if dispatch.launch is None and self._calls.empty() else 0)
                 self._run_calls()
-                until = time.perf_counter() + _SLICE_S
-                while self._turn:
-                    self._step(self._next_session())
-                    if time.perf_counter() > until:
-                        break
+                while dispatch.launch is not None and not self._stopping.is_set():
+                    self._launch()
+                    self._run_calls()
         for session_id in list(self._sessions):
             self.close_session(session_id, "the executor is stopping")
         self.server.close()
 
-    def _run_calls(self) -> None:
-        while True:
-            try:
-                job = self._calls.get_nowait()
-            except queue.Empty:
-                return
-            job()
+    def _poll(self, timeout: float | None) -> None:
+        for event in self.server.poll(timeout):
+            self._on_event(event)
+        if self._lending:
+            self._take_back()
+        self._flush()
+        self._polled = time.perf_counter_ns()
 
-    def _next_session(self) -> Session:
-        return self._turn.popleft()
+    def _flush(self) -> None:
+        while self._answered:
+            self._answered = False
+            self.server.flush()
+            if self._lending:
+                self._take_back()
+
+    def _run_calls(self) -> None:
+        while not self._calls.empty():
+            self._calls.get_nowait()()
+
+    def _launch(self) -> None:
+        """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
+        work, gpu_ns = self.dispatch.take(), 0
+        if work is not None:
+            gpu_ns = self._piece(*work)
+            self.busy_ns += gpu_ns
+            self._flush()
+        if time.perf_counter_ns() - self._polled > self.dispatch.patience_ns():
+            self._poll(0)
+        self.dispatch.done(gpu_ns)
 
     def _on_event(self, event: Event) -> None:
         conn = event.conn
@@ -155,9 +188,9 @@ class DeviceLoop:
             self._hello(conn, event.kind, event.payload, event.seq)
             return
         session = conn.owner
-        self._wait(session)
-        session.queue.append((event.seq, event.kind, event.payload))
+        session.queue.append(Frame(event.seq, event.kind, event.payload))
         session.queued_bytes += len(event.payload)
+        self._proceed(session)
         if len(session.queue) > QUEUE_FRAMES or session.queued_bytes > QUEUE_BYTES:
             conn.pause()
 
@@ -177,103 +210,163 @@ class DeviceLoop:
         session.conn, conn.owner, conn.authenticated = conn, session, True
         conn.ack(seq)
         facts = self.runtime.facts() | {"total_memory": session.quota}
+        self._answered = True
         conn.send(
             Kind.WELCOME,
             pack_json({"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}),
         )
 
-    # -- one frame ---------------------------------------------------------------------------------------------------
+    # -- frames ------------------------------------------------------------------------------------------------------
 
-    def _wait(self, session: Session) -> None:
-        if not session.waiting:
-            session.waiting = True
-            self._turn.append(session)
-
-    def _step(self, session: Session) -> None:
-        session.waiting = False
-        conn = session.conn
-        if conn is None or conn.closed:
-            return
-        if session.lending and not self._given_back(conn):
-            if not conn.closed:
-                self._wait(session)
-            return
-        session.lending = False
-        if not session.queue:
-            if conn.waiting_for_sink:
-                conn.resume()
-            return
-        seq, kind, payload = session.queue.popleft()
-        session.queued_bytes -= len(payload)
-        started = time.perf_counter_ns()
-        try:
-            self._process(session, conn, seq, kind, payload)
-        except (ExecutorError, DecodeError) as e:
-            session.fail(e.code, str(e), seq, getattr(e, "instruction", None))
-            self._answer_if_awaited(session, conn, kind, payload)
-        except Exception as e:
-            log.exception("session %s: frame %d failed", session.id, seq)
-            session.fail(InternalError.code, f"{type(e).__name__}: {e}", seq)
-            self._answer_if_awaited(session, conn, kind, payload)
-        self.busy_ns += time.perf_counter_ns() - started
-        conn.ack(seq)
-        if session.queue or session.lending:
-            self._wait(session)
-        elif conn.waiting_for_sink:
-            conn.resume()
-        if conn.paused and len(session.queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
-            conn.resume()
-
-    def _given_back(self, conn: Connection) -> bool:
-        """Whether the answer that leaves straight from the buffers' memory is gone; until then nothing of it may change."""
-        for event in self.server.poll(0):
-            self._on_event(event)
-        if conn.queued_bytes and not self._turn:
-            for event in self.server.poll(0.1):
-                self._on_event(event)
-        return not conn.closed and not conn.queued_bytes
-
-    def _answer_if_awaited(self, session: Session, conn: Connection, kind: int, payload: Any) -> None:
-        if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(payload)):
-            self._answer_failure(session, conn)
-
-    def _process(self, session: Session, conn: Connection, seq: int, kind: int, payload: Any) -> None:
-        if kind == Kind.RUN:
-            run = unpack_run(payload)
-            outcome = session.run(run, seq)
-            if run.reply and not self._answer_failure(session, conn):
-                conn.send(Kind.RESULT, pack_json({"outputs": outcome.outputs, "values": _json_values(outcome.values)}))
-        elif kind == Kind.DEFINE:
-            session.define(bytes(payload))
-        elif kind == Kind.WRITE:
-            return  # the data is in place already, or its failure is kept
-        elif kind == Kind.READ:
-            buffer, offset, nbytes = unpack_read(payload)
-            if self._answer_failure(session, conn):
+    def _proceed(self, session: Session) -> None:
+        """Process what need not wait for the device, and submit what does, as far as that can be known."""
+        queue, conn = session.queue, session.conn
+        while conn is not None and not conn.closed:
+            if session.known and queue[0].kind not in _WORK:
+                self._end(session, conn, queue[0], None)
+            elif session.known < len(queue) and not session.barred:
+                frame = queue[session.known]
+                session.known += 1
+                kind = frame.kind
+                session.barred = kind in _BARS
+                if kind == Kind.RUN:
+                    frame.cut = session.expected(bytes(frame.payload[:DIGEST_SIZE]))
+                    self.dispatch.submit(session, frame)
+                elif kind == Kind.DEFINE:
+                    frame.cut = self._definitions.expected(len(frame.payload))
+                    self.dispatch.submit(session, frame)
+            else:
+                if not queue and conn.waiting_for_sink and not session.lending:
+                    conn.resume()
+                if conn.paused and len(queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
+                    conn.resume()
                 return
-            memory = session.memory(buffer, offset, nbytes, writing=False)
-            for at in range(0, nbytes, MAX_CHUNK):
-                conn.send(Kind.DATA, memory[at : at + MAX_CHUNK])
-            session.lending = nbytes > 0
-            session.counters.bytes_out += nbytes
+
+    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> int:
+        """Run some kernels of a frame. Returns the device time that they took, in ns."""
+        conn = session.conn
+        if conn is None or conn.closed or frame.ended:
+            return 0
+        gpu_ns = 0
+        error: Exception | None = None
+        try:
+            if frame.kind == Kind.DEFINE:
+                begun = time.thread_time_ns()  # no work for a device, but it takes the device's thread
+                try:
+                    session.define(bytes(frame.payload))
+                finally:
+                    gpu_ns = time.thread_time_ns() - begun
+                    self._definitions.observe(len(frame.payload), gpu_ns)
+            else:
+                if not first:
+                    frame.running = session.begin(unpack_run(frame.payload), frame.seq)
+                if frame.running is not None:
+                    times = frame.running.execution.advance(frame.cut.edges[first:last])
+                    gpu_ns = sum(times)
+                    if frame.running.execution.outcome.failed_at is None:
+                        frame.running.ready.observe(frame.cut, first, times)
+        except Exception as e:
+            error = e
+            if frame.running is not None:
+                session.abandon(frame.running)
+                frame.running = None
+        if last == len(frame.cut.kernels) or error is not None:
+            self._end(session, conn, frame, error)
+            self._proceed(session)
+        return gpu_ns
+
+    def _end(self, session: Session, conn: Connection, frame: Frame, error: Exception | None) -> None:
+        """A frame's turn has come, or what it asked of the device is done: answer it, and go on to those behind it."""
+        session.queue.popleft()
+        session.known -= 1
+        session.queued_bytes -= len(frame.payload)
+        frame.ended = True
+        if frame.kind in _BARS:
+            session.barred = False
+        try:
+            if error is not None:
+                raise error
+            self._process(session, conn, frame)
+        except (ExecutorError, DecodeError) as e:
+            session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
+            self._answer_if_awaited(session, conn, frame)
+        except Exception as e:
+            log.exception("session %s: frame %d failed", session.id, frame.seq)
+            session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
+            self._answer_if_awaited(session, conn, frame)
+        conn.ack(frame.seq)
+
+    def _process(self, session: Session, conn: Connection, frame: Frame) -> None:
+        kind = frame.kind
+        if kind == Kind.RUN:
+            running = frame.running
+            assert running is not None
+            outcome = session.finish(running)
+            if running.run.reply and not self._answer_failure(session, conn):
+                self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
+        elif kind in (Kind.DEFINE, Kind.WRITE):
+            return  # a program is defined; data is in place already, or its failure is kept
+        elif kind == Kind.READ:
+            buffer, offset, nbytes = unpack_read(frame.payload)
+            if not self._answer_failure(session, conn):
+                self._send(session, conn, session.memory(buffer, offset, nbytes, writing=False))
         elif kind == Kind.SYNC:
             if not self._answer_failure(session, conn):
-                conn.send(Kind.RESULT, b"{}")
+                self._answer(conn, {})
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
-            conn.send(Kind.RESULT, pack_json(stats | {"bytes": session.bytes, "buffers": len(session.buffers)}))
+            self._answer(conn, stats | {"bytes": session.bytes, "buffers": len(session.buffers)})
         elif kind == Kind.CLOSE:
             self.close_session(session.id, "")
         else:
             conn.close(f"frame kind {kind} is not one that a client sends")
 
+    # -- answers -----------------------------------------------------------------------------------------------------
+
+    def _answer(self, conn: Connection, value: dict[str, Any], kind: Kind = Kind.RESULT) -> None:
+        conn.send(kind, pack_json(value))
+        self._answered = True
+
     def _answer_failure(self, session: Session, conn: Connection) -> bool:
         failure = session.take_failure()
         if failure is None:
             return False
-        conn.send(Kind.ERROR, pack_json(failure.to_json()))
+        self._answer(conn, failure.to_json(), Kind.ERROR)
         return True
+
+    def _answer_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
+        kind = frame.kind
+        if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(frame.payload)):
+            self._answer_failure(session, conn)
+
+    def _send(self, session: Session, conn: Connection, memory: memoryview) -> None:
+        """Answer a READ. What is large leaves straight from the buffer, which nothing may change until it is gone."""
+        session.counters.bytes_out += len(memory)
+        self._answered = True
+        if 0 < len(memory) <= COPIED:
+            conn.send(Kind.DATA, bytes(memory))
+            return
+        for at in range(0, len(memory), MAX_CHUNK):
+            conn.send(Kind.DATA, memory[at : at + MAX_CHUNK])
+        if len(memory):
+            session.lending = session.barred = True
+            self._lending.append(session)
+
+    def _take_back(self) -> None:
+        """Go on with the sessions whose answers are gone."""
+        lending, self._lending = self._lending, []
+        for session in lending:
+            conn = session.conn
+            if conn is None or conn.closed:
+                continue
+            if conn.queued_bytes:
+                self._lending.append(session)
+            else:
+                session.lending = session.barred = False
+                self._proceed(session)
+
+    # -- bulk data ---------------------------------------------------------------------------------------------------
 
     def _sink(self, conn: Connection, kind: int, prefix: bytes, data_len: int) -> memoryview | None:
         """Where the data of a WRITE belongs: straight in the buffer, once everything before it is done."""

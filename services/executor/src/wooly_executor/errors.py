@@ -58,3 +58,15 @@ class AdmissionError(ExecutorError):
     """A session cannot be opened."""
 
     code = "executor.admission"
+
+
+class UnknownSessionError(ExecutorError):
+    """There is no session of that id."""
+
+    code = "executor.no_session"
+
+
+class SteeringError(ExecutorError):
+    """A session cannot be treated as asked for."""
+
+    code = "executor.steering"

@@ -16,6 +16,7 @@ from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier
 
 from wooly_executor.errors import BindingError, ExecutorError, OperationError
+from wooly_executor.estimates import Cut, Estimate, instruction_ns
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
@@ -34,6 +35,7 @@ class ReadyProgram:
         digest: its name.
         facts: what a run must satisfy.
         prepared: the runtime's own form.
+        estimate: what it is expected to take.
         dynamic: slots whose buffers a run creates without an `alloc`.
         written: slots that the program writes.
         peak_bytes: most that the program's own slots hold at one time.
@@ -43,6 +45,7 @@ class ReadyProgram:
     digest: bytes
     facts: ProgramFacts
     prepared: Any
+    estimate: Estimate
     params: struct.Struct
     kinds: tuple[ParamKind, ...]
     plain_params: bool
@@ -74,14 +77,21 @@ class ReadyProgram:
                 values.append(value)
         return values
 
+    def observe(self, cut: Cut, first: int, times: list[int]) -> None:
+        """Kernels from `first` on of a run took this long: see `Estimate.observe`."""
+        if self.estimate.observe(cut, first, times):
+            self.prepared.edges = self.estimate.cut.edges
+
 
 class ProgramStore:
     """Programs of all sessions of one executor, by digest."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self._rates = runtime.rates()
         self._verifier = Verifier()
         self._forms: dict[bytes, Form] = {}
+        self._form_ns: dict[bytes, int] = {}
         self._form_bytes = 0
         self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._ready_bytes = 0
@@ -108,10 +118,14 @@ class ProgramStore:
             error.code = e.code
             raise error from e
         kinds = program.param_kinds
+        prepared = self._runtime.prepare(program, facts)
+        estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
+        prepared.edges = estimate.cut.edges
         ready = ReadyProgram(
             name,
             facts,
-            self._runtime.prepare(program, facts),
+            prepared,
+            estimate,
             struct.Struct("<" + "".join(_FORMAT[k] for k in kinds)),
             kinds,
             not any(k in (ParamKind.BOOL, ParamKind.C128) for k in kinds),
@@ -135,11 +149,18 @@ class ProgramStore:
             if len(self._forms) >= FORMS_KEPT or self._form_bytes + len(raw) > FORM_BYTES_KEPT:
                 # The verifier remembers the forms too, so both start anew.
                 self._forms.clear()
+                self._form_ns.clear()
                 self._form_bytes = 0
                 self._verifier = Verifier()
             self._forms[raw] = form
             self._form_bytes += len(raw)
         return form
+
+    def _expected(self, raw: bytes, form: Form) -> int:
+        ns = self._form_ns.get(raw)
+        if ns is None:
+            ns = self._form_ns[raw] = instruction_ns(form, self._rates)
+        return ns
 
 
 def _check_references(form: Form) -> None:

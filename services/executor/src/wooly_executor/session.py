@@ -13,9 +13,10 @@ from wooly_bus.channel import Connection
 from wooly_wis.frames import Run
 
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
+from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
-from wooly_executor.runtime.protocol import Outcome, Runtime
+from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
@@ -48,6 +49,38 @@ class Counters:
     peak_bytes: int = 0
 
 
+@dataclass(slots=True)
+class Running:
+    """A program of a session that was begun and is not finished."""
+
+    run: Run
+    seq: int
+    ready: ReadyProgram
+    execution: Execution
+    before: int
+    freed: int
+
+
+@dataclass(eq=False, slots=True)
+class Frame:
+    """A frame that was received and is not processed.
+
+    Attributes:
+        cut: of a frame that occupies the device: its kernels.
+        next: the first of them that is not done.
+        running: its program, once begun.
+        ended: it is processed, or failed to.
+    """
+
+    seq: int
+    kind: int
+    payload: Any
+    cut: Cut = UNKNOWN
+    next: int = 0
+    running: Running | None = None
+    ended: bool = False
+
+
 @dataclass(eq=False)
 class Session:
     """State of one session.
@@ -57,9 +90,10 @@ class Session:
         token: what the client must show.
         quota: bytes it may hold.
         bytes: bytes it holds.
-        queue: frames received and not yet processed, as (seq, kind, payload).
+        queue: frames received and not yet processed.
+        known: how many of them, from the first, wait for the device or for those before them.
+        barred: one of these is to be processed before anything is known of those behind them.
         lending: an answer may still be leaving straight from the buffers' memory.
-        waiting: the device loop has this session among those that wait for their turn.
     """
 
     id: str
@@ -70,10 +104,11 @@ class Session:
     conn: Connection | None = None
     bytes: int = 0
     buffers: dict[int, Buffer] = field(default_factory=dict)
-    queue: deque[tuple[int, int, Any]] = field(default_factory=deque)
+    queue: deque[Frame] = field(default_factory=deque)
     queued_bytes: int = 0
+    known: int = 0
+    barred: bool = False
     lending: bool = False
-    waiting: bool = False
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
@@ -92,20 +127,46 @@ class Session:
             _, gone = self.programs.popitem(last=False)
             self.program_bytes -= gone.nbytes
 
-    def run(self, run: Run, seq: int) -> Outcome:
-        """Run one program and free what the client says is dead.
+    def expected(self, digest: bytes) -> Cut:
+        """What a run of a program is expected to take."""
+        ready = self.programs.get(digest)
+        return ready.estimate.cut if ready is not None else UNKNOWN
+
+    def begin(self, run: Run, seq: int) -> Running:
+        """Begin to run one program; `finish` or `abandon` follows, and until then nothing else of this session is done.
 
         Raises:
-            ExecutorError: it could not be started; nothing was executed, but the frees are done.
+            ExecutorError: it could not be started; nothing was executed, but what the client says is dead is freed.
         """
         try:
-            return self._run(run, seq)
+            return self._begin(run, seq)
+        except Exception as e:
+            if isinstance(e, ExecutorError):
+                self._lose(run, str(e))
+            self._free(run.frees)
+            raise
+
+    def finish(self, running: Running) -> Outcome:
+        """A program ran to its end: free what the client says is dead.
+
+        Raises:
+            OutOfMemoryError: its results are more than the session may hold.
+        """
+        try:
+            return self._finish(running)
         except ExecutorError as e:
-            self._lose(run, str(e))
+            self._lose(running.run, str(e))
             raise
         finally:
-            for buffer in run.frees:
-                self.free(buffer)
+            self._free(running.run.frees)
+
+    def abandon(self, running: Running) -> None:
+        """The executor failed at a program that was begun."""
+        self._free(running.run.frees)
+
+    def _free(self, buffers: list[int]) -> None:
+        for buffer in buffers:
+            self.free(buffer)
 
     def _lose(self, run: Run, why: str) -> None:
         """Poison what a run that could not start should have written, and free what it should have freed.
@@ -127,7 +188,7 @@ class Session:
             else:
                 known.base, known.view, known.poison = None, None, known.poison or why
 
-    def _run(self, run: Run, seq: int) -> Outcome:
+    def _begin(self, run: Run, seq: int) -> Running:
         ready = self.programs.get(run.digest)
         if ready is None:
             raise UnknownProgramError(f"this session has not defined the program {run.digest.hex()[:16]}")
@@ -136,8 +197,12 @@ class Session:
         self._check_bindings(ready, run.bindings)
         before = self.bytes
         freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        outcome = self.runtime.run(ready.prepared, self.buffers, run.bindings, params)
-        self.bytes += ready.facts.kept_bytes - freed
+        execution = self.runtime.begin(ready.prepared, self.buffers, run.bindings, params)
+        return Running(run, seq, ready, execution, before, freed)
+
+    def _finish(self, running: Running) -> Outcome:
+        run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
+        self.bytes += ready.facts.kept_bytes - running.freed
         for slot in ready.dynamic:
             made = self.buffers.get(run.bindings[slot])
             self.bytes += made.nbytes if made is not None else 0
@@ -145,7 +210,7 @@ class Session:
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:
-            self.fail("executor.operation", outcome.error, seq, outcome.failed_at)
+            self.fail("executor.operation", outcome.error, running.seq, outcome.failed_at)
         if ready.dynamic and self.bytes > self.quota:
             size = self.bytes - before
             for slot in ready.dynamic:
@@ -223,11 +288,11 @@ class Session:
         self.buffers.clear()
         self.queue.clear()
         self.programs.clear()
-        self.bytes = self.queued_bytes = self.program_bytes = 0
+        self.bytes = self.queued_bytes = self.program_bytes = self.known = 0
 
 
 def _mib(n: int) -> str:
     return f"{n / (1 << 20):.2f} MiB"
 
 
-__all__ = ["Counters", "ExecutorError", "Failure", "Session"]
+__all__ = ["Counters", "ExecutorError", "Failure", "Frame", "Running", "Session"]

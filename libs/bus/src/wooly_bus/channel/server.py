@@ -255,6 +255,14 @@ class ChannelServer:
             event.conn._in_events = False
         return events
 
+    def flush(self) -> None:
+        """Write what is queued now, rather than in the next `poll`."""
+        for conn in [conn for conn in self._dirty if conn._out]:
+            del self._dirty[conn]
+            conn._held = False
+            conn._queue_ack()
+            self._writable(conn)
+
     def _drain_wakes(self) -> None:
         try:
             while self._wake_out.recv(4096):

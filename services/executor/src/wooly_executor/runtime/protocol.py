@@ -34,6 +34,44 @@ class Prepared(Protocol):
 
     program: Program
     facts: ProgramFacts
+    edges: Sequence[int]
+    """Where runs are likely to be stopped, as instructions: what puts instructions together keeps these apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """How fast a device is, roughly: what a program is expected to take before it was ever measured.
+
+    Attributes:
+        bytes_per_us: memory read or written.
+        flops_per_us: arithmetic in float32.
+        launch_ns: of an instruction that does next to nothing.
+    """
+
+    bytes_per_us: int
+    flops_per_us: int
+    launch_ns: int
+
+
+class Execution(Protocol):
+    """One run of a program, which may be interrupted between its instructions. Dropping it leaves the rest undone."""
+
+    outcome: Outcome
+
+    def advance(self, edges: Sequence[int]) -> list[int]:
+        """Go on to the first of `edges`, then to the next, to the last.
+
+        A failing instruction is reported in `outcome`, not raised, and ends the run; what the rest of the program should have
+        written is poisoned.
+
+        Args:
+            edges: instructions not to be begun, rising; the number of the program's instructions is its end.
+
+        Returns:
+            Device time up to each edge since the one before, in ns, by the runtime's own clock: a GPU's events, the CPU time of
+            the thread that computes. Never wall time, which counts others' work too. After the end and after a failure it is 0.
+        """
+        ...
 
 
 class Runtime(Protocol):
@@ -51,10 +89,15 @@ class Runtime(Protocol):
         """Resolve and lay out everything that does not change from run to run."""
         ...
 
-    def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
-        """Run. Creates and removes entries of `buffers` as the program allocates and frees.
+    def rates(self) -> Rates:
+        """How fast the device is, measured once."""
+        ...
 
-        The caller has checked the bindings. A failing instruction is reported, not raised; what the rest of the program should
-        have written is poisoned.
+    def begin(
+        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> Execution:
+        """Begin a run, which creates and removes entries of `buffers` as the program allocates and frees.
+
+        The caller has checked the bindings. Until the end nothing else may touch the session's buffers.
         """
         ...

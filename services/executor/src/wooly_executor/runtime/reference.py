@@ -5,6 +5,7 @@ It is the living definition of the instruction set and the oracle of the other r
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,17 +30,53 @@ from wooly_executor.runtime.calls import (
     typed_params,
 )
 from wooly_executor.runtime.definitions import define
-from wooly_executor.runtime.protocol import Outcome
+from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime, check_size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LiteralProgram:
     """A program as it is."""
 
     program: Program
     facts: ProgramFacts
     dropped: tuple[int, ...]
+    edges: Sequence[int] = ()
+
+
+class LiteralExecution:
+    """A run, instruction by instruction, to its end even after a failure."""
+
+    def __init__(
+        self,
+        runtime: ReferenceRuntime,
+        literal: LiteralProgram,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+    ) -> None:
+        self.outcome = Outcome()
+        self._runtime, self._program, self._buffers = runtime, literal.program, buffers
+        self._bindings, self._params = bindings, params
+        self._at = self._first_param = 0
+
+    def advance(self, edges: Sequence[int]) -> list[int]:
+        """See `Execution.advance`."""
+        times = []
+        last = time.thread_time_ns()
+        for edge in edges:
+            while self._at < min(edge, len(self._program.body)):
+                instruction = self._program.body[self._at]
+                form = self._program.forms[instruction.form]
+                params = self._params[self._first_param : self._first_param + len(form.params)]
+                ids = [self._bindings[s] for s in instruction.slots]
+                self._runtime.instruct(form, ids, params, self._buffers, self._at, self.outcome)
+                self._first_param += len(form.params)
+                self._at += 1
+            now = time.thread_time_ns()
+            times.append(now - last)
+            last = now
+        return times
 
 
 class ReferenceRuntime(TorchCpuRuntime):
@@ -57,25 +94,31 @@ class ReferenceRuntime(TorchCpuRuntime):
         dropped = [s for s, gone in enumerate(facts.slot_freed) if gone and facts.slot_alloc[s] is None]
         return LiteralProgram(program, facts, tuple(dropped))
 
-    def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
-        """See `Runtime.run`."""
-        outcome = Outcome()
-        at = 0
-        for index, instruction in enumerate(prepared.program.body):
-            form = prepared.program.forms[instruction.form]
-            ids = [bindings[s] for s in instruction.slots]
-            mine = params[at : at + len(form.params)]
-            at += len(form.params)
-            if outcome.failed_at is None or form.opcode == "free":
-                try:
-                    self._execute(form, ids, mine, buffers, outcome)
-                    continue
-                except Exception as e:
-                    outcome.failed_at = index
-                    plain = isinstance(e, (RuntimeError, OperationError, PoisonedError))
-                    outcome.error = str(e) if plain else f"{type(e).__name__}: {e}"
-            self._poison(form, ids, buffers, outcome.error)
-        return outcome
+    def begin(
+        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> Execution:
+        """See `Runtime.begin`."""
+        return LiteralExecution(self, prepared, buffers, bindings, params)
+
+    def instruct(
+        self,
+        form: Form,
+        ids: list[int],
+        params: Sequence[Any],
+        buffers: dict[int, Buffer],
+        index: int,
+        outcome: Outcome,
+    ) -> None:
+        """One instruction, the program's `index`th: done, or after a failure lost."""
+        if outcome.failed_at is None or form.opcode == "free":
+            try:
+                self._execute(form, ids, params, buffers, outcome)
+                return
+            except Exception as e:
+                outcome.failed_at = index
+                plain = isinstance(e, (RuntimeError, OperationError, PoisonedError))
+                outcome.error = str(e) if plain else f"{type(e).__name__}: {e}"
+        self._poison(form, ids, buffers, outcome.error)
 
     def _poison(self, form: Form, ids: list[int], buffers: dict[int, Buffer], why: str) -> None:
         for operand, buffer in zip(form.operands, ids, strict=True):

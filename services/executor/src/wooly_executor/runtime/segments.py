@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -376,7 +376,10 @@ def _failure(text: str, owner: dict[str, int]) -> SegmentError:
 
 
 def compile_steps(
-    traces: Sequence[Trace | None], steps: Sequence[Callable[[Any], None]], needed_after: Callable[[str, int], bool]
+    traces: Sequence[Trace | None],
+    steps: Sequence[Callable[[Any], None]],
+    needed_after: Callable[[str, int], bool],
+    stops: Collection[int] = (),
 ) -> tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None:
     """Put stretches of traced steps together.
 
@@ -384,6 +387,7 @@ def compile_steps(
         traces: what each step does, where that is known.
         steps: the steps.
         needed_after: whether a name is wanted from the step with this index on.
+        stops: steps that are not put together with those before them.
 
     Returns:
         Steps that fill registers from buffers, to be done first; the others, with segments among them; for each of these,
@@ -391,7 +395,7 @@ def compile_steps(
     """
     apart: set[int] = set()
     for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart)
+        found = _compiled(traces, steps, needed_after, apart, stops)
         if not isinstance(found, set):
             return found
         apart |= found
@@ -403,17 +407,21 @@ def _compiled(
     steps: Sequence[Callable[[Any], None]],
     needed_after: Callable[[str, int], bool],
     apart: set[int],
+    stops: Collection[int],
 ) -> Any:
     segments: list[Segment | int] = []
+    stopped = False
     gathers: list[Callable[[Any], None]] = []
     for at, (trace, step) in enumerate(zip(traces, steps, strict=True)):
+        stopped = stopped or at in stops
         if isinstance(trace, Gather):
             gathers.append(step)
             continue
         if trace is not None and at not in apart:
             last = segments[-1] if segments else None
-            if not isinstance(last, Segment) or last.nbytes > BYTES:
+            if not isinstance(last, Segment) or last.nbytes > BYTES or stopped:
                 segments.append(last := Segment())
+                stopped = False
             try:
                 last.add(trace, at)
             except AwkwardError:

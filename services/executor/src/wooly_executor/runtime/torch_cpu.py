@@ -6,8 +6,11 @@ is allocated and freed inside the program never becomes one.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
+import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +43,7 @@ from wooly_executor.runtime.calls import (
     typed_params,
 )
 from wooly_executor.runtime.fast_bindings import FAST
-from wooly_executor.runtime.protocol import Outcome
+from wooly_executor.runtime.protocol import Execution, Outcome, Rates
 from wooly_executor.runtime.segments import (
     Free,
     Gather,
@@ -97,6 +100,8 @@ class PreparedProgram:
         gathers: once it was run often: steps that fill registers from buffers.
         hot: once it was run often: the other steps, many of them put together.
         begins: per hot step, the step that it begins with.
+        edges: instructions before which runs are likely to be stopped.
+        places: per hot step, the instruction that it begins with.
     """
 
     program: Program
@@ -114,6 +119,8 @@ class PreparedProgram:
     gathers: list[Step] = field(default_factory=list)
     hot: list[Step] = field(default_factory=list)
     begins: list[int] = field(default_factory=list)
+    edges: Sequence[int] = ()
+    places: list[int] = field(default_factory=list)
 
     def heat(self) -> None:
         """Put steps together where that is worth it."""
@@ -128,9 +135,11 @@ class PreparedProgram:
             slot = self.slot_of[int(name[1:])] if name[0] == "r" else int(name[1:])
             return name in forever or last_use.get(slot, -1) >= owner[step]
 
-        found = compile_steps(self.traces, self.steps, needed_after)
+        stops = {bisect_left(self.owner, edge) for edge in self.edges}
+        found = compile_steps(self.traces, self.steps, needed_after, stops)
         if found is not None:
             self.gathers, self.hot, self.begins = found
+            self.places = [self.owner[step] for step in self.begins]
 
 
 class TorchCpuRuntime:
@@ -166,41 +175,88 @@ class TorchCpuRuntime:
         """
         return _Preparation(program, facts).finish()
 
-    def run(
+    def rates(self) -> Rates:
+        """How fast torch is here, for what it is given to expect: see `Rates`."""
+        return _rates(torch.get_num_threads())
+
+    def begin(
         self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
-    ) -> Outcome:
-        """See `Runtime.run`."""
-        frame = _Frame(buffers, bindings, params, prepared.n_registers)
+    ) -> Execution:
+        """See `Runtime.begin`."""
         prepared.runs += 1
         if prepared.runs == self._hot:
             prepared.heat()
-        steps = prepared.steps
+        return StepExecution(prepared, buffers, bindings, params)
+
+    def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
+        """All of a run at once."""
+        execution = self.begin(prepared, buffers, bindings, params)
+        execution.advance((len(prepared.program.body),))
+        return execution.outcome
+
+
+class StepExecution:
+    """A run of a prepared program. Its clock is the CPU time of the thread that computes."""
+
+    __slots__ = ("_at", "_frame", "_places", "_prepared", "_steps", "ended", "outcome")
+
+    def __init__(
+        self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> None:
+        self._prepared = prepared
+        self._frame = _Frame(buffers, bindings, params, prepared.n_registers)
+        self._steps, self._places = prepared.steps, prepared.owner
+        self._at = 0
+        self.ended = False
         if prepared.hot:
             try:
                 for step in prepared.gathers:
-                    step(frame)
-                steps = prepared.hot
+                    step(self._frame)
+                self._steps, self._places = prepared.hot, prepared.places
             except PoisonedError:  # the steps one by one say which instruction it was that could not have its operand
-                frame = _Frame(buffers, bindings, params, prepared.n_registers)
-        i = -1
+                self._frame = _Frame(buffers, bindings, params, prepared.n_registers)
+        self.outcome = self._frame.outcome
+
+    def advance(self, edges: Sequence[int]) -> list[int]:
+        """See `Execution.advance`."""
+        times = []
+        last = time.thread_time_ns()
+        for edge in edges:
+            if not self.ended:
+                self._go(edge)
+            now = time.thread_time_ns()
+            times.append(now - last)
+            last = now
+        return times
+
+    def _go(self, edge: int) -> None:
+        prepared, frame, begin = self._prepared, self._frame, self._at
+        whole = edge >= len(prepared.program.body)
+        steps = self._steps
+        if begin or not whole:
+            steps = steps[begin : None if whole else bisect_left(self._places, edge, begin)]
+        i = begin - 1
         try:
-            for i, step in enumerate(steps):  # noqa: B007 - the failing step's index is used below
+            for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
-            begin = prepared.begins[i]
-            self._fail(prepared, frame, begin, begin if e.at is None else e.at, e)
+            first = prepared.begins[i]
+            self._fail(prepared, frame, first, first if e.at is None else e.at, e)
         except Exception as e:
-            at = prepared.begins[i] if steps is prepared.hot else i
+            at = prepared.begins[i] if self._steps is prepared.hot else i
             self._fail(prepared, frame, at, at, e)
         else:
-            registers, bases = frame.registers, frame.bases
+            self._at = begin + len(steps)
+            if not whole:
+                return
+            buffers, bindings, registers, bases = frame.buffers, frame.bindings, frame.registers, frame.bases
             for slot, register, view, nbytes in prepared.kept:
                 buffers[bindings[slot]] = Buffer(nbytes, registers[register], view)
             for slot, nbytes in prepared.made:
                 buffers[bindings[slot]] = Buffer(nbytes, bases[slot])
         for slot in prepared.dropped:
-            buffers.pop(bindings[slot], None)
-        return frame.outcome
+            frame.buffers.pop(frame.bindings[slot], None)
+        self.ended = True
 
     def _fail(self, prepared: PreparedProgram, frame: _Frame, first: int, step: int, cause: Exception) -> None:
         """Report the failure of a step and poison what the program should have written from the step `first` on."""
@@ -223,6 +279,30 @@ class TorchCpuRuntime:
         for slot, nbytes in prepared.made:
             base = frame.bases[slot] if slot not in lost else None
             buffers[bindings[slot]] = Buffer(nbytes, base, None, "" if base is not None else outcome.error)
+
+
+@functools.cache
+def _rates(threads: int) -> Rates:
+    """Measured with three operators whose time is memory's, arithmetic's, and their own."""
+
+    def least(call: Callable[[], Any], times: int) -> int:
+        found = []
+        for _ in range(4):
+            begun = time.thread_time_ns()
+            for _ in range(times):
+                call()
+            found.append((time.thread_time_ns() - begun) // times)
+        return max(min(found), 1)
+
+    large, square, small = torch.ones(1 << 20), torch.ones(256, 256), torch.ones(4)
+    out = torch.empty_like(large)
+    moved = least(lambda: torch.add(large, large, out=out), 2)
+    computed = least(lambda: torch.mm(square, square), 2)
+    return Rates(
+        bytes_per_us=max(2 * large.nbytes * 1000 // moved, 1),
+        flops_per_us=max(2 * 256**3 * 1000 // computed, 1),
+        launch_ns=least(lambda: torch.add(small, small), 100),
+    )
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,147 @@
+"""What programs are expected to take on the device, and where they may be cut: from the op table at first, then as measured.
+
+Integers in ns of the runtime's own clock. An estimate belongs to a program's digest: all sessions that run it share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from wooly_wis.optable import cost
+from wooly_wis.program import Form, Program
+
+from wooly_executor.runtime.protocol import Rates
+
+#: Edges closer than this are merged: each is a number in the journal, and a reading of the clock.
+EDGE_NS = 50_000
+#: The same once a program has been run `SETTLED` times. What lies between two edges is then put together by the runtime.
+SEGMENT_NS = 250_000
+#: Edges of one program at most.
+EDGES = 1024
+#: Runs after which a program's edges stay where they are. The runtimes put steps together later than this.
+SETTLED = 12
+#: Measurements kept per kernel; the estimate is their 95th percentile.
+KEPT = 32
+LEAST_NS = 1_000
+
+
+class Cut(NamedTuple):
+    """Kernels of a program: for each the instruction before which it ends, and its estimated ns.
+
+    The same object while the estimates stay as they are: the dispatch core pays for it once.
+    """
+
+    edges: tuple[int, ...]
+    kernels: tuple[int, ...]
+
+
+def instruction_ns(form: Form, rates: Rates) -> int:
+    """What an instruction of this form should take: memory or arithmetic, whichever is more, and its own overhead."""
+    if form.opcode in ("alloc", "free"):
+        return 0
+    found = cost(form)
+    moved = (found.bytes_read + found.bytes_written) * 1000 // rates.bytes_per_us
+    return rates.launch_ns + max(moved, (found.flops or 0) * 1000 // rates.flops_per_us)
+
+
+class Estimate:
+    """One program's: `cut` is what to submit, `observe` what came of it.
+
+    Args:
+        program: the program.
+        form_ns: `instruction_ns` per form.
+    """
+
+    __slots__ = ("_instructions", "_samples", "cut", "runs")
+
+    def __init__(self, program: Program, form_ns: Sequence[int]) -> None:
+        self._instructions = [form_ns[i.form] for i in program.body]
+        self._samples: list[list[int]] = []
+        self.runs = 0
+        self.cut = self._cut(EDGE_NS)
+
+    def observe(self, cut: Cut, first: int, times: Sequence[int]) -> bool:
+        """Kernels from `first` on of a run that was submitted as `cut` took this long. True: the edges have moved."""
+        if cut.edges is not self.cut.edges:
+            return False
+        at = self.runs % KEPT
+        for samples, ns in zip(self._samples[first:], times, strict=False):
+            if len(samples) < KEPT:
+                samples.append(ns)
+            else:
+                samples[at] = ns
+        if first + len(times) < len(cut.edges):
+            return False
+        self.runs += 1
+        if self.runs in (1, 2, 4, 8, SETTLED):
+            return self._review(SEGMENT_NS if self.runs == SETTLED else EDGE_NS)
+        if not self.runs % 16:
+            self._revise()
+        return False
+
+    def _review(self, longest: int) -> bool:
+        """Spread what was measured over the instructions, and cut anew."""
+        edges, begin = self.cut.edges, 0
+        for end, samples in zip(edges, self._samples, strict=True):
+            within = self._instructions[begin:end]
+            whole = sum(within)
+            if samples and whole:
+                measured = sorted(samples)[len(samples) // 2]
+                self._instructions[begin:end] = [ns * measured // whole for ns in within]
+            begin = end
+        samples = self._samples
+        cut = self._cut(longest)
+        if cut.edges == edges:
+            self._samples, self.cut = samples, Cut(edges, cut.kernels)
+            self._revise()
+            return False
+        self.cut = cut
+        return True
+
+    def _revise(self) -> None:
+        """Put measured values in place of estimates that they differ from by an eighth."""
+        kernels = list(self.cut.kernels)
+        for k, samples in enumerate(self._samples):
+            if samples:
+                measured = max(sorted(samples)[-(-len(samples) * 95 // 100) - 1], LEAST_NS)
+                if 8 * abs(measured - kernels[k]) > kernels[k]:
+                    kernels[k] = measured
+        if tuple(kernels) != self.cut.kernels:
+            self.cut = Cut(self.cut.edges, tuple(kernels))
+
+    def _cut(self, longest: int) -> Cut:
+        """The longest runs of instructions that take at most `longest`; one that takes longer stands alone."""
+        longest = max(longest, sum(self._instructions) // EDGES)
+        edges: list[int] = []
+        kernels: list[int] = []
+        held = 0
+        for i, ns in enumerate(self._instructions):
+            if held and held + ns > longest:
+                edges.append(i)
+                kernels.append(max(held, LEAST_NS))
+                held = 0
+            held += ns
+        edges.append(len(self._instructions))
+        kernels.append(max(held, LEAST_NS))
+        self._samples = [[] for _ in edges]
+        return Cut(tuple(edges), tuple(kernels))
+
+
+UNKNOWN = Cut((1 << 62,), (LEAST_NS,))
+"""Of a frame that will be refused when its turn comes."""
+
+
+class Definitions:
+    """What taking in a program costs, in ns of the device's thread: by its bytes, as the worst of late."""
+
+    def __init__(self) -> None:
+        self._ns_per_byte = 2_000
+
+    def expected(self, nbytes: int) -> Cut:
+        """For a definition of so many bytes."""
+        return Cut(UNKNOWN.edges, (max(nbytes * self._ns_per_byte, LEAST_NS),))
+
+    def observe(self, nbytes: int, ns: int) -> None:
+        """One took so long."""
+        self._ns_per_byte = max(ns // max(nbytes, 1), self._ns_per_byte * 15 // 16, 1)
