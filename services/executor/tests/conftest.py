@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_dispatch.events import Policy
+from wooly_dispatch.invariants import Auditor
+from wooly_dispatch.journal import Batch, Journal, Replayer
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import digest, encode_program
@@ -166,12 +169,13 @@ class Client:
 class Device:
     """A device loop in a thread of this process, reached over its unix socket."""
 
-    def __init__(self, path, runtime, memory):
-        self.loop = DeviceLoop(runtime, memory)
+    def __init__(self, path, runtime, memory, dispatch):
+        self.loop = DeviceLoop(runtime, memory, dispatch)
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
         self.closed, self.clients = [], []
         self.changed = threading.Condition()
         self.loop.on_closed = self.on_closed
+        self.entries = self.loop.dispatch.begin_journal()
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
@@ -183,13 +187,21 @@ class Device:
     def call(self, function):
         return self.loop.call(function).result(WAIT_S)
 
-    def admit(self, session_id, quota=None):
-        self.call(lambda: self.loop.open_session(session_id, f"token of {session_id}", quota))
+    def admit(self, session_id, quota=None, **policy):
+        token = f"token of {session_id}"
+        self.call(lambda: self.loop.open_session(session_id, token, quota, Policy(**policy)))
 
-    def open(self, session_id, quota=None):
-        self.admit(session_id, quota)
+    def open(self, session_id, quota=None, **policy):
+        self.admit(session_id, quota, **policy)
         self.clients.append(Client(self.endpoint, session_id, f"token of {session_id}"))
         return self.clients[-1]
+
+    def steer(self, session_id, *, suspended=False, exclusive=False):
+        def steer():
+            policy = self.loop.dispatch.treatment(session_id)[0]
+            self.loop.dispatch.steer(session_id, policy, suspended, exclusive)
+
+        self.call(steer)
 
     def held(self):
         return self.call(lambda: {s.id: (s.bytes, len(s.buffers)) for s in self.loop.sessions()})
@@ -205,6 +217,18 @@ class Device:
         self.loop.stop()
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
+        replay(self.entries)
+
+
+def replay(entries):
+    """The rule decides on these events as the loop's did, and breaks none of its laws. Returns what was recorded."""
+    journal, replayer, auditor = Journal("x/1"), Replayer("x/1"), Auditor()
+    for entry in entries:
+        journal.record(*entry)
+    batch = journal.cut()
+    for event, decisions in replayer.replay(Batch.decode(batch.encode())):
+        auditor.audit(event, decisions, replayer.state.windows)
+    return list(entries)
 
 
 @pytest.fixture
@@ -212,8 +236,9 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30):
-            devices.append(Device(Path(directory) / f"{len(devices)}.sock", runtime or TorchCpuRuntime(), memory))
+        def make(*, runtime=None, memory=1 << 30, dispatch=None):
+            path = Path(directory) / f"{len(devices)}.sock"
+            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch))
             return devices[-1]
 
         yield make
@@ -232,5 +257,6 @@ def wis():
 
     class Tools:
         body, at, error, client, ref = Body, staticmethod(view), RemoteError, Client, OperandRef
+        replay = staticmethod(replay)
 
     return Tools

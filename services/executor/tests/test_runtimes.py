@@ -179,8 +179,11 @@ def bodies(draw, wis):
     return body, params
 
 
-def execute(runtime, body, params=(), contents=None, times=2):
-    """What is left after each run: the outcome, and of every buffer its size, bytes and poison."""
+def execute(runtime, body, params=(), contents=None, times=2, pieces=1):
+    """What is left after each run: the outcome, and of every buffer its size, bytes and poison.
+
+    With `pieces` above 1, a run is interrupted at as many places, some of which have nothing between them.
+    """
     contents = contents or {}
     ids = {name: i for i, name in enumerate(body.names)}
     seen = []
@@ -193,7 +196,11 @@ def execute(runtime, body, params=(), contents=None, times=2):
                 data = t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
                 buffers[ids[name]] = runtime.allocate(len(data))
                 bytes_of(buffers[ids[name]].base, 0, len(data))[:] = data
-            outcome = runtime.run(ready.prepared, buffers, list(ids.values()), list(params))
+            execution = runtime.begin(ready.prepared, buffers, list(ids.values()), list(params))
+            for piece in range(1, pieces + 1):
+                edges = [piece * len(body.body) // pieces] * (2 if piece < pieces else 1)
+                assert len(execution.advance(edges)) == len(edges)
+            outcome = execution.outcome
             left = {
                 i: (b.nbytes, b.poison, None if b.base is None else bytes(bytes_of(b.base, 0, b.nbytes)))
                 for i, b in sorted(buffers.items())
@@ -207,8 +214,10 @@ def agree(body, params=(), contents=None):
     """Both runtimes leave the same, also once steps are put together; returns what they leave."""
     prepared, reference = (execute(kind(), body, params, contents) for kind in RUNTIMES)
     assert prepared == reference and prepared[0] == prepared[1]
-    for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3):
-        same_but_for_what_a_failure_loses(hot, prepared[0])
+    assert all(execute(kind(), body, params, contents, pieces=3) == prepared for kind in RUNTIMES)
+    for pieces in (1, 3):
+        for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3, pieces=pieces):
+            same_but_for_what_a_failure_loses(hot, prepared[0])
     return prepared[0]
 
 

@@ -20,6 +20,7 @@ VALID = {
     "WOOLY_EXECUTOR_NODE": "rack.local",
     "WOOLY_EXECUTOR_RUNTIME": "reference",
     "WOOLY_EXECUTOR_MEMORY": "1048576",
+    "WOOLY_EXECUTOR_DISPATCH": "fifo",
     "WOOLY_EXECUTOR_HEARTBEAT_S": "0.5",
     "WOOLY_EXECUTOR_NATS_URL": "nats://control:4222",
     "WOOLY_EXECUTOR_STATE_DIR": "/var/lib/executor",
@@ -29,6 +30,7 @@ INVALID = [
     ("WOOLY_EXECUTOR_MEMORY", "-1", "greater than 0"),
     ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
     ("WOOLY_EXECUTOR_RUNTIME", "cuda", "'cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_DISPATCH", "unfair", "'fair' or 'fifo'"),
     ("WOOLY_EXECUTOR_HEARTBEAT_S", "0", "greater than 0"),
     ("WOOLY_EXECUTOR_ID", "gpu.7", "match pattern"),
 ]
@@ -52,7 +54,7 @@ def test_every_variable_is_read(clean):
         clean.setenv(name, value)
     s = ExecutorSettings()
     assert (s.id, s.node, s.runtime, s.memory, s.heartbeat_s) == ("gpu-7", "rack.local", "reference", 1 << 20, 0.5)
-    assert s.nats_url == "nats://control:4222"
+    assert s.nats_url == "nats://control:4222" and s.dispatch == "fifo"
     assert s.endpoints() == ["unix:///var/lib/executor/gpu-7.sock"]
 
 

@@ -16,16 +16,21 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
+from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.journal import JournalPublisher
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 
 log = logging.getLogger("wooly.executor")
+#: Seconds that the end of the journal may take to be published.
+LAST_WORDS_S = 1.0
 RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime, "reference": ReferenceRuntime}
 
 
@@ -48,13 +53,18 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
-        watching = asyncio.create_task(actor.watch())
+        journal = JournalPublisher(app.jetstream(), loop, settings.id)
+        watching = [asyncio.create_task(actor.watch()), asyncio.create_task(journal.run())]
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
-        await asyncio.wait((watching, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
-        watching.cancel()
+        await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for task in watching:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.wait(watching)
+        with contextlib.suppress(StreamError, TimeoutError):
+            await asyncio.wait_for(journal.publish(), LAST_WORDS_S)
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
@@ -100,7 +110,8 @@ def main(argv: list[str] | None = None) -> int:
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads:
         torch.set_num_threads(int(threads))
-    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory)
+    dispatch = Dispatch(fifo=settings.dispatch == "fifo")
+    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory, dispatch)
     alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:

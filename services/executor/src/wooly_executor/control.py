@@ -7,29 +7,42 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict, fields, replace
+from typing import TypeVar
 
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
+from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     CloseSessionReply,
     CloseSessionRequest,
     DeviceFacts,
+    EndEpochReply,
+    EndEpochRequest,
     ExecutorHeartbeat,
     HostSessionReply,
     HostSessionRequest,
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SessionPolicy,
+    SteerSessionReply,
+    SteerSessionRequest,
 )
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
 from wooly_executor.settings import ExecutorSettings
 
+T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
+
+
+def _policy(message: SessionPolicy) -> Policy:
+    return Policy(**{f.name: getattr(message, f.name) for f in fields(Policy)})
 
 
 class ExecutorActor(Actor):
@@ -59,6 +72,8 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
         app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session))
         app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
+        app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.alone(self.on_steer_session))
+        app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.alone(self.on_end_epoch))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
         app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
 
@@ -66,14 +81,50 @@ class ExecutorActor(Actor):
         """Take a session. Asking twice for the same one changes nothing."""
         known = self._leases.get(request.session_id)
         if known is None or known[2] != request.token:
-            try:
-                await asyncio.wrap_future(
-                    self._loop.call(lambda: self._loop.open_session(request.session_id, request.token, request.quota))
+            policy = _policy(request.policy or SessionPolicy(priority=request.priority))
+            await self._ask(
+                lambda: self._loop.open_session(
+                    request.session_id, request.token, request.quota, policy, request.tenant
                 )
-            except ExecutorError as e:
-                raise RefusedError(e.code, str(e), retryable=e.retryable) from e
+            )
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
         return HostSessionReply(endpoints=self._endpoints)
+
+    async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
+        """Treat a session otherwise from now on."""
+        dispatch = self._loop.dispatch
+
+        def steer() -> tuple[Policy, bool, bool]:
+            policy, suspended, exclusive = dispatch.treatment(request.session_id)
+            if request.policy is not None:
+                policy = _policy(request.policy)
+            if request.priority is not None:
+                policy = replace(policy, priority=request.priority)
+            if request.weight is not None:
+                policy = replace(policy, weight=request.weight)
+            suspended = suspended if request.suspended is None else request.suspended
+            exclusive = exclusive if request.exclusive is None else request.exclusive
+            dispatch.steer(request.session_id, policy, suspended, exclusive)
+            return dispatch.treatment(request.session_id)
+
+        policy, suspended, exclusive = await self._ask(steer)
+        return SteerSessionReply(policy=SessionPolicy(**asdict(policy)), suspended=suspended, exclusive=exclusive)
+
+    async def on_end_epoch(self, request: EndEpochRequest) -> EndEpochReply:
+        """Adapt the windows to what an epoch measured."""
+        measured = request.slowdown_permille, request.idle_permille
+        return EndEpochReply(windows_ns=await self._ask(lambda: self._loop.dispatch.epoch_ended(*measured)))
+
+    async def _ask(self, function: Callable[[], T]) -> T:
+        """What `function` returns in the device loop's thread.
+
+        Raises:
+            RefusedError: it raised an error of the executor's.
+        """
+        try:
+            return await asyncio.wrap_future(self._loop.call(function))
+        except ExecutorError as e:
+            raise RefusedError(e.code, str(e), retryable=e.retryable) from e
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
         """Prolong a lease."""

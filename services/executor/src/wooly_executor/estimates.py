@@ -82,7 +82,8 @@ class Estimate:
 
     def _review(self, longest: int) -> bool:
         """Spread what was measured over the instructions, and cut anew."""
-        edges, begin = self.cut.edges, 0
+        before, begin = self.cut, 0
+        edges = before.edges
         for end, samples in zip(edges, self._samples, strict=True):
             within = self._instructions[begin:end]
             whole = sum(within)
@@ -93,7 +94,7 @@ class Estimate:
         samples = self._samples
         cut = self._cut(longest)
         if cut.edges == edges:
-            self._samples, self.cut = samples, Cut(edges, cut.kernels)
+            self._samples, self.cut = samples, before
             self._revise()
             return False
         self.cut = cut
@@ -112,7 +113,7 @@ class Estimate:
 
     def _cut(self, longest: int) -> Cut:
         """The longest runs of instructions that take at most `longest`; one that takes longer stands alone."""
-        longest = max(longest, sum(self._instructions) // EDGES)
+        longest = max(longest, 2 * sum(self._instructions) // EDGES)  # two neighbours exceed it
         edges: list[int] = []
         kernels: list[int] = []
         held = 0

@@ -32,6 +32,7 @@ class ExecutorSettings(BaseSettings):
     tls_key: Path | None = None
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
     memory: Annotated[int, Field(gt=0, lt=1 << 63)] | None = None
+    dispatch: Literal["fair", "fifo"] = "fair"
     heartbeat_s: float = Field(default=1.0, gt=0)
 
     def endpoints(self) -> list[str]:

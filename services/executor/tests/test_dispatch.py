@@ -1,0 +1,373 @@
+"""The device loop as the dispatch core's hands: whose turn it is, where programs are cut, and that the journal tells it all."""
+
+import threading
+import time
+
+import pytest
+from wooly_dispatch.decisions import LaunchDecision
+from wooly_dispatch.events import LaunchDoneEvent
+from wooly_executor import estimates
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import SteeringError, UnknownSessionError
+from wooly_executor.estimates import Estimate
+from wooly_executor.runtime.protocol import Rates
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.dtypes import DType
+
+WAIT_S = 30
+STEP_NS = 100_000
+
+
+class PacedExecution:
+    """Says of every instruction that it took `step_ns`, and waits before it until the test lets the device go."""
+
+    def __init__(self, runtime, inner, prepared, label):
+        self.runtime, self.inner, self.label = runtime, inner, label
+        self.at, self.size = 0, len(prepared.program.body)
+        self.outcome = inner.outcome
+
+    def advance(self, edges):
+        self.runtime.arrived.set()
+        assert self.runtime.going.wait(WAIT_S)
+        self.inner.advance(edges)
+        times = []
+        for edge in edges:
+            end = min(edge, self.size)
+            times.append((end - self.at) * self.runtime.step_ns)
+            self.at = end
+        self.runtime.ran.append((self.label, sum(times)))
+        return times
+
+
+class PacedRuntime(TorchCpuRuntime):
+    """The CPU runtime with a clock of its own, and a gate before the device. `ran`: (first buffer, ns) per piece."""
+
+    def __init__(self, step_ns=STEP_NS):
+        super().__init__()
+        self.step_ns = step_ns
+        self.ran = []
+        self.going, self.arrived = threading.Event(), threading.Event()
+        self.going.set()
+
+    def rates(self):
+        return Rates(bytes_per_us=1 << 40, flops_per_us=1 << 40, launch_ns=self.step_ns)
+
+    def begin(self, prepared, buffers, bindings, params):
+        return PacedExecution(self, super().begin(prepared, buffers, bindings, params), prepared, bindings[0])
+
+    def hold(self):
+        self.ran.clear()
+        self.arrived.clear()
+        self.going.clear()
+
+    def release(self):
+        time.sleep(0.005)  # longer than the loop goes without a look at its channels
+        self.going.set()
+
+
+@pytest.fixture
+def runtime():
+    return PacedRuntime()
+
+
+@pytest.fixture
+def paced(make_device, runtime):
+    return make_device(runtime=runtime)
+
+
+@pytest.fixture
+def adds(wis):
+    """A program of `n` additions to x."""
+    v = wis.at(DType.F32, 4)
+
+    def make(n):
+        body = wis.body()
+        for _ in range(n):
+            body.call("aten.add_.Tensor", ("inout", "x", v), ("in", "x", v))
+        return body
+
+    return make
+
+
+def opened(device, adds, *, length=1, **sessions):
+    """Clients by name, whose buffer 100, 101, … holds ones, and the name of their program of `length` additions."""
+    found = {}
+    for label, (name, priority) in enumerate(sessions.items(), 100):
+        policy = {"priority": priority} if isinstance(priority, int) else priority
+        client = device.open(name, **policy)
+        client.make(label, 1, 1, 1, 1)
+        client.label, client.program = label, client.define(adds(length))
+        client.start(client.program, [label])  # measured once, so that pieces may have more than a kernel
+        client.sync()
+        found[name] = client
+    return found.values()
+
+
+def occupy(runtime, client):
+    """Have the device busy with a program of this client's."""
+    runtime.hold()
+    client.start(client.program, [client.label])
+    assert runtime.arrived.wait(WAIT_S)
+
+
+def test_frames_that_wait_run_by_class_and_in_their_sessions_order(paced, runtime, adds):
+    clients = opened(paced, adds, p4=4, p2=2, p0=0, p1=1)
+    p4, p2, p0, p1 = clients
+    occupy(runtime, p4)
+    for client in clients:
+        for _ in range(2):
+            client.start(client.program, [client.label])
+    runtime.release()
+    for client in clients:
+        client.sync()
+        assert client.floats(client.label, 4) == [16.0 if client is p4 else 8.0] * 4
+    labels = [label for label, _ in runtime.ran]
+    assert labels == [p4.label, *[p0.label] * 2, *[p1.label] * 2, *[p2.label] * 2, *[p4.label] * 2]
+
+
+def test_long_program_of_a_lower_class_is_interrupted(paced, runtime, adds):
+    low, high = opened(paced, adds, low=4, high=0)
+    low.program = low.define(adds(20))
+    occupy(runtime, low)
+    high.start(high.program, [high.label])
+    runtime.release()
+    low.sync(), high.sync()
+    labels = [label for label, _ in runtime.ran]
+    assert labels[:2] == [low.label, high.label] and set(labels[2:]) == {low.label}
+    assert max(ns for label, ns in runtime.ran) <= 250_000  # half a window beside P0 of unknown service time
+    assert low.floats(low.label, 4) == [2.0**21] * 4
+
+
+def test_program_that_runs_often_is_still_interrupted(make_device, adds):
+    paced = make_device(runtime=(runtime := PacedRuntime(40_000)))
+    low, high = opened(paced, adds, low=4, high=0)
+    low.program = low.define(adds(20))
+    for _ in range(estimates.SETTLED + 8):
+        low.start(low.program, [low.label])
+    low.sync()
+    (ready,) = paced.call(
+        lambda: [p for s in paced.loop.sessions() for p in s.programs.values() if len(p.prepared.steps) > 20]
+    )
+    assert ready.estimate.cut.edges == (6, 12, 18, 20) and ready.prepared.places == [0, 6, 12, 18, 19]
+    occupy(runtime, low)
+    high.start(high.program, [high.label])
+    runtime.release()
+    low.sync(), high.sync()
+    assert [label for label, _ in runtime.ran][:2] == [low.label, high.label]
+
+
+def test_equal_sessions_share_by_measured_time(paced, runtime, adds):
+    long, short, _ = opened(paced, adds, long=3, short=3, p1=1)
+    long.program = long.define(adds(10))
+    occupy(runtime, long)
+    for _ in range(20):
+        long.start(long.program, [long.label])
+    for _ in range(200):
+        short.start(short.program, [short.label])
+    runtime.release()
+    long.sync(), short.sync()
+    got = {long.label: 0, short.label: 0}
+    for label, ns in runtime.ran[1:]:
+        got[label] += ns
+        if got[short.label] >= 180 * STEP_NS:
+            break
+        assert abs(got[long.label] - got[short.label]) <= 4 * 250_000
+
+
+def test_weights_divide_the_device(paced, runtime, adds):
+    heavy, light = opened(paced, adds, heavy={"priority": 3, "weight": 3}, light={"priority": 3, "weight": 1})
+    occupy(runtime, light)
+    for client in (heavy, light):
+        for _ in range(120):
+            client.start(client.program, [client.label])
+    runtime.release()
+    heavy.sync(), light.sync()
+    first = [label for label, _ in runtime.ran[1:121]]
+    assert abs(first.count(heavy.label) - 90) <= 2
+
+
+def test_failure_in_a_later_piece_names_its_instruction_and_loses_what_follows(paced, runtime, wis, adds):
+    low, high = opened(paced, adds, low=4, high=0)
+    v = wis.at(DType.F32, 4)
+    body = adds(5)
+    for name in "yz":
+        body.alloc(name, 16)
+    body.call("aten.neg.default", ("in", "x", v), ("out", "y", v))
+    body.call("aten.mm.default", ("in", "y", v), ("in", "y", v), ("out", "z", v)).fill("x", v, 0.0)
+    program, low.program = low.define(body), low.program
+    runtime.hold()
+    low.start(program, [low.label, 2, 3])
+    assert runtime.arrived.wait(WAIT_S)
+    high.start(high.program, [high.label])
+    runtime.release()
+    with pytest.raises(wis.error, match=r"must be a matrix|2D") as caught:
+        low.sync()
+    assert caught.value.instruction == 8
+    assert low.floats(2, 4) == [-64.0] * 4
+    for lost in (low.label, 3):
+        with pytest.raises(wis.error, match=caught.value.message[:20]):
+            low.read(lost, 16)
+    high.sync()
+    assert high.floats(high.label, 4) == [4.0] * 4
+    assert [label for label, _ in runtime.ran][1] == high.label
+
+
+@pytest.mark.parametrize("end", ["disconnect", "control"])
+def test_session_that_ends_inside_a_program_leaves_nothing(paced, runtime, adds, end):
+    going, other = opened(paced, adds, going=4, other=2)
+    going.program = going.define(adds(20))
+    occupy(runtime, going)
+    going.start(going.program, [going.label])
+    if end == "disconnect":
+        going.channel.close()
+        closing = None
+    else:
+        closing = paced.loop.call(lambda: paced.loop.close_session("going", "enough"))
+    other.start(other.program, [other.label])
+    runtime.release()
+    other.sync()
+    paced.wait_closed("going")
+    assert closing is None or closing.result(WAIT_S)
+    assert other.floats(other.label, 4) == [4.0] * 4 and paced.held() == {"other": (16, 1)}
+    assert sum(ns for label, ns in runtime.ran if label == going.label) < 20 * STEP_NS
+
+
+def test_suspended_session_waits_and_loses_nothing(paced, runtime, adds):
+    a, b = opened(paced, adds, a=2, b=2)
+    paced.steer("a", suspended=True)
+    a.start(a.program, [a.label])
+    b.start(b.program, [b.label])
+    b.sync()
+    assert paced.call(lambda: runtime.ran[-1][0]) == b.label
+    paced.steer("a")
+    assert a.sync() == {} and a.floats(a.label, 4) == [4.0] * 4
+
+
+def test_exclusive_session_shuts_the_others_out(paced, runtime, adds):
+    a, b = opened(paced, adds, a=4, b=0)
+    paced.steer("a", exclusive=True)
+    runtime.ran.clear()
+    b.start(b.program, [b.label])
+    a.start(a.program, [a.label])
+    a.sync()
+    with pytest.raises(SteeringError, match="a has the device to itself"):
+        paced.steer("b", exclusive=True)
+    paced.steer("a")
+    b.sync()
+    assert [label for label, _ in runtime.ran] == [a.label, b.label]
+
+
+def test_session_that_is_not_there_cannot_be_steered(paced):
+    with pytest.raises(UnknownSessionError):
+        paced.steer("nobody", suspended=True)
+
+
+def test_question_after_work_of_a_suspended_session_is_answered_in_its_order(paced, adds):
+    (a,) = opened(paced, adds, a=2)
+    paced.steer("a", suspended=True)
+    assert a.sync() == {}  # nothing waits before it
+    a.start(a.program, [a.label])
+    a.ask(a.label, 16)
+    paced.steer("a")
+    assert a.take(16) == b"\0\0\x80\x40" * 4
+
+
+def test_time_of_a_launch_is_what_the_runtime_measured(paced, runtime, adds):
+    (a,) = opened(paced, adds, a=2)
+    a.program = a.define(adds(7))
+    a.start(a.program, [a.label])
+    a.sync()
+    entries = paced.call(lambda: list(paced.entries))
+    launches = [d for _, decisions in entries for d in decisions if isinstance(d, LaunchDecision)]
+    took = {event.launch: event.gpu_ns for event, _ in entries if isinstance(event, LaunchDoneEvent)}
+    pieces = [d for d in launches if d.program == launches[-1].program]
+    assert [took[d.launch] for d in pieces] == [(d.last - d.first) * STEP_NS for d in pieces]
+    assert pieces[0].first == 0 and pieces[-1].last == 7
+
+
+def test_new_journal_begins_with_who_is_open_and_what_is_queued(paced, runtime, adds, wis):
+    low, high, idle = opened(paced, adds, low=4, high=1, idle=3)
+    low.program = low.define(adds(20))
+    paced.steer("idle", suspended=True)
+    occupy(runtime, low)
+    for client in (low, high, idle):
+        client.start(client.program, [client.label])
+    before = paced.entries
+    begun = paced.loop.call(paced.loop.dispatch.begin_journal)
+    runtime.release()
+    paced.entries = begun.result(WAIT_S)
+    paced.steer("idle")
+    for client in (low, high, idle):
+        client.sync()
+    assert low.floats(low.label, 4) == [2.0**41] * 4
+    assert high.floats(high.label, 4) == idle.floats(idle.label, 4) == [4.0] * 4
+    wis.replay(before)
+    launches = [d for _, decisions in paced.entries for d in decisions if isinstance(d, LaunchDecision)]
+    assert sum(d.last - d.first for d in launches if d.session == "low") in (38, 39)  # but for the piece before
+    # `paced` replays the second journal at its end
+
+
+def test_fifo_runs_frames_as_they_came(make_device, runtime, adds, monkeypatch):
+    device = make_device(runtime=runtime, dispatch=Dispatch(fifo=True))
+    p4, p0 = opened(device, adds, p4=4, p0=0)
+    occupy(runtime, p4)
+    for _ in range(3):
+        p4.start(p4.program, [p4.label])
+        p4.channel.send(8)  # SYNC
+    p0.start(p0.program, [p0.label])
+    runtime.release()
+    for _ in range(3):
+        p4.answer()
+    p0.sync()
+    assert [label for label, _ in runtime.ran] == [*[p4.label] * 4, p0.label]
+    with pytest.raises(SteeringError, match="order of their arrival"):
+        device.steer("p0", suspended=True)
+
+
+# -- estimates -------------------------------------------------------------------------------------------------------
+
+
+def estimate(adds, *form_ns, n=10):
+    return Estimate(adds(n).program, form_ns)
+
+
+def test_estimate_merges_edges_that_are_close_and_lets_a_long_instruction_stand_alone(adds):
+    assert estimate(adds, 20_000).cut == ((2, 4, 6, 8, 10), (40_000,) * 5)
+    assert estimate(adds, 70_000, n=3).cut == ((1, 2, 3), (70_000,) * 3)
+    assert estimate(adds, 0).cut == ((10,), (1000,))
+    assert len(estimate(adds, 60_000, n=3000).cut.edges) <= estimates.EDGES + 1
+
+
+def test_estimate_is_the_same_object_until_measurements_differ(adds):
+    found = estimate(adds, 20_000, n=2)
+    cut = found.cut
+    for _ in range(3):
+        assert not found.observe(cut, 0, [41_000])
+    assert found.cut.kernels is cut.kernels
+    found.observe(cut, 0, [90_000])
+    assert found.cut.edges is cut.edges and found.cut.kernels == (90_000,)
+
+
+def test_estimate_that_was_wrong_gets_other_edges_until_it_settles(adds):
+    found = estimate(adds, 1_000)
+    cut = found.cut
+    assert cut.edges == (10,)
+    assert found.observe(cut, 0, [1_000_000]) and found.cut.edges == tuple(range(1, 11))
+    assert not found.observe(cut, 0, [5])  # a run that was submitted before says nothing about these
+    for _ in range(estimates.SETTLED - 1):
+        cut = found.cut
+        found.observe(cut, 0, [100_000] * len(cut.edges))
+    assert found.cut.edges == (2, 4, 6, 8, 10) and found.cut.kernels == (200_000,) * 5
+    for _ in range(100):
+        assert not found.observe(found.cut, 0, [10_000] * 5)
+    assert found.cut.kernels == (10_000,) * 5
+
+
+def test_estimate_is_the_95th_percentile_of_late_measurements(adds):
+    found = estimate(adds, 20_000, n=1)
+    for i in range(160):
+        found.observe(found.cut, 0, [100_000 if i % 32 < 3 else 30_000])
+    assert found.cut.kernels == (100_000,)
+    for i in range(160):
+        found.observe(found.cut, 0, [100_000 if i % 32 < 1 else 30_000])
+    assert found.cut.kernels == (30_000,)
