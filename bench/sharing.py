@@ -1,0 +1,373 @@
+"""Many tenants on one device, through the whole stack: nats-server, executor, a client process per tenant, real models.
+
+A P0 inference loop alone, then beside one and four P4 tenants that train without pause; two tenants that train, with equal
+weights and with 3:1; all of it again with frames in the order of their arrival (FIFO). Latencies are wall time in the client,
+shares are device time from the dispatch journal, which is replayed and audited on the way. Needs two idle cores, one of them for
+the device. The trainers' clients give way to the P0 client's where they share a core: they would have their own.
+
+Run: .venv/bin/python bench/sharing.py [--json] [--seconds N] [--only latency|shares]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import nats
+from rich.console import Console
+from rich.table import Table
+from wooly_bus import subjects
+from wooly_bus.errors import BusError
+from wooly_bus.rpc import ControlClient
+from wooly_dispatch.decisions import LaunchDecision
+from wooly_dispatch.events import LaunchDoneEvent
+from wooly_dispatch.invariants import Auditor
+from wooly_dispatch.journal import Batch, Replayer
+from wooly_testkit.nats import nats_server
+from wooly_wis.messages import (
+    CloseSessionReply,
+    CloseSessionRequest,
+    HostSessionReply,
+    HostSessionRequest,
+    SessionPolicy,
+)
+
+TOKEN = "bench"
+#: Runs after which every program has its edges and is executed as it will be.
+WARM = 40
+#: Seconds between two requests of the P0 client, as a multiple of what one takes alone.
+PAUSE = 1.0
+
+
+# -- a tenant's process ----------------------------------------------------------------------------------------------
+
+
+def infer():
+    """One request: 24 layers, a number back."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(24) for m in (nn.Linear(384, 384), nn.ReLU())]).to("cuda")
+    x = torch.randn(64, 384).to("cuda")
+
+    def run():
+        with torch.no_grad():
+            return model(x)[0, 0].item()
+
+    return run
+
+
+def train():
+    """One step: forward, backward, SGD of six layers; kernels of a twentieth of a request's time at most."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(256, 256), nn.ReLU())]).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(96, 256).to("cuda"), torch.randn(96, 256).to("cuda")
+
+    def run():
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return run
+
+
+def tenant(role, endpoint, session_id):
+    """Attach, warm up, and at each line `seconds` on standard input work for so long; answer with a line of JSON."""
+    import torch
+    from wooly import api
+
+    torch.set_num_threads(1)
+    if role == "train":
+        os.nice(10)
+    api.attach([endpoint], session_id, TOKEN)
+    api.install_facade()
+    run = {"infer": infer, "train": train}[role]()
+    for _ in range(WARM):
+        run()
+    torch.cuda.synchronize()
+    if role == "infer":
+        began = time.perf_counter()
+        for _ in range(20):
+            run()
+        pause = PAUSE * (time.perf_counter() - began) / 20
+    print("ready", flush=True)
+    for line in sys.stdin:
+        until = time.perf_counter() + float(line)
+        times, steps = [], 0
+        while time.perf_counter() < until:
+            if role == "infer":
+                began = time.perf_counter()
+                run()
+                times.append(time.perf_counter() - began)
+                time.sleep(pause)
+            else:
+                loss = run()
+                steps += 1
+                if steps % 32 == 0:
+                    loss.item()  # a look at the loss now and then, as training loops take
+        print(json.dumps({"times": times, "steps": steps}), flush=True)
+    os._exit(0)
+
+
+# -- the stack -------------------------------------------------------------------------------------------------------
+
+
+class Journals:
+    """Takes an executor's journal off NATS, replays and audits it; device time per session as of any moment."""
+
+    def __init__(self, url):
+        self.done, self.entries, self.violations = [], 0, 0
+        self._replayers, self._auditors, self._launches = {}, {}, {}
+        self._url, self._ended = url, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), daemon=True)
+        self._thread.start()
+
+    async def _listen(self):
+        client = await nats.connect(self._url)
+        await client.subscribe(subjects.EXECUTOR_JOURNALS, cb=self._take)
+        while not self._ended.is_set():
+            await asyncio.sleep(0.05)
+        await client.close()
+
+    async def _take(self, message):
+        batch = Batch.decode(message.data)
+        replayer = self._replayers.setdefault(batch.journal, Replayer(batch.journal))
+        auditor = self._auditors.setdefault(batch.journal, Auditor(raises=False))
+        for event, decisions in replayer.replay(batch):
+            auditor.audit(event, decisions, replayer.state.windows)
+            self.entries += 1
+            for decision in decisions:
+                if isinstance(decision, LaunchDecision):
+                    self._launches[decision.launch] = decision.session
+            if isinstance(event, LaunchDoneEvent):
+                self.done.append((event.at, self._launches.pop(event.launch), event.gpu_ns))
+        self.violations = sum(len(a.violations) for a in self._auditors.values())
+
+    def device_ns(self, begin, end):
+        """Device time per session between two moments of the monotonic clock."""
+        found = {}
+        for at, session, ns in list(self.done):
+            if begin <= at < end:
+                found[session] = found.get(session, 0) + ns
+        return found
+
+    def close(self):
+        self._ended.set()
+        self._thread.join(10)
+
+
+class Stack:
+    """A nats-server and an executor; tenants come and go."""
+
+    def __init__(self, url, directory, dispatch):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
+            "WOOLY_EXECUTOR_NATS_URL": url,
+            "WOOLY_EXECUTOR_ID": "bench",
+            "WOOLY_EXECUTOR_STATE_DIR": str(directory),
+            "WOOLY_EXECUTOR_DISPATCH": dispatch,
+            "OMP_NUM_THREADS": "1",
+        }
+        self.journals = Journals(url)
+        log = (Path(directory) / "executor.log").open("wb")
+        self._executor = subprocess.Popen([sys.executable, "-m", "wooly_executor"], env=environment, stderr=log)
+        self._control = ControlClient(url)
+        self._count = 0
+
+    def ask(self, subject, message, reply):
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                return self._control.request(subject("bench"), message, reply)
+            except BusError:
+                if time.monotonic() > deadline or self._executor.poll() is not None:
+                    raise
+                time.sleep(0.1)
+
+    @contextlib.contextmanager
+    def tenants(self, *wanted):
+        """Processes of (role, policy), warmed up. Yields them as (session id, process)."""
+        found = []
+        try:
+            for role, policy in wanted:
+                self._count += 1
+                name = f"{role}-{self._count}"
+                request = HostSessionRequest(
+                    session_id=name, token=TOKEN, tenant=name, priority=policy.priority, policy=policy, lease_s=3600
+                )
+                reply = self.ask(subjects.executor_session_open, request, HostSessionReply)
+                argv = [sys.executable, __file__, "--tenant", role, reply.endpoints[0], name]
+                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+                found.append((name, subprocess.Popen(argv, text=True, **pipes)))
+            for name, process in found:
+                if process.stdout.readline() != "ready\n":
+                    raise RuntimeError(f"{name} did not start")
+            yield found
+        finally:
+            for name, process in found:
+                process.kill()
+                process.wait()
+                with contextlib.suppress(BusError):
+                    self.ask(subjects.executor_session_close, CloseSessionRequest(session_id=name), CloseSessionReply)
+
+    def work(self, tenants, seconds):
+        """All work at once. Returns what each reported, and device time per session in the middle of it."""
+        began = time.monotonic_ns()
+        for _, process in tenants:
+            process.stdin.write(f"{seconds}\n")
+            process.stdin.flush()
+        found = {name: json.loads(process.stdout.readline()) for name, process in tenants}
+        time.sleep(0.5)  # until the journal is here
+        margin = int(0.1 * seconds * 1e9)
+        begin, end = began + margin, began + int(seconds * 1e9) - margin
+        return found, self.journals.device_ns(begin, end), end - begin
+
+    def close(self):
+        self._executor.terminate()
+        self._executor.wait()
+        self._control.close()
+        time.sleep(0.2)
+        self.journals.close()
+
+
+# -- measurements ----------------------------------------------------------------------------------------------------
+
+
+def percentile(times, share):
+    times = sorted(times)
+    return times[min(int(share * len(times)), len(times) - 1)]
+
+
+def latency(stack, seconds, dispatch):
+    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; shares of the device."""
+    p0, p4 = SessionPolicy(priority=0), SessionPolicy(priority=4)
+    with stack.tenants(("train", p4)) as tenants:
+        reports, _, _ = stack.work(tenants, seconds)
+        alone_steps = sum(r["steps"] for r in reports.values()) / seconds
+    found = {"steps alone": alone_steps}
+    for others in (0, 1, 4):
+        with stack.tenants(("infer", p0), *[("train", p4)] * others) as tenants:
+            reports, device, span = stack.work(tenants, seconds)
+        times = reports[tenants[0][0]]["times"]
+        if dispatch == "fair" and not others:
+            requests = len(times) * span / (seconds * 1e9)
+            p0 = SessionPolicy(priority=0, service_ns=int(device[tenants[0][0]] / requests))
+            found["service"] = p0.service_ns
+        found[others] = {
+            "p50": percentile(times, 0.5) * 1e3,
+            "p99": percentile(times, 0.99) * 1e3,
+            "share": device.get(tenants[0][0], 0) / span,
+            "steps": sum(r["steps"] for r in reports.values()) / seconds,
+        }
+    return found
+
+
+def shares(stack, seconds, weights):
+    """Each of two training tenants' part of the steps that both took, and of the device time that both got."""
+    with stack.tenants(*[("train", SessionPolicy(priority=3, weight=w)) for w in weights]) as tenants:
+        reports, device, _ = stack.work(tenants, seconds)
+    steps = [reports[name]["steps"] for name, _ in tenants]
+    times = [device.get(name, 0) for name, _ in tenants]
+    return [s / sum(steps) for s in steps], [t / max(sum(times), 1) for t in times]
+
+
+def row(name, unit, ours, baseline, goal, *, higher_is_better=False, against="ratio"):
+    """One result, as in `client.py`. Without a goal it is there to compare with."""
+    ratio = ours / baseline if baseline else None
+    value = ours if against == "value" else ratio
+    ok = None if goal is None else bool(value >= goal if higher_is_better else value <= goal)
+    numbers = [None if v is None else round(v, 3) for v in (ours, baseline, ratio)]
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": numbers[0],
+        "baseline": numbers[1],
+        "ratio": numbers[2],
+        "goal": goal,
+        "ok": ok,
+    }
+
+
+def measure(seconds, only):
+    found = {}
+    for dispatch in ("fair", "fifo"):
+        with nats_server() as url, tempfile.TemporaryDirectory(prefix="wooly-sharing-") as directory:
+            stack = Stack(url, directory, dispatch)
+            try:
+                mine = found[dispatch] = {}
+                if only != "shares":
+                    mine["latency"] = latency(stack, seconds, dispatch)
+                if only != "latency":
+                    mine["shares"] = {w: shares(stack, seconds, w) for w in ((1, 1), (3, 1))}
+            finally:
+                stack.close()
+            mine["entries"], mine["violations"] = stack.journals.entries, stack.journals.violations
+    return found
+
+
+def rows_of(found):
+    rows = []
+    if "latency" in found["fair"]:
+        alone = found["fair"]["latency"][0]
+        for dispatch, label in (("fair", ""), ("fifo", ", FIFO")):
+            mine = found[dispatch]["latency"]
+            for others in (1, 4):
+                for part, goal in (("p50", None), ("p99", 1.10)):
+                    name = f"P0 {part} beside {others} training{label}"
+                    rows.append(row(name, "ms", mine[others][part], alone[part], None if label else goal))
+                rest = mine["steps alone"] * (1 - found["fair"]["latency"][others]["share"])
+                name = f"steps of {others} training beside P0, of the rest{label}"
+                goal = None if label else 0.9
+                rows.append(row(name, "1/s", mine[others]["steps"], rest, goal, higher_is_better=True))
+    if "shares" in found["fair"]:
+        for weights in ((1, 1), (3, 1)):
+            due = weights[0] / sum(weights)
+            (steps, times), (fifo, _) = found["fair"]["shares"][weights], found["fifo"]["shares"][weights]
+            name = f"share error {weights[0]}:{weights[1]}"
+            error, theirs = (100 * abs(part[0] - due) for part in (times, fifo))
+            rows.append(row(f"{name}, device time (baseline: FIFO)", "%", error, theirs, 2, against="value"))
+            rows.append(row(f"{name}, steps", "%", 100 * abs(steps[0] - due), theirs, None, against="value"))
+    entries, violations = (sum(f[k] for f in found.values()) for k in ("entries", "violations"))
+    rows.append(row("journal entries replayed identically", "", entries, entries, 1.0, higher_is_better=True))
+    rows.append(row("laws broken", "", violations, None, 0, against="value"))
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--only", choices=("latency", "shares"))
+    parser.add_argument("--tenant", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.tenant:
+        tenant(*args.tenant)
+    rows = rows_of(measure(args.seconds, args.only))
+    if args.json:
+        print(json.dumps(rows))
+        return
+    table = Table("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
+    for r in rows:
+        table.add_row(
+            *["" if r[k] is None else str(r[k]) for k in ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")]
+        )
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()
