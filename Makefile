@@ -48,9 +48,10 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## the benchmarks: the client against local PyTorch, the dispatch core against its goals
+bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch and memory against their goals
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/dispatch.py
+	$(BIN)/python bench/memory.py
 
 .PHONY: bench-jit
 bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch
