@@ -2,7 +2,8 @@
 
 A multilayer perceptron with Adam and a Llama of two layers with AdamW run on a device in another process; the trace is read off
 the frames that the client sends. The file is zlib over little-endian int64, in the order in which it happened: n >= 0 allocates n
-bytes, -k frees what was allocated k allocations ago. All is freed at the end.
+bytes, -k frees what was allocated k allocations ago. All is freed at the end. Which
+frees come together depends on when the client sends.
 
 Run: .venv/bin/python services/executor/tools/record_allocations.py libs/testkit/src/wooly_testkit/data/training_trace.zz
 """

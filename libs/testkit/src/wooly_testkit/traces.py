@@ -26,7 +26,7 @@ def recorded() -> list[tuple[int, int | None]]:
 
 
 def tenants(sessions: int, allocations: int, seed: int = 0) -> Iterator[tuple[int, tuple[int, int, int], int | None]]:
-    """The trace as `sessions` sessions run it again and again, from different points and in bursts: (session, name, bytes or None).
+    """The trace as many sessions run it again and again, from different points and in bursts: (session, name, bytes or None).
 
     Each round of each session has another size of batch, so that no two ask for quite the same sizes. Ends after
     `allocations` allocations; what is not freed by then stays.
