@@ -53,6 +53,14 @@ def test_small_blocks_lie_together_and_their_empty_slab_makes_way_for_a_large_on
     assert p.allocate("a", MIB) == 0  # unless somebody needs it
 
 
+def test_of_the_slabs_that_become_empty_one_is_kept():
+    p = pool(MIB, "a")
+    scalars = [p.allocate("a", 4) for _ in range(3 * 256)]
+    for offset in scalars:
+        p.free(offset)
+    assert p.facts().slots == 64 * KIB
+
+
 def test_small_block_in_a_nearly_full_pool_takes_a_slab_of_what_is_left():
     p = pool(64 * KIB, "a")
     p.allocate("a", 62 * KIB)
