@@ -48,9 +48,10 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## the benchmarks: the client against local PyTorch, the dispatch core against its goals, tenants against each other
+bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch and memory, tenants against each other
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/dispatch.py
+	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/sharing.py
 
 .PHONY: bench-jit

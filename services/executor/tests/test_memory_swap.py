@@ -1,0 +1,323 @@
+"""Who leaves the device before an allocation, and who may come: the policy as a function of what it is told."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_executor.errors import AdmissionError
+from wooly_executor.memory.swap import (
+    GIB,
+    MINUTE_NS,
+    Commitment,
+    Content,
+    Move,
+    Place,
+    Policy,
+    Resident,
+    Room,
+    admit,
+    choose,
+)
+
+NOW = 100 * MINUTE_NS
+IDLE = NOW - 5 * MINUTE_NS
+PLENTY = 1 << 50
+POLICY = Policy()
+
+
+def resident(session, *contents, priority=2, idle_since=IDLE, swappable=True, chosen=0):
+    return Resident(session, priority, idle_since, contents, swappable, chosen)
+
+
+def gibs(**sizes):
+    """Contents by number: `_1=4` is content 1 of 4 GiB."""
+    return {int(name[1:]): Content(n * GIB) for name, n in sizes.items()}
+
+
+def leave(gib, residents, contents, free=0, host=PLENTY, disk=PLENTY, policy=POLICY):
+    return choose(gib * GIB, NOW, Room(free * GIB, host, disk), residents, contents, policy)
+
+
+# -- the reserve -----------------------------------------------------------------------------------------------------
+
+
+def test_allocation_with_reserve_to_spare_disturbs_nobody():
+    plan = leave(4, [resident("a", 1)], gibs(_1=8), free=6)
+    assert plan.victims == () and plan.freed == plan.reserve_short == plan.short == 0
+
+
+def test_large_allocation_frees_memory_down_to_the_reserve():
+    """5 GiB are free, 4 are asked for: it fits, but 2 must stay free afterwards."""
+    plan = leave(4, [resident("a", 1)], gibs(_1=8), free=5)
+    assert plan.victims == ("a",)
+    assert plan.moves == (Move(1, 8 * GIB, Place.HOST),)
+    assert plan.freed == 8 * GIB
+
+
+def test_small_allocation_uses_the_reserve():
+    """Nobody is swapped out for a few bytes: that is what the reserve is for. When it is used up, somebody is."""
+    contents = gibs(_1=8)
+    assert choose(1 << 20, NOW, Room(1 << 20, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ()
+    assert choose(1 << 20, NOW, Room(4096, PLENTY, PLENTY), [resident("a", 1)], contents).victims == ("a",)
+
+
+def test_reserve_is_given_up_before_the_allocation_is():
+    """All that may leave leaves; 1 GiB of the reserve is missing, the allocation goes ahead."""
+    plan = leave(4, [resident("a", 1)], gibs(_1=3), free=2)
+    assert plan.victims == ("a",) and plan.short == 0 and plan.reserve_short == GIB
+
+
+def test_allocation_that_cannot_fit_swaps_nobody_out():
+    """To swap sessions out and then fail would harm them for nothing."""
+    plan = leave(40, [resident("a", 1)], gibs(_1=8), free=5)
+    assert plan.victims == plan.moves == () and plan.short == 27 * GIB
+
+
+# -- who is eligible, and in which order -----------------------------------------------------------------------------
+
+
+def test_busy_and_unswappable_sessions_never_leave():
+    stay = [
+        resident("busy", 1, idle_since=None),
+        resident("lately busy", 2, idle_since=IDLE + 1),
+        resident("fixed", 3, swappable=False),
+    ]
+    contents = gibs(_1=8, _2=8, _3=8, _4=8)
+    assert leave(1, stay, contents).short == GIB
+    assert leave(1, [*stay, resident("idle", 4)], contents).victims == ("idle",)
+
+
+def test_p0_leaves_only_after_every_other_eligible_session():
+    """The P0 session was idle longest and never chosen before; still the others go first, even for the second time."""
+    residents = [
+        resident("p0", 1, priority=0, idle_since=0),
+        resident("p1", 2, priority=1, chosen=7),
+        resident("p4", 3, priority=4),
+    ]
+    contents = gibs(_1=8, _2=8, _3=8)
+    assert leave(4, residents, contents).victims == ("p4",)
+    assert leave(10, residents, contents).victims == ("p4", "p1")
+    assert leave(20, residents, contents).victims == ("p4", "p1", "p0")
+
+
+def test_turns_go_round_before_anybody_goes_twice():
+    """Three sessions take turns, and a newcomer has its turn first, however often the others went."""
+    contents = gibs(_1=8, _2=8, _3=8, _4=8)
+    chosen = {"a": 0, "b": 0, "c": 0}
+    seen = []
+    for number in range(1, 9):
+        if number == 6:
+            chosen["d"] = 0
+        residents = [resident(name, i + 1, chosen=n) for i, (name, n) in enumerate(chosen.items())]
+        (victim,) = leave(4, residents, contents).victims
+        chosen[victim] = number
+        seen.append(victim)
+    assert "".join(seen) == "abcabdca"
+
+
+def test_among_equals_the_least_urgent_then_the_longest_idle_leaves():
+    contents = gibs(_1=8, _2=8, _3=8)
+    residents = [resident("a", 1, priority=2), resident("b", 2, priority=3), resident("c", 3, priority=3, idle_since=5)]
+    assert leave(10, residents, contents).victims == ("c", "b")
+
+
+# -- shared content --------------------------------------------------------------------------------------------------
+
+
+def test_session_whose_content_stays_with_others_is_not_worth_swapping():
+    """Ten LoRA sessions over one base: the idle one would free its adapter alone. Where it has none, it is left in peace."""
+    busy = [resident(f"busy{i}", 1, idle_since=None) for i in range(9)]
+    contents = gibs(_1=14, _2=1, _3=8)
+    assert leave(4, [resident("idle", 1), *busy, resident("other", 3)], contents).victims == ("other",)
+    plan = leave(1, [resident("idle", 1, 2), *busy], contents)
+    assert plan.victims == ("idle",) and plan.freed == GIB and plan.reserve_short == 2 * GIB
+
+
+def test_content_shared_by_two_that_both_leave_is_freed_and_written_once():
+    plan = leave(10, [resident("a", 1), resident("b", 1)], gibs(_1=14))
+    assert plan.victims == ("a", "b") and plan.freed == 14 * GIB
+    assert plan.moves == (Move(1, 14 * GIB, Place.HOST),)
+
+
+# -- where it goes ---------------------------------------------------------------------------------------------------
+
+
+def test_content_with_a_clean_copy_is_dropped_without_one():
+    contents = gibs(_2=2) | {1: Content(14 * GIB, clean=True)}
+    plan = leave(10, [resident("a", 1, 2)], contents, host=2 * GIB, disk=0)
+    assert plan.moves == (Move(1, 14 * GIB, Place.NOWHERE), Move(2, 2 * GIB, Place.HOST))
+
+
+def test_host_memory_first_then_disk_then_the_session_stays():
+    contents = gibs(_1=4, _2=4, _3=4)
+    residents = [resident(name, i) for i, name in enumerate("abc", 1)]
+    plan = leave(12, residents, contents, free=2, host=5 * GIB, disk=5 * GIB, policy=Policy(reserve=0))
+    assert plan.short == 2 * GIB
+    plan = leave(10, residents, contents, free=2, host=5 * GIB, disk=5 * GIB)
+    assert plan.victims == ("a", "b") and plan.reserve_short == 2 * GIB
+    assert [m.to for m in plan.moves] == [Place.HOST, Place.DISK]
+
+
+def test_session_that_has_no_room_elsewhere_makes_way_for_the_next():
+    plan = leave(1, [resident("big", 1), resident("small", 2)], gibs(_1=9, _2=3), host=4 * GIB, disk=0)
+    assert plan.victims == ("small",)
+
+
+# -- laws ------------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def situations(draw):
+    """Up to eight sessions over up to ten contents; small numbers, so that everything is often just enough."""
+    n = draw(st.integers(1, 10))
+    contents = {k: Content(draw(st.integers(0, 8)), draw(st.booleans())) for k in range(n)}
+    residents = [
+        Resident(
+            f"s{i}",
+            draw(st.integers(0, 4)),
+            draw(st.integers(0, 20) | st.none()),
+            tuple(draw(st.lists(st.integers(0, n - 1), max_size=4))),
+            draw(st.booleans() | st.just(True)),
+            draw(st.integers(0, 5)),
+        )
+        for i in range(draw(st.integers(0, 8)))
+    ]
+    room = Room(draw(st.integers(0, 10)), draw(st.integers(0, 20) | st.just(1000)), draw(st.integers(0, 20)))
+    policy = Policy(reserve=draw(st.integers(0, 6)), large=draw(st.integers(0, 8)), idle_ns=draw(st.integers(0, 10)))
+    return draw(st.integers(1, 30)), draw(st.integers(0, 25)), room, residents, contents, policy
+
+
+def freed_by(leaving, residents, contents):
+    """Bytes of content that nobody who stays holds, by the definition."""
+    stays = {k for r in residents if r.session not in leaving for k in r.contents}
+    return sum(contents[k].nbytes for k in {k for r in residents for k in r.contents} - stays)
+
+
+@given(situations())
+def test_laws_of_the_policy(situation):
+    nbytes, now, room, residents, contents, policy = situation
+    plan = choose(*situation)
+    by_name = {r.session: r for r in residents}
+    victims = [by_name[name] for name in plan.victims]
+    eligible = [
+        r for r in residents if r.swappable and r.idle_since is not None and now - r.idle_since >= policy.idle_ns
+    ]
+    wanted = nbytes + (policy.reserve if nbytes >= policy.large else 0) - room.device
+
+    def freed(leaving):
+        return freed_by({r.session for r in leaving}, residents, contents)
+
+    # only what may leave leaves, once, and what is said to be freed is, exactly
+    assert len(set(plan.victims)) == len(victims) and all(r in eligible for r in victims)
+    assert plan.freed == freed(victims) == sum(m.nbytes for m in plan.moves)
+    # each victim is worth it, and one less would not do
+    assert all(freed([v for v in victims if v is not r]) < plan.freed for r in victims)
+    assert not victims or freed(victims[:-1]) < wanted
+    # what is missing is missing
+    if plan.short:
+        assert not victims and room.device < nbytes
+    else:
+        assert room.device + plan.freed >= nbytes
+        assert plan.reserve_short == max(0, wanted - plan.freed)
+    # content goes once, within the budgets, and without a copy exactly if there is one
+    assert len({m.content for m in plan.moves}) == len(plan.moves)
+    for place, budget in ((Place.HOST, room.host), (Place.DISK, room.disk)):
+        assert sum(m.nbytes for m in plan.moves if m.to is place) <= budget
+    assert all((m.to is Place.NOWHERE) == contents[m.content].clean for m in plan.moves)
+    if room.host < 1000:
+        return
+    # with room for everything: what would still help does not stay behind a P0, nor behind one that had its turn later
+    if plan.short or plan.reserve_short:
+        assert plan.short == 0 or room.device + freed(eligible) < nbytes
+        assert plan.short or freed(eligible) == plan.freed
+    others = [r for r in eligible if r.priority]
+    if any(r.priority == 0 for r in victims):
+        assert freed(victims + others) == plan.freed
+    for r in victims:
+        earlier = [o for o in eligible if (o.priority == 0) == (r.priority == 0) and o.chosen < r.chosen]
+        assert freed(victims + earlier) == plan.freed
+
+
+@given(situations(), st.randoms())
+def test_plan_does_not_depend_on_the_order_in_which_sessions_are_listed(situation, chance):
+    nbytes, now, room, residents, contents, policy = situation
+    shuffled = random.Random(chance.random()).sample(residents, len(residents))
+    assert choose(*situation) == choose(nbytes, now, room, shuffled, contents, policy)
+
+
+@given(st.data())
+def test_history_of_choices_gives_every_eligible_session_its_turn(data):
+    """Sessions come, become busy and idle, and go; between two turns of one, every other that could have gone did."""
+    chosen, priority, order = {}, {}, []
+    for number in range(1, 30):
+        if not chosen or data.draw(st.integers(0, 5)) == 0:
+            chosen[f"s{number}"], priority[f"s{number}"] = 0, data.draw(st.sampled_from([0, 1, 2]))
+        idle = data.draw(st.sets(st.sampled_from(sorted(chosen)), min_size=1))
+        names = sorted(chosen)
+        residents = [
+            Resident(s, priority[s], 0 if s in idle else None, (i,), True, chosen[s]) for i, s in enumerate(names)
+        ]
+        plan = choose(1, 10, Room(0, 99, 99), residents, {i: Content(1) for i in range(len(names))}, Policy(0, 0, 5))
+        (victim,) = plan.victims
+        group = {s for s in idle if (priority[s] == 0) == (priority[victim] == 0)}
+        assert priority[victim] or all(priority[s] == 0 for s in idle)
+        if victim in order:
+            since = order[len(order) - order[::-1].index(victim) :]
+            assert group - {victim} <= set(since)
+        order.append(victim)
+        chosen[victim] = number
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+def test_admit_unswappable_fits_in_physical_memory_or_is_refused_with_the_numbers():
+    """80 GiB, overcommitted by half. 60 belong to a session that stays: another that stays may have 20."""
+    fixed = [Commitment("serve", 60 * GIB, swappable=False)]
+    admit(Commitment("a", 20 * GIB, swappable=False), fixed, 80 * GIB, 50)
+    with pytest.raises(
+        AdmissionError, match=r"21\.00 GiB .*: of 80\.00 GiB, 60\.00 GiB belong to .*, 20\.00 GiB are left"
+    ):
+        admit(Commitment("a", 21 * GIB, swappable=False), fixed, 80 * GIB, 50)
+
+
+def test_admit_swappable_sessions_share_the_headroom():
+    """20 percent means 120 % of the memory, for sessions that can take turns in it."""
+    granted = [Commitment("a", 60 * GIB)]
+    admit(Commitment("b", 36 * GIB), granted, 80 * GIB, 20)
+    with pytest.raises(
+        AdmissionError, match=r"60\.00 GiB are promised already, of 96\.00 GiB \(80\.00 GiB overcommitted by 20 %\)"
+    ):
+        admit(Commitment("b", 37 * GIB), granted, 80 * GIB, 20)
+    with pytest.raises(AdmissionError):
+        admit(Commitment("b", 21 * GIB), granted, 80 * GIB, 0)
+
+
+def test_admit_unswappable_leaves_room_for_the_largest_of_the_others_to_run():
+    """Otherwise a session that was let in could never be resident again."""
+    granted = [Commitment("a", 60 * GIB), Commitment("b", 70 * GIB)]
+    admit(Commitment("c", 10 * GIB, swappable=False), granted, 80 * GIB, 1000)
+    with pytest.raises(AdmissionError, match=r"Allow it to be swapped, or ask for at most 10\.00 GiB"):
+        admit(Commitment("c", 11 * GIB, swappable=False), granted, 80 * GIB, 1000)
+
+
+@pytest.mark.parametrize("percent", [-1, 1001])
+def test_admit_percentage_out_of_range_is_an_error(percent):
+    with pytest.raises(ValueError, match="0 to 1000 percent"):
+        admit(Commitment("a", 1), [], 10, percent)
+
+
+@given(st.integers(1, 100), st.integers(0, 1000), st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=20))
+def test_every_admitted_session_can_be_resident_beside_all_that_cannot_leave(capacity, percent, asked):
+    granted = []
+    for i, (nbytes, swappable) in enumerate(asked):
+        commitment = Commitment(str(i), nbytes, swappable)
+        try:
+            admit(commitment, granted, capacity, percent)
+        except AdmissionError:
+            continue
+        granted.append(commitment)
+    fixed = sum(c.nbytes for c in granted if not c.swappable)
+    assert all(fixed + c.nbytes <= capacity for c in granted if c.swappable) and fixed <= capacity
+    assert sum(c.nbytes for c in granted) * 100 <= capacity * (100 + percent)
