@@ -8,12 +8,17 @@ from wooly_bus import subjects
 
 ROOT = Path(__file__).parents[3]
 GRAMMAR = re.compile(r"wooly\.v1\.(rpc|cmd|evt)\.[a-z]+\.[a-z]+\.[a-z]+(\.[^.*>\s]+)?")
-CONSTANTS = {k: v for k, v in vars(subjects).items() if k.isupper() and k != "PREFIX"}
+NAMES = {k: v for k, v in vars(subjects).items() if k.isupper() and k != "PREFIX"}
+STREAMS = {k: v for k, v in NAMES.items() if k.endswith("_STREAM")}
+CONSTANTS = {k: v for k, v in NAMES.items() if k not in STREAMS and not v.endswith(".*")}
 FUNCTIONS = [
     subjects.executor_session_open,
     subjects.executor_session_renew,
     subjects.executor_session_close,
     subjects.executor_tunnel,
+    subjects.executor_session_steer,
+    subjects.executor_epoch_end,
+    subjects.executor_journaled,
 ]
 
 
@@ -21,6 +26,15 @@ FUNCTIONS = [
 def test_constant_subject_follows_the_grammar(name):
     assert GRAMMAR.fullmatch(CONSTANTS[name])
     assert subjects.template(CONSTANTS[name]) == CONSTANTS[name]
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_stream_is_named_by_kind_and_service(name):
+    assert re.fullmatch(r"WOOLY_(CMD|EVT)_[A-Z]+", STREAMS[name])
+
+
+def test_journals_of_all_executors_are_those_of_each():
+    assert subjects.executor_journaled("host-0") == subjects.EXECUTOR_JOURNALS.replace("*", "host-0")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

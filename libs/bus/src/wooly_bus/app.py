@@ -17,6 +17,7 @@ from faststream import AckPolicy
 from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
 from nats.aio.client import Client
+from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.envelope import decode, decode_reply, encode
@@ -114,6 +115,11 @@ class ServiceApp:
                     mark_failed(failure.code)
 
         self.broker.subscriber(subject, decoder=_raw, no_reply=True)(hear)
+
+    def jetstream(self) -> JetStreamContext:
+        """JetStream by this service's connection; inside `running`."""
+        assert self._client is not None
+        return self._client.jetstream()
 
     async def publish(self, subject: str, message: Message) -> None:
         """Send an event.

@@ -1,0 +1,56 @@
+"""JetStream streams: created explicitly, with limits, by the service that publishes to them; in-order publishing."""
+
+from __future__ import annotations
+
+import nats.errors
+from nats.js import JetStreamContext
+from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
+
+from wooly_bus.errors import BusConnectError
+
+
+class StreamError(BusConnectError):
+    """JetStream is away, switched off, or will not do it. The message says what it said."""
+
+    code = "bus.stream"
+    retryable = True
+
+
+async def ensure_stream(js: JetStreamContext, name: str, *subjects: str, max_age_s: float, max_bytes: int) -> None:
+    """Have a stream of these limits: on disk, the oldest messages go first. One that is there is given them.
+
+    Raises:
+        StreamError: JetStream does not answer, or refuses.
+    """
+    config = StreamConfig(
+        name=name,
+        subjects=list(subjects),
+        retention=RetentionPolicy.LIMITS,
+        storage=StorageType.FILE,
+        discard=DiscardPolicy.OLD,
+        max_age=max_age_s,
+        max_bytes=max_bytes,
+    )
+    try:
+        try:
+            await js.stream_info(name)
+        except NotFoundError:
+            await js.add_stream(config)
+        else:
+            await js.update_stream(config)
+    except (nats.errors.Error, JetStreamError, OSError) as e:
+        raise StreamError(f"stream {name}: {e or type(e).__name__}") from e
+
+
+async def publish(js: JetStreamContext, subject: str, data: bytes, *, id: str, timeout: float = 2.0) -> None:
+    """Publish to a stream and wait until it is kept. The same `id` again, within two minutes, is kept once.
+
+    Raises:
+        StreamError: it is not known to be kept; try again.
+    """
+    try:
+        await js.publish(subject, data, timeout=timeout, headers={"Nats-Msg-Id": id})
+    except (nats.errors.Error, JetStreamError, OSError) as e:
+        raise StreamError(f"{subject}: {str(e) or type(e).__name__}") from e
