@@ -127,14 +127,14 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
     try:
         assert run("up", "--gpus", "2", **variables).returncode == 0
         shown = run("status", **variables).stdout
-        assert all(word in shown for word in ("executor-0", "executor-1", "local-0", "local-1"))
+        assert all(word in shown for word in ("executor-0", "executor-1", "scheduler", "local-0", "local-1"))
         services = read_stack(tmp_path / "wooly").services
-        assert sorted(services) == ["executor-0", "executor-1", "nats", "router"]
+        assert sorted(services) == ["executor-0", "executor-1", "nats", "router", "scheduler"]
         processes = [psutil.Process(pid) for pid in services.values()]
     finally:
         assert run("down", **variables).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
-    assert not alive and len(gone) == 4
+    assert not alive and len(gone) == 5
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -106,10 +106,10 @@ def rig(nats_server, settings):
     """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of."""
 
     @contextlib.asynccontextmanager
-    async def make(*names):
+    async def make(*names, url=nats_server):
         migrate(settings.database())
         store, clock = SessionStore(settings.database()), Clock()
-        app = ServiceApp("test", nats_server)
+        app = ServiceApp("test", url)
         actor = RouterActor(settings, app, store, clock)
         built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names])
         await actor.resume()

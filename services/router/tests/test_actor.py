@@ -1,20 +1,26 @@
 """The router's actor over a real nats-server: opening, renewing, closing, lapsing, restarts, silent executors."""
 
 import asyncio
+import contextlib
 import dataclasses
 
 import pytest
 from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router import actor as actor_module
 from wooly_router.core.registry import Registry
 from wooly_router.store import PartRecord
+from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import (
+    AdmitSessionReply,
+    AdmitSessionRequest,
     CloseSessionRequest,
     NodesRequest,
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
+    SessionPolicy,
 )
 
 pytestmark = pytest.mark.connected
@@ -372,3 +378,81 @@ async def test_lost_part_ends_the_session_on_the_others(rig, how):
         await eventually(lambda: has(r) == [[other.session_id], [], []])
         assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")] and r.executors[1].closed == []
         assert [s.id for s in await r.actor.store.all()] == [other.session_id]
+
+
+# -- admission -------------------------------------------------------------------------------------------------------
+
+
+class FakeScheduler:
+    """Answers admissions as told, by executor."""
+
+    def __init__(self, app, answers):
+        self.answers, self.asked = answers, []
+        app.serve(subjects.SCHEDULER_SESSION_ADMIT, AdmitSessionRequest, self.on_admit)
+
+    async def on_admit(self, request):
+        self.asked.append(request)
+        answer = self.answers[request.executor_id]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@contextlib.asynccontextmanager
+async def scheduler_on(url, **answers):
+    """A scheduler on a server of its own with the router, because admission has one subject for all."""
+    app = ServiceApp("scheduler", url)
+    scheduler = FakeScheduler(app, answers)
+    async with app.running():
+        yield scheduler
+
+
+@pytest.fixture
+def own_rig(rig):
+    with start_nats_server() as url:
+
+        @contextlib.asynccontextmanager
+        async def make(*names, **answers):
+            async with rig(*names, url=url) as r, scheduler_on(url, **answers) as scheduler:
+                yield r, scheduler
+
+        yield make
+
+
+ADMITTED = AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=1, weight=3, rate_permille=110))
+REFUSED = AdmitSessionReply(admitted=False, reason="GPU a: P0 session x (t) would answer in 3 ms", missed_by_ns=1)
+
+
+async def test_session_is_hosted_with_the_policy_that_the_scheduler_gave(own_rig):
+    async with own_rig("a", a=ADMITTED) as (r, scheduler):
+        opened = await r.open(tenant="t", priority=1, weight=2, service_ns=5, objective_ns=9, interval_ns=70)
+        assert r.executors[0].sessions[opened.session_id].policy == ADMITTED.policy
+        (asked,) = scheduler.asked
+        assert asked == AdmitSessionRequest(
+            session_id=opened.session_id,
+            executor_id="a",
+            tenant="t",
+            priority=1,
+            weight=2,
+            service_ns=5,
+            objective_ns=9,
+            interval_ns=70,
+        )
+
+
+async def test_refused_session_goes_elsewhere_or_is_told_why(own_rig):
+    async with own_rig("a", "b", a=REFUSED, b=ADMITTED) as (r, _):
+        assert (await r.open()).parts[0].executor_id == "b"
+        assert r.executors[0].sessions == {}
+    async with own_rig("a", a=REFUSED) as (r, _):
+        error = await refusal(r.open())
+        assert (error.code, error.retryable) == ("scheduler.refused", True)
+        assert str(error) == "not admitted: GPU a: P0 session x (t) would answer in 3 ms"
+        assert r.executors[0].sessions == {} and r.actor._opening == {}
+
+
+async def test_scheduler_that_cannot_say_holds_nobody_up(own_rig):
+    async with own_rig("a", a=RefusedError("scheduler.behind", "replaying", retryable=True)) as (r, _):
+        opened = await r.open(priority=0, objective_ns=7)
+        policy = r.executors[0].sessions[opened.session_id].policy
+        assert policy == SessionPolicy(priority=0, objective_ns=7)

@@ -1,4 +1,4 @@
-"""The supervisor's process: starts nats-server, router and executors, keeps them alive, stops them all at its own end.
+"""The supervisor's process: starts nats-server, router, scheduler and executors, keeps them alive, stops them all at its own end.
 
 `python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
 """
@@ -71,8 +71,19 @@ class Supervisor:
             },
             logs / "router.log",
         )
+        (self.dir / "scheduler.port").unlink(missing_ok=True)
+        scheduler = Service(
+            "scheduler",
+            [sys.executable, "-m", "wooly_scheduler"],
+            {
+                "WOOLY_SCHEDULER_NATS_URL": self.nats_url,
+                "WOOLY_SCHEDULER_STATE_DIR": str(self.dir),
+                "WOOLY_SCHEDULER_METRICS_PORT": "0",
+            },
+            logs / "scheduler.log",
+        )
         executors = [self._executor(index, logs) for index in range(self.gpus)]
-        self.services = [nats, router, *executors]
+        self.services = [nats, router, scheduler, *executors]
         for service in self.services[1:]:
             service.start()
         self._wait_ready()
@@ -125,7 +136,8 @@ class Supervisor:
                     raise RuntimeError(f"{service.name} ended while starting:\n{service.last_words()}")
             if port_file.exists() and (port := port_file.read_text().strip()):
                 self.rest_url = f"http://127.0.0.1:{port}"
-                if self._executors() >= self.gpus:
+                # With the scheduler there, the first session is admitted like all others.
+                if (self.dir / "scheduler.port").exists() and self._executors() >= self.gpus:
                     return
             time.sleep(0.05)
         raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))

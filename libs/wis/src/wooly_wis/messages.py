@@ -60,11 +60,18 @@ class ClientFacts(Message):
 
 
 class OpenSessionRequest(Message):
-    """A client wants devices (to the router). `required_vram` is bytes on each of them."""
+    """A client wants devices (to the router). `required_vram` is bytes on each of them.
+
+    `weight` is its share inside its class; `service_ns`, `objective_ns` and `interval_ns` as in `AdmitSessionRequest`.
+    """
 
     tenant: Name = "default"
     credential: str = Field(default="", max_length=65536)
     priority: int = Field(default=2, ge=0, le=4)
+    weight: int = Field(default=1, ge=1, le=1 << 20)
+    service_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    objective_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    interval_ns: int = Field(default=0, ge=0, lt=1 << 62)
     required_vram: int | None = Field(default=None, gt=0, lt=1 << 63)
     gpu_count: int = Field(default=1, ge=1, le=64)
     gpu_mode: Literal["shared", "exclusive"] = "shared"
@@ -207,11 +214,16 @@ class AdmitSessionReply(Message):
 
 
 class GpusRequest(Message):
-    """Ask the scheduler what every GPU and session does."""
+    """Ask the scheduler what every GPU and session does; `after`: only GPUs whose id comes after this one."""
+
+    after: str = Field(default="", max_length=128)
 
 
 class GpuSession(Message):
-    """One session on one GPU, as audited from its journal. Times in nanoseconds, shares in permille."""
+    """One session on one GPU, as audited from its journal. Times in nanoseconds, shares in permille.
+
+    `share_permille`: of what all sessions ran on the GPU in the last ten seconds; `queued`: programs.
+    """
 
     session_id: SessionId
     tenant: Name
@@ -229,7 +241,11 @@ class GpuSession(Message):
 
 
 class GpuState(Message):
-    """One GPU: `utilization`, `starvation` and share error in permille, the windows by class, and how its audit stands."""
+    """One GPU: utilization and starvation over the last ten seconds, worst share error, windows by class, state of its audit.
+
+    `lost` says why its journal cannot be followed (empty: it is); `gaps` counts journals of which entries were missing; `age_s`:
+    since its last entries. `sessions` are at most 1,000, those with the largest shares; `open_sessions` counts all.
+    """
 
     executor_id: Id
     journal: str
@@ -240,14 +256,18 @@ class GpuState(Message):
     windows_ns: tuple[int, ...] = ()
     violations: int = Field(default=0, ge=0)
     last_violation: str = Field(default="", max_length=4096)
+    lost: str = Field(default="", max_length=4096)
+    gaps: int = Field(default=0, ge=0)
     age_s: float = Field(default=0.0, ge=0)
+    open_sessions: int = Field(default=0, ge=0)
     sessions: tuple[GpuSession, ...] = ()
 
 
 class GpusReply(Message):
-    """All GPUs that the scheduler follows."""
+    """The GPUs that the scheduler follows, by id. With `more`, ask again after the last one."""
 
     gpus: tuple[GpuState, ...]
+    more: bool = False
 
 
 class AuditViolated(Message):

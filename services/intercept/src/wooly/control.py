@@ -19,12 +19,17 @@ from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
     CloseSessionRequest,
+    GpusReply,
+    GpusRequest,
+    GpuState,
     NodesReply,
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
     RenewSessionReply,
     RenewSessionRequest,
+    SteerSessionReply,
+    SteerSessionRequest,
 )
 
 from wooly.errors import WoolyError
@@ -64,8 +69,8 @@ class Controller:
                 "your controller's NATS"
             ) from e
 
-    def ask(self, subject: str, message: Any, reply: Any, timeout: float = 4.0) -> Any:
-        """Ask the router.
+    def ask(self, subject: str, message: Any, reply: Any, timeout: float = 4.0, who: str = "router") -> Any:
+        """Ask the router, or another service.
 
         Raises:
             ControlError: it refuses, or is not there.
@@ -78,8 +83,8 @@ class Controller:
             raise error from e
         except NoResponderError as e:
             raise ControlError(
-                f"NATS answers at {self.url}, but no router is connected to it; start one with `wooly up`, or with "
-                "`python -m wooly_router`"
+                f"NATS answers at {self.url}, but no {who} is connected to it; start one with `wooly up`, or with "
+                f"`python -m wooly_{who}`"
             ) from e
         except BusError as e:
             raise ControlError(f"the controller at {self.url} does not answer: {e}") from e
@@ -88,6 +93,33 @@ class Controller:
         """All executors that the controller knows."""
         reply: NodesReply = self.ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
         return reply
+
+    def gpus(self) -> list[GpuState]:
+        """What every GPU and session does, as the scheduler follows it.
+
+        Raises:
+            ControlError: there is no scheduler.
+        """
+        found: list[GpuState] = []
+        while True:
+            after = found[-1].executor_id if found else ""
+            reply = self.ask_scheduler(subjects.SCHEDULER_GPU_LIST, GpusRequest(after=after), GpusReply)
+            found += reply.gpus
+            if not reply.more:
+                return found
+
+    def steer(self, request: SteerSessionRequest) -> SteerSessionReply:
+        """Treat a running session otherwise from now on.
+
+        Raises:
+            ControlError: there is no such session, it is refused, or there is no scheduler.
+        """
+        reply: SteerSessionReply = self.ask_scheduler(subjects.SCHEDULER_SESSION_STEER, request, SteerSessionReply)
+        return reply
+
+    def ask_scheduler(self, subject: str, message: Any, reply: Any) -> Any:
+        """Ask the scheduler, like `ask`."""
+        return self.ask(subject, message, reply, who="scheduler")
 
     def close(self) -> None:
         """Close the connection, and the stack if it was started for this process."""
@@ -183,6 +215,10 @@ def open_session(settings: Settings) -> OpenedSession:
         tenant=settings.tenant,
         credential=settings.credential,
         priority=settings.priority,
+        weight=settings.weight,
+        service_ns=round(settings.service_ms * 1e6),
+        objective_ns=round(settings.latency_objective_ms * 1e6),
+        interval_ns=round(settings.interval_ms * 1e6),
         required_vram=settings.required_vram,
         gpu_count=settings.gpu_count,
         gpu_mode=settings.gpu_mode,

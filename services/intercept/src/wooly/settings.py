@@ -40,6 +40,21 @@ class Settings(BaseSettings):
     tenant: str = Field("default", description="tenant to run as")
     credential: str = Field("", description="the tenant's credential")
     priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
+    weight: int = Field(
+        1, ge=1, le=1 << 20, description="share of the device inside the class, relative to the others'"
+    )
+    latency_objective_ms: float = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        description="P0, P1: milliseconds within which a request is on time; refused where that cannot be kept",
+    )
+    service_ms: float = Field(
+        0.0, ge=0, le=1e9, description="P0, P1: milliseconds of device time that one request takes"
+    )
+    interval_ms: float = Field(
+        0.0, ge=0, le=1e9, description="P0, P1: milliseconds between two requests; what comes oftener runs as P2"
+    )
     required_vram: int | None = Field(
         None, gt=0, description="bytes of memory to reserve on each device, also the session's quota there"
     )

@@ -16,6 +16,8 @@ from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
 from wooly_wis.messages import (
+    AdmitSessionReply,
+    AdmitSessionRequest,
     CloseSessionReply,
     CloseSessionRequest,
     ExecutorHeartbeat,
@@ -29,6 +31,7 @@ from wooly_wis.messages import (
     RenewSessionRequest,
     SessionClosed,
     SessionPart,
+    SessionPolicy,
 )
 
 from wooly_router.core.placement import Claim, Placement, loads, place
@@ -39,6 +42,8 @@ from wooly_router.store import PartRecord, SessionRecord, SessionStore
 log = logging.getLogger("wooly.router")
 #: Seconds that one executor has for an answer.
 EXECUTOR_TIMEOUT_S = 2.0
+#: Seconds that the scheduler has for one; without it sessions are opened as they ask to be.
+SCHEDULER_TIMEOUT_S = 0.5
 #: Seconds after which an opening client is answered in any case; it waits a little longer itself.
 OPEN_BUDGET_S = 3.5
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
@@ -150,20 +155,28 @@ class RouterActor(Actor):
         failed: dict[str, BusError],
     ) -> OpenSessionReply | None:
         """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
+        policies = await self._admit_all(request, session_id, executors, failed)
+        if policies is None:
+            return None
         token, lease = secrets.token_urlsafe(32), self._settings.lease_s
-        ask = HostSessionRequest(
-            session_id=session_id,
-            token=token,
-            tenant=request.tenant,
-            priority=request.priority,
-            quota=request.required_vram,
-            lease_s=lease,
-        )
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
         answers = await asyncio.gather(
             *[
-                self._app.request(subjects.executor_session_open(e.executor_id), ask, HostSessionReply, timeout=timeout)
-                for e in executors
+                self._app.request(
+                    subjects.executor_session_open(e.executor_id),
+                    HostSessionRequest(
+                        session_id=session_id,
+                        token=token,
+                        tenant=request.tenant,
+                        priority=request.priority,
+                        policy=policy,
+                        quota=request.required_vram,
+                        lease_s=lease,
+                    ),
+                    HostSessionReply,
+                    timeout=timeout,
+                )
+                for e, policy in zip(executors, policies, strict=True)
             ],
             return_exceptions=True,
         )
@@ -207,6 +220,47 @@ class RouterActor(Actor):
             await self.store.add(record)
             self._opening.pop(session_id, None)
         return OpenSessionReply(session_id=session_id, token=token, lease_s=lease, parts=tuple(parts))
+
+    async def _admit_all(
+        self,
+        request: OpenSessionRequest,
+        session_id: str,
+        executors: tuple[ExecutorHeartbeat, ...],
+        failed: dict[str, BusError],
+    ) -> list[SessionPolicy | None] | None:
+        """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
+        declared = {
+            "weight": request.weight,
+            "service_ns": request.service_ns,
+            "objective_ns": request.objective_ns,
+        }
+
+        async def admit(executor_id: str) -> AdmitSessionReply:
+            ask = AdmitSessionRequest(
+                session_id=session_id,
+                executor_id=executor_id,
+                tenant=request.tenant,
+                priority=request.priority,
+                interval_ns=request.interval_ns,
+                **declared,
+            )
+            try:
+                return await self._app.request(
+                    subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
+                )
+            except BusError as e:
+                if not isinstance(e, NoResponderError):
+                    log.warning("session %s is opened without the scheduler: %s", session_id, e)
+                return AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=request.priority, **declared))
+
+        replies = await asyncio.gather(*[admit(e.executor_id) for e in executors])
+        refused = {
+            e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
+        }
+        for executor_id, reason in refused.items():
+            log.warning("session %s is not admitted: %s", session_id, reason)
+            failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
+        return None if refused else [reply.policy for reply in replies]
 
     # -- living ------------------------------------------------------------------------------------------------------
 

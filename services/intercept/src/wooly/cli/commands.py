@@ -1,4 +1,4 @@
-"""The commands of `wooly`: run, up, down, status, nodes, doctor, disasm, version."""
+"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, doctor, disasm, version."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wooly import __version__
+from wooly.cli.monitor import print_top, watch_top
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
@@ -145,10 +146,10 @@ def up(
         typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
     ] = None,
 ) -> None:
-    """Start a local stack: nats-server, router and executors, kept running until `wooly down`."""
+    """Start a local stack: nats-server, router, scheduler and executors, kept running until `wooly down`."""
     settings, module = _settings(), _stack_module()
     try:
-        with err.status("starting nats-server, router and executors…"):
+        with err.status("starting nats-server, router, scheduler and executors…"):
             stack = module.start_stack(settings.state_dir, gpus=gpus or settings.gpu_count)
     except RuntimeError as e:
         raise _fail(e) from e
@@ -236,6 +237,78 @@ def nodes(as_json: Json = False) -> None:
         print(json.dumps({"nodes": found}))
     else:
         _print_nodes(found)
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once instead of every second.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show live what every GPU, tenant and session does, as the scheduler follows it. Ctrl-C ends it."""
+    try:
+        controller = connect(_settings())
+        try:
+            if as_json:
+                print(json.dumps({"gpus": [g.model_dump(mode="json") for g in controller.gpus()]}))
+            elif once or not out.is_terminal:
+                print_top(out, controller.gpus())
+            else:
+                watch_top(out, controller.gpus)
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise _fail(e) from e
+
+
+tasks = typer.Typer(name="tasks", help="Change running sessions; `wooly top` lists them.", no_args_is_help=True)
+app.add_typer(tasks)
+SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
+
+
+def _steer(as_json: bool, session: str, **changes: Any) -> None:
+    from pydantic import ValidationError
+    from wooly_wis.messages import SteerSessionRequest
+
+    try:
+        request = SteerSessionRequest(session_id=session, **changes)
+    except ValidationError as e:
+        raise _fail(ControlError(f"{session!r} is not the id of a session")) from e
+    try:
+        controller = connect(_settings())
+        try:
+            reply = controller.steer(request)
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise _fail(e) from e
+    if as_json:
+        print(json.dumps(reply.model_dump(mode="json")))
+    else:
+        state = ", suspended" if reply.suspended else ""
+        out.print(f"session {session}: P{reply.policy.priority}, weight {reply.policy.weight}{state}", highlight=False)
+
+
+@tasks.command()
+def priority(
+    session: SessionArgument,
+    number: Annotated[int, typer.Argument(metavar="CLASS", min=0, max=4, help="0 (highest) to 4.")],
+    weight: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Its share inside the class.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Give a running session another class."""
+    _steer(as_json, session, priority=number, weight=weight)
+
+
+@tasks.command()
+def suspend(session: SessionArgument, as_json: Json = False) -> None:
+    """Launch nothing more of a session until it is resumed; what it submits waits."""
+    _steer(as_json, session, suspended=True)
+
+
+@tasks.command()
+def resume(session: SessionArgument, as_json: Json = False) -> None:
+    """Let a suspended session take part again."""
+    _steer(as_json, session, suspended=False)
 
 
 @app.command(

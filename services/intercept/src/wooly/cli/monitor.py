@@ -1,0 +1,114 @@
+"""`wooly top`: every GPU with its tenants and sessions, once or live."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from wooly_wis.messages import GpuSession, GpuState
+
+from wooly.errors import WoolyError
+
+EVERY_S = 1.0
+#: Sessions that are shown of one GPU; `--json` has all.
+SHOWN = 30
+
+
+def print_top(console: Console, gpus: list[GpuState]) -> None:
+    """Print it once."""
+    console.print(_screen(gpus))
+
+
+def watch_top(console: Console, read: Callable[[], list[GpuState]]) -> None:
+    """Show it every second until Ctrl-C. A scheduler that is away for a while is waited for."""
+    with Live(_screen(read()), console=console, screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(EVERY_S)
+                try:
+                    live.update(_screen(read()), refresh=True)
+                except WoolyError as e:
+                    live.update(Text(f"{e}\n(trying again)", style="red"), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _screen(gpus: list[GpuState]) -> RenderableType:
+    if not gpus:
+        return Text("no GPU is followed yet: none has run anything since the scheduler knows of them")
+    return Group(*[part for gpu in gpus for part in _gpu(gpu)])
+
+
+def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
+    windows = "/".join(_time(w) for w in gpu.windows_ns) or "-"
+    yield Text.assemble(
+        (gpu.executor_id, "bold"),
+        f"  utilization {_percent(gpu.utilization_permille)}  starvation {_percent(gpu.starvation_permille)}"
+        f"  share error {_percent(gpu.share_error_permille)}  windows P0-P4 {windows}  sessions {gpu.open_sessions}"
+        f"  decisions audited {gpu.entries:,}",
+    )
+    if gpu.lost:
+        yield Text(f"  its journal is not followed: {gpu.lost}", style="yellow")
+    if gpu.violations:
+        yield Text(f"  {gpu.violations} violations; the last: {gpu.last_violation}", style="bold red")
+    table = Table(box=None, pad_edge=False)
+    for column in ("  tenant", "session", "class"):
+        table.add_column(column)
+    for column in ("weight", "share", "queue", "in flight", "p50", "p99", "on time", "unjust"):
+        table.add_column(column, justify="right")
+    for tenant in _tenants(gpu.sessions):
+        sessions = [s for s in gpu.sessions[:SHOWN] if s.tenant == tenant]
+        if sum(s.tenant == tenant for s in gpu.sessions) > 1:
+            of_it = [s for s in gpu.sessions if s.tenant == tenant]
+            table.add_row(
+                f"  {tenant}",
+                f"{len(of_it)} sessions",
+                "",
+                "",
+                _percent(sum(s.share_permille for s in of_it)),
+                str(sum(s.queued for s in of_it)),
+                str(sum(s.in_flight for s in of_it)),
+                "",
+                "",
+                "",
+                _time(sum(s.unjust_ns for s in of_it)),
+                style="bold",
+            )
+        for s in sessions:
+            table.add_row(
+                f"  {tenant}",
+                s.session_id,
+                f"P{s.policy.priority}" + (" suspended" if s.suspended else ""),
+                str(s.policy.weight),
+                _percent(s.share_permille),
+                str(s.queued),
+                str(s.in_flight),
+                _time(s.p50_ns),
+                _time(s.p99_ns),
+                _percent(s.attainment_permille) if s.policy.objective_ns else "-",
+                _time(s.unjust_ns),
+            )
+    if gpu.sessions:
+        yield table
+    if gpu.open_sessions > SHOWN:
+        yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
+
+
+def _tenants(sessions: Iterable[GpuSession]) -> list[str]:
+    """Those with the largest shares first: the order in which sessions come."""
+    return list(dict.fromkeys(s.tenant for s in sessions))
+
+
+def _percent(permille: int) -> str:
+    return f"{permille / 10:.1f} %"
+
+
+def _time(ns: int) -> str:
+    for unit, size in (("s", 1_000_000_000), ("ms", 1_000_000), ("us", 1_000)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns} ns" if ns else "0"

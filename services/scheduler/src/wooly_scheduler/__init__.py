@@ -1,0 +1,1 @@
+"""Admission, policy and audit of every GPU that Wooly shares."""

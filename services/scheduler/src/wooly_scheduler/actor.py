@@ -1,0 +1,296 @@
+"""The scheduler's front: one reader of all journals, an actor per GPU, answers over NATS, checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import struct
+import time
+from collections.abc import Callable
+
+import nats.errors
+from nats.js.api import ObjectStoreConfig
+from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.stream_reader import read_stream
+from wooly_bus.streams import StreamError, ensure_stream
+from wooly_dispatch.events import Policy
+from wooly_wis.messages import (
+    AdmitSessionReply,
+    AdmitSessionRequest,
+    ExecutorHeartbeat,
+    GpusReply,
+    GpusRequest,
+    GpuState,
+    SteerSessionReply,
+    SteerSessionRequest,
+)
+
+from wooly_scheduler.core.admission import Demand
+from wooly_scheduler.core.follower import CheckpointError, Follower
+from wooly_scheduler.gpu import EXECUTOR_TIMEOUT_S, GpuActor
+from wooly_scheduler.settings import SchedulerSettings
+
+log = logging.getLogger("wooly.scheduler")
+BUCKET = "WOOLY_SCHEDULER"
+OBJECT = "checkpoint"
+#: The journal stream, where no executor has made it yet.
+STREAM_AGE_S = 24 * 3600.0
+STREAM_BYTES = 1 << 30
+#: Seconds that a request waits for a scheduler that is behind with its journals.
+SETTLE_S = 1.0
+#: A listing is sent in pieces of about so many bytes.
+LISTING_BYTES = 600_000
+
+
+class SchedulerActor:
+    """Owns the actors of all GPUs.
+
+    Args:
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, settings: SchedulerSettings, app: ServiceApp, clock: Callable[[], float] = time.time) -> None:
+        self.gpus: dict[str, GpuActor] = {}
+        self.started = clock()
+        self.read_until = 0
+        self._settings, self._app, self._clock = settings, app, clock
+        self._kept = -1
+        self._read_all = False  # everything that was in the stream when this one came
+        app.serve(subjects.SCHEDULER_SESSION_ADMIT, AdmitSessionRequest, self.on_admit_session, queue="scheduler")
+        app.serve(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_session, queue="scheduler")
+        app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus, queue="scheduler")
+        app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
+
+    def gpu(self, executor_id: str) -> GpuActor:
+        """The actor of a GPU; a new one where there is none."""
+        found = self.gpus.get(executor_id)
+        if found is None:
+            found = self.gpus[executor_id] = GpuActor(executor_id, self._settings, self._app, self._clock)
+        return found
+
+    # -- journals ----------------------------------------------------------------------------------------------------
+
+    async def follow(self) -> None:
+        """Read all journals, for ever, from where the last checkpoint was made, or from the start of the stream."""
+        first = await self._resume()
+        js = self._app.jetstream()
+        while True:
+            try:
+                await js.stream_info(subjects.EXECUTOR_JOURNAL_STREAM)
+                break
+            except NotFoundError:
+                await self._make_stream()
+            except (nats.errors.Error, JetStreamError, OSError) as e:
+                log.warning("JetStream does not answer: %s; trying again", str(e) or type(e).__name__)
+                await asyncio.sleep(1)
+        prefix = subjects.EXECUTOR_JOURNALS.removesuffix("*")
+        async for kept in read_stream(js, subjects.EXECUTOR_JOURNAL_STREAM, subjects.EXECUTOR_JOURNALS, first=first):
+            if kept is not None:
+                await self.gpu(kept.subject.removeprefix(prefix)).take(kept)
+                self.read_until = kept.sequence
+            self._read_all |= kept is None or not kept.pending
+
+    async def _make_stream(self) -> None:
+        try:
+            await ensure_stream(
+                self._app.jetstream(),
+                subjects.EXECUTOR_JOURNAL_STREAM,
+                subjects.EXECUTOR_JOURNALS,
+                max_age_s=STREAM_AGE_S,
+                max_bytes=STREAM_BYTES,
+            )
+        except StreamError as e:
+            log.warning("%s; trying again", e)
+            await asyncio.sleep(1)
+
+    async def forget(self) -> None:
+        """Drop GPUs of which nothing is heard any more, for ever."""
+        silence = self._settings.silence_s
+        while True:
+            await asyncio.sleep(min(silence / 4, 5.0))
+            now = self._clock()
+            for name, gpu in list(self.gpus.items()):
+                if self._read_all and gpu.caught_up and now - max(gpu.heard, self.started) > silence:
+                    log.info("GPU %s is forgotten: nothing was heard of it for %.0f s", name, now - gpu.heard)
+                    del self.gpus[name]
+                    await gpu.stop()
+
+    async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
+        """An executor lives, even if its journal has nothing to say."""
+        self.gpu(heartbeat.executor_id).heard = self._clock()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    async def keep(self) -> None:
+        """Keep what was folded, every so often, for ever."""
+        while True:
+            await asyncio.sleep(self._settings.checkpoint_s)
+            await self.checkpoint()
+
+    async def checkpoint(self) -> bool:
+        """Keep what was folded in JetStream. False if nothing is new, or if it could not be kept."""
+        whole, sequence = [], self.read_until
+        for name, gpu in sorted(self.gpus.items()):
+            position, data = await gpu.checkpoint()
+            whole.append((name, position, data))
+            if not gpu.caught_up:
+                sequence = min(sequence, position)
+        if sequence == self._kept or not sequence:
+            return False
+        try:
+            js = self._app.jetstream()
+            try:
+                store = await js.object_store(BUCKET)
+            except NotFoundError:
+                store = await js.create_object_store(
+                    BUCKET, config=ObjectStoreConfig(description="the scheduler's own")
+                )
+            await store.put(OBJECT, _packed(sequence, whole))
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            log.warning(
+                "no checkpoint could be kept: %s; a restart replays from the last one", str(e) or type(e).__name__
+            )
+            return False
+        self._kept = sequence
+        return True
+
+    async def _resume(self) -> int:
+        """Take up the last checkpoint. Returns the first message of the stream that is not in it."""
+        try:
+            store = await self._app.jetstream().object_store(BUCKET)
+            data = (await store.get(OBJECT)).data or b""
+            sequence, whole = _unpacked(data)
+            followers = [(name, position, Follower.resume(found)) for name, position, found in whole]
+        except NotFoundError:
+            return 1
+        except (CheckpointError, nats.errors.Error, JetStreamError, OSError) as e:
+            log.warning("the last checkpoint cannot be used (%s); replaying the stream from its start", e)
+            return 1
+        for name, position, follower in followers:
+            if name in self.gpus:  # its heartbeat came first
+                await self.gpus[name].stop()
+            self.gpus[name] = GpuActor(name, self._settings, self._app, self._clock, follower, position)
+        log.info("took up the checkpoint of %d GPUs at message %d", len(followers), sequence)
+        self.read_until = self._kept = sequence
+        return sequence + 1
+
+    async def stop(self) -> None:
+        """Keep what is known and end the GPUs' actors."""
+        await self.checkpoint()
+        for gpu in self.gpus.values():
+            await gpu.stop()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def on_admit_session(self, request: AdmitSessionRequest) -> AdmitSessionReply:
+        """May a session run on that GPU?"""
+        gpu = self.gpu(request.executor_id)
+        await self._settled(gpu)
+        return gpu.on_admit_session(request)
+
+    async def _settled(self, *gpus: GpuActor) -> None:
+        """Wait until the journals are replayed: a test against half of the sessions would be none."""
+        until = self._clock() + SETTLE_S
+        while not self._read_all or not all(gpu.caught_up for gpu in gpus):
+            if self._clock() > until:
+                raise RefusedError("scheduler.behind", "the scheduler is still replaying journals", retryable=True)
+            await asyncio.sleep(0.01)
+
+    async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
+        """Another class, weight or policy for a running session, on all its GPUs; suspend or resume it."""
+        await self._settled(*self.gpus.values())
+        found = [gpu for gpu in self.gpus.values() if gpu.has(request.session_id)]
+        if not found:
+            raise RefusedError(
+                "scheduler.no_session",
+                f"session {request.session_id} is not open on any GPU; `wooly top` lists those that are",
+            )
+        for gpu in found:
+            self._judge(gpu, request)
+        answers = await asyncio.gather(
+            *[
+                self._app.request(
+                    subjects.executor_session_steer(gpu.executor_id),
+                    request,
+                    SteerSessionReply,
+                    timeout=EXECUTOR_TIMEOUT_S,
+                )
+                for gpu in found
+            ],
+            return_exceptions=True,
+        )
+        for gpu, answer in zip(found, answers, strict=True):
+            if isinstance(answer, RefusedError):
+                raise RefusedError(
+                    answer.code, f"executor {gpu.executor_id}: {answer}", retryable=answer.retryable
+                ) from answer
+            if isinstance(answer, BusError):
+                raise RefusedError(
+                    "scheduler.executor_silent", f"executor {gpu.executor_id} did not answer: {answer}", retryable=True
+                ) from answer
+            if isinstance(answer, BaseException):
+                raise answer
+        first = answers[0]
+        assert isinstance(first, SteerSessionReply)
+        return first
+
+    def _judge(self, gpu: GpuActor, request: SteerSessionRequest) -> None:
+        """Refuse what would make an admitted session late."""
+        now = gpu.demand(request.session_id)
+        if now is None or request.suspended:
+            return
+        policy = now.policy
+        if request.policy is not None:
+            p = request.policy
+            policy = Policy(p.priority, p.weight, p.service_ns, p.objective_ns, p.rate_permille, p.burst_ns)
+        policy = Policy(
+            policy.priority if request.priority is None else request.priority,
+            policy.weight if request.weight is None else request.weight,
+            policy.service_ns,
+            policy.objective_ns,
+            policy.rate_permille,
+            policy.burst_ns,
+        )
+        suspended = now.suspended if request.suspended is None else request.suspended
+        if suspended or (policy == now.policy and suspended == now.suspended):
+            return
+        verdict = gpu.judge(Demand(now.session, now.tenant, policy, now.longest_ns))
+        if not verdict.admitted:
+            raise RefusedError("scheduler.refused", f"GPU {gpu.executor_id}: {verdict.reason}")
+
+    async def on_gpus(self, request: GpusRequest) -> GpusReply:
+        """What every GPU does."""
+        found: list[GpuState] = []
+        size = 0
+        names = sorted(name for name in self.gpus if name > request.after)
+        for name in names:
+            state = self.gpus[name].listing()
+            size += len(state.model_dump_json())
+            if found and size > LISTING_BYTES:
+                return GpusReply(gpus=tuple(found), more=True)
+            found.append(state)
+        return GpusReply(gpus=tuple(found))
+
+
+def _packed(sequence: int, whole: list[tuple[str, int, bytes]]) -> bytes:
+    head = json.dumps([sequence, [[name, position, len(data)] for name, position, data in whole]]).encode()
+    return struct.pack("<I", len(head)) + head + b"".join(data for _, _, data in whole)
+
+
+def _unpacked(data: bytes) -> tuple[int, list[tuple[str, int, bytes]]]:
+    try:
+        (length,) = struct.unpack_from("<I", data)
+        sequence, names = json.loads(data[4 : 4 + length])
+        found: list[tuple[str, int, bytes]] = []
+        at = 4 + length
+        for name, position, size in names:
+            found.append((str(name), int(position), data[at : at + size]))
+            at += size
+        return int(sequence), found
+    except (ValueError, TypeError, struct.error) as e:
+        raise CheckpointError(f"not a checkpoint: {e}") from e

@@ -1,0 +1,68 @@
+"""Wires the scheduler's process: settings, NATS, `/metrics`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pydantic import ValidationError
+from wooly_bus.app import ServiceApp, until_signalled
+from wooly_bus.errors import BusError
+from wooly_bus.tracing import setup_tracing
+
+from wooly_scheduler.actor import SchedulerActor
+from wooly_scheduler.exporter import MetricsServer
+from wooly_scheduler.settings import SchedulerSettings
+
+log = logging.getLogger("wooly.scheduler")
+
+
+async def serve(settings: SchedulerSettings) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        BusConnectError: NATS does not answer.
+        OSError: the port of `/metrics` is taken.
+    """
+    app = ServiceApp("scheduler", settings.nats_url)
+    actor = SchedulerActor(settings, app)
+    port_file = settings.state_dir / "scheduler.port"
+    metrics = None
+    if settings.metrics_port is not None:
+        metrics = MetricsServer(actor, settings.metrics_host, settings.metrics_port)
+    try:
+        async with app.running():
+            if metrics is not None:
+                port_file.write_text(str(metrics.port))
+                log.info("scheduler: metrics on http://%s:%d/metrics", settings.metrics_host, metrics.port)
+            await _first_end(actor)
+    finally:
+        port_file.unlink(missing_ok=True)
+        if metrics is not None:
+            await asyncio.to_thread(metrics.close)
+
+
+async def _first_end(actor: SchedulerActor) -> None:
+    """Follow, keep and forget until a signal comes or one of them fails."""
+    tasks = [asyncio.create_task(work) for work in (until_signalled(), actor.follow(), actor.keep(), actor.forget())]
+    done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in left:
+        task.cancel()
+    await asyncio.gather(*left, return_exceptions=True)
+    await actor.stop()
+    for task in done:
+        task.result()
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = SchedulerSettings()
+        setup_tracing("scheduler")
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        asyncio.run(serve(settings))
+    except (BusError, ValidationError, OSError) as e:
+        log.error("the scheduler ends: %s", e)
+        return 1
+    return 0

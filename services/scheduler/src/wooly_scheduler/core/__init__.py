@@ -1,0 +1,1 @@
+"""What the scheduler decides and knows: pure, no asyncio, clock or NATS."""

@@ -1,0 +1,208 @@
+"""May this session run there? A response-time test of all P0 and P1 sessions of a GPU that declare an objective.
+
+In the worst case a request of a session of class c with service time C waits for
+
+- *blocking*: what lower classes have in flight when it comes, at most max((1 + e) * W, K): W the widest window of a lower class
+  as it will be, K the longest launch seen of a lower class (a kernel cannot be interrupted);
+- what higher classes may run meanwhile: token buckets hold them to burst + rate * t over any time t;
+- its own class: what their buckets hold, or, if the session is done before its own next request, what fair shares give them while
+  it runs for C (weights w and w_g): (C + piece) * w_g / w and a launch each.
+
+The response time is the least t that covers all of it, by the better of the two. Integers only, in ns, rounded up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from wooly_dispatch.events import Config, Policy
+from wooly_dispatch.windows import PROTECTED, WIDTH, windows
+
+FULL = 1000
+JITTER_PERMILLE = 100
+"""How much more than declared a session's bucket earns: requests do not come like clockwork."""
+BURST_REQUESTS = 2
+"""Requests that a bucket holds: one may be early while another waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One session, as the test sees it. Times in ns.
+
+    Attributes:
+        session: its id.
+        tenant: who pays.
+        policy: class, weight, service, objective, and the bucket that bounds it.
+        longest_ns: its longest launch seen; 0: none yet.
+        suspended: it takes nothing meanwhile.
+    """
+
+    session: str
+    tenant: str
+    policy: Policy
+    longest_ns: int = 0
+    suspended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A session that would be late: `response_ns` is None where nothing bounds it, and `why` says what is missing then."""
+
+    demand: Demand
+    response_ns: int | None
+    why: str = ""
+
+    @property
+    def by_ns(self) -> int:
+        """By how much; 0 where nothing bounds it."""
+        return 0 if self.response_ns is None else self.response_ns - self.demand.policy.objective_ns
+
+    def __str__(self) -> str:
+        policy = self.demand.policy
+        who = f"P{policy.priority} session {self.demand.session} ({self.demand.tenant})"
+        objective = f"objective of {_ms(policy.objective_ns)}"
+        if self.response_ns is None:
+            return f"{who} could miss its {objective} by any time: {self.why}"
+        return f"{who} would answer in {_ms(self.response_ns)}, {_ms(self.by_ns)} beyond its {objective}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Who would miss an objective, worst first; nobody: admitted."""
+
+    misses: tuple[Miss, ...] = ()
+
+    @property
+    def admitted(self) -> bool:
+        return not self.misses
+
+    @property
+    def missed_by_ns(self) -> int:
+        return max((miss.by_ns for miss in self.misses), default=0)
+
+    @property
+    def reason(self) -> str:
+        """A sentence, with the three worst."""
+        more = f"; and {len(self.misses) - 3} more" if len(self.misses) > 3 else ""
+        return "; ".join(str(miss) for miss in self.misses[:3]) + more
+
+
+def policed(priority: int, weight: int, service_ns: int, objective_ns: int, interval_ns: int) -> Policy:
+    """The policy of what a session declares. P0 and P1 get a bucket if they declare both service time and interval."""
+    rate = burst = 0
+    if priority < PROTECTED and service_ns and interval_ns:
+        rate = min(FULL, _up(service_ns * (FULL + JITTER_PERMILLE), interval_ns))
+        burst = BURST_REQUESTS * service_ns
+    return Policy(priority, weight, service_ns, objective_ns, rate, burst)
+
+
+def admit(
+    candidate: Demand,
+    others: Iterable[Demand],
+    config: Config | None = None,
+    width: int = WIDTH,
+    error_permille: int = 100,
+) -> Verdict:
+    """Whether all P0 and P1 sessions with an objective keep it, if `candidate` joins (or takes the place of its former self).
+
+    A session that would miss its objective without the candidate already is no reason to refuse one that does not add to it.
+    """
+    config = config or Config()
+    present = [d for d in others if d.session != candidate.session and not d.suspended]
+    before = {d.session: _response(d, present, config, width, error_permille) for d in present if _tested(d)}
+    everybody = [*present, candidate]
+    misses = []
+    for demand in everybody:
+        if not _tested(demand):
+            continue
+        response, why = _response(demand, everybody, config, width, error_permille)
+        objective = demand.policy.objective_ns
+        if response is not None and response <= objective:
+            continue
+        if demand.session in before and before[demand.session][0] == response:
+            continue
+        misses.append(Miss(demand, response, why))
+    misses.sort(key=lambda m: (m.response_ns is not None, -m.by_ns, m.demand.session))
+    return Verdict(tuple(misses))
+
+
+def response_ns(
+    demand: Demand, everybody: Sequence[Demand], config: Config, width: int = WIDTH, error_permille: int = 100
+) -> int | None:
+    """The worst response time of one request of `demand` among `everybody` (itself included); None: nothing bounds it."""
+    return _response(demand, everybody, config, width, error_permille)[0]
+
+
+def _tested(demand: Demand) -> bool:
+    return demand.policy.priority < PROTECTED and demand.policy.objective_ns > 0
+
+
+def _response(
+    demand: Demand, everybody: Sequence[Demand], config: Config, width: int, error_permille: int
+) -> tuple[int | None, str]:
+    policy = demand.policy
+    own = policy.service_ns or config.service_ns
+    higher = [d for d in everybody if d.policy.priority < policy.priority]
+    peers = [d for d in everybody if d.policy.priority == policy.priority and d.session != demand.session]
+    for d in higher:
+        if not d.policy.rate_permille:
+            return None, _unbounded(d)
+    live = [(d.policy.priority, d.policy.service_ns) for d in everybody if d.policy.priority < PROTECTED]
+    found = windows(config, live, width)
+    blocking = _blocking(demand, everybody, max(found[policy.priority + 1 :]), error_permille)
+    base = blocking + own + sum(d.policy.burst_ns for d in higher)
+    rate = sum(d.policy.rate_permille for d in higher)
+    answers = []
+    if rate < FULL:
+        window = _up(found[policy.priority] * (FULL + error_permille), FULL) if config.max_flights > 1 and peers else 0
+        shares = sum(_share(demand, own, d, config, window * error_permille // FULL) for d in peers)
+        # What higher classes left undone when the request came is the work of the time that they were blocked themselves.
+        response = _up((base + window + shares) * FULL + rate * blocking, FULL - rate)
+        # The shares hold for one request; if the next one comes before it is done, only the buckets do.
+        if response * policy.rate_permille <= own * FULL:
+            answers.append(response)
+    total = rate + sum(d.policy.rate_permille for d in peers)
+    if all(d.policy.rate_permille for d in peers) and total < FULL and total + policy.rate_permille <= FULL:
+        answers.append(_up((base + sum(d.policy.burst_ns for d in peers)) * FULL, FULL - total))
+    if answers:
+        return min(answers), ""
+    for d in peers:
+        if not d.policy.rate_permille:
+            return None, _unbounded(d)
+    taken = (total + policy.rate_permille) / 10
+    return None, f"the P0 and P1 sessions that go before it or share with it may take {taken:.0f} % of the device"
+
+
+def _share(demand: Demand, own: int, peer: Demand, config: Config, slack: int) -> int:
+    """What one peer gets at most while `demand` runs for `own`: the fairness bound of the dispatch rule."""
+    mine, its = demand.policy.weight, peer.policy.weight
+    piece = max(demand.longest_ns, config.piece_ns)
+    return _up((own + piece) * its, mine) + max(peer.longest_ns, config.piece_ns) + _up(2 * slack * its, min(mine, its))
+
+
+def _blocking(demand: Demand, everybody: Sequence[Demand], window: int, error_permille: int) -> int:
+    """What lower classes have in flight at most; the window counts whether they are there now or not."""
+    longest = [
+        d.longest_ns
+        for d in everybody
+        if d.session != demand.session
+        # What P0 and P1 sessions submit beyond their buckets runs in a lower class.
+        and (d.policy.priority > demand.policy.priority or (d.policy.rate_permille and d.policy.priority < PROTECTED))
+    ]
+    return max(_up(window * (FULL + error_permille), FULL), *longest, 0)
+
+
+def _unbounded(demand: Demand) -> str:
+    return (
+        f"P{demand.policy.priority} session {demand.session} declares no service time and interval, so nothing bounds what it "
+        "takes (WOOLYAI_SERVICE_MS, WOOLYAI_INTERVAL_MS)"
+    )
+
+
+def _up(value: int, by: int) -> int:
+    return -(-value // by)
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:.3g} ms" if ns < 1_000_000_000 else f"{ns / 1e9:.3g} s"

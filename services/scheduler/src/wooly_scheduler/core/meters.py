@@ -1,0 +1,177 @@
+"""What is told of one GPU beyond the core's own metrics: recent figures, response times alone and beside others.
+
+All of it is a fold over the journal, in the journal's time, so that whoever folds the same entries tells the same.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from wooly_dispatch.decisions import Decision
+from wooly_dispatch.events import EpochEndedEvent, Event, LaunchDoneEvent, SessionClosedEvent
+from wooly_dispatch.ledger import Account, Airborne, Work
+from wooly_dispatch.metrics import Histogram, Meter, Metrics
+
+SAMPLE_NS = 1_000_000_000
+SAMPLES = 10
+"""Recent is the last ten seconds."""
+KEEP_CLOSED_NS = 600_000_000_000
+"""How long a closed session has a meter of its own; its tenant's sums keep it."""
+ENOUGH = 32
+"""Responses that make a p99."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Responses of one P0 or P1 session whose programs came while it had nothing else to do. Times in ns.
+
+    Attributes:
+        alone: those during which nobody else had anything to run.
+        best_ns: the least p99 of 32 of them; 0: not seen yet.
+        recent: all of them since the windows were last judged.
+    """
+
+    alone: Histogram = field(default_factory=Histogram)
+    best_ns: int = 0
+    recent: Histogram = field(default_factory=Histogram)
+
+
+@dataclass(slots=True)
+class Sample:
+    """Sums at one moment. `now` is the journal's time; the others as in `Metrics`."""
+
+    now: int
+    wall: int
+    executing: int
+    starving: int
+    run: dict[str, int]
+
+
+class GpuMeters(Metrics):
+    """`Metrics`, and what the scheduler adds. Epochs of the share error are seconds here, whatever the journal's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest: dict[str, int] = {}  # the longest launch of each open session
+        self.paces: dict[str, Pace] = {}
+        self.retired: dict[str, Meter] = {}  # sums of sessions whose meters are gone, by tenant
+        self.epochs = 0
+        self.samples: deque[Sample] = deque([Sample(0, 0, 0, 0, {})], SAMPLES + 1)
+        self._closed: deque[tuple[int, str]] = deque()
+        self._shared_until = 0
+        self._arrivals: dict[str, set[int]] = {}
+        self._judged = (0, 0)
+
+    # -- asked by the actor ------------------------------------------------------------------------------------------
+
+    def recent(self, idle_ns: int = 0) -> Sample:
+        """The last ten seconds, as differences; `idle_ns` of silence since the last entry counts too."""
+        first = self.samples[0]
+        run = {
+            name: meter.run_ns - first.run.get(name, 0)
+            for name, meter in self.meters.items()
+            if meter.run_ns > first.run.get(name, 0)
+        }
+        more = idle_ns if self.airborne else 0
+        return Sample(
+            self.now - first.now,
+            self.wall_ns - first.wall + idle_ns,
+            self.executing_ns - first.executing + more,
+            self.starving_ns - first.starving + (more if self.busy > 1 else 0),
+            run,
+        )
+
+    def by_tenant(self) -> dict[str, Meter]:
+        found = super().by_tenant()
+        for tenant, gone in self.retired.items():
+            _add(found.setdefault(tenant, Meter(tenant)), gone)
+        return found
+
+    def idle_permille(self) -> int:
+        """Share of the time since the windows were last judged in which nothing executed."""
+        wall, executing = self.wall_ns - self._judged[0], self.executing_ns - self._judged[1]
+        return 1000 - executing * 1000 // wall if wall else 0
+
+    def judged(self) -> None:
+        """What comes now is measured under other windows."""
+        self._judged = (self.wall_ns, self.executing_ns)
+        for pace in self.paces.values():
+            pace.recent = Histogram()
+
+    # -- the fold ----------------------------------------------------------------------------------------------------
+
+    def on_settled(self) -> None:
+        if not self.samples[-1].now:
+            self.samples.clear()
+            self._sample()
+        elif self.now - self.samples[-1].now >= SAMPLE_NS:
+            super().on_epoch(EpochEndedEvent(self.now))
+            self._sample()
+            self._retire()
+
+    def _sample(self) -> None:
+        run = {name: meter.run_ns for name, meter in self.meters.items() if meter.run_ns}
+        self.samples.append(Sample(self.now, self.wall_ns, self.executing_ns, self.starving_ns, run))
+
+    def _retire(self) -> None:
+        while self._closed and self.now - self._closed[0][0] > KEEP_CLOSED_NS:
+            _, name = self._closed.popleft()
+            meter = self.meters.pop(name, None)
+            if meter is not None:
+                _add(self.retired.setdefault(meter.tenant, Meter(meter.tenant)), meter)
+
+    def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
+        super().observe(event, decisions)
+        if isinstance(event, SessionClosedEvent):
+            name = event.session
+            self._closed.append((self.now, name))
+            self.longest.pop(name, None)
+            self.paces.pop(name, None)
+            self._arrivals.pop(name, None)
+
+    def on_time(self, elapsed: int) -> None:
+        super().on_time(elapsed)
+        if self.busy > 1:
+            self._shared_until = self.now + elapsed
+
+    def on_epoch(self, event: EpochEndedEvent) -> None:
+        self.epochs += 1
+        self.judged()
+
+    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+        super().on_done(flight, event)
+        name = flight.account.id
+        if name in self.accounts and event.gpu_ns > self.longest.get(name, 0):
+            self.longest[name] = event.gpu_ns
+
+    def on_submitted(self, account: Account, work: Work) -> None:
+        if (
+            account.event.policy.priority < 2
+            and len(account.work) == 1
+            and not account.in_flight
+            and account.ready >= 0
+        ):
+            self._arrivals.setdefault(account.id, set()).add(work.number)
+
+    def on_program_done(self, account: Account, work: Work) -> None:
+        super().on_program_done(account, work)
+        arrivals = self._arrivals.get(account.id)
+        if not arrivals or work.number not in arrivals:
+            return
+        arrivals.discard(work.number)
+        pace = self.paces.setdefault(account.id, Pace())
+        response = max(self.now - work.at, 0)
+        pace.recent.add(response)
+        if self._shared_until <= work.at:
+            pace.alone.add(response)
+            if pace.alone.count == ENOUGH:
+                p99 = pace.alone.quantile(990)
+                pace.best_ns = min(pace.best_ns or p99, p99)
+                pace.alone = Histogram()
+
+
+def _add(total: Meter, meter: Meter) -> None:
+    for name in ("run_ns", "core_ns", "ready_ns", "unjust_ns", "launches", "programs", "on_time", "with_objective"):
+        setattr(total, name, getattr(total, name) + getattr(meter, name))

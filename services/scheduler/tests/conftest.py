@@ -1,0 +1,197 @@
+"""What scheduler tests share: a NATS server of their own, an executor that is a few lines, the scheduler's process."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_bus.streams import ensure_stream
+from wooly_dispatch.events import (
+    EpochEndedEvent,
+    Policy,
+    PolicyChangedEvent,
+    SessionResumedEvent,
+    SessionSuspendedEvent,
+)
+from wooly_dispatch.journal import Journal
+from wooly_testkit.dispatch import Rig
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.messages import (
+    EndEpochReply,
+    EndEpochRequest,
+    GpusReply,
+    GpusRequest,
+    SessionPolicy,
+    SteerSessionReply,
+    SteerSessionRequest,
+)
+
+MS = 1_000_000
+
+
+@pytest.fixture
+def nats():
+    """A NATS server of this test's own: journals stay in its stream."""
+    with start_nats_server() as url:
+        yield url
+
+
+class FakeExecutor:
+    """A device in virtual time that publishes its journal, and does as it is told."""
+
+    def __init__(self, app, name, run="1"):
+        self.app, self.name = app, name
+        self.epochs, self.steered = [], []
+        self.begin(run)
+        app.serve(subjects.executor_session_steer(name), SteerSessionRequest, self.on_steer)
+        app.serve(subjects.executor_epoch_end(name), EndEpochRequest, self.on_epoch)
+
+    def begin(self, run):
+        self.rig, self.told = Rig(books=False), 0
+        self.journal = Journal(f"{self.name}/{run}")
+
+    def cut(self):
+        for event, decisions in self.rig.entries[self.told :]:
+            self.journal.record(event, decisions)
+        self.told = len(self.rig.entries)
+        return self.journal.cut()
+
+    async def send(self, data):
+        await self.app.jetstream().publish(subjects.executor_journaled(self.name), data)
+
+    async def publish(self):
+        batch = self.cut()
+        if batch is not None:
+            await self.send(batch.encode())
+
+    async def on_epoch(self, request):
+        self.epochs.append(request)
+        self.rig.send(EpochEndedEvent(self.rig.now, request.slowdown_permille, request.idle_permille))
+        await self.publish()
+        return EndEpochReply(windows_ns=self.rig.state.windows)
+
+    async def on_steer(self, request):
+        self.steered.append(request)
+        session = self.rig.state.sessions.get(request.session_id)
+        if session is None:
+            raise RefusedError("executor.no_session", f"session {request.session_id} is not open here")
+        p = session.policy
+        if request.priority is not None or request.weight is not None:
+            p = Policy(
+                p.priority if request.priority is None else request.priority,
+                request.weight or p.weight,
+                p.service_ns,
+                p.objective_ns,
+                p.rate_permille,
+                p.burst_ns,
+            )
+            self.rig.send(PolicyChangedEvent(self.rig.now, session.id, p))
+        if request.suspended is not None:
+            kind = SessionSuspendedEvent if request.suspended else SessionResumedEvent
+            self.rig.send(kind(self.rig.now, session.id))
+        await self.publish()
+        policy = SessionPolicy(priority=p.priority, weight=p.weight)
+        return SteerSessionReply(policy=policy, suspended=session.suspended, exclusive=False)
+
+    def work(self, rounds=20, extra_ns=0):
+        """P0 requests beside a P4 session."""
+        for _ in range(rounds):
+            self.rig.submit("bg", 300_000, 200_000)
+            self.rig.submit("p0", 400_000)
+            while self.rig.in_flight:
+                self.rig.finish()
+                self.rig.now += extra_ns
+
+    def populate(self):
+        self.rig.open("p0", 0, objective_ns=MS, service_ns=400_000)
+        self.rig.open("bg", 4)
+        self.work()
+
+
+@pytest.fixture
+def executor(nats):
+    """`async with executor("gpu-0") as e`: on a connection of its own, with the stream."""
+
+    @contextlib.asynccontextmanager
+    async def make(name="gpu-0"):
+        app = ServiceApp("executor", nats)
+        found = FakeExecutor(app, name)
+        async with app.running():
+            await ensure_stream(
+                app.jetstream(),
+                subjects.EXECUTOR_JOURNAL_STREAM,
+                subjects.EXECUTOR_JOURNALS,
+                max_age_s=3600,
+                max_bytes=1 << 28,
+            )
+            yield found
+
+    return make
+
+
+@pytest.fixture
+def start_scheduler(nats, tmp_path):
+    """Starts schedulers as processes; ends them with the test."""
+    running = []
+
+    def start(**env):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wooly_scheduler"],
+            env=os.environ
+            | {
+                "WOOLY_SCHEDULER_NATS_URL": nats,
+                "WOOLY_SCHEDULER_STATE_DIR": str(tmp_path / "scheduler"),
+                "WOOLY_SCHEDULER_METRICS_PORT": "0",
+            }
+            | env,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+async def until(condition, seconds=30):
+    """Wait until `condition()` (or what it awaits) is true, and return it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.02)
+
+
+async def listed(app, name="gpu-0"):
+    """What the scheduler says of a GPU, or None."""
+    try:
+        reply = await app.request(subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply, timeout=2)
+    except Exception:
+        return None
+    return next((g for g in reply.gpus if g.executor_id == name), None)
+
+
+async def followed(executor, entries=None):
+    """What the scheduler says of the executor's GPU once it has seen everything."""
+    wanted = executor.told if entries is None else entries
+
+    async def seen():
+        state = await listed(executor.app, executor.name)
+        return (
+            state if state is not None and state.entries >= wanted and state.journal == executor.journal.name else None
+        )
+
+    return await until(seen)
