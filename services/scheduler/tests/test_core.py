@@ -193,6 +193,17 @@ def test_follower_folds_what_the_rig_measured():
     assert follower.meters.starving_ns == rig.metrics.starving_ns and follower.meters.unjust_ns == 0
 
 
+def test_time_before_the_first_entry_does_not_count():
+    rig = Rig()
+    rig.now = 10**15
+    rig.open("a")
+    rig.submit("a", 5 * MS)
+    rig.drain()
+    follower = Follower("gpu-0")
+    fed(follower, *batches(rig.entries))
+    assert (follower.meters.wall_ns, follower.meters.utilization_permille) == (5 * MS, 1000)
+
+
 def test_repeated_and_reordered_batches_change_nothing():
     _, found = recorded()
     straight, shuffled = Follower("gpu-0"), Follower("gpu-0")

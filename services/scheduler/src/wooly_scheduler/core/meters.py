@@ -103,7 +103,7 @@ class GpuMeters(Metrics):
     # -- the fold ----------------------------------------------------------------------------------------------------
 
     def on_settled(self) -> None:
-        if not self.samples[-1].now:
+        if self.entry == 1:
             self.samples.clear()
             self._sample()
         elif self.now - self.samples[-1].now >= SAMPLE_NS:
@@ -123,6 +123,8 @@ class GpuMeters(Metrics):
                 _add(self.retired.setdefault(meter.tenant, Meter(meter.tenant)), meter)
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
+        if not self.entry:
+            self.now = self._epoch_began = event.at  # the executor's clock began long before its journal
         super().observe(event, decisions)
         if isinstance(event, SessionClosedEvent):
             name = event.session
