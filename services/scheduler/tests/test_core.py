@@ -193,6 +193,17 @@ def test_follower_folds_what_the_rig_measured():
     assert follower.meters.starving_ns == rig.metrics.starving_ns and follower.meters.unjust_ns == 0
 
 
+def test_time_before_the_first_entry_does_not_count():
+    rig = Rig()
+    rig.now = 10**15
+    rig.open("a")
+    rig.submit("a", 5 * MS)
+    rig.drain()
+    follower = Follower("gpu-0")
+    fed(follower, *batches(rig.entries))
+    assert (follower.meters.wall_ns, follower.meters.utilization_permille) == (5 * MS, 1000)
+
+
 def test_repeated_and_reordered_batches_change_nothing():
     _, found = recorded()
     straight, shuffled = Follower("gpu-0"), Follower("gpu-0")
@@ -295,6 +306,7 @@ def test_recent_figures_are_the_last_ten_seconds_and_closed_meters_are_summed():
     assert recent.run.keys() == {"new"} and 9_000 * MS <= recent.wall <= 11_000 * MS
     assert 480 <= recent.executing * 1000 // recent.wall <= 520
     assert "old" not in follower.meters.meters and follower.meters.by_tenant()[""].run_ns == rig.metrics.run_ns
+    assert recent.wall == 10_000 * MS
     silent = follower.meters.recent(idle_ns=10_000 * MS)
     assert silent.executing * 1000 // silent.wall <= 270
 
@@ -302,11 +314,11 @@ def test_recent_figures_are_the_last_ten_seconds_and_closed_meters_are_summed():
 # -- epochs ----------------------------------------------------------------------------------------------------------
 
 
-def epoch_of(alone_ns, beside_ns, idle_ns=0, service_ns=20 * MS):
-    """P0 requests alone, then beside a P4 session; their responses are stretched by waiting before the launch ends."""
+def epoch_of(alone_ns, behind_ns, idle_ns=0, service_ns=20 * MS, seen_alone=True, own_ns=0):
+    """P0 requests alone, then each behind a P4 launch of `behind_ns`, with `idle_ns` after it."""
     rig = Rig(books=False)
     rig.open("p0", 0, service_ns=service_ns)
-    for _ in range(40 if alone_ns else 0):
+    for _ in range(40 if seen_alone else 0):
         rig.submit("p0", alone_ns)
         rig.finish(alone_ns)
         rig.now += MS
@@ -314,8 +326,8 @@ def epoch_of(alone_ns, beside_ns, idle_ns=0, service_ns=20 * MS):
     for _ in range(40):
         rig.submit("bg", 100_000)
         rig.submit("p0", 100_000)
-        rig.finish(100_000)
-        rig.finish(beside_ns)
+        rig.finish(behind_ns)
+        rig.finish(own_ns or alone_ns)
         rig.now += idle_ns
     follower = Follower("gpu-0")
     fed(follower, *batches(rig.entries))
@@ -323,31 +335,36 @@ def epoch_of(alone_ns, beside_ns, idle_ns=0, service_ns=20 * MS):
 
 
 def test_p0_that_suffers_has_its_windows_halved():
-    follower = epoch_of(MS, 2 * MS)
+    follower = epoch_of(MS, MS)
     assert slowdown_permille(follower.state, follower.meters) > 1900
     decision = decide(follower.state, follower.meters)
     assert decision.slowdown_permille > 1900
 
 
+def test_slowness_that_lower_classes_do_not_account_for_moves_no_window():
+    follower = epoch_of(MS, 10_000, own_ns=5 * MS)
+    assert slowdown_permille(follower.state, follower.meters) < 1020
+
+
 def test_p0_that_does_not_suffer_on_an_idle_device_has_them_widened_and_not_on_a_busy_one():
-    idle = epoch_of(4 * MS, 3 * MS, idle_ns=2 * MS)
+    idle = epoch_of(4 * MS, 10_000, idle_ns=2 * MS)
     decision = decide(idle.state, idle.meters)
     assert decision.slowdown_permille < 1020 and decision.idle_permille > 50
-    busy = epoch_of(4 * MS, 4 * MS)
-    busy.meters.judged()
+    busy = epoch_of(4 * MS, 10_000)
+    busy.meters.executing_ns = busy.meters.wall_ns
     assert decide(busy.state, busy.meters) is None
 
 
 def test_declared_service_time_stands_in_for_what_was_not_seen_alone():
-    follower = epoch_of(0, 30 * MS, service_ns=20 * MS)
+    follower = epoch_of(20 * MS, 10 * MS, service_ns=20 * MS, seen_alone=False)
     assert 1400 < slowdown_permille(follower.state, follower.meters) < 1700
-    undeclared = epoch_of(0, 30 * MS, service_ns=0)
+    undeclared = epoch_of(20 * MS, 10 * MS, service_ns=0, seen_alone=False)
     assert slowdown_permille(undeclared.state, undeclared.meters) == 0
     assert decide(undeclared.state, undeclared.meters) is None
 
 
 def test_nothing_is_said_that_would_change_nothing():
-    follower = epoch_of(MS, 2 * MS, service_ns=2 * CONFIG.latency_ns)
+    follower = epoch_of(MS, MS, service_ns=2 * CONFIG.latency_ns)
     assert min(follower.state.windows) == 2 * CONFIG.latency_ns
     assert decide(follower.state, follower.meters) is None
 

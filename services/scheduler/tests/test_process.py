@@ -72,11 +72,12 @@ async def test_journal_is_followed_listed_and_scraped(executor, start_scheduler,
         assert sessions.keys() == {"p0", "bg"} and not state.lost and state.violations == 0
         assert (sessions["p0"].policy.priority, sessions["p0"].programs) == (0, 20)
         assert sessions["p0"].run_ns == 20 * 400_000 and sessions["p0"].unjust_ns == 0
-        assert state.windows_ns == e.rig.state.windows and state.utilization_permille == 1000
+        assert state.windows_ns == e.rig.state.windows
         assert sum(s.share_permille for s in state.sessions) in (999, 1000)
         found = await scraped(tmp_path)
-        assert found["wooly_gpu_utilization_ratio", ("gpu", "gpu-0")] == 1
+        # How much silence followed is not the test's affair.
         assert 0 < found["wooly_gpu_starvation_ratio", ("gpu", "gpu-0")] <= 1
+        assert 0 < found["wooly_gpu_utilization_ratio", ("gpu", "gpu-0")] <= 1
         assert found["wooly_gpu_executing_seconds_total", ("gpu", "gpu-0")] == e.rig.metrics.executing_ns / 1e9
         of_p0 = (("gpu", "gpu-0"), ("session", "p0"), ("tenant", "default"))
         assert found["wooly_session_unjust_wait_seconds_total", *of_p0] == 0
@@ -271,10 +272,10 @@ async def test_executor_is_told_of_an_epoch_only_when_its_windows_should_move(ex
         for _ in range(80):
             e.rig.submit("bg", 100_000)
             e.rig.submit("p0", 100_000)
-            e.rig.finish(100_000)
-            e.rig.finish(8 * MS)
+            e.rig.finish(4 * MS)
+            e.rig.finish(4 * MS)
         await e.publish()
-        await until(lambda: any(x.slowdown_permille > 1900 for x in e.epochs))
+        await until(lambda: any(x.slowdown_permille > 1500 for x in e.epochs))
         await until(lambda: e.rig.state.windows[4] < wide)
         state = await followed(e)
         assert state.windows_ns == e.rig.state.windows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wooly_dispatch.metrics import Histogram
 from wooly_dispatch.state import DispatchState
 from wooly_dispatch.windows import MAX_WIDTH, MIN_WIDTH, adapted, windows
 
@@ -20,7 +19,11 @@ class EndEpochDecision:
 
 
 def slowdown_permille(state: DispatchState, meters: GpuMeters) -> int:
-    """The worst P0 session's p99 over its p99 alone (the least seen, or its declared service time); 0: not measured."""
+    """The worst P0 session's p99 over its p99 alone (the least seen, or its declared service time); 0: not measured.
+
+    Never more than lower classes account for by what they ran meanwhile: windows mend nothing else, and a host that is busy with
+    other things would narrow them to nothing.
+    """
     worst = 0
     for name, pace in meters.paces.items():
         session = state.sessions.get(name)
@@ -28,7 +31,8 @@ def slowdown_permille(state: DispatchState, meters: GpuMeters) -> int:
             continue
         alone = pace.best_ns or session.policy.service_ns
         if alone:
-            worst = max(worst, pace.recent.quantile(990) * 1000 // alone)
+            slower = pace.recent.quantile(990) * 1000 // alone
+            worst = max(worst, min(slower, 1000 + pace.suffered.quantile(990) * 1000 // alone))
     return worst
 
 
@@ -42,7 +46,7 @@ def decide(state: DispatchState, meters: GpuMeters) -> EndEpochDecision | None:
     if width == state.width:
         for pace in meters.paces.values():
             if pace.recent.count >= 8 * ENOUGH:
-                pace.recent = Histogram()  # what was long ago says nothing of now
+                pace.judged()  # what was long ago says nothing of now
         return None
     live = [
         (s.policy.priority, s.policy.service_ns)

@@ -31,11 +31,17 @@ class Pace:
         alone: those during which nobody else had anything to run.
         best_ns: the least p99 of 32 of them; 0: not seen yet.
         recent: all of them since the windows were last judged.
+        suffered: what lower classes ran meanwhile, of the same.
     """
 
     alone: Histogram = field(default_factory=Histogram)
     best_ns: int = 0
     recent: Histogram = field(default_factory=Histogram)
+    suffered: Histogram = field(default_factory=Histogram)
+
+    def judged(self) -> None:
+        """What comes now is measured under other windows."""
+        self.recent, self.suffered = Histogram(), Histogram()
 
 
 @dataclass(slots=True)
@@ -61,14 +67,15 @@ class GpuMeters(Metrics):
         self.samples: deque[Sample] = deque([Sample(0, 0, 0, 0, {})], SAMPLES + 1)
         self._closed: deque[tuple[int, str]] = deque()
         self._shared_until = 0
-        self._arrivals: dict[str, set[int]] = {}
+        self._lower = [0, 0]  # what classes below P0, and below P1, ran
+        self._arrivals: dict[str, dict[int, int]] = {}
         self._judged = (0, 0)
 
     # -- asked by the actor ------------------------------------------------------------------------------------------
 
     def recent(self, idle_ns: int = 0) -> Sample:
         """The last ten seconds, as differences; `idle_ns` of silence since the last entry counts too."""
-        first = self.samples[0]
+        first = self._ten_seconds_ago()
         run = {
             name: meter.run_ns - first.run.get(name, 0)
             for name, meter in self.meters.items()
@@ -81,6 +88,27 @@ class GpuMeters(Metrics):
             self.executing_ns - first.executing + more,
             self.starving_ns - first.starving + (more if self.busy > 1 else 0),
             run,
+        )
+
+    def _ten_seconds_ago(self) -> Sample:
+        """The sums then, between two samples in proportion: exact where nothing happened, as it is in long gaps."""
+        wanted = self.now - SAMPLES * SAMPLE_NS
+        before = self.samples[0]
+        for after in self.samples:
+            if after.now > wanted:
+                break
+            before = after
+        else:
+            return before
+        if before.now >= wanted:
+            return before
+        part, whole = wanted - before.now, after.now - before.now
+        return Sample(
+            wanted,
+            before.wall + (after.wall - before.wall) * part // whole,
+            before.executing + (after.executing - before.executing) * part // whole,
+            before.starving + (after.starving - before.starving) * part // whole,
+            {k: (old := before.run.get(k, 0)) + (v - old) * part // whole for k, v in after.run.items()},
         )
 
     def by_tenant(self) -> dict[str, Meter]:
@@ -98,12 +126,12 @@ class GpuMeters(Metrics):
         """What comes now is measured under other windows."""
         self._judged = (self.wall_ns, self.executing_ns)
         for pace in self.paces.values():
-            pace.recent = Histogram()
+            pace.judged()
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
     def on_settled(self) -> None:
-        if not self.samples[-1].now:
+        if self.entry == 1:
             self.samples.clear()
             self._sample()
         elif self.now - self.samples[-1].now >= SAMPLE_NS:
@@ -123,6 +151,8 @@ class GpuMeters(Metrics):
                 _add(self.retired.setdefault(meter.tenant, Meter(meter.tenant)), meter)
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
+        if not self.entry:
+            self.now = self._epoch_began = event.at  # the executor's clock began long before its journal
         super().observe(event, decisions)
         if isinstance(event, SessionClosedEvent):
             name = event.session
@@ -143,27 +173,26 @@ class GpuMeters(Metrics):
     def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
         super().on_done(flight, event)
         name = flight.account.id
+        for priority in range(min(flight.decision.priority, 2)):
+            self._lower[priority] += event.gpu_ns
         if name in self.accounts and event.gpu_ns > self.longest.get(name, 0):
             self.longest[name] = event.gpu_ns
 
     def on_submitted(self, account: Account, work: Work) -> None:
-        if (
-            account.event.policy.priority < 2
-            and len(account.work) == 1
-            and not account.in_flight
-            and account.ready >= 0
-        ):
-            self._arrivals.setdefault(account.id, set()).add(work.number)
+        priority = account.event.policy.priority
+        if priority < 2 and len(account.work) == 1 and not account.in_flight and account.ready >= 0:
+            self._arrivals.setdefault(account.id, {})[work.number] = self._lower[priority]
 
     def on_program_done(self, account: Account, work: Work) -> None:
         super().on_program_done(account, work)
-        arrivals = self._arrivals.get(account.id)
-        if not arrivals or work.number not in arrivals:
+        lower = self._arrivals.get(account.id, {}).pop(work.number, None)
+        priority = account.event.policy.priority
+        if lower is None or priority > 1:
             return
-        arrivals.discard(work.number)
         pace = self.paces.setdefault(account.id, Pace())
         response = max(self.now - work.at, 0)
         pace.recent.add(response)
+        pace.suffered.add(max(self._lower[priority] - lower, 0))
         if self._shared_until <= work.at:
             pace.alone.add(response)
             if pace.alone.count == ENOUGH:
