@@ -295,7 +295,7 @@ def test_up_twice_is_refused_and_down_stops_everything(tmp_path):
     finally:
         assert run("down", env=env).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
-    assert not alive and len(gone) == 3
+    assert not alive and len(gone) == 4  # NATS, router, executor, scheduler
     assert run("status", "--json", env=env).returncode == 1
 
 
