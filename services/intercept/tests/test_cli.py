@@ -72,7 +72,7 @@ def test_status_of_nothing_is_json_and_not_success(monkeypatch, tmp_path):
 def test_every_command_that_the_readme_names_exists():
     text = (REPOSITORY / "README.md").read_text()
     commands = {c.name or c.callback.__name__ for c in app.registered_commands} | {
-        g.name for g in app.registered_groups
+        g.typer_instance.info.name for g in app.registered_groups
     }
     named = set(re.findall(r"(?:\.venv/bin/|`|\s)wooly ([a-z]+)(?=[\s`])", "\n".join(_code(text))))
     assert named and named <= commands
