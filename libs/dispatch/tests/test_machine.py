@@ -42,10 +42,13 @@ POLICIES = st.builds(
 class DispatchMachine(RuleBasedStateMachine):
     """`Rig` raises at the first broken law; here are the laws that need the whole history."""
 
-    @initialize(policies=st.lists(POLICIES, min_size=2, max_size=3), floor=st.sampled_from([0, 20, 300]))
-    def begin(self, policies, floor):
+    @initialize(
+        policies=st.lists(POLICIES, min_size=2, max_size=3), floor=st.sampled_from([0, 20, 300]), stoppable=st.booleans()
+    )
+    def begin(self, policies, floor, stoppable):
         self.rig = Rig()
-        self.rig.send(ConfigChangedEvent(0, Config(floor_permille=floor)))
+        flights = {"max_flights": 1, "stoppable": True} if stoppable else {}
+        self.rig.send(ConfigChangedEvent(0, Config(floor_permille=floor, **flights)))
         for name, policy in zip("abc", policies, strict=False):
             self.opened(name, policy)
 
@@ -79,6 +82,15 @@ class DispatchMachine(RuleBasedStateMachine):
     def done(self, count, factor):
         for _ in range(min(count, len(self.rig.in_flight))):
             self.rig.finish(self.rig.in_flight[0].estimate_ns * factor // 1000)
+
+    @precondition(lambda self: self.rig.in_flight)
+    @rule(kernels=st.integers(1, 12), factor=st.sampled_from([100, 1000, 1100]))
+    def stopped(self, kernels, factor):
+        launch = self.rig.in_flight[0]
+        last = min(launch.first + kernels, launch.last)
+        if self.rig.state.config.stoppable or last == launch.last:
+            share = (last - launch.first) * factor // (launch.last - launch.first)
+            self.rig.finish(launch.estimate_ns * share // 1000, last)
 
     @rule(launch=st.integers(0, 40))
     def done_again(self, launch):

@@ -158,7 +158,7 @@ def _launch(state: DispatchState, session: Session, last: int, raw: int, estimat
     policed = priority < PROTECTED and session.policy.rate_permille > 0
     state.launches += 1
     state.flights[state.launches] = Flight(
-        session, estimate, raw, tag, weight, priority, session.period, policed, counted, floor
+        session, program, first, last, estimate, raw, tag, weight, priority, session.period, policed, counted, floor
     )
     state.in_flight_ns += estimate
     session.in_flight += 1
@@ -279,9 +279,9 @@ def _paid(state: DispatchState, session: Session, estimate: int) -> bool:
 
 def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decision]) -> None:
     flight = state.flights.get(event.launch)
-    if flight is None or event.gpu_ns < 0:
-        what = "is not in flight" if flight is None else f"cannot have taken {event.gpu_ns} ns"
-        decisions.append(RefuseDecision(f"launch {event.launch} {what}"))
+    wrong = "is not in flight" if flight is None else _impossible(state, flight, event)
+    if flight is None or wrong:
+        decisions.append(RefuseDecision(f"launch {event.launch} {wrong}"))
         return
     del state.flights[event.launch]
     state.in_flight_ns -= flight.estimate
@@ -297,6 +297,9 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
         return
     session.in_flight -= 1
     session.proven = True
+    stopped = 0 <= event.last < flight.last
+    if stopped:
+        _put_back(session, flight, event.last)
     overrun = min(event.gpu_ns * STRETCH // max(flight.raw, MIN_PIECE_NS), MAX_STRETCH)
     if overrun > session.stretch:
         session.stretch = overrun
@@ -311,6 +314,44 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
             session.lift += correction
         if session.lane == flight.priority:
             _requeue(state, state.lanes[session.lane], session)
+    if stopped:
+        _settle(state, session)
+
+
+def _impossible(state: DispatchState, flight: Flight, event: LaunchDoneEvent) -> str:
+    """Why the launch cannot have ended like this; empty if it can."""
+    if event.gpu_ns < 0:
+        return f"cannot have taken {event.gpu_ns} ns"
+    if event.last == -1:
+        return ""
+    if not flight.first < event.last <= flight.last:
+        return f"has kernels {flight.first} to {flight.last - 1} and cannot have ended before kernel {event.last}"
+    if event.last < flight.last and not state.config.stoppable:
+        return f"ended before kernel {event.last}, and this device's launches are not stopped"
+    if event.last < flight.last and flight.session is not None and flight.session.in_flight > 1:
+        return f"ended before kernel {event.last}, and what comes after it is in flight"
+    return ""
+
+
+def _put_back(session: Session, flight: Flight, last: int) -> None:
+    """Kernels from `last` on of a launch were not run: they are the session's next. It has no other launch in flight."""
+    program = flight.program
+    program.next = last
+    if not session.programs or session.programs[0] is not program:
+        session.programs.appendleft(program)
+    flight.raw = program.ends[last - 1] - (program.ends[flight.first - 1] if flight.first else 0)
+
+
+def overtaken(state: DispatchState) -> bool:
+    """Whether a session of a higher class than what is in flight waits: what can be stopped should be.
+
+    P4's turn by its floor gives way to P0 and P1 only.
+    """
+    return any(
+        lane.size
+        for flight in state.flights.values()
+        for lane in state.lanes[: min(flight.priority, PROTECTED) if flight.floor else flight.priority]
+    )
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------

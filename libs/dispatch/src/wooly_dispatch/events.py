@@ -23,6 +23,8 @@ class Config:
         window_permille: A pacing window as a share of the smallest service time that it protects.
         service_ns: The service time of a P0 or P1 session that declares none.
         max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
+        stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a higher
+            class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
         floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
         slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
         calm_permille: The same ratio below which an epoch may widen them.
@@ -36,6 +38,7 @@ class Config:
     window_permille: int = 25
     service_ns: int = 20_000_000
     max_flights: int = 1 << 20
+    stoppable: bool = False
     floor_permille: int = 20
     slow_permille: int = 1050
     calm_permille: int = 1020
@@ -46,6 +49,8 @@ class Config:
             raise ValueError("windows, pieces, latency and service time are positive")
         if self.max_flights < 1:
             raise ValueError("something must be in flight now and then")
+        if self.stoppable and self.max_flights > 1:
+            raise ValueError("a launch can be stopped only where nothing is in flight behind it: max_flights is 1 then")
         if not 0 <= self.floor_permille <= 1000:
             raise ValueError(f"the floor is 0 to 1000 permille, not {self.floor_permille}")
 
@@ -132,18 +137,20 @@ class ProgramSubmittedEvent:
 
 @dataclass(frozen=True, slots=True)
 class LaunchDoneEvent:
-    """The device finished a launch.
+    """The device finished a launch, or stopped it at the edge of a kernel.
 
     Attributes:
         launch: The number in the `LaunchDecision`.
         gpu_ns: Time it really took on the device.
         core_ns: Cores it occupied times that time, for metering.
+        last: The first kernel that was not done, -1: all that were launched are. The others go back to the head of their queue.
     """
 
     at: int
     launch: int
     gpu_ns: int
     core_ns: int = 0
+    last: int = -1
 
 
 @dataclass(frozen=True, slots=True)

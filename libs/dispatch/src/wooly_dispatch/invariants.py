@@ -139,6 +139,8 @@ class Auditor(Ledger):
         self._in_flight_ns -= decision.estimate_ns
         del self._allowed[decision.launch]
         error = (event.gpu_ns - decision.estimate_ns) * _PERMILLE // decision.estimate_ns
+        if 0 <= event.last < decision.last:
+            error = max(error, 0)  # it was stopped: that it took less is no error of the estimate
         self._overrun = max(self._overrun, error + 1)
         self._error = max(self._error, abs(error) + 1)
         for priority in range(PROTECTED):

@@ -29,12 +29,12 @@ from wooly_dispatch.events import (
 
 
 class Work:
-    """A program that is queued or in flight."""
+    """A program that is queued or in flight; `estimates` of its kernels in ns."""
 
-    __slots__ = ("at", "demoted", "kernels", "next", "number")
+    __slots__ = ("at", "demoted", "estimates", "kernels", "next", "number")
 
-    def __init__(self, number: int, kernels: int, at: int) -> None:
-        self.number, self.kernels, self.at = number, kernels, at
+    def __init__(self, number: int, estimates: tuple[int, ...], at: int) -> None:
+        self.number, self.estimates, self.kernels, self.at = number, estimates, len(estimates), at
         self.next = 0
         self.demoted = False
 
@@ -49,7 +49,7 @@ class Account:
         self.resident = event.resident
         self.suspended = False
         self.expected = 1
-        self.early: dict[int, tuple[int, int]] = {}
+        self.early: dict[int, tuple[tuple[int, ...], int]] = {}
         self.work: deque[Work] = deque()
         self.in_flight = 0
         self.ready = -1  # the class in which it may be launched, -1: it may not
@@ -79,6 +79,7 @@ class Ledger:
         self.ready: list[dict[str, Account]] = [{} for _ in range(5)]
         self.busy = 0  # sessions that are ready or in flight
         self.exclusive = ""
+        self.stoppable = False  # whether launches end where a higher class arrives
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
@@ -155,14 +156,13 @@ class Ledger:
             case EpochEndedEvent():
                 self.on_epoch(event)
             case ConfigChangedEvent():
-                pass
+                self.stoppable = event.config.stoppable
 
     def _submitted(self, event: ProgramSubmittedEvent, decisions: Sequence[Decision]) -> None:
         account = self.accounts[event.session]
-        account.early[event.program] = (len(event.kernels), event.at)
+        account.early[event.program] = (event.kernels, event.at)
         while account.expected in account.early:
-            kernels, at = account.early.pop(account.expected)
-            work = Work(account.expected, kernels, at)
+            work = Work(account.expected, *account.early.pop(account.expected))
             work.demoted = any(isinstance(d, DemoteDecision) and d.program == work.number for d in decisions)
             account.work.append(work)
             account.expected += 1
@@ -185,9 +185,15 @@ class Ledger:
         flight = self.airborne[event.launch]
         self.on_done(flight, event)
         del self.airborne[event.launch]
-        self._count(flight.account, -1)
-        if flight.decision.last >= flight.work.kernels:
-            self.on_program_done(flight.account, flight.work)
+        account, work = flight.account, flight.work
+        self._count(account, -1)
+        if 0 <= event.last < flight.decision.last:
+            work.next = event.last
+            if self.accounts.get(account.id) is account and (not account.work or account.work[0] is not work):
+                account.work.appendleft(work)
+                self._settle(account)
+        elif flight.decision.last >= work.kernels:
+            self.on_program_done(account, work)
 
     def _class_of(self, account: Account) -> int:
         if not account.work or not account.resident or account.suspended:

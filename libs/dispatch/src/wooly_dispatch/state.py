@@ -86,11 +86,28 @@ class Session:
 class Flight:
     """A launch that is not done. `session` is None once that was closed."""
 
-    __slots__ = ("counted", "estimate", "floor", "period", "policed", "priority", "raw", "session", "tag", "weight")
+    __slots__ = (
+        "counted",
+        "estimate",
+        "first",
+        "floor",
+        "last",
+        "period",
+        "policed",
+        "priority",
+        "program",
+        "raw",
+        "session",
+        "tag",
+        "weight",
+    )
 
     def __init__(
         self,
         session: Session | None,
+        program: Program,
+        first: int,
+        last: int,
         estimate: int,
         raw: int,
         tag: int,
@@ -102,6 +119,9 @@ class Flight:
         floor: bool,
     ) -> None:
         self.session = session
+        self.program = program
+        self.first = first
+        self.last = last
         self.estimate = estimate  # what it holds of the window
         self.raw = raw  # the same before the stretch
         self.tag = tag  # the virtual time it was charged
@@ -169,7 +189,10 @@ class DispatchState:
         if not live:
             self.width = WIDTH
         self.windows = windows(self.config, live, self.width)
-        self.pieces = tuple(min(window // 2, self.config.piece_ns) for window in self.windows)
+        longest = self.config.piece_ns
+        self.pieces = tuple(
+            longest if self.config.stoppable else min(window // 2, longest) for window in self.windows
+        )
 
 
 _PLAIN = ("id", "tenant", "resident", "asked", "suspended", "expected", "finish", "lift", "period", "lane", "in_flight", "proven",
@@ -198,7 +221,12 @@ def snapshot(state: DispatchState) -> bytes:
             for _, s in sorted(state.sessions.items())
         ],
         "flights": [
-            [number, f.session.id if f.session else None, *(getattr(f, name) for name in _FLIGHT)]
+            [
+                number,
+                f.session.id if f.session else None,
+                [f.program.number, f.program.next, f.program.excess, f.program.ends, f.first, f.last],
+                *(getattr(f, name) for name in _FLIGHT),
+            ]
             for number, f in state.flights.items()
         ],
     }
@@ -231,8 +259,13 @@ def restore(data: bytes) -> DispatchState:
             lane.heap.append((max(session.lift, session.finish[session.lane]), session.id, session.stamp, session))
     for lane in state.lanes:
         lane.heap.sort()  # a sorted list is a heap
-    for number, owner, *values in content["flights"]:
-        flight = Flight(None if owner is None else state.sessions[owner], **dict(zip(_FLIGHT, values, strict=True)))
+    for number, owner, (program_number, next_kernel, excess, ends, first, last), *values in content["flights"]:
+        owned = None if owner is None else state.sessions[owner]
+        queued = owned.programs[0] if owned is not None and owned.programs else None
+        if queued is None or queued.number != program_number:
+            queued = Program(program_number, ends, excess)
+            queued.next = next_kernel
+        flight = Flight(owned, queued, first, last, **dict(zip(_FLIGHT, values, strict=True)))
         state.flights[number] = flight
         state.in_flight_ns += flight.estimate
     state.refresh_windows()

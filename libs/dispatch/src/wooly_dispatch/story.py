@@ -66,7 +66,8 @@ def _event_lines(event: Event, session: str, launches: dict[int, LaunchDecision]
     if isinstance(event, LaunchDoneEvent):
         done = launches.pop(event.launch, None)
         if done is not None:
-            yield f"launch {event.launch} done, {event.gpu_ns / 1000:.1f} us (estimated {done.estimate_ns / 1000:.1f})"
+            how = f"stopped before kernel {event.last}" if 0 <= event.last < done.last else "done"
+            yield f"launch {event.launch} {how}, {event.gpu_ns / 1000:.1f} us (estimated {done.estimate_ns / 1000:.1f})"
     elif isinstance(event, ExclusiveEndedEvent):
         yield "the device is shared again"
     elif getattr(event, "session", None) != session:

@@ -66,13 +66,13 @@ class Rig:
         number = self.submitted[session] = self.submitted.get(session, 0) + 1
         return self.send(ProgramSubmittedEvent(self.now, session, number, kernels))
 
-    def finish(self, gpu_ns: int | None = None) -> LaunchDecision:
-        """The oldest launch ends, after as long as it was estimated unless told otherwise."""
+    def finish(self, gpu_ns: int | None = None, last: int = -1) -> LaunchDecision:
+        """The oldest launch ends, after as long as it was estimated unless told otherwise; at once before kernel `last` if told."""
         launch = self.in_flight.popleft()
         took = launch.estimate_ns if gpu_ns is None else gpu_ns
         self.now += took
         self.run_ns[launch.session] = self.run_ns.get(launch.session, 0) + took
-        self.send(LaunchDoneEvent(self.now, launch.launch, took))
+        self.send(LaunchDoneEvent(self.now, launch.launch, took, last=last))
         return launch
 
     def drain(self) -> list[LaunchDecision]:

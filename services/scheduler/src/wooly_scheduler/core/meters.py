@@ -175,8 +175,16 @@ class GpuMeters(Metrics):
         name = flight.account.id
         for priority in range(min(flight.decision.priority, 2)):
             self._lower[priority] += event.gpu_ns
-        if name in self.accounts and event.gpu_ns > self.longest.get(name, 0):
-            self.longest[name] = event.gpu_ns
+        if name in self.accounts:
+            self.longest[name] = max(self.longest.get(name, 0), self._unbroken_ns(flight, event))
+
+    def _unbroken_ns(self, flight: Airborne, event: LaunchDoneEvent) -> int:
+        """How long the launch kept a higher class waiting at most: all of it, or its longest kernel if it would have been stopped."""
+        first, last = flight.decision.first, flight.decision.last if event.last < 0 else event.last
+        if not self.stoppable or last - first < 2:
+            return event.gpu_ns
+        kernels = flight.work.estimates[first:last]
+        return event.gpu_ns * max(kernels) // max(sum(kernels), 1)
 
     def on_submitted(self, account: Account, work: Work) -> None:
         priority = account.event.policy.priority
