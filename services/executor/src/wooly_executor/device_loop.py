@@ -32,9 +32,9 @@ from wooly_wis.frames import (
 
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
-from wooly_executor.estimates import Definitions
+from wooly_executor.estimates import Cut, Definitions
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Frame, Session
 
 log = logging.getLogger("wooly.executor")
@@ -164,14 +164,20 @@ class DeviceLoop:
 
     def _launch(self) -> None:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
-        work, gpu_ns = self.dispatch.take(), 0
+        work, gpu_ns, stopped = self.dispatch.take(), 0, None
         if work is not None:
-            gpu_ns = self._piece(*work)
+            gpu_ns, last = self._piece(*work)
             self.busy_ns += gpu_ns
+            if last < work[3]:
+                stopped = (*work[:2], last)
             self._flush()
+        self._look()
+        self.dispatch.done(gpu_ns, stopped)
+
+    def _look(self) -> None:
+        """Take in what came, unless somebody looked just now."""
         if time.perf_counter_ns() - self._polled > self.dispatch.patience_ns():
             self._poll(0)
-        self.dispatch.done(gpu_ns)
 
     def _on_event(self, event: Event) -> None:
         conn = event.conn
@@ -242,11 +248,15 @@ class DeviceLoop:
                     conn.resume()
                 return
 
-    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> int:
-        """Run some kernels of a frame. Returns the device time that they took, in ns."""
+    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
+        """Run some kernels of a frame, unless a higher class arrives.
+
+        Returns:
+            The device time that they took, in ns, and the first that was not run.
+        """
         conn = session.conn
         if conn is None or conn.closed or frame.ended:
-            return 0
+            return 0, last
         gpu_ns = 0
         error: Exception | None = None
         try:
@@ -261,8 +271,11 @@ class DeviceLoop:
                 if not first:
                     frame.running = session.begin(unpack_run(frame.payload), frame.seq)
                 if frame.running is not None:
-                    times = frame.running.execution.advance(frame.cut.edges[first:last])
+                    times = self._advance(conn, frame.running.execution, frame.cut, first, last)
                     gpu_ns = sum(times)
+                    if conn.closed:
+                        return gpu_ns, last
+                    last = first + len(times)
                     if frame.running.execution.outcome.failed_at is None:
                         frame.running.ready.observe(frame.cut, first, times)
         except Exception as e:
@@ -273,7 +286,28 @@ class DeviceLoop:
         if last == len(frame.cut.kernels) or error is not None:
             self._end(session, conn, frame, error)
             self._proceed(session)
-        return gpu_ns
+        return gpu_ns, last
+
+    def _advance(self, conn: Connection, execution: Execution, cut: Cut, first: int, last: int) -> list[int]:
+        """Run kernels `first` to `last` - 1, or up to an edge where a higher class waits. Returns what each took, in ns.
+
+        What arrives is read at the edges, as often as the class in flight has to look.
+        """
+        patience, dispatch = self.dispatch.patience_ns(), self.dispatch
+        times: list[int] = []
+        begin = first
+        while begin < last:
+            end, expected = begin + 1, cut.kernels[begin]
+            while end < last and expected + cut.kernels[end] <= patience:
+                expected += cut.kernels[end]
+                end += 1
+            times += execution.advance(cut.edges[begin:end])
+            begin = end
+            if begin < last and time.perf_counter_ns() - self._polled > patience:
+                self._poll(0)
+                if dispatch.overtaken() or conn.closed or not self._calls.empty():
+                    break
+        return times
 
     def _end(self, session: Session, conn: Connection, frame: Frame, error: Exception | None) -> None:
         """A frame's turn has come, or what it asked of the device is done: answer it, and go on to those behind it."""
