@@ -43,7 +43,9 @@ class DispatchMachine(RuleBasedStateMachine):
     """`Rig` raises at the first broken law; here are the laws that need the whole history."""
 
     @initialize(
-        policies=st.lists(POLICIES, min_size=2, max_size=3), floor=st.sampled_from([0, 20, 300]), stoppable=st.booleans()
+        policies=st.lists(POLICIES, min_size=2, max_size=3),
+        floor=st.sampled_from([0, 20, 300]),
+        stoppable=st.booleans(),
     )
     def begin(self, policies, floor, stoppable):
         self.rig = Rig()

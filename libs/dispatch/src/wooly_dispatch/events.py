@@ -23,8 +23,8 @@ class Config:
         window_permille: A pacing window as a share of the smallest service time that it protects.
         service_ns: The service time of a P0 or P1 session that declares none.
         max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
-        stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a higher
-            class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
+        stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a
+            higher class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
         floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
         slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
         calm_permille: The same ratio below which an epoch may widen them.

@@ -190,9 +190,7 @@ class DispatchState:
             self.width = WIDTH
         self.windows = windows(self.config, live, self.width)
         longest = self.config.piece_ns
-        self.pieces = tuple(
-            longest if self.config.stoppable else min(window // 2, longest) for window in self.windows
-        )
+        self.pieces = tuple(longest if self.config.stoppable else min(window // 2, longest) for window in self.windows)
 
 
 _PLAIN = ("id", "tenant", "resident", "asked", "suspended", "expected", "finish", "lift", "period", "lane", "in_flight", "proven",

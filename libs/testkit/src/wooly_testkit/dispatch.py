@@ -67,7 +67,7 @@ class Rig:
         return self.send(ProgramSubmittedEvent(self.now, session, number, kernels))
 
     def finish(self, gpu_ns: int | None = None, last: int = -1) -> LaunchDecision:
-        """The oldest launch ends, after as long as it was estimated unless told otherwise; at once before kernel `last` if told."""
+        """The oldest launch ends, after as long as was estimated unless told otherwise; stopped before kernel `last` if told."""
         launch = self.in_flight.popleft()
         took = launch.estimate_ns if gpu_ns is None else gpu_ns
         self.now += took

@@ -108,7 +108,7 @@ class Dispatch:
         return session, frame, first, last
 
     def done(self, gpu_ns: int, stopped: tuple[Session, Frame, int] | None = None) -> None:
-        """The launch in flight took so long on the device; of the frame that it was `stopped` in, it has the kernels from so many on left."""
+        """The launch in flight took so long on the device. `stopped`: before that kernel of that frame."""
         launch, last = self._flying, -1
         assert launch is not None
         if stopped is not None:

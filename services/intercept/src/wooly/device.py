@@ -291,7 +291,7 @@ def register(flush_instructions: int) -> Device:
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device
         for recorder in _device.devices.recorders:
-            recorder.limit = recorder.room = flush_instructions
+            recorder.set_limit(flush_instructions)
         # PyTorch's Python guard knows one device index only, and a backward in the calling thread saves a thread hop.
         torch.autograd.set_multithreading_enabled(False)
         return _device

@@ -87,7 +87,7 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
         recorder.flush()
         generation, limit, draws = recorder.generation, recorder.limit, recorder.foreign_draws
         before = recorder.operations
-        recorder.limit = recorder.room = INSTRUCTIONS
+        recorder.set_limit(INSTRUCTIONS)
         recorder.recording = True
         try:
             yield out
@@ -98,7 +98,7 @@ def recording(recorder: Recorder) -> Iterator[_Recorded]:
                 out.result = _keep(recorder, recorder.operations - before)
             recorder.flush()
         finally:
-            recorder.limit = recorder.room = limit
+            recorder.set_limit(limit)
             recorder.recording = False
 
 

@@ -12,7 +12,7 @@ import struct
 import sys
 import threading
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 #: Instructions after which the first program after a wait is closed.
 EARLY = 12
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
+
+
+#: Forms that end programs; forgotten all at once when there are more.
+MARKS = 1024
 
 
 #: One recorded instruction's origin: code object and instruction offset of the Python line.
@@ -192,7 +196,7 @@ class Recorder:
         heap: the device's storages.
         generator: the device's random numbers.
         limit: instructions after which a program is closed.
-        room: instructions after which the open program is closed: fewer where the device waits for it.
+        room: instructions of the open program after which it may be closed: see `crowded`.
         recording: somebody keeps what is recorded now.
         foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
@@ -203,7 +207,7 @@ class Recorder:
         self.forms = forms
         self.heap = heap
         self.generator = generator
-        self.limit = self.room = limit
+        self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
         self.recording = False
@@ -218,6 +222,8 @@ class Recorder:
         self.instructions = 0
         self.programs = 0
         self._forms = forms.known
+        self._marks: set[int] = set()
+        self._restart(limit)
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -238,6 +244,39 @@ class Recorder:
                 bind.append(buffer)
             words.append(slot)
         self.origins.append(where)
+
+    def crowded(self, form: int) -> None:
+        """The open program has reached `room`, its last instruction is of this form: close it here, or a little later.
+
+        A loop's programs should be the same each time around, wherever it was when the last one was closed: then a digest is all
+        that travels, and the executor knows the program. So programs end where others did, at a *mark*, once they are half full;
+        one that finds no mark ends at the limit and sets one, at the rarest form of its second half.
+        """
+        count = len(self.origins)
+        if count >= self._most:
+            if self._most == self.limit and form not in self._marks:
+                self._set_mark()
+            self.flush()
+        elif form in self._marks:
+            self.flush()
+
+    def _set_mark(self) -> None:
+        words, known, at = self.words, self._forms, 0
+        forms = []
+        while at < len(words):
+            forms.append(words[at])
+            at += 1 + known[words[at]].arity
+        times = Counter(forms)
+        late = [form for form in forms[len(forms) // 2 :] if known[form].name not in ("alloc", "free")]
+        if late:
+            if len(self._marks) >= MARKS:
+                self._marks.clear()
+            self._marks.add(min(reversed(late), key=times.__getitem__))
+
+    def _restart(self, most: int) -> None:
+        """The open program is closed after `most` instructions."""
+        self._most = most
+        self.room = most if most < self.limit else max(most // 2, 1)
 
     def release_dead(self) -> None:
         """Turn the deaths reported by the heap into frees.
@@ -311,9 +350,13 @@ class Recorder:
         self.require_link().sync()
         self.idle()
 
+    def set_limit(self, limit: int) -> None:
+        """Programs have up to so many instructions from now on; the open one has exactly as many, marks or not."""
+        self.limit = self._most = self.room = limit
+
     def idle(self) -> None:
         """The device has run everything: the next program is sent early, so that it has something to do."""
-        self.room = min(EARLY, self.limit)
+        self._restart(min(EARLY, self.limit))
 
     def replay(self, work: Work, bind: list[int], params: list[float | int], frees: list[int]) -> None:
         """Send recorded work again, after what is open, with other buffers and params.
@@ -366,7 +409,7 @@ class Recorder:
         self._frees = []
         self._freed = []
         self.generation += 1
-        self.room = self.limit
+        self._restart(self.limit)
 
     def _define(self, link: Link, recorded: list[int]) -> SentProgram:
         """Encode a program, send its definition, and name it."""

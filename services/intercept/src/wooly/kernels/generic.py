@@ -151,7 +151,7 @@ class Generic:
                         if not facts.list_return:
                             result = result[0] if len(result) == 1 else tuple(result)
                     if len(recorder.origins) >= recorder.room:
-                        recorder.flush()
+                        recorder.crowded(plan.form)
                     return result
                 except BaseException:
                     recorder.mend()
@@ -214,7 +214,7 @@ class Generic:
                     results.append(t)
                 recorder.emit(plan.form, buffers, where)
                 if len(recorder.origins) >= recorder.room:
-                    recorder.flush()
+                    recorder.crowded(plan.form)
                 return results
 
         return run

@@ -173,15 +173,15 @@ class Transfer:
         with recorder.lock:
             t, buffer = layout.new(recorder.heap)
             recorder.emit(alloc, [buffer], origin())
-            self._limit(recorder)
+            self._limit(recorder, alloc)
         return t
 
     @staticmethod
-    def _limit(recorder: Recorder) -> None:
+    def _limit(recorder: Recorder, form: int) -> None:
         if recorder.heap.dead:
             recorder.release_dead()
         if len(recorder.origins) >= recorder.room:
-            recorder.flush()
+            recorder.crowded(form)
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class Transfer:
             if link is not None and link.mirroring:
                 link.forget(buffer)
             recorder.emit(form, [at >> ID_SHIFT, buffer], origin())
-            self._limit(recorder)
+            self._limit(recorder, form)
 
     def _hop(self, dst: Tensor, src: Tensor) -> None:
         """A copy from one device to another, through this process's memory a piece at a time."""

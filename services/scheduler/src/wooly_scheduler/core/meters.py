@@ -179,7 +179,7 @@ class GpuMeters(Metrics):
             self.longest[name] = max(self.longest.get(name, 0), self._unbroken_ns(flight, event))
 
     def _unbroken_ns(self, flight: Airborne, event: LaunchDoneEvent) -> int:
-        """How long the launch kept a higher class waiting at most: all of it, or its longest kernel if it would have been stopped."""
+        """How long the launch kept a higher class waiting at most: all of it, or its longest kernel if it can be stopped."""
         first, last = flight.decision.first, flight.decision.last if event.last < 0 else event.last
         if not self.stoppable or last - first < 2:
             return event.gpu_ns

@@ -1,0 +1,53 @@
+"""Where programs end."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from wooly import device
+from wooly.recorder import EARLY
+
+
+@pytest.fixture
+def sent(cuda, monkeypatch):
+    """The digest and the number of instructions of each program that is sent; the timer sends none."""
+    recorder = device.current().devices.recorders[0]
+    found = []
+    run = recorder.link.run
+    with recorder.lock:
+        recorder.sync()
+        monkeypatch.setattr(recorder.link, "run", lambda *args: found.append((args[0], len(args[5]))) or run(*args))
+        yield found
+
+
+@pytest.mark.parametrize(("layers", "hidden"), [(1, 7), (3, 11), (9, 13), (40, 17)])
+def test_the_programs_of_a_loop_are_the_same_each_time_around(cuda, sent, layers, hidden):
+    """A training loop that nobody waits for: its period is shorter or longer than a program, and never divides one."""
+    torch.manual_seed(0)
+    sizes = [hidden + k for k in range(layers + 1)]
+    model = torch.nn.Sequential(*[torch.nn.Linear(n, m) for n, m in pairwise(sizes)]).to(cuda)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(5, hidden).to(cuda)
+    per_step = []
+    for _ in range(40):
+        before = sum(n for _, n in sent)
+        optimizer.zero_grad()
+        model(x).relu().sum().backward()
+        optimizer.step()
+        per_step.append(sum(n for _, n in sent) - before)
+    period = sum(per_step[20:]) / 20
+    limit = device.current().devices.recorders[0].limit
+    steady = [name for name, _ in sent[len(sent) // 2 :]]
+    assert len(set(steady)) <= period // (limit // 2) + 1, (len(set(steady)), len(steady), period)
+
+
+def test_a_program_has_no_more_instructions_than_it_may(cuda, sent):
+    limit = device.current().devices.recorders[0].limit
+    x = torch.ones(3, device=cuda)
+    for _ in range(3 * limit):
+        x = x + 1
+    assert x.tolist() == [1.0 + 3 * limit] * 3
+    lengths = [n for _, n in sent]
+    assert lengths[0] in range(EARLY, EARLY + 3)  # the executor had nothing to do
+    assert max(lengths) <= limit + 2  # an operator's alloc, itself, and what it lets die
+    assert min(lengths[1:-1]) >= limit // 2
