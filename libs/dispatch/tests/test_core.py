@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import wooly_dispatch
-from wooly_dispatch.core import step
+from wooly_dispatch.core import overtaken, step
 from wooly_dispatch.decisions import DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
@@ -264,3 +264,83 @@ def test_core_has_no_floats():
             assert not (isinstance(node, ast.Constant) and isinstance(node.value, float)), f"{path.name}:{node.lineno}"
             if path.name != "story.py":  # which prints microseconds
                 assert not isinstance(node, ast.Div), path.name
+
+
+STOPPABLE = Config(max_flights=1, stoppable=True, piece_ns=2 * MS)
+
+
+def test_what_was_stopped_is_next_of_its_session_and_waits_for_the_higher_class():
+    rig = Rig(config=STOPPABLE)
+    rig.open("front", 0, service_ns=5 * MS)
+    rig.open("behind", 4)
+    proven(rig, "behind")
+    (launch,) = rig.submit("behind", *(100 * US,) * 20)
+    assert (launch.first, launch.last) == (0, 20)  # longer than its window: it can be stopped
+    rig.submit("behind", 30 * US)
+    assert not overtaken(rig.state)
+    rig.submit("front", 300 * US)
+    assert overtaken(rig.state)
+    rig.finish(350 * US, last=3)
+    assert [(d.session, d.first, d.last) for d in rig.in_flight] == [("front", 0, 1)]
+    assert not overtaken(rig.state)
+    rig.finish()
+    assert [(d.session, d.program, d.first, d.last) for d in rig.drain()] == [("behind", 2, 3, 20), ("behind", 3, 0, 1)]
+    assert rig.metrics.meters["behind"].run_ns == rig.run_ns["behind"]
+
+
+def test_what_was_stopped_is_charged_for_what_it_ran():
+    """Two equals, one of which is stopped all the time, get equal shares."""
+    rig = Rig(config=STOPPABLE)
+    rig.open("front", 0, service_ns=5 * MS)
+    for name in ("a", "b"):
+        rig.open(name, 3)
+        proven(rig, name)
+    for name in ("a", "b") * 40:
+        rig.submit(name, *(100 * US,) * 20)
+    begun = dict(rig.run_ns)
+    for _ in range(120):
+        launch = rig.in_flight[0]
+        if launch.session == "a" and launch.last - launch.first > 4:
+            rig.submit("front", 20 * US)
+            rig.finish(400 * US, last=launch.first + 4)
+        else:
+            rig.finish()
+    a, b = (rig.run_ns[name] - begun[name] for name in ("a", "b"))
+    assert abs(a - b) <= 2 * MS
+
+
+def test_a_closed_or_suspended_session_is_not_put_back():
+    rig = Rig(config=STOPPABLE)
+    for name in ("closed", "suspended"):
+        rig.open(name, 3)
+        proven(rig, name)
+    rig.submit("closed", *(100 * US,) * 10)
+    rig.send(SessionClosedEvent(rig.now, "closed"))
+    rig.finish(last=2)
+    rig.submit("suspended", *(100 * US,) * 10)
+    rig.send(SessionSuspendedEvent(rig.now, "suspended"))
+    rig.finish(200 * US, last=2)
+    assert not rig.in_flight
+    (again,) = rig.send(SessionResumedEvent(rig.now, "suspended"))
+    assert (again.first, again.last) == (2, 10)
+
+
+@pytest.mark.parametrize("last", [0, 11, -2])
+def test_a_launch_cannot_end_outside_of_itself(last):
+    rig = Rig(config=STOPPABLE)
+    rig.open("a")
+    proven(rig, "a")
+    rig.submit("a", *(100 * US,) * 10)
+    (refused,) = rig.send(LaunchDoneEvent(rig.now, rig.in_flight[0].launch, 5, last=last))
+    assert "kernels 0 to 9" in refused.reason
+
+
+def test_only_a_stoppable_devices_launches_are_stopped():
+    rig = Rig(config=Config(max_flights=1))
+    rig.open("a")
+    proven(rig, "a")
+    rig.submit("a", *(100 * US,) * 3)
+    (refused,) = rig.send(LaunchDoneEvent(rig.now, rig.in_flight[0].launch, 5, last=1))
+    assert "are not stopped" in refused.reason
+    with pytest.raises(ValueError, match="max_flights is 1"):
+        Config(stoppable=True)
