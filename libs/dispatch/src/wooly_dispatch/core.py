@@ -76,15 +76,15 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
         session = _next(state, decisions)
         if session is None:
             return
-        last, raw, estimate = _cut(state, session)
         floor = False
-        if state.floor_credit >= MIN_PIECE_NS * 1000 and session.lane in (2, 3):
-            waiting = _top(state.lanes[FLOOR], decisions)
+        low = state.lanes[FLOOR]
+        if state.floor_credit >= max(low.due, MIN_PIECE_NS * 1000) and session.lane in (2, 3):
+            waiting = _top(low, decisions)
             if waiting is not None:
-                piece = _cut(state, waiting)
-                if piece[2] * 1000 <= state.floor_credit:
+                low.due = _cut(state, waiting)[2] * 1000
+                if low.due <= state.floor_credit:
                     session, floor = waiting, True
-                    last, raw, estimate = piece
+        last, raw, estimate = _cut(state, session)
         if state.flights:
             if state.in_flight_ns + estimate > state.windows[session.lane]:
                 return  # and nothing of a lower class slips past
@@ -208,11 +208,13 @@ def _leave(lane: Lane, session: Session) -> None:
     session.lane = -1
     session.stamp = 0
     lane.size -= 1
+    lane.due = 0
 
 
 def _requeue(state: DispatchState, lane: Lane, session: Session) -> None:
     """Give the session its one valid entry in the heap, at its start tag."""
     state.stamps += 1
+    lane.due = 0
     heap = lane.heap
     entry = (max(session.lift, session.finish[session.lane]), session.id, state.stamps, session)
     if heap and heap[0][3] is session:
@@ -305,6 +307,8 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
         session.stretch = overrun
     elif session.stretch > STRETCH:
         session.stretch -= (session.stretch - max(overrun, STRETCH) + 15) // 16
+    if session.lane >= 0:
+        state.lanes[session.lane].due = 0  # its estimates are stretched otherwise now
     if flight.policed:
         session.tokens = min(session.policy.burst_ns, session.tokens + flight.raw - event.gpu_ns)
     correction = event.gpu_ns * SCALE // flight.weight - flight.tag

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # not frozen: one is made per launch, and that would cost four times as much. Nothing changes one.
 class LaunchDecision:
     """Put kernels `first` to `last - 1` of a program on the device, and report the launch done with its measured time.
 

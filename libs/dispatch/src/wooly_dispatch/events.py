@@ -135,7 +135,9 @@ class ProgramSubmittedEvent:
     kernels: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    slots=True
+)  # not frozen: one is made per launch, and that would cost four times as much. Nothing changes one.
 class LaunchDoneEvent:
     """The device finished a launch, or stopped it at the edge of a kernel.
 

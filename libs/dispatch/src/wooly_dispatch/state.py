@@ -136,12 +136,15 @@ class Flight:
 class Lane:
     """One class: its virtual time, and a heap of (start tag, session id, stamp, session) with stale entries left in."""
 
-    __slots__ = ("heap", "size", "virtual")
+    __slots__ = ("due", "heap", "size", "virtual")
 
     def __init__(self) -> None:
         self.virtual = 0
         self.heap: list[tuple[int, str, int, Session]] = []
         self.size = 0  # sessions that wait in it
+        self.due = (
+            0  # of P4: what its next piece costs of its floor's credit, if known; 0: nobody looked since it changed
+        )
 
 
 class DispatchState:
@@ -189,6 +192,8 @@ class DispatchState:
         if not live:
             self.width = WIDTH
         self.windows = windows(self.config, live, self.width)
+        for lane in self.lanes:
+            lane.due = 0
         longest = self.config.piece_ns
         self.pieces = tuple(longest if self.config.stoppable else min(window // 2, longest) for window in self.windows)
 
