@@ -3,7 +3,7 @@
 A P0 inference loop alone, then beside one and four P4 tenants that train without pause; two tenants that train, with equal
 weights and with 3:1; all of it again with frames in the order of their arrival (FIFO). Latencies are wall time in the client,
 shares are device time from the dispatch journal, which is replayed and audited on the way. Needs two idle cores, one of them for
-the device. The trainers' clients give way to the P0 client's where they share a core: they would have their own.
+the device. The trainers' clients run when no other wants the core (SCHED_IDLE): beside P0's client each would have a machine of its own.
 
 Run: .venv/bin/python bench/sharing.py [--json] [--seconds N] [--only latency|shares]
 """
@@ -94,7 +94,7 @@ def tenant(role, endpoint, session_id):
 
     torch.set_num_threads(1)
     if role == "train":
-        os.nice(10)
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     api.attach([endpoint], session_id, TOKEN)
     api.install_facade()
     run = {"infer": infer, "train": train}[role]()
