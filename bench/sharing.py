@@ -3,7 +3,7 @@
 A P0 inference loop alone, then beside one and four P4 tenants that train without pause; two tenants that train, with equal
 weights and with 3:1; all of it again with frames in the order of their arrival (FIFO). Latencies are wall time in the client,
 shares are device time from the dispatch journal, which is replayed and audited on the way. Needs two idle cores, one of them for
-the device. The trainers' clients run when no other wants the core (SCHED_IDLE): beside P0's client each would have a machine of its own.
+the device. The trainers' clients run when nobody else wants a core (SCHED_IDLE): in life they have machines of their own.
 
 Run: .venv/bin/python bench/sharing.py [--json] [--seconds N] [--only latency|shares]
 """
