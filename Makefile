@@ -48,11 +48,12 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch and memory, tenants against each other
+bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch, memory and placement, tenants against each other
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/sharing.py
+	$(BIN)/python bench/control.py
 
 .PHONY: bench-jit
 bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch
@@ -61,6 +62,10 @@ bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch
 .PHONY: amd-compiler
 amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip without it)
 	apt-get install -y --no-install-recommends clang-19 lld-19
+
+.PHONY: postgres
+postgres: ## install a PostgreSQL server (Debian; the router's tests on it skip without)
+	apt-get install -y --no-install-recommends postgresql
 
 .PHONY: fuzz
 fuzz: setup ## decode a million mutated programs

@@ -9,8 +9,10 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router.actor import RouterActor
+from wooly_router.duties import Duties
 from wooly_router.settings import RouterSettings
-from wooly_router.store import SessionStore, migrate
+from wooly_router.state.database import Database, migrate
+from wooly_router.state.world import World
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -75,6 +77,10 @@ class FakeExecutor:
         )
 
 
+class AlwaysLeader:
+    held = True
+
+
 @dataclasses.dataclass
 class Rig:
     """A router and executors on one connection."""
@@ -88,12 +94,41 @@ class Rig:
         for executor in self.executors:
             await self.actor.on_heartbeat(executor.heartbeat())
 
+    @property
+    def tasks(self):
+        return self.actor.world.tasks
+
+    async def sessions(self):
+        """Ids of the open ones, oldest first."""
+        return [t.id for t in await self.tasks.in_states("started", kind="session")]
+
+    def another(self):
+        """A second router on the same database and NATS, that is asked by its methods only."""
+        other = RouterActor(self.actor._settings, ServiceApp("other", self.app.url), self.actor.world, self.clock)
+        other._app = self.app
+        return other
+
+    def duties(self):
+        return Duties(self.app, self.actor, AlwaysLeader())
+
+    ask = staticmethod(lambda **wanted: ask(**wanted))
+
     async def open(self, **wanted):
         return await self.actor.on_open_session(ask(**wanted))
 
 
 def ask(**wanted):
     return OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="train.py"), **wanted)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database_url(request, tmp_path):
+    """An empty database, of each kind that the router works with."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres").database()
+    directory = tmp_path / "with space and 100%"
+    directory.mkdir()
+    return RouterSettings(state_dir=directory).database()
 
 
 @pytest.fixture
@@ -108,9 +143,9 @@ def rig(nats_server, settings):
     @contextlib.asynccontextmanager
     async def make(*names, url=nats_server):
         migrate(settings.database())
-        store, clock = SessionStore(settings.database()), Clock()
+        world, clock = World(Database(settings.database()), settings.cluster()), Clock()
         app = ServiceApp("test", url)
-        actor = RouterActor(settings, app, store, clock)
+        actor = RouterActor(settings, app, world, clock)
         built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names])
         await actor.resume()
         try:
@@ -118,7 +153,7 @@ def rig(nats_server, settings):
                 await built.beat()
                 yield built
         finally:
-            await store.close()
+            await world.close()
 
     return make
 

@@ -10,7 +10,8 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router import actor as actor_module
 from wooly_router.core.registry import Registry
-from wooly_router.store import PartRecord
+from wooly_router.state.nodes import GroupRecord
+from wooly_router.state.tasks import PartRecord
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import (
     AdmitSessionReply,
@@ -40,8 +41,10 @@ async def test_open_asks_the_executor_and_remembers(rig):
         assert (part.executor_id, part.node, part.endpoints) == ("a", "host", ("unix:///tmp/a.sock",))
         assert (hosted.token, hosted.tenant, hosted.priority, hosted.quota) == (opened.token, "t", 1, 10)
         assert opened.lease_s == hosted.lease_s == 9.0 and len(opened.token) >= 32
-        record = await r.actor.store.get(opened.session_id)
-        assert record.program == "train.py" and record.lease_until == r.clock.now + 9.0
+        record = await r.tasks.get(opened.session_id)
+        assert (record.name, record.state, record.kind) == ("train.py", "started", "session")
+        assert (await r.tasks.lease(opened.session_id)).lease_until == r.clock.now + 9.0
+        assert record.placement["why"] == "here" and "cost" in record.placement["here"]["a"]
 
 
 async def test_open_without_an_executor_names_the_cure(rig):
@@ -79,7 +82,6 @@ async def test_open_spreads_sessions_also_when_asked_at_once(rig):
     async with rig("a", "b") as r:
         opened = await asyncio.gather(*[r.open() for _ in range(6)])
         assert sorted(o.parts[0].executor_id for o in opened) == ["a", "a", "a", "b", "b", "b"]
-        assert r.actor._opening == {}
 
 
 async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
@@ -107,7 +109,6 @@ async def test_open_passes_over_executors_that_are_dead_or_refuse(rig):
             executor.refuse = RefusedError("executor.admission", "full", retryable=True)
         error = await refusal(r.open())
         assert (error.code, str(error), error.retryable) == ("executor.admission", "full", True)
-        assert r.actor._opening == {}
 
 
 async def test_open_on_nothing_but_dead_executors_says_so(rig):
@@ -143,7 +144,7 @@ async def test_renewal_moves_the_lease_and_wants_the_token(rig):
         opened = await r.open()
         r.clock.now += 5
         await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
-        assert (await r.actor.store.get(opened.session_id)).lease_until == r.clock.now + 9.0
+        assert (await r.tasks.lease(opened.session_id)).lease_until == r.clock.now + 9.0
         for wrong in ({"token": "x"}, {"token": "schlüssel"}, {"session_id": "other"}):
             request = RenewSessionRequest(**{"session_id": opened.session_id, "token": opened.token} | wrong)
             assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
@@ -155,18 +156,23 @@ async def test_renewal_of_what_the_executor_lost_ends_the_session(rig):
         r.executors[0].sessions.clear()
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
-        assert await r.actor.store.all() == []
+        assert await r.sessions() == []
+
+
+async def haunt(r, session_id, keep=True):
+    """Give a session a part on an executor that does not answer, beside its own or instead."""
+    async with r.tasks.database.writing() as s:
+        parts = (await r.tasks.get(session_id, s)).parts if keep else ()
+        await r.tasks.take_devices(s, session_id, (*parts, PartRecord("ghost", "n")))
 
 
 async def test_renewal_on_a_dead_executor_is_retryable(rig):
     async with rig("a") as r:
         opened = await r.open()
-        await r.actor.store.remove(opened.session_id)
-        record = actor_module.SessionRecord(
-            "s", (PartRecord("ghost", "n"),), "t", "x", 2, "shared", None, "", "h", 0.0, r.clock.now
+        await haunt(r, opened.session_id, keep=False)
+        error = await refusal(
+            r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
         )
-        await r.actor.store.add(record)
-        error = await refusal(r.actor.on_renew_session(RenewSessionRequest(session_id="s", token="t")))
         assert error.code == "router.executor_lost" and error.retryable
 
 
@@ -190,10 +196,10 @@ async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
         r.clock.now += 1.5
         assert await r.actor.lapse() == 1
         assert r.executors[0].closed == [(first.session_id, "the session's lease lapsed")]
-        assert [s.id for s in await r.actor.store.all()] == [second.session_id]
+        assert await r.sessions() == [second.session_id]
 
 
-async def test_sweep_outlives_a_failing_database(rig, monkeypatch, caplog):
+async def test_duties_outlive_a_failing_database(rig, monkeypatch, caplog):
     async with rig("a") as r:
         calls = []
 
@@ -201,23 +207,137 @@ async def test_sweep_outlives_a_failing_database(rig, monkeypatch, caplog):
             calls.append(now)
             raise OSError("disk away")
 
-        monkeypatch.setattr(r.actor.store, "lapsed", failing)
-        task = asyncio.create_task(r.actor.sweep(0.01))
+        monkeypatch.setattr(r.tasks, "lapsed", failing)
+        task = asyncio.create_task(r.duties().run(0.01))
         while len(calls) < 3:
             await asyncio.sleep(0.01)
-        assert not task.done() and "leases could not be checked" in caplog.text
+        assert not task.done() and "trying again" in caplog.text
         task.cancel()
 
 
-async def test_heartbeat_without_an_old_session_ends_it_but_spares_a_fresh_one(rig):
+async def test_executor_without_an_old_session_ends_it_but_not_a_fresh_one(rig):
     async with rig("a") as r:
         old = await r.open()
         r.clock.now += actor_module.FRESH_S + 0.1
         await r.beat()
         fresh = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
-        assert [s.id for s in await r.actor.store.all()] == [fresh.session_id]
-        assert old.session_id != fresh.session_id
+        assert await r.actor.reconcile() == 1 and await r.sessions() == [fresh.session_id]
+        story = await r.tasks.story(old.session_id)
+        assert [e.state for e in story] == ["pending", "started", "failed"] and "does not have it" in story[-1].reason
+
+
+async def test_sessions_of_a_lost_executor_fail_within_ten_seconds(rig):
+    async with rig("a", "b") as r:
+        mine, pair = await r.open(), await r.open(gpu_count=2)
+        await r.beat()
+        for _ in range(9):
+            r.clock.now += 1
+            await r.actor.on_heartbeat(r.executors[1].heartbeat())
+            await r.actor.reconcile()
+        assert await r.sessions() == [] and names(mine) == ["a"]
+        task = await r.tasks.get(pair.session_id)
+        assert task.state == "failed" and task.ended_at - 1_000_000.0 < 10 and "executor a is lost" in task.reason
+        await eventually(lambda: r.executors[1].sessions == {})
+        error = await refusal(
+            r.actor.on_renew_session(RenewSessionRequest(session_id=mine.session_id, token=mine.token))
+        )
+        assert error.code == "router.no_session"
+
+
+async def test_router_that_has_just_started_waits_to_hear_of_executors(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        r.actor.registry, r.actor._started = Registry(), r.clock.now
+        r.clock.now += 4
+        assert await r.actor.reconcile() == 0
+        await r.beat()
+        r.clock.now += 4
+        assert await r.actor.reconcile() == 0 and await r.sessions() == [opened.session_id]
+
+
+async def test_session_that_a_dead_router_was_opening_is_ended(rig):
+    async with rig("a") as r:
+        opened = await r.open()
+        async with r.tasks.database.writing() as s:
+            await r.tasks.add(s, dataclasses.replace(await r.tasks.get(opened.session_id), id="half", state="pending"))
+        assert await r.actor.lapse() == 0
+        r.clock.now += actor_module.ABANDONED_S + 1
+        await r.tasks.prolong_all(r.clock.now + 9)
+        assert await r.actor.lapse() == 1 and (await r.tasks.get("half")).state == "failed"
+        assert r.executors[0].closed == [("half", "the router that was opening it is gone")]
+
+
+async def test_routers_share_everything_and_promise_nothing_twice(rig):
+    """Two routers on one database, asked at once: an exclusive device is given once; either renews and closes."""
+    async with rig("a", "b") as r:
+        other = r.another()
+        await r.beat()
+        for executor in r.executors:
+            await other.on_heartbeat(executor.heartbeat())
+        answers = await asyncio.gather(
+            *[x.on_open_session(r.ask(gpu_mode="exclusive")) for x in (r.actor, other) * 3], return_exceptions=True
+        )
+        opened = [a for a in answers if not isinstance(a, Exception)]
+        assert sorted(names(o)[0] for o in opened) == ["a", "b"]
+        for o in opened:
+            await other.on_renew_session(RenewSessionRequest(session_id=o.session_id, token=o.token))
+            assert (await r.actor.on_close_session(CloseSessionRequest(session_id=o.session_id, token=o.token))).closed
+        assert has(r) == [[], []]
+
+
+async def test_refused_session_is_a_failed_task_that_says_why(rig):
+    async with rig("a") as r:
+        await refusal(r.open(required_vram=10**6))
+        (task,) = await r.tasks.in_states("failed")
+        assert "1000 bytes unreserved, 1000000 were asked for" in task.reason and task.parts == ()
+
+
+async def test_grouped_node_leaves_the_common_pool(rig):
+    async with rig("a") as r:
+        assert "none of the groups g" in str(await refusal(r.open(node_groups=("g",))))
+        await r.actor.world.nodes.put_group(GroupRecord("g", "", 0.0, ("host",)))
+        assert "kept for the group g" in str(await refusal(r.open()))
+        assert names(await r.open(node_groups=("x", "g"))) == ["a"]
+
+
+@pytest.mark.parametrize("wish", ["cordoned", "draining"])
+async def test_node_that_is_to_take_nothing_new_keeps_what_it_has(rig, wish):
+    async with rig("a") as r:
+        opened = await r.open()
+        await r.duties().keep_nodes()
+        assert await r.actor.world.nodes.set_wish("host", wish)
+        assert f"a is {wish}" in str(await refusal(r.open()))
+        await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
+        (node,) = (await r.actor.on_nodes(NodesRequest())).nodes
+        assert (node.wish, node.state) == (wish, "alive")
+        await r.actor.world.nodes.set_wish("host", "active")
+        await r.open()
+
+
+async def test_overcommit_of_cluster_and_node_reaches_placement_and_executor(rig):
+    async with rig("a") as r:
+        await r.duties().keep_nodes()
+        world = r.actor.world
+
+        async def sent(**wanted):
+            opened = await r.open(**wanted)
+            host = r.executors[0].sessions[opened.session_id]
+            await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+            return host.overcommit_vram_percent, host.swap
+
+        assert await sent() == (0, True)
+        await world.config.write({"default_vram_overcommit_percent": 50}, 0.0, "t")
+        assert await sent(swap=False) == (50, False)
+        await world.nodes.set_overcommit("host", 0)
+        assert await sent() == (0, True)
+        await world.nodes.set_overcommit("host", 100)
+        first, second = await r.open(required_vram=900), await r.open(required_vram=900)
+        assert "1000 overcommitted by 100 %" in str(await refusal(r.open(required_vram=900)))
+        assert "cannot" in str(await refusal(r.open(required_vram=200, swap=False)))
+        await world.nodes.set_overcommit("host", None)
+        assert "overcommitted by 50 %" in str(await refusal(r.open(required_vram=1)))
+        assert {first.session_id, second.session_id} == set(r.executors[0].sessions)
 
 
 async def test_executor_s_news_of_an_end_is_taken(rig):
@@ -227,7 +347,7 @@ async def test_executor_s_news_of_an_end_is_taken(rig):
         await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
         await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
         deadline = asyncio.get_running_loop().time() + 5
-        while await r.actor.store.all():
+        while await r.sessions():
             assert asyncio.get_running_loop().time() < deadline
             await asyncio.sleep(0.01)
 
@@ -279,12 +399,11 @@ async def test_open_of_two_devices_takes_an_executor_for_each_and_one_token(rig)
         assert has(r) == [[first.session_id], [first.session_id], []]
         hosted = [e.sessions[first.session_id] for e in r.executors[:2]]
         assert {h.token for h in hosted} == {first.token} and {h.quota for h in hosted} == {600}
-        assert [p.executor_id for p in (await r.actor.store.get(first.session_id)).parts] == ["a", "b"]
+        assert [p.executor_id for p in (await r.tasks.get(first.session_id)).parts] == ["a", "b"]
         assert names(await r.open(gpu_count=2)) == ["c", "a"]
         error = await refusal(r.open(gpu_count=2, required_vram=600))
         assert error.code == "router.no_fit" and "2 devices were asked for, and 1 of 3 executors fit" in str(error)
         assert "a has 400 bytes unreserved" in str(error) and "b has 400 bytes unreserved" in str(error)
-        assert r.actor._opening == {}
 
 
 async def test_open_of_more_devices_than_executors_says_both_numbers(rig):
@@ -292,7 +411,7 @@ async def test_open_of_more_devices_than_executors_says_both_numbers(rig):
         error = await refusal(r.open(gpu_count=3))
         assert error.code == "router.too_few" and error.retryable
         assert "3 devices were asked for, and 2 executors are alive" in str(error) and "wooly up --gpus 3" in str(error)
-        assert has(r) == [[], []] and await r.actor.store.all() == []
+        assert has(r) == [[], []] and await r.sessions() == []
 
 
 async def test_open_of_two_devices_is_all_or_nothing(rig):
@@ -302,8 +421,8 @@ async def test_open_of_two_devices_is_all_or_nothing(rig):
         assert error.code == "router.no_fit" and "1 of 2 executors fit" in str(error) and "b: full" in str(error)
         ((session_id, reason),) = r.executors[0].closed
         assert has(r) == [[], []] and "another executor" in reason
-        assert await r.actor.store.all() == [] and r.actor._opening == {}
-        assert await r.actor.store.get(session_id) is None
+        assert await r.sessions() == []
+        assert (await r.tasks.get(session_id)).state == "failed"
         r.executors[1].refuse = None
         assert names(await r.open(gpu_count=2)) == ["a", "b"]
 
@@ -331,26 +450,25 @@ async def test_renewal_reaches_every_part(rig):
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         r.clock.now += 5
         assert (await r.actor.on_renew_session(request)).lease_s == 9.0
-        assert (await r.actor.store.get(opened.session_id)).lease_until == r.clock.now + 9.0
+        assert (await r.tasks.lease(opened.session_id)).lease_until == r.clock.now + 9.0
         r.executors[1].sessions.clear()
         error = await refusal(r.actor.on_renew_session(request))
         assert error.code == "router.no_session" and "executor b" in str(error)
         await eventually(lambda: has(r) == [[], []])
         assert r.executors[0].closed == [(opened.session_id, "it ended on executor b")]
-        assert await r.actor.store.all() == []
+        assert await r.sessions() == []
 
 
 async def test_renewal_with_one_silent_executor_names_it_and_moves_no_lease(rig):
     async with rig("a") as r:
         opened = await r.open()
-        record = await r.actor.store.get(opened.session_id)
-        await r.actor.store.remove(record.id)
-        await r.actor.store.add(dataclasses.replace(record, parts=(*record.parts, PartRecord("ghost", "n"))))
+        lease = await r.tasks.lease(opened.session_id)
+        await haunt(r, opened.session_id)
         r.clock.now += 5
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         error = await refusal(r.actor.on_renew_session(request))
         assert error.code == "router.executor_lost" and "ghost" in str(error) and error.retryable
-        assert (await r.actor.store.get(opened.session_id)).lease_until == record.lease_until
+        assert (await r.tasks.lease(opened.session_id)).lease_until == lease.lease_until
 
 
 async def test_close_and_lapse_reach_every_part(rig):
@@ -372,12 +490,13 @@ async def test_lost_part_ends_the_session_on_the_others(rig, how):
         r.clock.now += actor_module.FRESH_S + 0.1
         del r.executors[1].sessions[opened.session_id]
         if how == "restarted":
-            await r.actor.on_heartbeat(r.executors[1].heartbeat())
+            await r.beat()
+            await r.actor.reconcile()
         else:
             await r.actor.on_session_closed(SessionClosed(session_id=opened.session_id, executor_id="b"))
         await eventually(lambda: has(r) == [[other.session_id], [], []])
         assert r.executors[2].closed == [(opened.session_id, "it ended on executor b")] and r.executors[1].closed == []
-        assert [s.id for s in await r.actor.store.all()] == [other.session_id]
+        assert await r.sessions() == [other.session_id]
 
 
 # -- admission -------------------------------------------------------------------------------------------------------
@@ -448,7 +567,7 @@ async def test_refused_session_goes_elsewhere_or_is_told_why(own_rig):
         error = await refusal(r.open())
         assert (error.code, error.retryable) == ("scheduler.refused", True)
         assert str(error) == "not admitted: GPU a: P0 session x (t) would answer in 3 ms"
-        assert r.executors[0].sessions == {} and r.actor._opening == {}
+        assert r.executors[0].sessions == {}
 
 
 async def test_scheduler_that_cannot_say_holds_nobody_up(own_rig):

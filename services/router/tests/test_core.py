@@ -1,14 +1,21 @@
-"""The router's decisions: registry and placement, without any I/O."""
+"""The router's decisions: registry, placement, queue, states of tasks, without any I/O."""
+
+import dataclasses
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_router.core.placement import Claim, Load, loads, place
+from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
+from wooly_router.core.placement import IDLE, Claim, Gpu, Load, Pool, Want, as_record, cost_of, fits, unfit
+from wooly_router.core.queue import Patience, Waiting, claims_of, held_devices, in_order, plan
 from wooly_router.core.registry import LOST_AFTER_S, Registry
-from wooly_wis.messages import ClientFacts, DeviceFacts, ExecutorHeartbeat, OpenSessionRequest
+from wooly_router.core.tasks import ENDED, RETRY_LIMIT_S, TRANSITIONS, backoff_s, sources
+from wooly_router.state.nodes import NodeRecord
+from wooly_wis.messages import DeviceFacts, ExecutorHeartbeat
 
 
-def beat(name="a", memory=100, utilization=0.0, sessions=(), node="n"):
+def beat(name="a", memory=100, utilization=0.0, sessions=(), node="n", **more):
     return ExecutorHeartbeat(
         executor_id=name,
         node=node,
@@ -17,115 +24,30 @@ def beat(name="a", memory=100, utilization=0.0, sessions=(), node="n"):
         endpoints=("unix:///x",),
         sessions=sessions,
         utilization=utilization,
+        **more,
     )
 
 
-def ask(**wanted):
-    return OpenSessionRequest(client=ClientFacts(host="h", pid=1), **wanted)
+def gpu(name="a", total=100, node="n", **more):
+    return Gpu(name, node, total, **more)
+
+
+def chosen(want, gpus, claims=(), held=()):
+    return [g.executor_id for g in Pool(gpus, claims).place(want, held).gpus]
+
+
+# -- registry --------------------------------------------------------------------------------------------------------
 
 
 def test_executor_is_lost_after_silence_and_comes_back():
     registry = Registry()
-    assert registry.hear(beat(), 0.0) and not registry.hear(beat(), 1.0)
+    assert registry.hear(beat(sessions=("s",)), 0.0) and not registry.hear(beat(), 1.0)
     assert [e.executor_id for e in registry.alive(1.0 + LOST_AFTER_S)] == ["a"]
     assert registry.alive(1.1 + LOST_AFTER_S) == []
-    assert registry.nodes(10.0)[0].state == "lost"
-    assert registry.hear(beat(), 20.0)
+    assert registry.nodes(10.0)[0].state == "lost" and registry.heard("a") == 1.0 and not registry.has("a", "s")
+    assert registry.hear(beat(sessions=("s",)), 20.0) and registry.has("a", "s")
     registry.forget_old(20.0 + 3601)
-    assert registry.nodes(20.0 + 3601) == ()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "reason"),
-    [
-        ({"required_vram": 81}, "80 bytes unreserved"),
-        ({"node_groups": ("g",)}, "none of the groups g"),
-        ({"gpu_mode": "exclusive"}, "exclusive"),
-    ],
-)
-def test_placement_says_why_nothing_fits(wanted, reason):
-    placement = place(ask(**wanted), [beat()], {"a": Load(sessions=1, reserved=20)})
-    assert not placement.executors and reason in placement.reasons["a"]
-
-
-def test_placement_prefers_fewest_sessions_then_least_busy():
-    candidates = [beat("a", utilization=0.1), beat("b", utilization=0.9), beat("c", utilization=0.5)]
-    assert place(ask(), candidates, {"a": Load(sessions=1)}).executors[0].executor_id == "c"
-    assert place(ask(), candidates, {}).executors[0].executor_id == "a"
-
-
-def chosen(count, candidates, load=None, **wanted):
-    return [e.executor_id for e in place(ask(gpu_count=count, **wanted), candidates, load or {}).executors]
-
-
-def test_placement_of_several_devices_takes_as_many_executors_or_none():
-    candidates = [beat("a", 50), beat("b", utilization=0.5), beat("c")]
-    assert chosen(3, candidates) == ["a", "c", "b"]
-    assert chosen(2, candidates, {"a": Load(sessions=1)}) == ["c", "b"]
-    assert chosen(4, candidates) == []
-    placement = place(ask(gpu_count=3, required_vram=60), candidates, {})
-    assert placement.executors == () and placement.reasons == {"a": "has 50 bytes unreserved, 60 were asked for"}
-
-
-def test_placement_of_several_devices_prefers_one_node_then_the_fewest():
-    candidates = [
-        beat("a1", node="a"),
-        beat("b1", 100, 0.9, node="b"),
-        beat("b2", 100, 0.9, node="b"),
-        beat("c1", node="c"),
-    ]
-    assert chosen(1, candidates) == ["a1"]
-    assert chosen(2, candidates) == ["b1", "b2"]
-    assert chosen(3, candidates) == ["b1", "b2", "a1"]
-    busy = [*candidates, beat("c2", 100, 0.1, node="c")]
-    assert chosen(2, busy) == ["c1", "c2"]
-    assert chosen(2, busy, {"c2": Load(sessions=1)}) == ["b1", "b2"]
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from("abcdefgh"), st.floats(0, 1), st.sampled_from(["x", "y", "z"])),
-        unique_by=lambda t: t[0],
-    ),
-    st.integers(1, 6),
-    st.randoms(),
-)
-def test_placement_of_several_devices_takes_no_more_nodes_than_it_must(found, count, rng):
-    candidates = [beat(n, 100, busy, node=node) for n, busy, node in found]
-    shuffled = candidates[:]
-    rng.shuffle(shuffled)
-    first = chosen(count, candidates)
-    assert first == chosen(count, shuffled) and len(first) == len(set(first)) == (count if len(found) >= count else 0)
-    of = {n: node for n, _, node in found}
-    sizes = sorted([sum(node == m for node in of.values()) for m in "xyz"], reverse=True)
-    if first:
-        least = next(k for k in (1, 2, 3) if sum(sizes[:k]) >= count)
-        assert len({of[n] for n in first}) == least
-
-
-def test_placement_leaves_an_exclusive_device_alone():
-    held = loads([Claim("a", exclusive=True)])
-    placement = place(ask(), [beat("a")], held)
-    assert not placement.executors and "exclusively" in placement.reasons["a"]
-    assert place(ask(gpu_mode="exclusive"), [beat("a"), beat("b")], held).executors[0].executor_id == "b"
-
-
-def test_loads_add_up_per_executor():
-    claims = [Claim("a", 5), Claim("b"), Claim("a", 7, exclusive=True), Claim("a")]
-    assert loads(claims) == {"a": Load(3, 12, True), "b": Load(1, 0, False)}
-
-
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 60)), max_size=30))
-def test_placement_one_after_the_other_never_promises_more_than_there_is(wants):
-    candidates = [beat(n, memory=100) for n in "abc"]
-    claims = []
-    for _, want in wants:
-        placement = place(ask(required_vram=want), candidates, loads(claims))
-        if placement.executors:
-            claims.append(Claim(placement.executors[0].executor_id, want))
-        else:
-            assert all(100 - loads(claims)[n].reserved < want for n in "abc")
-    assert all(load.reserved <= 100 for load in loads(claims).values())
+    assert registry.nodes(20.0 + 3601) == () and registry.heard("a") is None
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 2)), max_size=40))
@@ -142,18 +64,337 @@ def test_registry_lists_exactly_what_was_heard_lately(gaps):
         }
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 50), st.floats(0, 1)), unique_by=lambda t: t[0]),
-    st.integers(1, 60),
-    st.randoms(),
+def test_devices_are_heartbeats_and_wishes_and_settings_together():
+    registry = Registry()
+    for b in (beat("a", utilization=0.25, weights=("0" * 64,)), beat("b", node="m"), beat("c", node="o")):
+        registry.hear(b, 0.0 if b.node == "o" else 9.0)
+    nodes = {"m": NodeRecord("m", "draining", 0, 0.0, frozenset("g"))}
+    a, b, c = gpus_of(registry, nodes, ClusterConfig(default_vram_overcommit_percent=20), 9.0, {"a": 7})
+    assert (a.state, a.overcommit, a.utilization, a.starvation, a.weights) == ("active", 20, 250, 7, {"0" * 64})
+    assert (b.state, b.overcommit, b.groups) == ("draining", 0, {"g"}) and c.state == "lost"
+
+
+def test_written_settings_come_before_defaults_and_unknown_ones_are_passed_over():
+    defaults = ClusterConfig(default_vram_overcommit_percent=20)
+    assert configured(defaults, {}).default_vram_overcommit_percent == 20
+    assert (
+        configured(
+            defaults, {"default_vram_overcommit_percent": 0, "of_a_later_version": 1}
+        ).default_vram_overcommit_percent
+        == 0
+    )
+
+
+# -- filter ----------------------------------------------------------------------------------------------------------
+
+TAKEN = Load(1, 0, 20, 0)
+
+
+@pytest.mark.parametrize(
+    ("want", "device", "load", "reason"),
+    [
+        (Want(required_vram=81), gpu(), TAKEN, "has 80 bytes unreserved, 81 were asked for"),
+        (Want(required_vram=111), gpu(overcommit=30), TAKEN, "has 110 bytes unreserved (100 overcommitted by 30 %)"),
+        (Want(required_vram=90), gpu(overcommit=30), TAKEN, "has 80 bytes beside what cannot be swapped out"),
+        (
+            Want(required_vram=50, swappable=False),
+            gpu(overcommit=30),
+            Load(1, 0, 0, 60, [60]),
+            "has 40 bytes beside the largest",
+        ),
+        (Want(groups=("g", "h")), gpu(groups=frozenset("x")), IDLE, "is in none of the groups g, h"),
+        (Want(), gpu(groups=frozenset("yx")), IDLE, "is kept for the groups x, y"),
+        (Want(vendor="amd"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, amd was asked for"),
+        (Want(arch="sm_80"), gpu(vendor="nvidia", arch="sm_90"), IDLE, "is nvidia sm_90, sm_80 was asked for"),
+        (Want(), gpu(), Load(1, 1), "is held exclusively by another session"),
+        (Want(exclusive=True), gpu(), Load(1), "has sessions, an exclusive device was asked for"),
+        (Want(), gpu(state="lost"), IDLE, "is lost"),
+        (Want(), gpu(state="draining"), IDLE, "is draining"),
+        (Want(barred=frozenset("a")), gpu(), IDLE, "did not take it before"),
+    ],
 )
-def test_placement_fits_and_does_not_depend_on_order(found, want, rng):
-    candidates = [beat(*t) for t in found]
-    shuffled = candidates[:]
+def test_device_that_does_not_fit_says_why(want, device, load, reason):
+    assert not fits(want, device, load) and unfit(want, device, load).startswith(reason)
+
+
+def test_overcommit_lets_swappable_tasks_in_beyond_the_memory_and_no_others():
+    assert chosen(Want(required_vram=60), [gpu(overcommit=20)], [Claim("a", 60)]) == ["a"]
+    assert chosen(Want(required_vram=60, swappable=False), [gpu(overcommit=20)], [Claim("a", 60)]) == []
+    assert chosen(Want(required_vram=61), [gpu(overcommit=20)], [Claim("a", 60)]) == []
+    assert chosen(Want(required_vram=101), [gpu(overcommit=1000)]) == []
+    assert chosen(Want(required_vram=40, swappable=False), [gpu(overcommit=0)], [Claim("a", 60)]) == ["a"]
+
+
+gpus_strategy = st.lists(
+    st.builds(
+        Gpu,
+        executor_id=st.sampled_from("abcdefgh"),
+        node=st.sampled_from("xyz"),
+        total=st.integers(1, 60),
+        vendor=st.sampled_from(["amd", "nvidia"]),
+        groups=st.frozensets(st.sampled_from("GH"), max_size=1),
+        overcommit=st.sampled_from([0, 50]),
+        state=st.sampled_from(["active", "active", "active", "lost"]),
+        utilization=st.integers(0, 1000),
+        weights=st.frozensets(st.sampled_from(["w", "v"])),
+    ),
+    unique_by=lambda g: g.executor_id,
+    max_size=8,
+)
+wants_strategy = st.builds(
+    Want,
+    gpu_count=st.integers(1, 4),
+    required_vram=st.none() | st.integers(1, 70),
+    exclusive=st.sampled_from([False, False, True]),
+    swappable=st.booleans(),
+    groups=st.sampled_from([(), (), ("G",), ("G", "H")]),
+    vendor=st.sampled_from(["", "", "amd"]),
+    weights=st.sampled_from([(), (), ("w",), ("w", "v")]),
+    barred=st.frozensets(st.sampled_from("ab"), max_size=1),
+)
+claims_strategy = st.lists(
+    st.builds(
+        Claim,
+        st.sampled_from("abcdefgh"),
+        st.none() | st.integers(1, 30),
+        st.sampled_from([False, False, True]),
+        st.booleans(),
+    ),
+    max_size=6,
+)
+
+
+def law(total, overcommit, claims):
+    """The executor's law of admission, over everything that is promised."""
+    fixed = sum(c.required_vram or 0 for c in claims if not c.swappable)
+    movable = [c.required_vram or 0 for c in claims if c.swappable]
+    return fixed + max(movable, default=0) <= total and fixed + sum(movable) <= total + total * overcommit // 100
+
+
+@given(gpus_strategy, st.lists(wants_strategy, max_size=20))
+def test_whatever_is_placed_obeys_the_law_of_admission(gpus, wants):
+    pool, held = Pool(gpus), {g.executor_id: [] for g in gpus}
+    for want in wants:
+        for claim in claims_of(want, [g.executor_id for g in pool.place(want).gpus]):
+            pool.claim(claim)
+            held[claim.executor_id].append(claim)
+    for g in gpus:
+        claims = [c for c in held[g.executor_id] if c.required_vram is not None]
+        assert law(g.total, g.overcommit, claims)
+        assert not any(c.exclusive for c in held[g.executor_id]) or len(held[g.executor_id]) == 1
+
+
+def least(want, gpus, pool):
+    """By trying everything, what placement must choose; see the module's docstring."""
+    able = [g for g in gpus if fits(want, g, pool.load(g.executor_id))]
+
+    def cost(g):
+        saved = 1000 * sum(w in g.weights for w in want.weights) // max(len(want.weights), 1)
+        return cost_of(g, pool.load(g.executor_id)) - saved, g.executor_id
+
+    best = None
+    for subset in itertools.combinations(able, want.gpu_count):
+        nodes = {g.node for g in subset}
+        # One node if there is one; then the worst of its devices costs least, and so on down.
+        key = (len(nodes), sorted([cost(g) for g in subset], reverse=True))
+        if best is None or key < best[0]:
+            best = key, subset
+    return best
+
+
+@given(gpus_strategy, wants_strategy, claims_strategy)
+def test_placement_is_the_best_of_all_choices(gpus, want, claims):
+    pool = Pool(gpus, claims)
+    placement, best = pool.place(want), least(want, gpus, pool)
+    if best is None:
+        able = sum(fits(want, g, pool.load(g.executor_id)) for g in gpus)
+        assert (
+            placement.gpus == ()
+            and len(placement.waits) == len(gpus) - able
+            and able == placement.fitting < want.gpu_count
+        )
+        assert all(not fits(want, g, pool.load(g.executor_id)) for g in gpus if g.executor_id in placement.waits)
+        return
+    (nodes, _), subset = best
+    assert len({g.node for g in placement.gpus}) == nodes and len(placement.gpus) == want.gpu_count
+    if nodes == 1:
+        assert set(placement.gpus) == set(subset)
+    assert set(placement.here) == {g.executor_id for g in placement.gpus}
+
+
+@given(gpus_strategy, wants_strategy, claims_strategy, st.randoms())
+def test_placement_depends_on_no_order(gpus, want, claims, rng):
+    shuffled, mixed = gpus[:], claims[:]
     rng.shuffle(shuffled)
-    first, second = (place(ask(required_vram=want), c, {}) for c in (candidates, shuffled))
-    assert first.executors == second.executors
-    if not first.executors:
-        assert all(c.device.total_memory < want for c in candidates) and len(first.reasons) == len(candidates)
-    else:
-        assert first.executors[0].device.total_memory >= want
+    rng.shuffle(mixed)
+    assert Pool(gpus, claims).place(want) == Pool(shuffled, mixed).place(want)
+
+
+@given(gpus_strategy, claims_strategy, st.lists(wants_strategy, max_size=6))
+def test_pool_after_claims_and_releases_is_as_new(gpus, claims, wants):
+    there = {g.executor_id for g in gpus}
+    claims = [c for c in claims if c.executor_id in there]
+    pool = Pool(gpus)
+    for claim in claims:
+        pool.claim(claim)
+    for claim in claims[::2]:
+        pool.release(claim)
+    fresh = Pool(gpus, claims[1::2])
+    for want in wants:
+        assert pool.place(want) == fresh.place(want)
+
+
+# -- score -----------------------------------------------------------------------------------------------------------
+
+
+def test_placement_prefers_few_sessions_then_little_use_starvation_and_promises():
+    gpus = [gpu("a", utilization=100), gpu("b", utilization=900), gpu("c", utilization=500)]
+    assert chosen(Want(), gpus, [Claim("a")]) == ["c"] and chosen(Want(), gpus) == ["a"]
+    assert chosen(Want(), [gpu("a", starvation=10), gpu("b")]) == ["b"]
+    assert chosen(Want(), [gpu("a"), gpu("b")], [Claim("a", 50), Claim("b", 10)]) == ["b"]
+
+
+def test_placement_goes_where_the_weights_are_unless_that_is_far_busier():
+    gpus = [gpu("a"), gpu("b", weights=frozenset("w"))]
+    assert chosen(Want(weights=("w",)), gpus, [Claim("b")]) == ["b"]
+    assert chosen(Want(weights=("w",)), gpus, [Claim("b")] * 3) == ["a"]
+    assert chosen(Want(weights=("w", "v")), gpus, [Claim("b")] * 2) == ["a"]
+
+
+def test_placement_keeps_its_reasons():
+    want = Want(required_vram=10)
+    here = Pool([gpu("a", utilization=30), gpu("b"), gpu("c", state="lost")], [Claim("b", 50)]).place(want)
+    assert as_record(want, here) == {
+        "why": "here",
+        "here": {"a": {"utilization": 30, "cost": 30}},
+        "next_best": {"executor_id": "b", "cost": 750},
+    }
+    waiting = Pool([gpu("a", total=5), gpu("c", state="lost")]).place(want)
+    assert as_record(want, waiting) == {
+        "why": "waiting",
+        "waits": {"a": "has 5 bytes unreserved, 10 were asked for", "c": "is lost"},
+        "fitting": 0,
+    }
+
+
+def test_several_devices_come_from_one_node_or_from_the_fewest():
+    gpus = [
+        gpu("a1", node="a"),
+        gpu("b1", utilization=900, node="b"),
+        gpu("b2", utilization=900, node="b"),
+        gpu("c1", node="c"),
+    ]
+    assert (
+        chosen(Want(), gpus) == ["a1"]
+        and chosen(Want(2), gpus) == ["b1", "b2"]
+        and chosen(Want(3), gpus) == ["b1", "b2", "a1"]
+    )
+    busy = [*gpus, gpu("c2", utilization=100, node="c")]
+    assert chosen(Want(2), busy) == ["c1", "c2"] and chosen(Want(2), busy, [Claim("c2")] * 2) == ["b1", "b2"]
+    assert chosen(Want(6), busy) == []
+
+
+# -- queue -----------------------------------------------------------------------------------------------------------
+
+
+def waits(name, priority=2, since=0.0, vram=None, **more):
+    return Waiting(name, priority, since, Want(required_vram=vram, **more))
+
+
+def placed(queue, gpus, now=0.0, claims=()):
+    return {w.task_id: [g.executor_id for g in p.gpus] for w, p in plan(queue, Pool(gpus, claims), now)}
+
+
+def test_queue_goes_by_class_then_age_then_id():
+    queue = [waits("d", 2, 1.0), waits("c", 2, 0.0), waits("b", 1, 5.0), waits("a", 2, 1.0)]
+    assert [w.task_id for w in in_order(queue, 5.0, Patience())] == ["b", "c", "a", "d"]
+    # a class for every ten minutes of waiting, and no further than P0
+    assert [w.task_id for w in in_order([waits("old", 4, 0.0), waits("new", 2, 1500.0)], 1800.0, Patience())] == [
+        "old",
+        "new",
+    ]
+
+
+def test_queue_gives_each_what_those_before_it_left():
+    assert placed([waits("big", vram=90), waits("small", since=1.0, vram=50)], [gpu("a"), gpu("b", total=60)]) == {
+        "big": ["a"],
+        "small": ["b"],
+    }
+    assert placed([waits("x", vram=60), waits("y", since=1.0, vram=60)], [gpu("a")]) == {"x": ["a"], "y": []}
+
+
+def test_small_task_overtakes_a_big_one_that_waits_but_not_for_ever():
+    queue = [waits("big", vram=90), waits("small", since=1.0, vram=10)]
+    claims, gpus = [Claim("a", 50)], [gpu("a")]
+    assert placed(queue, gpus, 29.0, claims) == {"big": [], "small": ["a"]}
+    assert placed(queue, gpus, 30.0, claims) == {"big": [], "small": []}
+    assert placed(queue, [gpu("a"), gpu("b", total=20)], 30.0, claims) == {"big": [], "small": ["b"]}
+    assert (
+        held_devices(queue, Pool(gpus, claims), 30.0) == {"a"}
+        and held_devices(queue, Pool(gpus, claims), 29.0) == frozenset()
+    )
+    (_, (_, small)) = plan(queue, Pool(gpus, claims), 30.0)
+    assert small.waits == {"a": "is kept for a task that has waited longer"}
+
+
+def test_nothing_is_held_for_a_task_that_no_device_could_take_or_that_is_not_due():
+    gpus, small = [gpu("a")], waits("small", since=1.0, vram=10)
+    assert placed([waits("huge", vram=200), small], gpus, 99.0)["small"] == ["a"]
+    later = dataclasses.replace(waits("later", vram=90), not_before=200.0)
+    assert placed([later, small], gpus, 99.0, [Claim("a", 50)]) == {"small": ["a"]}
+
+
+@given(st.integers(0, 2**32), st.integers(1, 3))
+def test_no_task_starves_behind_smaller_ones(seed, devices):
+    """Small tasks of the highest class come for ever; the big one of the lowest gets its devices in bounded time."""
+    import random
+
+    rng = random.Random(seed)
+    patience = Patience(patience_s=5.0, aging_s=10.0)
+    gpus = [gpu(f"g{i}", node=f"n{i}") for i in range(devices)]
+    big = waits("big", 4, 0.0, 100, gpu_count=devices)
+    running, queue, now = [], [big], 0.0
+    # its ageing to P0, its patience, and the longest that anything runs, twice for what was placed just before it was first
+    for now in range(4 * 10 + 5 + 2 * 8 + 2):
+        running = [(end, c) for end, c in running if end > now]
+        queue += [waits(f"s{now}.{i}", 0, float(now), rng.randint(5, 40)) for i in range(3 * devices)]
+        pool = Pool(gpus, [c for _, c in running])
+        for waiting, placement in plan(queue, pool, float(now), patience):
+            if placement.gpus:
+                if waiting is big:
+                    return
+                queue.remove(waiting)
+                running += [
+                    (now + rng.randint(1, 8), c)
+                    for c in claims_of(waiting.want, [g.executor_id for g in placement.gpus])
+                ]
+    raise AssertionError(f"the big task still waits after {now} s")
+
+
+@given(gpus_strategy, st.lists(wants_strategy, max_size=8), st.floats(0, 100))
+def test_planned_tasks_fit_together(gpus, wants, now):
+    queue = [Waiting(f"t{i}", i % 5, float(i), w) for i, w in enumerate(wants)]
+    pool = Pool(gpus)
+    decisions = plan(queue, pool, now)
+    assert [w.task_id for w, _ in decisions] == [w.task_id for w in in_order(queue, now, Patience())]
+    for g in gpus:
+        claims = [
+            c
+            for w, p in decisions
+            for c in claims_of(w.want, [x.executor_id for x in p.gpus])
+            if c.executor_id == g.executor_id
+        ]
+        assert law(g.total, g.overcommit, [c for c in claims if c.required_vram is not None])
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_states_end_and_only_jobs_that_started_can_be_pending_again():
+    assert set(ENDED) == {"completed", "failed", "cancelled"} and sources("pending") == ("started",)
+    assert set(sources("cancelled")) == {"pending", "started"} and sources("completed") == ("started",)
+    assert all(after <= TRANSITIONS.keys() for after in TRANSITIONS.values())
+
+
+def test_backoff_doubles_to_a_limit():
+    assert [backoff_s(n) for n in (1, 2, 3)] == [1.0, 2.0, 4.0] and backoff_s(1000) == RETRY_LIMIT_S

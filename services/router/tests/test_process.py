@@ -59,9 +59,9 @@ def start_router(nats_server, tmp_path):
         process.communicate()
 
 
-async def rest_of(tmp_path):
+async def rest_of(tmp_path, name="router"):
     """The REST address of the router, once it serves."""
-    port_file = tmp_path / "router" / "router.port"
+    port_file = tmp_path / name / "router.port"
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, httpx.HTTPError):
@@ -172,3 +172,31 @@ async def test_nobody_answers_once_the_router_is_gone(nats_server, tmp_path, sta
         await ended(process)
         with pytest.raises(BusError, match="nobody answers"):
             await ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
+
+
+async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes_over(
+    nats_server, tmp_path, start_router, beating_executor
+):
+    """Sessions opened while both live outlast the leader's death; leases go on being watched by the one that is left."""
+    first = start_router(WOOLY_ROUTER_LEASE_S="3")
+    async with beating_executor("a") as executor, client_of(nats_server) as ask:
+        await rest_of(tmp_path)
+        database = f"sqlite+aiosqlite:///{tmp_path}/router/router.sqlite"
+        start_router(
+            WOOLY_ROUTER_STATE_DIR=str(tmp_path / "second"),
+            WOOLY_ROUTER_DATABASE_URL=database,
+            WOOLY_ROUTER_LEASE_S="3",
+        )
+        await rest_of(tmp_path, "second")
+        opened = [await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply) for _ in range(4)]
+        first.kill()
+        await ended(first)
+        kept = opened[0]
+        deadline = time.monotonic() + 15
+        while len(executor.sessions) > 1:
+            assert time.monotonic() < deadline
+            renewal = RenewSessionRequest(session_id=kept.session_id, token=kept.token)
+            assert (await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)).lease_s == 3
+            await asyncio.sleep(0.2)
+        assert set(executor.sessions) == {kept.session_id}
+        assert {why for _, why in executor.closed} == {"the session's lease lapsed"}

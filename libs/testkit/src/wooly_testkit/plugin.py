@@ -8,6 +8,7 @@ import pytest
 
 from wooly_testkit.executor import RunningExecutor, executor_process
 from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,16 @@ def nats_server() -> Iterator[str]:
     """URL of a real nats-server, one per test process."""
     with start_nats_server() as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A real PostgreSQL server, one per test process; `postgres.database()` is a new database on it."""
+    try:
+        with postgres_server() as server:
+            yield server
+    except PostgresMissingError as e:
+        pytest.skip(str(e))
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Host = Annotated[str, StringConstraints(max_length=255)]
 Endpoints = Annotated[tuple[Annotated[str, StringConstraints(max_length=1024)], ...], Field(max_length=32)]
 Token = Annotated[str, StringConstraints(max_length=128)]
+#: BLAKE2b of 32 bytes, in hex.
+Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 #: Bytes; what a signed 64-bit column holds.
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -25,20 +27,22 @@ class Message(BaseModel):
 
 
 class DeviceFacts(Message):
-    """One device, as its runtime describes it. Memory in bytes."""
+    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942), if anything."""
 
     name: str
     vendor: str
     runtime: str
     total_memory: Bytes
     cores: int = Field(ge=1)
+    arch: str = Field(default="", max_length=64)
     torch_version: str = ""
 
 
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
-    `utilization` is the share of the last second, 0 to 1, in which the device executed.
+    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` are digests (hex) of constants
+    that lie in its memory and that a further session could share.
     """
 
     executor_id: Id
@@ -49,6 +53,7 @@ class ExecutorHeartbeat(Message):
     sessions: tuple[SessionId, ...] = ()
     memory_used: Bytes = 0
     utilization: float = Field(default=0.0, ge=0.0, le=1.0)
+    weights: tuple[Digest, ...] = Field(default=(), max_length=1024)
 
 
 class ClientFacts(Message):
@@ -76,6 +81,8 @@ class OpenSessionRequest(Message):
     gpu_count: int = Field(default=1, ge=1, le=64)
     gpu_mode: Literal["shared", "exclusive"] = "shared"
     node_groups: tuple[Name, ...] = Field(default=(), max_length=64)
+    vendor: str = Field(default="", max_length=64)
+    arch: str = Field(default="", max_length=64)
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     client: ClientFacts
@@ -141,7 +148,11 @@ class SessionPolicy(Message):
 
 
 class HostSessionRequest(Message):
-    """The router asks an executor to take a session. Without `policy`, it is of its class and otherwise like all."""
+    """The router asks an executor to take a session. Without `policy`, it is of its class and otherwise like all.
+
+    `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
+    the executor may promise beyond what it has, from now on (None: as before).
+    """
 
     session_id: SessionId
     token: Token
@@ -149,6 +160,9 @@ class HostSessionRequest(Message):
     priority: int = Field(ge=0, le=4)
     policy: SessionPolicy | None = None
     quota: int | None = Field(default=None, gt=0, lt=1 << 63)
+    swap: bool = True
+    dedup: Literal["off", "tenant", "shared"] = "off"
+    overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
     lease_s: float = Field(gt=0)
 
 
@@ -299,7 +313,7 @@ class NodesRequest(Message):
 
 
 class NodeInfo(Message):
-    """One executor as the router sees it. `age_s`: seconds since its last heartbeat."""
+    """One executor as the router sees it. `age_s`: since its last heartbeat; `wish`: what its operator wants of its node."""
 
     executor_id: Id
     node: Host
@@ -309,6 +323,9 @@ class NodeInfo(Message):
     sessions: int
     memory_used: Bytes
     utilization: float
+    wish: Literal["active", "cordoned", "draining"] = "active"
+    groups: tuple[Name, ...] = ()
+    overcommit_vram_percent: int = 0
 
 
 class NodesReply(Message):

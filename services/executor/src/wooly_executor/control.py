@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from typing import TypeVar
 
@@ -39,6 +40,8 @@ from wooly_executor.settings import ExecutorSettings
 
 T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
+#: Seconds that a heartbeat waits for the device's thread.
+BUSY_S = 0.5
 
 
 def _policy(message: SessionPolicy) -> Policy:
@@ -67,6 +70,8 @@ class ExecutorActor(Actor):
         self._closed: asyncio.Queue[str] = asyncio.Queue()
         events = asyncio.get_running_loop()
         loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
+        self._asked: Future[list[tuple[str, int]]] | None = None
+        self._last_sessions: list[tuple[str, int]] = []
         self._busy_ns = 0
         self._busy_at = clock()
         app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
@@ -145,21 +150,33 @@ class ExecutorActor(Actor):
 
     async def watch(self) -> None:
         """Heartbeats and lapsed leases, for ever."""
-        await asyncio.gather(self._beat(), self._report_closed())
+        await asyncio.gather(self._beat(), self._lapse(), self._report_closed())
 
     async def _beat(self) -> None:
+        while True:
+            await self._app.publish(subjects.EXECUTOR_HEARTBEAT, await self.heartbeat())
+            await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def _lapse(self) -> None:
         while True:
             now = self._clock()
             for session_id, (until, lease, _) in list(self._leases.items()):
                 if now > until:
                     log.warning("session %s: its lease of %.0f s lapsed", session_id, lease)
                     await self._close(session_id, "the session's lease lapsed")
-            await self._app.publish(subjects.EXECUTOR_HEARTBEAT, await self.heartbeat())
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def heartbeat(self) -> ExecutorHeartbeat:
-        """What this executor says of itself now."""
-        sessions = await asyncio.wrap_future(self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()]))
+        """What this executor says of itself now.
+
+        While the device's thread is in one long operation it cannot be asked: then the sessions are those of the last time.
+        """
+        if self._asked is None:
+            self._asked = self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()])
+        done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
+        if done:
+            self._last_sessions, self._asked = self._asked.result(), None
+        sessions = self._last_sessions
         now, busy = self._clock(), self._loop.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now

@@ -1,6 +1,7 @@
-"""The router's actor: asks the pure core, talks to executors, keeps sessions in the store.
+"""The router's actor: hears of executors, asks the pure core where sessions go, talks to executors, keeps sessions as tasks.
 
-Its state changes in turns; it waits for executors outside of them, so that a frozen executor stops nobody but itself.
+It decides in the database's turns (`Database.deciding`), so that several routers promise nothing twice; it waits for executors
+outside of them, so that a frozen executor stops nobody but itself.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 from wooly_bus import subjects
-from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
 from wooly_wis.messages import (
@@ -23,6 +25,7 @@ from wooly_wis.messages import (
     ExecutorHeartbeat,
     HostSessionReply,
     HostSessionRequest,
+    NodeInfo,
     NodesReply,
     NodesRequest,
     OpenSessionReply,
@@ -34,10 +37,13 @@ from wooly_wis.messages import (
     SessionPolicy,
 )
 
-from wooly_router.core.placement import Claim, Placement, loads, place
-from wooly_router.core.registry import Registry
+from wooly_router.core.cluster import overcommit_of
+from wooly_router.core.placement import Want, as_record, summary
+from wooly_router.core.queue import held_devices
+from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.settings import RouterSettings
-from wooly_router.store import PartRecord, SessionRecord, SessionStore
+from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
+from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
 #: Seconds that one executor has for an answer.
@@ -50,43 +56,40 @@ OPEN_BUDGET_S = 3.5
 HEARTBEAT_GRACE_S = 2.0
 #: A session younger than this may be missing in a heartbeat that was on its way when it was opened.
 FRESH_S = 5.0
+#: A session that is still being opened after this long belongs to a router that died.
+ABANDONED_S = 4 * OPEN_BUDGET_S
 
 
-class RouterActor(Actor):
-    """Owns the registry and the table of sessions.
+class RouterActor:
+    """Owns the registry of executors, and the sessions of those who ask this router.
 
     Args:
         settings: lease length.
         app: the connection to NATS.
-        store: where sessions survive a restart.
-        clock: seconds since the epoch; leases in the store outlive the process.
+        world: what all routers share.
+        clock: seconds since the epoch; leases outlive the process.
     """
 
     def __init__(
-        self, settings: RouterSettings, app: ServiceApp, store: SessionStore, clock: Callable[[], float] = time.time
+        self, settings: RouterSettings, app: ServiceApp, world: World, clock: Callable[[], float] = time.time
     ) -> None:
-        super().__init__()
         self.registry = Registry()
-        self.store = store
+        self.world = world
         self.clock = clock
         self._settings = settings
         self._app = app
         self._started = clock()
-        self._opening: dict[str, list[Claim]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        for subject, model, handler in (
-            (subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session),
-            (subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session),
-            (subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session),
-            (subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes),
-        ):
-            app.serve(subject, model, handler, queue="router")
+        app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
+        app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
+        app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
+        app.serve(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes, queue="router")
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
         app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
     async def resume(self) -> None:
-        """Take over the sessions of a router before: while none was there, no client could renew its lease."""
-        await self.store.prolong_all(self.clock() + self._settings.lease_s)
+        """Take over the sessions of routers before: while none was there, no client could renew its lease."""
+        await self.world.tasks.prolong_all(self.clock() + self._settings.lease_s)
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -94,67 +97,99 @@ class RouterActor(Actor):
         """Place a session: each of its devices on another executor, the best that answer and do not refuse; all or none."""
         until = self.clock() + OPEN_BUDGET_S
         await self._first_heartbeat()
+        task = TaskRecord(
+            id=secrets.token_hex(8),
+            kind="session",
+            tenant=request.tenant,
+            created_at=self.clock(),
+            name=request.client.program[:1024],
+            client_host=request.client.host,
+            priority=request.priority,
+            gpu_mode=request.gpu_mode,
+            required_vram=request.required_vram,
+            noswap=not request.swap,
+            wants={
+                "gpu_count": request.gpu_count,
+                "groups": list(request.node_groups),
+                "vendor": request.vendor,
+                "arch": request.arch,
+            },
+        )
+        async with self.world.database.writing() as s:
+            await self.world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
-        while True:
-            session_id, executors = await self._choose(request, failed)
-            try:
-                reply = await self._host_all(request, session_id, executors, until, failed)
-            finally:
-                self._opening.pop(session_id, None)
-            if reply is not None:
-                return reply
-            if self.clock() > until:
-                raise _none_took_it(failed)
+        try:
+            while True:
+                executors, percents = await self._choose(task, failed)
+                reply = await self._host_all(request, task, executors, percents, until, failed)
+                if reply is not None:
+                    return reply
+                if self.clock() > until:
+                    raise _none_took_it(failed)
+        except BaseException as e:
+            async with self.world.database.writing() as s:
+                await self.world.tasks.move(
+                    s, task.id, "failed", str(e) or type(e).__name__, self.clock(), only_from=["pending"]
+                )
+            raise
 
     async def _first_heartbeat(self) -> None:
         while not self.registry.alive(self.clock()) and self.clock() - self._started < HEARTBEAT_GRACE_S:
             await asyncio.sleep(0.05)
 
     async def _choose(
-        self, request: OpenSessionRequest, failed: dict[str, BusError]
-    ) -> tuple[str, tuple[ExecutorHeartbeat, ...]]:
-        """Executors, with the session's claims on them noted, so that the next choice sees them."""
-        async with self._turn:
-            alive = self.registry.alive(self.clock())
-            if not alive:
-                raise RefusedError(
-                    "router.no_executor",
-                    "no executor is registered; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
-                    "that has the device",
-                    retryable=True,
-                )
-            if request.gpu_count > len(alive):
-                have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
-                raise RefusedError(
-                    "router.too_few",
-                    f"{request.gpu_count} devices were asked for, and {have}, one device each; start more (`wooly up --gpus "
-                    f"{request.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
-                    retryable=True,
-                )
-            claims = [claim for s in await self.store.all() for claim in s.claims()]
-            claims += [claim for opening in self._opening.values() for claim in opening]
-            candidates = [e for e in alive if e.executor_id not in failed]
-            placement = place(request, candidates, loads(claims))
-            if not placement.executors:
-                if request.gpu_count == 1 and failed and not placement.reasons:
+        self, task: TaskRecord, failed: dict[str, BusError]
+    ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
+        """Executors and the overcommit in force on each, with the session's claims on them noted: the next choice sees them."""
+        now = self.clock()
+        want = replace(task.want(), barred=frozenset(failed))
+        alive = {e.executor_id: e for e in self.registry.alive(now)}
+        if not alive:
+            raise RefusedError(
+                "router.no_executor",
+                "no executor is registered; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
+                "that has the device",
+                retryable=True,
+            )
+        if want.gpu_count > len(alive):
+            have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
+            raise RefusedError(
+                "router.too_few",
+                f"{want.gpu_count} devices were asked for, and {have}, one device each; start more (`wooly up --gpus "
+                f"{want.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
+                retryable=True,
+            )
+        async with self.world.database.deciding() as s:
+            await self.world.tasks.take_devices(s, task.id, ())
+            config, nodes, pool = await self.world.pool(s, self.registry, now)
+            queue = [t.waiting() for t in await self.world.tasks.queue(s)]
+            held = held_devices(queue, pool, now, config.patience())
+            placement = pool.place(want, held)
+            if not placement.gpus:
+                waits = {n: why for n, why in placement.waits.items() if n in alive}
+                if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
                     raise _none_took_it(failed)
-                raise RefusedError("router.no_fit", _no_fit(request, len(alive), placement, failed), retryable=True)
-            session_id = secrets.token_hex(8)
-            exclusive = request.gpu_mode == "exclusive"
-            self._opening[session_id] = [
-                Claim(e.executor_id, request.required_vram, exclusive) for e in placement.executors
-            ]
-            return session_id, placement.executors
+                raise RefusedError(
+                    "router.no_fit", _no_fit(want, len(alive), placement.fitting, waits, failed), retryable=True
+                )
+            executors = tuple([alive[g.executor_id] for g in placement.gpus])
+            parts = [PartRecord(e.executor_id, e.node) for e in executors]
+            await self.world.tasks.take_devices(
+                s, task.id, parts, placement=as_record(want, placement), attempt=task.attempt
+            )
+        return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
 
     async def _host_all(
         self,
         request: OpenSessionRequest,
-        session_id: str,
+        task: TaskRecord,
         executors: tuple[ExecutorHeartbeat, ...],
+        percents: tuple[int, ...],
         until: float,
         failed: dict[str, BusError],
     ) -> OpenSessionReply | None:
         """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
+        session_id = task.id
         policies = await self._admit_all(request, session_id, executors, failed)
         if policies is None:
             return None
@@ -171,12 +206,15 @@ class RouterActor(Actor):
                         priority=request.priority,
                         policy=policy,
                         quota=request.required_vram,
+                        swap=request.swap,
+                        dedup=request.dedup,
+                        overcommit_vram_percent=percent,
                         lease_s=lease,
                     ),
                     HostSessionReply,
                     timeout=timeout,
                 )
-                for e, policy in zip(executors, policies, strict=True)
+                for e, policy, percent in zip(executors, policies, percents, strict=True)
             ],
             return_exceptions=True,
         )
@@ -198,27 +236,19 @@ class RouterActor(Actor):
                 parts.append(part)
         if len(parts) < len(executors):
             taken = [p.executor_id for p in parts]
-            await self._close_on(taken, session_id, "another executor did not take its part of the session")
+            await self.close_on(taken, session_id, "another executor did not take its part of the session")
             if unexpected:
                 raise unexpected[0]
             return None
         now = self.clock()
-        record = SessionRecord(
-            id=session_id,
-            parts=tuple([PartRecord(e.executor_id, e.node) for e in executors]),
-            token=token,
-            tenant=request.tenant,
-            priority=request.priority,
-            gpu_mode=request.gpu_mode,
-            required_vram=request.required_vram,
-            program=request.client.program[:1024],
-            client_host=request.client.host,
-            opened_at=now,
-            lease_until=now + lease,
-        )
-        async with self._turn:
-            await self.store.add(record)
-            self._opening.pop(session_id, None)
+        async with self.world.database.writing() as s:
+            on = ", ".join(e.executor_id for e in executors)
+            opened = await self.world.tasks.move(s, session_id, "started", f"on {on}", now, attempt=0)
+            if opened:
+                await self.world.tasks.set_lease(s, Lease(session_id, token, now + lease))
+        if not opened:  # cancelled meanwhile
+            await self.close_on([p.executor_id for p in parts], session_id, "the session was cancelled")
+            raise RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")
         return OpenSessionReply(session_id=session_id, token=token, lease_s=lease, parts=tuple(parts))
 
     async def _admit_all(
@@ -229,7 +259,7 @@ class RouterActor(Actor):
         failed: dict[str, BusError],
     ) -> list[SessionPolicy | None] | None:
         """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
-        declared = {
+        declared: dict[str, Any] = {
             "weight": request.weight,
             "service_ns": request.service_ns,
             "objective_ns": request.objective_ns,
@@ -264,11 +294,24 @@ class RouterActor(Actor):
 
     # -- living ------------------------------------------------------------------------------------------------------
 
+    async def _open(self, session_id: str, token: str) -> TaskRecord | None:
+        """An open session, if there is one.
+
+        Raises:
+            RefusedError: the token is not the session's.
+        """
+        lease = await self.world.tasks.lease(session_id)
+        if lease is None:
+            return None
+        if not _same(lease.token, token):
+            raise RefusedError("router.no_session", f"session {session_id} is not yours")
+        return await self.world.tasks.get(session_id)
+
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
         """Prolong a lease, on all executors of the session and here."""
-        record = await self.store.get(request.session_id)
-        if record is None or not _same(record.token, request.token):
-            raise RefusedError("router.no_session", f"session {request.session_id} is not open")
+        record = await self._open(request.session_id, request.token)
+        if record is None:
+            raise RefusedError("router.no_session", await self._why_over(request.session_id))
         names = [p.executor_id for p in record.parts]
         answers = await asyncio.gather(
             *[
@@ -283,7 +326,7 @@ class RouterActor(Actor):
         problems: list[tuple[str, BaseException]] = []
         for name, answer in zip(names, answers, strict=True):
             if isinstance(answer, RefusedError) and answer.code == "executor.no_session":
-                await self._lose_part(record, name)
+                await self.lose_part(record, name, f"executor {name} has it no more")
                 raise RefusedError("router.no_session", f"executor {name}: {answer}") from answer
             if isinstance(answer, BaseException):
                 problems.append((name, answer))
@@ -295,32 +338,44 @@ class RouterActor(Actor):
                     "router.executor_lost", f"executor {name} does not answer", retryable=True
                 ) from problem
             raise problem
-        await self.store.prolong(record.id, self.clock() + min(leases))
+        await self.world.tasks.prolong(record.id, self.clock() + min(leases))
         return RenewSessionReply(lease_s=min(leases))
+
+    async def _why_over(self, session_id: str) -> str:
+        task = await self.world.tasks.get(session_id)
+        if task is None or task.kind != "session":
+            return f"session {session_id} is not open"
+        return f"session {session_id} is not open: it is {task.state}" + (f" ({task.reason})" if task.reason else "")
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
         """End a session at its client's wish. Closing twice is no error."""
-        record = await self.store.get(request.session_id)
+        record = await self._open(request.session_id, request.token)
         if record is None:
             return CloseSessionReply(closed=False)
-        if not _same(record.token, request.token):
-            raise RefusedError("router.no_session", f"session {request.session_id} is not yours")
-        await self._end(record, request.reason or "closed by its client")
+        await self.end(record, "completed", request.reason or "closed by its client")
         return CloseSessionReply(closed=True)
 
-    async def _end(self, record: SessionRecord, reason: str) -> None:
-        if await self.store.remove(record.id):
-            await self._close_on([p.executor_id for p in record.parts], record.id, reason)
+    async def end(self, record: TaskRecord, state: str, reason: str) -> bool:
+        """End a running session, here and on its executors. False if it has ended already."""
+        async with self.world.database.writing() as s:
+            ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
+        if ended:
+            await self.close_on([p.executor_id for p in record.parts], record.id, reason)
+        return ended
 
-    async def _lose_part(self, record: SessionRecord, executor_id: str) -> None:
+    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str) -> None:
         """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
-        if await self.store.remove(record.id) and others:
-            closing = asyncio.create_task(self._close_on(others, record.id, f"it ended on executor {executor_id}"))
+        async with self.world.database.writing() as s:
+            lost = await self.world.tasks.move(s, record.id, "failed", reason, self.clock(), only_from=["started"])
+        if lost and others:
+            closing = asyncio.create_task(self.close_on(others, record.id, f"it ended on executor {executor_id}"))
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _close_on(self, executor_ids: list[str], session_id: str, reason: str) -> None:
+    async def close_on(self, executor_ids: list[str], session_id: str, reason: str) -> None:
+        """Have executors let a session go. One that does not answer is left to the session's lease there."""
+
         async def close(executor_id: str) -> None:
             try:
                 await self._app.request(
@@ -339,54 +394,81 @@ class RouterActor(Actor):
 
     async def on_nodes(self, request: NodesRequest) -> NodesReply:
         """List all executors."""
-        return NodesReply(nodes=self.registry.nodes(self.clock()))
+        config, nodes = await self.world.settings()
+        found: list[NodeInfo] = []
+        for info in self.registry.nodes(self.clock()):
+            node = nodes.get(info.node)
+            more: dict[str, Any] = {"overcommit_vram_percent": overcommit_of(node, config)}
+            if node is not None:
+                more |= {"wish": node.wish, "groups": tuple(sorted(node.groups))}
+            found.append(info.model_copy(update=more))
+        return NodesReply(nodes=tuple(found))
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
-        """An executor lives. Sessions that it does not know of (it was restarted) are over."""
-        now = self.clock()
-        if self.registry.hear(heartbeat, now):
+        """An executor lives."""
+        if self.registry.hear(heartbeat, self.clock()):
             log.info("executor %s (%s) is there", heartbeat.executor_id, heartbeat.device.name)
-        known = set(heartbeat.sessions)
-        for record in await self.store.on_executor(heartbeat.executor_id):
-            if record.id not in known and now - record.opened_at > FRESH_S:
-                log.warning("session %s is over: executor %s does not have it", record.id, heartbeat.executor_id)
-                await self._lose_part(record, heartbeat.executor_id)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
         """An executor ended its part of a session, and with it the session."""
-        record = await self.store.get(event.session_id)
-        if record is not None:
-            await self._lose_part(record, event.executor_id)
+        record = await self.world.tasks.get(event.session_id)
+        if record is not None and record.kind == "session" and record.state == "started":
+            why = event.reason or "its client left without a word"
+            await self.lose_part(record, event.executor_id, f"it ended on executor {event.executor_id}: {why}")
+
+    # -- duties of the leader ----------------------------------------------------------------------------------------
 
     async def lapse(self) -> int:
-        """End sessions whose lease is over, and forget executors long silent. Returns how many sessions ended."""
+        """End sessions whose lease is over, or that were never opened. Returns how many ended."""
         now = self.clock()
         self.registry.forget_old(now)
-        lapsed = await self.store.lapsed(now)
-        await asyncio.gather(*[self._end(record, "the session's lease lapsed") for record in lapsed])
-        return len(lapsed)
+        records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
+        ended = await asyncio.gather(
+            *[self.end(r, "failed", "the session's lease lapsed") for r in records if r is not None]
+        )
+        for record in await self.world.tasks.in_states("pending", kind="session"):
+            if now - record.created_at > ABANDONED_S:
+                ended.append(await self.end(record, "failed", "the router that was opening it is gone"))
+        return sum(ended)
 
-    async def sweep(self, every_s: float = 1.0) -> None:
-        """`lapse`, for ever. A database that is away for a while is no reason to end."""
-        while True:
-            await asyncio.sleep(every_s)
-            try:
-                await self.lapse()
-            except Exception:
-                log.exception("leases could not be checked; trying again")
+    async def reconcile(self) -> int:
+        """End sessions that an executor of theirs does not have (it was restarted), or whose executor is lost; how many."""
+        now, count = self.clock(), 0
+        for record in await self.world.tasks.in_states("started", kind="session"):
+            for part in record.parts:
+                reason = self.missing(part.executor_id, record.id, record.started_at or now)
+                if reason:
+                    log.warning("session %s is over: %s", record.id, reason)
+                    await self.lose_part(record, part.executor_id, reason)
+                    count += 1
+                    break
+        return count
+
+    def missing(self, executor_id: str, session_id: str, since: float) -> str:
+        """Why an executor cannot be serving a session that it took at a time; empty if it can.
+
+        A router that has just started gives executors as long to be heard of as it takes to lose one.
+        """
+        now = self.clock()
+        heard = max(self.registry.heard(executor_id) or 0.0, self._started)
+        if now - heard > LOST_AFTER_S:
+            return f"executor {executor_id} is lost: nothing was heard of it for {now - heard:.0f} s"
+        if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
+            return ""
+        return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
 
 
 def _same(token: str, given: str) -> bool:
     return secrets.compare_digest(token.encode(), given.encode())
 
 
-def _no_fit(request: OpenSessionRequest, alive: int, placement: Placement, failed: dict[str, BusError]) -> str:
+def _no_fit(want: Want, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]) -> str:
     """Why a session fits nowhere, with the numbers."""
-    reasons = [f"{name} {why}" for name, why in placement.reasons.items()] + [f"{n}: {e}" for n, e in failed.items()]
-    if request.gpu_count == 1:
-        return "no executor fits: " + "; ".join(reasons)
-    fitting = alive - len(reasons)
-    return f"{request.gpu_count} devices were asked for, and {fitting} of {alive} executors fit: " + "; ".join(reasons)
+    others = summary({n: why for n, why in waits.items() if n not in failed})
+    reasons = "; ".join(([others] if others else []) + [f"{n}: {e}" for n, e in failed.items()])
+    if want.gpu_count == 1:
+        return f"no executor fits: {reasons}"
+    return f"{want.gpu_count} devices were asked for, and {fitting} of {alive} executors fit: {reasons}"
 
 
 def _none_took_it(failed: dict[str, BusError]) -> RefusedError:

@@ -7,19 +7,23 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import setup_tracing
 
 from wooly_router.actor import RouterActor
+from wooly_router.duties import Duties
 from wooly_router.rest import create_api
 from wooly_router.settings import RouterSettings
-from wooly_router.store import SessionStore, migrate
+from wooly_router.state.database import Database, migrate
+from wooly_router.state.world import World
 
 log = logging.getLogger("wooly.router")
 
@@ -40,9 +44,11 @@ async def serve(settings: RouterSettings) -> None:
         OSError: the REST port is taken.
         SQLAlchemyError: the database does not answer.
     """
-    store = SessionStore(settings.database())
+    world = World(Database(settings.database()), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
-    actor = RouterActor(settings, app, store)
+    actor = RouterActor(settings, app, world)
+    leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
+    duties = Duties(app, actor, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
     server = _Server(uvicorn.Config(create_api(actor), log_level="warning", access_log=False, lifespan="off"))
@@ -52,23 +58,23 @@ async def serve(settings: RouterSettings) -> None:
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
             log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
-            await _first_end(server, listener, actor)
+            await _first_end(server, listener, leadership.run(), duties.run())
     finally:
         port_file.unlink(missing_ok=True)
         listener.close()
-        await store.close()
+        await world.close()
 
 
-async def _first_end(server: _Server, listener: socket.socket, actor: RouterActor) -> None:
-    """Run REST and the sweep until a signal comes or one of them fails."""
+async def _first_end(server: _Server, listener: socket.socket, *others: Coroutine[Any, Any, None]) -> None:
+    """Run REST and the rest until a signal comes or one of them fails."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    sweep = asyncio.create_task(actor.sweep())
+    running = [asyncio.create_task(work) for work in others]
     stopping = asyncio.create_task(until_signalled())
-    done, _ = await asyncio.wait((http, sweep, stopping), return_when=asyncio.FIRST_COMPLETED)
+    done, _ = await asyncio.wait((http, *running, stopping), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
-    sweep.cancel()
-    stopping.cancel()
-    await asyncio.wait((http,), timeout=3)
+    for task in (*running, stopping):
+        task.cancel()
+    await asyncio.wait((http, *running), timeout=3)
     for task in done:
         task.result()
 

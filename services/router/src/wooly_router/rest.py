@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from wooly_wis.messages import NodesReply
+from wooly_wis.messages import NodesReply, NodesRequest
 
 from wooly_router.actor import RouterActor
 
@@ -55,25 +55,28 @@ def create_api(actor: RouterActor) -> FastAPI:
 
     @api.get("/api/v1/nodes")
     async def nodes() -> NodesReply:
-        return NodesReply(nodes=actor.registry.nodes(actor.clock()))
+        return await actor.on_nodes(NodesRequest())
 
     @api.get("/api/v1/sessions")
     async def sessions() -> SessionList:
-        return SessionList(
-            sessions=[
-                SessionInfo(
-                    session_id=s.id,
-                    parts=[PartInfo(executor_id=p.executor_id, node=p.node) for p in s.parts],
-                    tenant=s.tenant,
-                    priority=s.priority,
-                    program=s.program,
-                    client_host=s.client_host,
-                    opened_at=s.opened_at,
-                    lease_until=s.lease_until,
+        found = []
+        for task in await actor.world.tasks.in_states("started", kind="session"):
+            lease = await actor.world.tasks.lease(task.id)
+            if lease is not None:
+                parts = [PartInfo(executor_id=p.executor_id, node=p.node) for p in task.parts]
+                found.append(
+                    SessionInfo(
+                        session_id=task.id,
+                        parts=parts,
+                        tenant=task.tenant,
+                        priority=task.priority,
+                        program=task.name,
+                        client_host=task.client_host,
+                        opened_at=task.started_at or task.created_at,
+                        lease_until=lease.lease_until,
+                    )
                 )
-                for s in await actor.store.all()
-            ]
-        )
+        return SessionList(sessions=found)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -9,6 +9,8 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import URL
 
+from wooly_router.core.cluster import ClusterConfig
+
 
 def _state_dir() -> Path:
     base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
@@ -25,9 +27,12 @@ class RouterSettings(BaseSettings):
         http_host: where REST listens.
         http_port: 0 takes any free port; the one taken is written to `state_dir`/router.port.
         lease_s: how long a session lives without a word from its client.
+        default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
+            that name is
+            configured once.
     """
 
-    model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_")
+    model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_", populate_by_name=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
     database_url: str = ""
@@ -35,6 +40,13 @@ class RouterSettings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
+    default_vram_overcommit_percent: int = Field(
+        default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
+    )
+
+    def cluster(self) -> ClusterConfig:
+        """What the cluster's settings are until somebody changes them."""
+        return ClusterConfig(default_vram_overcommit_percent=self.default_vram_overcommit_percent)
 
     def database(self) -> str:
         """The database's URL; SQLite in the state directory unless configured."""

@@ -1,29 +1,116 @@
-"""Which executors get a session: filter, then score. A pure function that gives its reasons."""
+"""Which devices get a task: filter, then score. Pure: the same pool and the same wish always give the same choice, with its
+reasons.
+
+**Filter.** A device takes a task if it is active (not lost, cordoned or draining), is in one of the groups asked for (or in
+none, where none is asked for), is of the vendor and architecture asked for, is not held exclusively (nor has sessions, where it
+is wanted exclusively), and has the memory. Memory follows the executor's law of admission: everything promised fits into the
+capacity and its overcommit, and whatever runs fits beside all that cannot be swapped out.
+
+**Score.** Of those that fit the least cost wins, in points: 500 a session, utilization and starvation in permille, half a point
+for each permille of memory that is promised, 1,000 off where all the weights that the task brings are there already. Ties go by
+id. Several devices are taken from the node whose worst chosen device costs least; where no node has enough, from the fewest
+nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
-from wooly_wis.messages import ExecutorHeartbeat, OpenSessionRequest
+PER_SESSION = 500
+RESIDENT = 1000
+NOBODY: frozenset[str] = frozenset()
+#: Devices of which it is said why they were passed over.
+REASONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device that may be chosen. Memory in bytes, shares in permille.
+
+    Attributes:
+        groups: of its node; a device in a group takes only tasks that ask for the group.
+        overcommit: percent of its memory that may be promised beyond it.
+        state: "active", or why it takes nothing new: "lost", "cordoned", "draining".
+        weights: digests of the constants that lie in its memory.
+    """
+
+    executor_id: str
+    node: str
+    total: int
+    vendor: str = ""
+    arch: str = ""
+    groups: frozenset[str] = NOBODY
+    overcommit: int = 0
+    state: str = "active"
+    utilization: int = 0
+    starvation: int = 0
+    weights: frozenset[str] = NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a task asks for. `required_vram`: bytes on each device; None: whatever there is.
+
+    Attributes:
+        barred: devices that must not be chosen: those that this task was lost on or that refused it.
+    """
+
+    gpu_count: int = 1
+    required_vram: int | None = None
+    exclusive: bool = False
+    swappable: bool = True
+    groups: tuple[str, ...] = ()
+    vendor: str = ""
+    arch: str = ""
+    weights: tuple[str, ...] = ()
+    barred: frozenset[str] = NOBODY
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one session, open or being opened, takes of one executor. Memory in bytes."""
+    """What one task, running or being started, takes of one device. Memory in bytes."""
 
     executor_id: str
     required_vram: int | None = None
     exclusive: bool = False
+    swappable: bool = True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Load:
-    """What all sessions take of one executor."""
+    """What all tasks take of one device: what can be swapped out (`movable`, sizes in order) and what cannot."""
 
     sessions: int = 0
-    reserved: int = 0
-    exclusive: bool = False
+    exclusive: int = 0
+    fixed: int = 0
+    movable: int = 0
+    sizes: list[int] = field(default_factory=list)
+
+    def add(self, claim: Claim) -> None:
+        """One task more."""
+        size = claim.required_vram or 0
+        self.sessions += 1
+        self.exclusive += claim.exclusive
+        if claim.swappable:
+            self.movable += size
+            insort(self.sizes, size)
+        else:
+            self.fixed += size
+
+    def remove(self, claim: Claim) -> None:
+        """One task less."""
+        size = claim.required_vram or 0
+        self.sessions -= 1
+        self.exclusive -= claim.exclusive
+        if claim.swappable:
+            self.movable -= size
+            del self.sizes[bisect_left(self.sizes, size)]
+        else:
+            self.fixed -= size
 
 
 IDLE = Load()
@@ -31,71 +118,264 @@ IDLE = Load()
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The choice: an executor per device asked for, or none with the reason for each that was passed over."""
+    """The choice: a device for each one asked for, or none.
 
-    executors: tuple[ExecutorHeartbeat, ...]
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    Attributes:
+        here: why each chosen device: its cost, by what it consists of.
+        next_best: the device that would have been chosen otherwise and its cost, where one was seen.
+        waits: where none was chosen, why devices were passed over: the first `REASONS` of them, by id.
+        fitting: where too few could take a part, how many could.
+    """
 
-
-def loads(claims: Iterable[Claim]) -> dict[str, Load]:
-    """The load of each executor that has sessions."""
-    result: dict[str, Load] = {}
-    for claim in claims:
-        load = result.get(claim.executor_id, IDLE)
-        result[claim.executor_id] = replace(
-            load,
-            sessions=load.sessions + 1,
-            reserved=load.reserved + (claim.required_vram or 0),
-            exclusive=load.exclusive or claim.exclusive,
-        )
-    return result
+    gpus: tuple[Gpu, ...] = ()
+    here: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    next_best: tuple[str, int] | None = None
+    waits: Mapping[str, str] = field(default_factory=dict)
+    fitting: int = 0
 
 
-def unfit(request: OpenSessionRequest, executor: ExecutorHeartbeat, load: Load) -> str:
-    """Why the executor cannot take a device of the session; empty if it can."""
-    room = executor.device.total_memory - load.reserved
-    if request.node_groups:
-        return f"is in none of the groups {', '.join(request.node_groups)}"
+def fits(want: Want, gpu: Gpu, load: Load) -> bool:
+    """Whether the device can take one of the task's parts; `unfit` says why not, in words."""
+    if gpu.state != "active" or load.exclusive or (want.exclusive and load.sessions):
+        return False
+    if gpu.executor_id in want.barred or not _grouped(want, gpu) or not _kind(want, gpu):
+        return False
+    asked = want.required_vram
+    if asked is None:
+        return True
+    if load.fixed + asked > gpu.total:
+        return False
+    if not want.swappable and load.sizes and load.fixed + asked + load.sizes[-1] > gpu.total:
+        return False
+    return load.fixed + load.movable + asked <= gpu.total + gpu.total * gpu.overcommit // 100
+
+
+def _grouped(want: Want, gpu: Gpu) -> bool:
+    return not gpu.groups if not want.groups else not gpu.groups.isdisjoint(want.groups)
+
+
+def _kind(want: Want, gpu: Gpu) -> bool:
+    return (not want.vendor or want.vendor == gpu.vendor) and (not want.arch or want.arch == gpu.arch)
+
+
+def unfit(want: Want, gpu: Gpu, load: Load) -> str:
+    """Why the device cannot take one of the task's parts, in words; empty if it can."""
+    if fits(want, gpu, load):
+        return ""
+    if gpu.state != "active":
+        return f"is {gpu.state}"
+    if gpu.executor_id in want.barred:
+        return "did not take it before"
+    if not _grouped(want, gpu):
+        if want.groups:
+            return f"is in none of the groups {', '.join(want.groups)}"
+        return f"is kept for the group{'s' * (len(gpu.groups) > 1)} {', '.join(sorted(gpu.groups))}"
+    if not _kind(want, gpu):
+        return f"is {gpu.vendor} {gpu.arch}".rstrip() + f", {f'{want.vendor} {want.arch}'.strip()} was asked for"
     if load.exclusive:
         return "is held exclusively by another session"
-    if request.gpu_mode == "exclusive" and load.sessions:
+    if want.exclusive and load.sessions:
         return "has sessions, an exclusive device was asked for"
-    if request.required_vram is not None and request.required_vram > room:
-        return f"has {max(room, 0)} bytes unreserved, {request.required_vram} were asked for"
-    return ""
+    asked, promised = want.required_vram or 0, load.fixed + load.movable
+    limit = gpu.total + gpu.total * gpu.overcommit // 100
+    if promised + asked > limit:
+        of = f" ({gpu.total} overcommitted by {gpu.overcommit} %)" if gpu.overcommit else ""
+        return f"has {max(limit - promised, 0)} bytes unreserved{of}, {asked} were asked for"
+    if load.fixed + asked > gpu.total:
+        return f"has {gpu.total - load.fixed} bytes beside what cannot be swapped out, {asked} were asked for"
+    return (
+        f"has {max(gpu.total - load.fixed - load.sizes[-1], 0)} bytes beside the largest task that can be swapped out, "
+        f"and {asked} were asked for that cannot"
+    )
 
 
-def place(request: OpenSessionRequest, candidates: Sequence[ExecutorHeartbeat], load: Mapping[str, Load]) -> Placement:
-    """Choose as many executors as devices were asked for, each for one device.
+def cost_of(gpu: Gpu, load: Load) -> int:
+    """Points of a device, without what depends on the task."""
+    promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
+    return PER_SESSION * load.sessions + gpu.utilization + gpu.starvation + promised // 2
 
-    Executors on one node win if one has enough of them, else the fewest nodes. Then the fewest sessions, the lowest utilization
-    in hundredths, the id: the same input always gives the same choice.
+
+def _saved(want: Want, gpu: Gpu) -> int:
+    if not want.weights or not gpu.weights:
+        return 0
+    return RESIDENT * sum(w in gpu.weights for w in want.weights) // len(want.weights)
+
+
+class Pool:
+    """Devices in the order of their cost, with what is claimed of them. Changes by `claim` and `release` alone.
 
     Args:
-        request: what the client wants.
-        candidates: executors that are alive.
-        load: what sessions take of them.
+        gpus: all devices, each id once.
+        claims: what tasks take of them; claims on devices that are not there count nothing.
     """
-    reasons: dict[str, str] = {}
-    nodes: dict[str, list[ExecutorHeartbeat]] = {}
 
-    def score(executor: ExecutorHeartbeat) -> tuple[int, int, str]:
-        sessions = load.get(executor.executor_id, IDLE).sessions
-        return sessions, round(100 * executor.utilization), executor.executor_id
+    def __init__(self, gpus: Iterable[Gpu], claims: Iterable[Claim] = ()) -> None:
+        self._gpus = {g.executor_id: g for g in gpus}
+        self._by_id = [g for _, g in sorted(self._gpus.items())]
+        self._loads: dict[str, Load] = {}
+        for claim in claims:
+            if claim.executor_id in self._gpus:
+                self._loads.setdefault(claim.executor_id, Load()).add(claim)
+        #: Active devices by cost, apart by what whole tasks are refused for: kind, groups, whether anything runs there.
+        self._orders: dict[tuple[str, str, frozenset[str], bool], list[tuple[int, str]]] = {}
+        self._holders: dict[str, set[str]] = {}
+        for gpu in self._gpus.values():
+            if gpu.state == "active":
+                self._order(gpu).append((self._cost(gpu), gpu.executor_id))
+            for digest in gpu.weights:
+                self._holders.setdefault(digest, set()).add(gpu.executor_id)
+        for order in self._orders.values():
+            order.sort()
+        self._refused: dict[Want, Placement] = {}
 
-    for executor in sorted(candidates, key=score):
-        why = unfit(request, executor, load.get(executor.executor_id, IDLE))
-        if why:
-            reasons[executor.executor_id] = why
+    def __len__(self) -> int:
+        return len(self._gpus)
+
+    def load(self, executor_id: str) -> Load:
+        """What is claimed of a device. Not to be changed."""
+        return self._loads.get(executor_id, IDLE)
+
+    def gpus(self) -> Sequence[Gpu]:
+        """All devices, by id."""
+        return self._by_id
+
+    def claim(self, claim: Claim) -> None:
+        """A task takes its part of a device."""
+        self._change(claim, Load.add)
+
+    def release(self, claim: Claim) -> None:
+        """A task has left a device."""
+        self._change(claim, Load.remove)
+        self._refused.clear()
+
+    def _change(self, claim: Claim, change: Callable[[Load, Claim], None]) -> None:
+        gpu = self._gpus[claim.executor_id]
+        load = self._loads.setdefault(gpu.executor_id, Load())
+        if gpu.state != "active":
+            change(load, claim)
+            return
+        order = self._order(gpu)
+        del order[bisect_left(order, (self._cost(gpu), gpu.executor_id))]
+        change(load, claim)
+        insort(self._order(gpu), (self._cost(gpu), gpu.executor_id))
+
+    def _order(self, gpu: Gpu) -> list[tuple[int, str]]:
+        idle = not self.load(gpu.executor_id).sessions
+        return self._orders.setdefault((gpu.vendor, gpu.arch, gpu.groups, idle), [])
+
+    def _cost(self, gpu: Gpu) -> int:
+        return cost_of(gpu, self.load(gpu.executor_id))
+
+    def place(self, want: Want, held: Collection[str] = NOBODY) -> Placement:
+        """Choose for one task, and claim nothing.
+
+        Args:
+            want: what it asks for.
+            held: devices kept for tasks that come before it.
+        """
+        known = self._refused.get(want) if not held else None
+        if known is not None:
+            return known
+        fitting, after = 0, None
+        if want.gpu_count == 1:
+            chosen, after = self._cheapest(want, held)
         else:
-            nodes.setdefault(executor.node, []).append(executor)
-    chosen: list[ExecutorHeartbeat] = []
-    while nodes and len(chosen) < request.gpu_count:
-        missing = request.gpu_count - len(chosen)
+            chosen, fitting = self._together(want, held)
+        if chosen:
+            here = {g.executor_id: self._explain(want, g) for g in chosen}
+            return Placement(tuple(chosen), here, next_best=after)
+        placement = Placement(waits=self._why_not(want, held), fitting=fitting)
+        if not held:
+            self._refused[want] = placement
+        return placement
 
-        def worth(node: str, missing: int = missing) -> tuple[int, list[tuple[int, int, str]]]:
-            best = nodes[node][:missing]
-            return -len(best), sorted([score(e) for e in best], reverse=True)
+    def _fitting(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, Gpu]]:
+        """What fits, cheapest first, weights not considered."""
+        orders = [
+            order
+            for (vendor, arch, groups, idle), order in self._orders.items()
+            if (idle or not want.exclusive)
+            and (not want.vendor or want.vendor == vendor)
+            and (not want.arch or want.arch == arch)
+            and (not groups if not want.groups else not groups.isdisjoint(want.groups))
+        ]
+        gpus, loads = self._gpus, self._loads
+        for cost, executor_id in orders[0] if len(orders) == 1 else heapq.merge(*orders):
+            gpu = gpus[executor_id]
+            if executor_id not in held and fits(want, gpu, loads.get(executor_id, IDLE)):
+                yield cost, gpu
 
-        chosen += nodes.pop(min(nodes, key=worth))[:missing]
-    return Placement(tuple(chosen) if len(chosen) == request.gpu_count else (), reasons)
+    def _ranked(self, want: Want, held: Collection[str]) -> Iterator[tuple[int, str]]:
+        """What fits, cheapest for this task first."""
+        holders = {e for w in want.weights for e in self._holders.get(w, ())}
+        near = [self._gpus[e] for e in holders if e not in held and fits(want, self._gpus[e], self.load(e))]
+        first = sorted([(self._cost(g) - _saved(want, g), g.executor_id) for g in near])
+        rest = ((c, g.executor_id) for c, g in self._fitting(want, holders.union(held) if holders else held))
+        return heapq.merge(first, rest) if first else rest
+
+    def _cheapest(self, want: Want, held: Collection[str]) -> tuple[list[Gpu], tuple[str, int] | None]:
+        ranked = list(islice(self._ranked(want, held), 2))
+        return [self._gpus[e] for _, e in ranked[:1]], (ranked[1][1], ranked[1][0]) if len(ranked) > 1 else None
+
+    def _together(self, want: Want, held: Collection[str]) -> tuple[list[Gpu], int]:
+        count = want.gpu_count
+        nodes: dict[str, list[Gpu]] = {}
+        costs: dict[str, int] = {}
+        for cost, executor_id in self._ranked(want, held):
+            gpu = self._gpus[executor_id]
+            costs[executor_id] = cost
+            on_node = nodes.setdefault(gpu.node, [])
+            on_node.append(gpu)
+            if len(on_node) == count:
+                return on_node, count
+        chosen: list[Gpu] = []
+        while nodes and len(chosen) < count:
+            missing = count - len(chosen)
+
+            def worth(node: str, missing: int = missing) -> tuple[int, list[tuple[int, str]]]:
+                best = nodes[node][:missing]
+                return -len(best), sorted([(costs[g.executor_id], g.executor_id) for g in best], reverse=True)
+
+            chosen += nodes.pop(min(nodes, key=worth))[:missing]
+        return (chosen, count) if len(chosen) == count else ([], len(costs))
+
+    def _explain(self, want: Want, gpu: Gpu) -> dict[str, int]:
+        load = self.load(gpu.executor_id)
+        promised = min(1000, 1000 * (load.fixed + load.movable) // max(gpu.total, 1))
+        parts = {
+            "sessions": PER_SESSION * load.sessions,
+            "utilization": gpu.utilization,
+            "starvation": gpu.starvation,
+            "promised": promised // 2,
+            "resident": -_saved(want, gpu),
+        }
+        return {k: v for k, v in parts.items() if v} | {"cost": sum(parts.values())}
+
+    def _why_not(self, want: Want, held: Collection[str]) -> dict[str, str]:
+        reasons = {}
+        for gpu in self._by_id:
+            why = unfit(want, gpu, self.load(gpu.executor_id))
+            if not why and gpu.executor_id in held:
+                why = "is kept for a task that has waited longer"
+            if why:
+                reasons[gpu.executor_id] = why
+                if len(reasons) == REASONS:
+                    break
+        return reasons
+
+
+def summary(waits: Mapping[str, str], shown: int = 8) -> str:
+    """Why a task fits nowhere, in one line with the numbers; at most `shown` devices by name."""
+    reasons = [f"{name} {why}" for name, why in waits.items()]
+    return "; ".join(reasons[:shown]) + (f"; and {len(reasons) - shown} more" if len(reasons) > shown else "")
+
+
+def as_record(want: Want, placement: Placement) -> dict[str, object]:
+    """What is kept of a placement with its task: "why here", or "why waiting"."""
+    if placement.gpus:
+        record: dict[str, object] = {"why": "here", "here": {k: dict(v) for k, v in placement.here.items()}}
+        if placement.next_best is not None:
+            record["next_best"] = {"executor_id": placement.next_best[0], "cost": placement.next_best[1]}
+        return record
+    shown: Sequence[tuple[str, str]] = list(placement.waits.items())[:32]
+    return {"why": "waiting", "waits": dict(shown), "fitting": placement.fitting}

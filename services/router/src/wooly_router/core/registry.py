@@ -40,6 +40,24 @@ class Registry:
         """Executors heard of within the last five seconds, by id."""
         return [s.heartbeat for _, s in sorted(self._seen.items()) if now - s.at <= LOST_AFTER_S]
 
+    def all(self) -> list[ExecutorHeartbeat]:
+        """The last word of everybody who was not forgotten, by id."""
+        return [s.heartbeat for _, s in sorted(self._seen.items())]
+
+    def heard(self, executor_id: str) -> float | None:
+        """When an executor was last heard of."""
+        seen = self._seen.get(executor_id)
+        return None if seen is None else seen.at
+
+    def has(self, executor_id: str, session_id: str) -> bool:
+        """Whether an executor said last that it has a session."""
+        seen = self._seen.get(executor_id)
+        return seen is not None and session_id in seen.heartbeat.sessions
+
+    def forget(self, executor_id: str) -> None:
+        """Drop one that will not come back."""
+        self._seen.pop(executor_id, None)
+
     def nodes(self, now: float) -> tuple[NodeInfo, ...]:
         """Everything known, for people."""
         return tuple(

@@ -1,0 +1,154 @@
+"""What the controller's decisions cost, over simulated nodes. CPU time of this process, so that neighbours on the machine do not
+count.
+
+`placements` come and go on a cluster that is most of the way full: one in eight wants two devices, one in ten a whole one, some
+a vendor, a group, or weights that lie somewhere already. `refused` asks for what nobody has. `plan` is one pass
+over a queue on a full cluster. The baseline looks at every device every time.
+
+Run: .venv/bin/python bench/control.py [--json] [--only NAME] [--nodes N]
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+
+from rich.console import Console
+from rich.table import Table
+from wooly_router.core.placement import Gpu, Pool, Want, cost_of, fits
+from wooly_router.core.queue import Waiting, claims_of, plan
+
+GIB = 1 << 30
+#: Devices per node, as often as they occur.
+SIZES = (1, 4, 8, 8)
+
+
+def row(name, unit, ours, baseline, goal):
+    """One result. `goal` bounds our own figure from below; None: only reported."""
+    ratio = ours / baseline if baseline else None
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": round(ours, 1),
+        "baseline": round(baseline, 1) if baseline else None,
+        "ratio": round(ratio, 2) if ratio else None,
+        "goal": goal,
+        "ok": goal is None or bool(ours >= goal),
+    }
+
+
+def cluster(nodes, rng):
+    gpus = []
+    for n in range(nodes):
+        vendor, arch, total = rng.choice([("nvidia", "sm_90", 80), ("nvidia", "sm_80", 40), ("amd", "gfx942", 192)])
+        groups = frozenset(["research"]) if n % 10 == 0 else frozenset()
+        for i in range(rng.choice(SIZES)):
+            weights = frozenset([f"w{rng.randrange(100)}"]) if rng.random() < 0.3 else frozenset()
+            use = rng.randrange(300)
+            gpus.append(
+                Gpu(f"n{n:04}-{i}", f"n{n:04}", total * GIB, vendor, arch, groups, 20, "active", use, 0, weights)
+            )
+    return gpus
+
+
+def wants(rng):
+    while True:
+        yield Want(
+            gpu_count=2 if rng.random() < 1 / 8 else 1,
+            required_vram=rng.choice([2, 5, 10, 20, 35]) * GIB,
+            exclusive=rng.random() < 0.1,
+            swappable=rng.random() < 0.7,
+            groups=("research",) if rng.random() < 0.1 else (),
+            vendor=rng.choice(["", "", "", "nvidia", "amd"]),
+            weights=(f"w{rng.randrange(100)}",) if rng.random() < 0.3 else (),
+        )
+
+
+def scan(pool, want):
+    """The baseline: everything that fits, sorted (and nothing about nodes)."""
+    able = [g for g in pool.gpus() if fits(want, g, pool.load(g.executor_id))]
+    able.sort(key=lambda g: (cost_of(g, pool.load(g.executor_id)), g.executor_id))
+    return able[: want.gpu_count]
+
+
+def churn(gpus, choose, seconds, seed=7):
+    """Placements a second, where tasks come and go; the cluster is filled first to three tasks a device."""
+    rng, pool = random.Random(seed), Pool(gpus)
+    asking, running = wants(rng), deque()
+
+    def come(choose):
+        want = next(asking)
+        claims = claims_of(want, [g.executor_id for g in choose(pool, want)])
+        for claim in claims:
+            pool.claim(claim)
+        if claims:
+            running.append(claims)
+        return bool(claims)
+
+    while len(running) < 2 * len(gpus):
+        come(lambda pool, want: pool.place(want).gpus)
+    done = asked = 0
+    spent, begun = 0, time.process_time_ns()
+    while spent < seconds * 1e9:
+        for claim in running.popleft():
+            pool.release(claim)
+        done += come(choose)
+        asked += 1
+        spent = time.process_time_ns() - begun
+    return done / (spent / 1e9), done / asked
+
+
+def bench_placements(gpus, seconds):
+    ours, share = churn(gpus, lambda pool, want: pool.place(want).gpus, seconds)
+    theirs, _ = churn(gpus, scan, seconds)
+    yield row("placements and releases", "1/s", ours, theirs, 2000)
+    yield row("of the tasks that come, placed", "%", 100 * share, None, None)
+
+
+def bench_refused(gpus, seconds):
+    pool, n = Pool(gpus), 0
+    begun = time.process_time_ns()
+    while time.process_time_ns() - begun < seconds * 1e9:
+        assert pool.place(Want(required_vram=500 * GIB + n)).waits
+        n += 1
+    yield row("refusals with reasons, each of another wish", "1/s", n / seconds, None, None)
+
+
+def bench_plan(gpus, seconds):
+    rng, pool = random.Random(3), Pool(gpus)
+    asking = wants(rng)
+    queue = [Waiting(f"t{i:05}", rng.randrange(5), float(i) / 100, next(asking)) for i in range(10_000)]
+    begun = time.process_time_ns()
+    decisions = plan(queue, pool, 1000.0)
+    took = (time.process_time_ns() - begun) / 1e9
+    placed = sum(bool(p.gpus) for _, p in decisions)
+    yield row(f"queue of {len(queue)}, of which {placed} fit", "tasks/s", len(queue) / took, None, None)
+
+
+BENCHES = {"placements": bench_placements, "refused": bench_refused, "plan": bench_plan}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--only", choices=BENCHES)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=3.0, help="CPU time per measurement")
+    args = parser.parse_args()
+    gpus, rows = cluster(args.nodes, random.Random(1)), []
+    for name, bench in BENCHES.items():
+        if args.only in (None, name):
+            rows += bench(gpus, args.seconds)
+    if args.json:
+        print(json.dumps(rows))
+        return
+    columns = ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
+    table = Table(*columns, title=f"{args.nodes} nodes, {len(gpus)} devices")
+    for r in rows:
+        table.add_row(*["" if r[k] is None else str(r[k]) for k in columns])
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Leadership over a real nats-server: one at a time, handed over, taken over, and what happens without JetStream."""
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wooly_bus.app import ServiceApp
+from wooly_bus.leadership import Leadership
+from wooly_testkit.nats import nats_server as start_nats_server
+
+pytestmark = pytest.mark.connected
+TTL_S = 1.0
+
+
+@contextlib.asynccontextmanager
+async def candidates(url, *names, role="r"):
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for name in names:
+            app = ServiceApp(name, url)
+            await stack.enter_async_context(app.running())
+            found.append(Leadership(app, role, name, TTL_S))
+        yield found
+
+
+async def until(condition):
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError
+
+
+async def test_of_three_one_leads_and_hands_over_at_its_end():
+    with start_nats_server() as url:
+        async with candidates(url, "a", "b", "c") as three:
+            tasks = [asyncio.create_task(x.run()) for x in three]
+            await until(lambda: any(x.held for x in three))
+            for _ in range(3):  # longer than the lease
+                await asyncio.sleep(TTL_S / 2)
+                assert sum(x.held for x in three) == 1
+            (first,) = [i for i, x in enumerate(three) if x.held]
+            tasks[first].cancel()
+            await asyncio.wait([tasks[first]])
+            assert not three[first].held
+            await until(lambda: any(x.held for x in three))
+            assert sum(x.held for x in three) == 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+
+async def test_leader_that_dies_is_followed_after_its_lease():
+    with start_nats_server() as url:
+        async with candidates(url, "a", "b") as (a, b):
+            await a.step()
+            await b.step()
+            assert a.held and not b.held
+            await until_steps(b)  # a steps no more
+            await a.step()
+            assert b.held and not a.held
+
+
+async def until_steps(leadership):
+    for _ in range(100):
+        await leadership.step()
+        if leadership.held:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError
+
+
+async def test_leader_that_cannot_renew_stops_in_time(monkeypatch):
+    with start_nats_server() as url:
+        now = [0.0]
+        async with candidates(url, "a") as (a,):
+            a._clock = lambda: now[0]
+            await a.step()
+            assert a.held
+            now[0] = TTL_S - 0.01
+            assert a.held
+            now[0] = TTL_S
+            assert not a.held
+
+
+async def test_without_jetstream_everybody_leads(tmp_path):
+    ports = tmp_path / "ports"
+    ports.mkdir()
+    binary = Path(sys.prefix) / "bin" / "nats-server"
+    process = subprocess.Popen(
+        [binary, "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", ports], stderr=subprocess.DEVNULL, env=os.environ
+    )
+    try:
+        await until(lambda: any(p.read_text() for p in ports.glob("*.ports")))
+        url = json.loads(next(ports.glob("*.ports")).read_text())["nats"][0]
+        async with candidates(url, "a", "b") as (a, b):
+            await a.step()
+            await b.step()
+            assert a.held and b.held
+    finally:
+        process.kill()
+        process.wait()

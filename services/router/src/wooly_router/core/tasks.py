@@ -1,0 +1,31 @@
+"""The life of a task: its states, which may follow which, and when it is tried again. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+State = Literal["pending", "started", "completed", "failed", "cancelled"]
+Kind = Literal["session", "job"]
+
+#: What may follow. A job whose executor was lost is pending again.
+TRANSITIONS: dict[str, frozenset[str]] = {
+    "pending": frozenset({"started", "failed", "cancelled"}),
+    "started": frozenset({"pending", "completed", "failed", "cancelled"}),
+    "completed": frozenset(),
+    "failed": frozenset(),
+    "cancelled": frozenset(),
+}
+ENDED = frozenset(s for s, after in TRANSITIONS.items() if not after)
+#: Seconds before the second attempt; each further one waits twice as long, to a limit.
+RETRY_S = 1.0
+RETRY_LIMIT_S = 60.0
+
+
+def sources(state: str) -> tuple[str, ...]:
+    """The states that may come before `state`."""
+    return tuple(s for s, after in TRANSITIONS.items() if state in after)
+
+
+def backoff_s(attempt: int) -> float:
+    """Seconds to wait after the attempt of this number (from 1) was lost."""
+    return float(min(RETRY_S * 2.0 ** min(attempt - 1, 32), RETRY_LIMIT_S))

@@ -1,0 +1,127 @@
+"""What one router at a time does for all of them: ends what is over, keeps nodes and their history, forgets what is old."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError
+from wooly_bus.leadership import Leadership
+from wooly_wis.messages import GpusReply, GpusRequest
+
+from wooly_router.actor import RouterActor
+from wooly_router.state.nodes import GpuRecord, Sample
+
+log = logging.getLogger("wooly.router")
+EVERY_S = 1.0
+#: Seconds between two samples of every device.
+SAMPLE_S = 10.0
+#: Seconds between two looks for what is old.
+FORGET_S = 300.0
+
+
+class Duties:
+    """The leader's round. Everything it changes is conditional on the state that it saw, so a second leader harms nothing."""
+
+    def __init__(self, app: ServiceApp, actor: RouterActor, leadership: Leadership) -> None:
+        self._app, self._actor, self._leadership = app, actor, leadership
+        self._kept: dict[str, GpuRecord] = {}
+        self._due: dict[str, float] = {}
+        #: What else is done in every round; jobs add theirs.
+        self.more: list[Callable[[], Awaitable[object]]] = []
+
+    async def run(self, every_s: float = EVERY_S) -> None:
+        """Rounds, for ever. A database that is away for a while is no reason to end."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.listen_to_scheduler()
+                if self._leadership.held:
+                    await self.round()
+            except Exception:
+                log.exception("a round of the leader's duties failed; trying again")
+
+    async def round(self) -> None:
+        """Everything that is due."""
+        await self.keep_nodes()
+        await self._actor.lapse()
+        await self._actor.reconcile()
+        for duty in self.more:
+            await duty()
+        if self._is_due("sample", SAMPLE_S):
+            await self.sample()
+        if self._is_due("forget", FORGET_S):
+            await self.forget()
+
+    def _is_due(self, name: str, every_s: float) -> bool:
+        now = self._actor.clock()
+        if now < self._due.get(name, 0.0):
+            return False
+        self._due[name] = now + every_s
+        return True
+
+    async def listen_to_scheduler(self) -> None:
+        """How starved every device is; every router needs it to place sessions."""
+        if not self._is_due("starvation", 2 * EVERY_S):
+            return
+        found: dict[str, int] = {}
+        after, more = "", True
+        try:
+            while more:
+                ask = GpusRequest(after=after)
+                reply = await self._app.request(subjects.SCHEDULER_GPU_LIST, ask, GpusReply, timeout=0.5)
+                found |= {g.executor_id: g.starvation_permille for g in reply.gpus}
+                more = reply.more and bool(reply.gpus)
+                after = reply.gpus[-1].executor_id if reply.gpus else ""
+        except BusError:
+            found = {}  # without a scheduler nobody knows
+        self._actor.world.starvation = found
+
+    async def keep_nodes(self) -> None:
+        """New devices and changed facts at once; when each was heard of, with the samples."""
+        registry, changed = self._actor.registry, []
+        for heartbeat in registry.all():
+            facts = heartbeat.device.model_dump(exclude={"schema_version"})
+            gpu = GpuRecord(heartbeat.executor_id, heartbeat.node, facts, registry.heard(heartbeat.executor_id) or 0.0)
+            before = self._kept.get(gpu.executor_id)
+            if (
+                before is None
+                or (before.facts, before.node_id) != (gpu.facts, gpu.node_id)
+                or gpu.last_seen - before.last_seen > 60
+            ):
+                changed.append(gpu)
+        if changed:
+            await self._actor.world.nodes.see(changed)
+            self._kept |= {g.executor_id: g for g in changed}
+
+    async def sample(self) -> None:
+        """One more point of the history of every device that lives."""
+        actor = self._actor
+        now = actor.clock()
+        starvation = actor.world.starvation
+        await actor.world.nodes.sample(
+            [
+                Sample(
+                    at=round(now),
+                    executor_id=h.executor_id,
+                    node_id=h.node,
+                    utilization=h.utilization,
+                    starvation=starvation.get(h.executor_id, 0) / 1000,
+                    memory_used=h.memory_used,
+                    memory_total=h.device.total_memory,
+                    sessions=len(h.sessions),
+                )
+                for h in actor.registry.alive(now)
+            ]
+        )
+
+    async def forget(self) -> None:
+        """Drop tasks and samples that are older than configured."""
+        world, now = self._actor.world, self._actor.clock()
+        config, _ = await world.settings()
+        await world.nodes.forget_samples(now - config.history_retention_s)
+        while await world.tasks.forget_ended(now - config.task_retention_s) == 1000:
+            continue

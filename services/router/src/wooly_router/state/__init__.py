@@ -1,0 +1,1 @@
+"""What the controller remembers, in SQLAlchemy: SQLite embedded, PostgreSQL in production. Decides nothing."""

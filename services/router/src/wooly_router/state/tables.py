@@ -1,0 +1,195 @@
+"""The tables. Times are seconds since the epoch, sizes bytes; names are keys where people choose them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
+
+
+class Base(DeclarativeBase):
+    """Declarative base of the controller's tables."""
+
+
+class TaskRow(Base):
+    """A session or a job, from its request to long after its end.
+
+    `tenant` is no foreign key: a controller that authenticates nobody takes any name. `wants` is what placement reads, `spec`
+    what a job is to do, `placement` why it is where it is, or why it waits.
+    """
+
+    __tablename__ = "tasks"
+
+    id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    kind: Mapped[str] = mapped_column(String(16))
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    name: Mapped[str] = mapped_column(String(1024))
+    client_host: Mapped[str] = mapped_column(String(255))
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+    priority: Mapped[int] = mapped_column(Integer)
+    gpu_mode: Mapped[str] = mapped_column(String(16))
+    required_vram: Mapped[int | None] = mapped_column(BigInteger, nullable=True)
+    noswap: Mapped[bool] = mapped_column(Boolean)
+    wants: Mapped[dict[str, Any]] = mapped_column(JSON)
+    spec: Mapped[dict[str, Any] | None] = mapped_column(JSON(none_as_null=True), nullable=True)
+    outputs: Mapped[list[Any] | None] = mapped_column(JSON(none_as_null=True), nullable=True)
+    placement: Mapped[dict[str, Any]] = mapped_column(JSON)
+    attempt: Mapped[int] = mapped_column(Integer)
+    created_at: Mapped[float] = mapped_column(Float)
+    started_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+    ended_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+    deadline_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+    retry_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+    parts: Mapped[list[PartRow]] = relationship(
+        order_by="PartRow.position", cascade="all, delete-orphan", lazy="selectin"
+    )
+
+    __table_args__ = (
+        Index("ix_tasks_state_created_at", "state", "created_at"),
+        Index("ix_tasks_created_at_id", "created_at", "id"),
+    )
+
+
+class PartRow(Base):
+    """One device of a task: `position` is its index there."""
+
+    __tablename__ = "task_parts"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    position: Mapped[int] = mapped_column(Integer, primary_key=True)
+    executor_id: Mapped[str] = mapped_column(String(128), index=True)
+    node: Mapped[str] = mapped_column(String(255))
+
+
+class LeaseRow(Base):
+    """What keeps an open session open: its client's token, and until when it must be heard of again."""
+
+    __tablename__ = "leases"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    token: Mapped[str] = mapped_column(String(128))
+    lease_until: Mapped[float] = mapped_column(Float, index=True)
+
+
+class TaskEventRow(Base):
+    """One step of a task's story."""
+
+    __tablename__ = "task_events"
+
+    task_id: Mapped[str] = mapped_column(ForeignKey("tasks.id"), primary_key=True)
+    number: Mapped[int] = mapped_column(Integer, primary_key=True)
+    at: Mapped[float] = mapped_column(Float)
+    state: Mapped[str] = mapped_column(String(16))
+    reason: Mapped[str] = mapped_column(Text)
+
+
+class NodeRow(Base):
+    """A machine that was heard of, or that somebody configured before it came. `wish`: active, cordoned or draining."""
+
+    __tablename__ = "nodes"
+
+    id: Mapped[str] = mapped_column(String(255), primary_key=True)
+    wish: Mapped[str] = mapped_column(String(16))
+    overcommit_vram_percent: Mapped[int | None] = mapped_column(Integer, nullable=True)
+    first_seen: Mapped[float] = mapped_column(Float)
+
+
+class GpuRow(Base):
+    """A device of a node, as its executor last described it."""
+
+    __tablename__ = "gpus"
+
+    executor_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    node_id: Mapped[str] = mapped_column(ForeignKey("nodes.id"), index=True)
+    facts: Mapped[dict[str, Any]] = mapped_column(JSON)
+    last_seen: Mapped[float] = mapped_column(Float)
+
+
+class GroupRow(Base):
+    """A named set of nodes that take only tasks that ask for it."""
+
+    __tablename__ = "groups"
+
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    description: Mapped[str] = mapped_column(String(1024))
+    created_at: Mapped[float] = mapped_column(Float)
+
+
+class MemberRow(Base):
+    """A node is in a group. The node may not have been heard of yet."""
+
+    __tablename__ = "group_members"
+
+    group_name: Mapped[str] = mapped_column(ForeignKey("groups.name"), primary_key=True)
+    node_id: Mapped[str] = mapped_column(String(255), primary_key=True, index=True)
+
+
+class TenantRow(Base):
+    """Somebody who may have tasks."""
+
+    __tablename__ = "tenants"
+
+    name: Mapped[str] = mapped_column(String(128), primary_key=True)
+    description: Mapped[str] = mapped_column(String(1024))
+    disabled: Mapped[bool] = mapped_column(Boolean)
+    created_at: Mapped[float] = mapped_column(Float)
+
+
+class TokenRow(Base):
+    """An API token: only the SHA-256 of its secret is kept. `scopes`: what it may, of what its role may."""
+
+    __tablename__ = "tokens"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(ForeignKey("tenants.name"), index=True)
+    name: Mapped[str] = mapped_column(String(128))
+    role: Mapped[str] = mapped_column(String(16))
+    scopes: Mapped[list[str]] = mapped_column(JSON)
+    secret_hash: Mapped[str] = mapped_column(String(64))
+    created_at: Mapped[float] = mapped_column(Float)
+    expires_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+    revoked_at: Mapped[float | None] = mapped_column(Float, nullable=True)
+
+    __table_args__ = (UniqueConstraint("secret_hash"),)
+
+
+class ConfigRow(Base):
+    """A setting of the cluster that somebody changed."""
+
+    __tablename__ = "config"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    value: Mapped[Any] = mapped_column(JSON)
+    updated_at: Mapped[float] = mapped_column(Float)
+    updated_by: Mapped[str] = mapped_column(String(255))
+
+
+class AuditRow(Base):
+    """Who did what to what. Rows are added and never changed."""
+
+    __tablename__ = "audit"
+
+    id: Mapped[int] = mapped_column(BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True)
+    at: Mapped[float] = mapped_column(Float, index=True)
+    actor: Mapped[str] = mapped_column(String(255))
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    action: Mapped[str] = mapped_column(String(64))
+    target: Mapped[str] = mapped_column(String(255))
+    detail: Mapped[dict[str, Any]] = mapped_column(JSON)
+
+
+class SampleRow(Base):
+    """One device at one time: what it did and held. Kept for the history of metrics."""
+
+    __tablename__ = "samples"
+
+    at: Mapped[float] = mapped_column(Float, primary_key=True)
+    executor_id: Mapped[str] = mapped_column(String(128), primary_key=True)
+    node_id: Mapped[str] = mapped_column(String(255))
+    utilization: Mapped[float] = mapped_column(Float)
+    starvation: Mapped[float] = mapped_column(Float)
+    memory_used: Mapped[int] = mapped_column(BigInteger)
+    memory_total: Mapped[int] = mapped_column(BigInteger)
+    sessions: Mapped[int] = mapped_column(Integer)

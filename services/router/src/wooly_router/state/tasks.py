@@ -1,0 +1,328 @@
+"""Tasks with their devices, leases and stories. Every change of state is conditional: who comes second changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from wooly_router.core.placement import Claim, Want
+from wooly_router.core.queue import Waiting
+from wooly_router.core.tasks import ENDED, Kind, sources
+from wooly_router.state.database import Database
+from wooly_router.state.tables import LeaseRow, PartRow, TaskEventRow, TaskRow
+
+#: Longest reason that is kept, in characters.
+REASON_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PartRecord:
+    """Who serves one device of a task."""
+
+    executor_id: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRecord:
+    """A task, detached from the database; its parts are its devices, in order. Columns as in `TaskRow`."""
+
+    id: str
+    kind: Kind
+    tenant: str
+    created_at: float
+    name: str = ""
+    client_host: str = ""
+    state: str = "pending"
+    reason: str = ""
+    priority: int = 2
+    gpu_mode: str = "shared"
+    required_vram: int | None = None
+    noswap: bool = False
+    wants: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] | None = None
+    outputs: list[Any] | None = None
+    placement: dict[str, Any] = field(default_factory=dict)
+    attempt: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+    deadline_at: float | None = None
+    retry_at: float | None = None
+    parts: tuple[PartRecord, ...] = ()
+
+    def want(self) -> Want:
+        """What placement reads."""
+        more = self.wants
+        return Want(
+            gpu_count=int(more.get("gpu_count", 1)),
+            required_vram=self.required_vram,
+            exclusive=self.gpu_mode == "exclusive",
+            swappable=not self.noswap,
+            groups=tuple(more.get("groups", ())),
+            vendor=str(more.get("vendor", "")),
+            arch=str(more.get("arch", "")),
+            weights=tuple(more.get("weights", ())),
+            barred=frozenset(more.get("barred", ())),
+        )
+
+    def waiting(self) -> Waiting:
+        """The task as the queue sees it."""
+        return Waiting(self.id, self.priority, self.created_at, self.want(), self.retry_at or 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What keeps an open session open."""
+
+    task_id: str
+    token: str
+    lease_until: float
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEvent:
+    """One step of a task's story."""
+
+    number: int
+    at: float
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFilter:
+    """Which tasks a list has; what is None does not count. `text` is looked for in ids and names."""
+
+    tenant: str | None = None
+    states: tuple[str, ...] = ()
+    kind: str | None = None
+    priority: int | None = None
+    executor_id: str | None = None
+    text: str | None = None
+
+    def conditions(self) -> list[ColumnElement[bool]]:
+        """The filter in SQL."""
+        found: list[ColumnElement[bool]] = []
+        if self.tenant is not None:
+            found.append(TaskRow.tenant == self.tenant)
+        if self.states:
+            found.append(TaskRow.state.in_(self.states))
+        if self.kind is not None:
+            found.append(TaskRow.kind == self.kind)
+        if self.priority is not None:
+            found.append(TaskRow.priority == self.priority)
+        if self.executor_id is not None:
+            found.append(TaskRow.parts.any(PartRow.executor_id == self.executor_id))
+        if self.text:
+            found.append(
+                or_(TaskRow.id.contains(self.text, autoescape=True), TaskRow.name.contains(self.text, autoescape=True))
+            )
+        return found
+
+
+class TaskStore:
+    """All tasks. Methods that take a session `s` are part of their caller's transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    async def add(self, s: AsyncSession, task: TaskRecord) -> bool:
+        """A new task, with the first line of its story. False if its id is taken."""
+        if await s.get(TaskRow, task.id) is not None:
+            return False
+        s.add(TaskRow(parts=_parts(task.parts), **{f: getattr(task, f) for f in _COLUMNS}))
+        await s.flush()
+        await self._tell(s, task.id, task.created_at, task.state, task.reason)
+        return True
+
+    async def move(
+        self,
+        s: AsyncSession,
+        task_id: str,
+        state: str,
+        reason: str,
+        at: float,
+        *,
+        attempt: int | None = None,
+        only_from: Iterable[str] = (),
+        **changes: Any,
+    ) -> bool:
+        """Change a task's state. False, and no change, if it is in none that may come before, or at another attempt.
+
+        Args:
+            attempt: the attempt that this is about; None where it does not matter.
+            only_from: states that it must be in, where not all that may come before will do.
+            changes: other columns to set with it.
+        """
+        allowed = tuple(only_from) or sources(state)
+        condition = and_(TaskRow.id == task_id, TaskRow.state.in_(allowed))
+        if attempt is not None:
+            condition = and_(condition, TaskRow.attempt == attempt)
+        if state == "started":
+            changes["started_at"] = at
+        elif state in ENDED:
+            changes["ended_at"] = at
+        reason = reason[:REASON_CHARS]
+        values = {"state": state, "reason": reason} | changes
+        moved = await s.execute(update(TaskRow).where(condition).values(values).returning(TaskRow.id))
+        if moved.first() is None:
+            return False
+        if state in ENDED or state == "pending":
+            await s.execute(delete(LeaseRow).where(LeaseRow.task_id == task_id))
+        if state == "pending":
+            await s.execute(delete(PartRow).where(PartRow.task_id == task_id))
+        await self._tell(s, task_id, at, state, reason)
+        return True
+
+    async def _tell(self, s: AsyncSession, task_id: str, at: float, state: str, reason: str) -> None:
+        last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
+        number = (await s.scalar(last) or 0) + 1
+        values = {"task_id": task_id, "number": number, "at": at, "state": state, "reason": reason[:REASON_CHARS]}
+        await s.execute(insert(TaskEventRow).values(values))
+
+    async def take_devices(self, s: AsyncSession, task_id: str, parts: Sequence[PartRecord], **changes: Any) -> None:
+        """Give a task other devices than before, and set columns with it."""
+        await s.execute(delete(PartRow).where(PartRow.task_id == task_id))
+        s.add_all(
+            [PartRow(task_id=task_id, position=i, executor_id=p.executor_id, node=p.node) for i, p in enumerate(parts)]
+        )
+        if changes:
+            await s.execute(update(TaskRow).where(TaskRow.id == task_id).values(changes))
+
+    async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
+        """An open session begins to have a lease."""
+        s.add(LeaseRow(task_id=lease.task_id, token=lease.token, lease_until=lease.lease_until))
+
+    async def set_priority(self, task_id: str, priority: int) -> bool:
+        """Give a task another class, unless it has ended."""
+        condition = and_(TaskRow.id == task_id, TaskRow.state.not_in(ENDED))
+        async with self.database.writing() as s:
+            found = await s.execute(update(TaskRow).where(condition).values(priority=priority).returning(TaskRow.id))
+            return found.first() is not None
+
+    async def note_waiting(self, s: AsyncSession, task_id: str, placement: dict[str, Any], reason: str) -> None:
+        """Why a pending task waits."""
+        await s.execute(
+            update(TaskRow)
+            .where(TaskRow.id == task_id, TaskRow.state == "pending")
+            .values(placement=placement, reason=reason[:REASON_CHARS])
+        )
+
+    async def forget_ended(self, before: float) -> int:
+        """Drop what ended before a time. Returns how many tasks that were."""
+        async with self.database.writing() as s:
+            old = list(await s.scalars(select(TaskRow.id).where(TaskRow.ended_at < before).limit(1000)))
+            for table in (PartRow, TaskEventRow):
+                await s.execute(delete(table).where(table.task_id.in_(old)))
+            await s.execute(delete(TaskRow).where(TaskRow.id.in_(old)))
+        return len(old)
+
+    # -- leases ------------------------------------------------------------------------------------------------------
+
+    async def lease(self, task_id: str) -> Lease | None:
+        """The lease of an open session."""
+        async with self.database.reading() as s:
+            row = await s.get(LeaseRow, task_id)
+            return None if row is None else Lease(row.task_id, row.token, row.lease_until)
+
+    async def lapsed(self, now: float) -> list[str]:
+        """The sessions whose lease is over."""
+        async with self.database.reading() as s:
+            return list(await s.scalars(select(LeaseRow.task_id).where(LeaseRow.lease_until < now)))
+
+    async def prolong(self, task_id: str, until: float) -> None:
+        """Move a session's lease."""
+        async with self.database.writing() as s:
+            await s.execute(update(LeaseRow).where(LeaseRow.task_id == task_id).values(lease_until=until))
+
+    async def prolong_all(self, until: float) -> None:
+        """Move every lease that would end before `until`."""
+        async with self.database.writing() as s:
+            await s.execute(update(LeaseRow).where(LeaseRow.lease_until < until).values(lease_until=until))
+
+    # -- questions ---------------------------------------------------------------------------------------------------
+
+    async def get(self, task_id: str, s: AsyncSession | None = None) -> TaskRecord | None:
+        """One task."""
+        if s is None:
+            async with self.database.reading() as s:
+                return await self.get(task_id, s)
+        row = await s.get(TaskRow, task_id, populate_existing=True)
+        return None if row is None else _record(row)
+
+    async def in_states(self, *states: str, kind: str | None = None, s: AsyncSession | None = None) -> list[TaskRecord]:
+        """All tasks in some states, oldest first."""
+        chosen = TaskFilter(states=states, kind=kind)
+        query = select(TaskRow).where(*chosen.conditions()).order_by(TaskRow.created_at, TaskRow.id)
+        if s is not None:
+            return [_record(r) for r in await s.scalars(query)]
+        async with self.database.reading() as s:
+            return [_record(r) for r in await s.scalars(query)]
+
+    async def started_on(self, executor_id: str) -> list[TaskRecord]:
+        """The tasks that run on one executor, oldest first."""
+        conditions = TaskFilter(states=("started",), executor_id=executor_id).conditions()
+        query = select(TaskRow).where(*conditions).order_by(TaskRow.created_at, TaskRow.id)
+        async with self.database.reading() as s:
+            return [_record(r) for r in await s.scalars(query)]
+
+    async def claims(self, s: AsyncSession) -> list[Claim]:
+        """What all tasks take that run or are being started."""
+        query = (
+            select(PartRow.executor_id, TaskRow.required_vram, TaskRow.gpu_mode, TaskRow.noswap)
+            .join(TaskRow, TaskRow.id == PartRow.task_id)
+            .where(TaskRow.state.not_in(ENDED))
+            .order_by(PartRow.task_id, PartRow.position)
+        )
+        return [Claim(e, vram, mode == "exclusive", not noswap) for e, vram, mode, noswap in await s.execute(query)]
+
+    async def queue(self, s: AsyncSession) -> list[TaskRecord]:
+        """Jobs that wait for devices."""
+        waiting = await self.in_states("pending", kind="job", s=s)
+        return [t for t in waiting if not t.parts]
+
+    async def page(self, chosen: TaskFilter, limit: int, after: tuple[float, str] | None = None) -> list[TaskRecord]:
+        """Tasks of a list, newest first, from after (created_at, id) on."""
+        query = (
+            select(TaskRow)
+            .where(*chosen.conditions())
+            .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
+            .limit(limit)
+        )
+        if after is not None:
+            at, last = after
+            query = query.where(or_(TaskRow.created_at < at, and_(TaskRow.created_at == at, TaskRow.id < last)))
+        async with self.database.reading() as s:
+            return [_record(r) for r in await s.scalars(query)]
+
+    async def counts(self, tenant: str | None = None) -> dict[str, int]:
+        """How many tasks are in each state."""
+        query = (
+            select(TaskRow.state, func.count()).where(*TaskFilter(tenant=tenant).conditions()).group_by(TaskRow.state)
+        )
+        async with self.database.reading() as s:
+            return {row[0]: row[1] for row in await s.execute(query)}
+
+    async def story(self, task_id: str) -> list[TaskEvent]:
+        """What happened to a task, in order."""
+        query = select(TaskEventRow).where(TaskEventRow.task_id == task_id).order_by(TaskEventRow.number)
+        async with self.database.reading() as s:
+            return [TaskEvent(r.number, r.at, r.state, r.reason) for r in await s.scalars(query)]
+
+
+_COLUMNS = [f.name for f in fields(TaskRecord) if f.name != "parts"]
+
+
+def _parts(parts: Iterable[PartRecord]) -> list[PartRow]:
+    return [PartRow(position=i, executor_id=p.executor_id, node=p.node) for i, p in enumerate(parts)]
+
+
+def _record(row: TaskRow) -> TaskRecord:
+    parts = tuple([PartRecord(p.executor_id, p.node) for p in row.parts])
+    return TaskRecord(parts=parts, **{f: getattr(row, f) for f in _COLUMNS})

@@ -1,0 +1,132 @@
+"""Tenants and their API tokens. A token's secret is shown once, when it is made; only its hash is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal
+
+from sqlalchemy import select, update
+
+from wooly_router.state.database import Database
+from wooly_router.state.tables import TenantRow, TokenRow
+
+Role = Literal["admin", "operator", "user"]
+SECRET_PREFIX = "wooly_"
+
+
+@dataclass(frozen=True, slots=True)
+class TenantRecord:
+    """Somebody who may have tasks."""
+
+    name: str
+    created_at: float
+    description: str = ""
+    disabled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRecord:
+    """An API token, without its secret. Times in seconds since the epoch."""
+
+    id: str
+    tenant: str
+    name: str
+    role: Role
+    created_at: float
+    scopes: tuple[str, ...] = field(default=())
+    expires_at: float | None = None
+    revoked_at: float | None = None
+
+    def valid(self, now: float) -> bool:
+        """Whether it may be used at a time."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+def hash_of(secret: str) -> str:
+    """What is kept of a secret. It has 256 random bits, so a plain hash cannot be searched."""
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+class TenantStore:
+    """All tenants and tokens."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    async def add(self, tenant: TenantRecord) -> bool:
+        """A new tenant. False if the name is taken."""
+        async with self.database.writing() as s:
+            if await s.get(TenantRow, tenant.name) is not None:
+                return False
+            s.add(TenantRow(**{f: getattr(tenant, f) for f in TenantRecord.__slots__}))
+            return True
+
+    async def all(self) -> list[TenantRecord]:
+        """All tenants, by name."""
+        async with self.database.reading() as s:
+            return [_tenant(r) for r in await s.scalars(select(TenantRow).order_by(TenantRow.name))]
+
+    async def get(self, name: str) -> TenantRecord | None:
+        """One tenant."""
+        async with self.database.reading() as s:
+            row = await s.get(TenantRow, name)
+            return None if row is None else _tenant(row)
+
+    async def change(self, name: str, *, description: str, disabled: bool) -> bool:
+        """Describe or disable a tenant. False if there is none."""
+        values = {"description": description, "disabled": disabled}
+        async with self.database.writing() as s:
+            found = await s.execute(
+                update(TenantRow).where(TenantRow.name == name).values(values).returning(TenantRow.name)
+            )
+            return found.first() is not None
+
+    async def add_token(
+        self,
+        tenant: str,
+        name: str,
+        role: Role,
+        now: float,
+        scopes: tuple[str, ...] = (),
+        expires_at: float | None = None,
+    ) -> tuple[TokenRecord, str]:
+        """A new token of a tenant that is there, and its secret."""
+        secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+        token = TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at)
+        columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(scopes)}
+        async with self.database.writing() as s:
+            s.add(TokenRow(secret_hash=hash_of(secret), **columns))
+        return token, secret
+
+    async def tokens(self, tenant: str) -> list[TokenRecord]:
+        """A tenant's tokens, oldest first."""
+        async with self.database.reading() as s:
+            rows = await s.scalars(
+                select(TokenRow).where(TokenRow.tenant == tenant).order_by(TokenRow.created_at, TokenRow.id)
+            )
+            return [_token(r) for r in rows]
+
+    async def revoke(self, tenant: str, token_id: str, now: float) -> bool:
+        """End a token. False if the tenant has none of that id that is not ended."""
+        condition = (TokenRow.id == token_id, TokenRow.tenant == tenant, TokenRow.revoked_at.is_(None))
+        async with self.database.writing() as s:
+            found = await s.execute(update(TokenRow).where(*condition).values(revoked_at=now).returning(TokenRow.id))
+            return found.first() is not None
+
+    async def by_secret(self, secret: str) -> tuple[TokenRecord, TenantRecord] | None:
+        """The token of a secret, and its tenant; whether they may be used is for the caller to judge."""
+        query = select(TokenRow, TenantRow).join(TenantRow, TenantRow.name == TokenRow.tenant)
+        async with self.database.reading() as s:
+            row = (await s.execute(query.where(TokenRow.secret_hash == hash_of(secret)))).first()
+            return None if row is None else (_token(row[0]), _tenant(row[1]))
+
+
+def _tenant(row: TenantRow) -> TenantRecord:
+    return TenantRecord(**{f: getattr(row, f) for f in TenantRecord.__slots__})
+
+
+def _token(row: TokenRow) -> TokenRecord:
+    values = {f: getattr(row, f) for f in TokenRecord.__slots__}
+    return TokenRecord(**values | {"scopes": tuple(row.scopes)})

@@ -1,0 +1,53 @@
+"""All stores on one database, and what placement reads of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
+from wooly_router.core.placement import Pool
+from wooly_router.core.registry import Registry
+from wooly_router.state.config import AuditLog, ConfigStore
+from wooly_router.state.database import Database
+from wooly_router.state.nodes import NodeRecord, NodeStore
+from wooly_router.state.tasks import TaskStore
+from wooly_router.state.tenants import TenantStore
+
+
+class World:
+    """What all routers share.
+
+    Attributes:
+        starvation: permille by executor, as the scheduler last told this router.
+    """
+
+    def __init__(self, database: Database, defaults: ClusterConfig) -> None:
+        self.database = database
+        self.defaults = defaults
+        self.tasks = TaskStore(database)
+        self.nodes = NodeStore(database)
+        self.tenants = TenantStore(database)
+        self.config = ConfigStore(database)
+        self.audit = AuditLog(database)
+        self.starvation: Mapping[str, int] = {}
+
+    async def settings(self, s: AsyncSession | None = None) -> tuple[ClusterConfig, dict[str, NodeRecord]]:
+        """The cluster's settings in force, and its nodes."""
+        if s is None:
+            async with self.database.reading() as s:
+                return await self.settings(s)
+        return configured(self.defaults, await self.config.read(s)), await self.nodes.nodes(s)
+
+    async def pool(
+        self, s: AsyncSession, registry: Registry, now: float
+    ) -> tuple[ClusterConfig, dict[str, NodeRecord], Pool]:
+        """The settings, the nodes, and all devices with what is claimed of them; in a transaction that decides."""
+        config, nodes = await self.settings(s)
+        gpus = gpus_of(registry, nodes, config, now, self.starvation)
+        return config, nodes, Pool(gpus, await self.tasks.claims(s))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.database.close()

@@ -1,0 +1,362 @@
+"""The tables on SQLite and PostgreSQL alike: migrations up and down with rows in them, tasks, nodes, tenants, config, audit."""
+
+import asyncio
+import json
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, inspect, text
+from sqlalchemy.exc import StatementError
+from wooly_router.core.placement import Claim, Want
+from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
+from wooly_router.state.database import Database, migrate, revert
+from wooly_router.state.nodes import GpuRecord, GroupRecord, NodeRecord, NodeStore, Sample
+from wooly_router.state.tables import Base
+from wooly_router.state.tasks import Lease, PartRecord, TaskFilter, TaskRecord, TaskStore
+from wooly_router.state.tenants import TenantRecord, TenantStore, hash_of
+
+BIG = (1 << 63) - 1
+
+
+def task(task_id="s", on="", **changes):
+    parts = tuple(PartRecord(e, "n") for e in on.split())
+    return TaskRecord(id=task_id, **{"kind": "session", "tenant": "x", "created_at": 1.0, "parts": parts} | changes)
+
+
+def engine_of(url):
+    return create_engine(url.replace("+aiosqlite", ""))
+
+
+@pytest.fixture
+async def database(database_url):
+    migrate(database_url)
+    database = Database(database_url)
+    yield database
+    await database.close()
+
+
+@pytest.fixture
+def tasks(database):
+    return TaskStore(database)
+
+
+async def put(store, *records):
+    async with store.database.writing() as s:
+        for record in records:
+            assert await store.add(s, record)
+
+
+async def move(store, *args, **kwargs):
+    async with store.database.writing() as s:
+        return await store.move(s, *args, **kwargs)
+
+
+# -- migrations ------------------------------------------------------------------------------------------------------
+
+
+def test_migrations_make_exactly_the_models(database_url):
+    migrate(database_url)
+    engine = engine_of(database_url)
+    with engine.connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), Base.metadata) == []
+    engine.dispose()
+
+
+def test_migrating_twice_changes_nothing(database_url):
+    migrate(database_url)
+    migrate(database_url)
+
+
+def test_every_migration_up_and_down_keeps_open_sessions(database_url):
+    engine = engine_of(database_url)
+
+    def rows(query):
+        with engine.connect() as connection:
+            return [tuple(r) for r in connection.execute(text(query))]
+
+    migrate(database_url, "0001")
+    with engine.begin() as connection:
+        connection.execute(
+            text("INSERT INTO sessions VALUES ('s', 'a', 'n', 't', 'x', 2, 'shared', 7, 'train.py', 'h', 1.0, 10.0)")
+        )
+    migrate(database_url, "0002")
+    assert rows("SELECT * FROM session_parts") == [("s", 0, "a", "n")]
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO session_parts VALUES ('s', 1, 'b', 'n')"))
+    migrate(database_url)
+    assert rows("SELECT id, kind, tenant, name, state, priority, required_vram, started_at FROM tasks") == [
+        ("s", "session", "x", "train.py", "started", 2, 7, 1.0)
+    ]
+    assert rows("SELECT * FROM leases") == [("s", "t", 10.0)]
+    assert rows("SELECT executor_id FROM task_parts ORDER BY position") == [("a",), ("b",)]
+    with engine.begin() as connection:  # what has no place in the older schema is dropped with it
+        connection.execute(
+            text(
+                "INSERT INTO tasks (id, kind, tenant, name, client_host, state, reason, priority, gpu_mode, noswap, wants, "
+                "placement, attempt, created_at) VALUES ('j', 'job', 'x', '', '', 'pending', '', 2, 'shared', false, "
+                "'{}', '{}', 0, 2.0)"
+            )
+        )
+        connection.execute(text("INSERT INTO task_events VALUES ('j', 1, 2.0, 'pending', '')"))
+        connection.execute(text("INSERT INTO tenants VALUES ('x', '', false, 1.0)"))
+    revert(database_url, "0002")
+    assert rows("SELECT id, token, tenant, program, opened_at, lease_until, required_vram FROM sessions") == [
+        ("s", "t", "x", "train.py", 1.0, 10.0, 7)
+    ]
+    assert rows("SELECT session_id, position, executor_id FROM session_parts ORDER BY position") == [
+        ("s", 0, "a"),
+        ("s", 1, "b"),
+    ]
+    assert set(inspect(engine).get_table_names()) == {"sessions", "session_parts", "alembic_version"}
+    migrate(database_url)
+    assert rows("SELECT id, state FROM tasks") == [("s", "started")]
+    revert(database_url, "0001")
+    assert rows("SELECT id, executor_id, node FROM sessions") == [("s", "a", "n")]
+    revert(database_url, "base")
+    assert inspect(engine).get_table_names() == ["alembic_version"]
+    engine.dispose()
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+async def test_tasks_survive_a_new_store(tasks, database_url):
+    rows = [
+        task("1", created_at=2.0, required_vram=BIG, gpu_mode="exclusive", noswap=True, priority=0),
+        task("2", "c b", name="ü" * 1024, wants={"gpu_count": 2, "groups": ["g"], "weights": ["d"], "barred": ["z"]}),
+        task("3", kind="job", spec={"module": "d"}, deadline_at=9.0, retry_at=3.0, placement={"why": "waiting"}),
+    ]
+    await put(tasks, *rows)
+    again = TaskStore(Database(database_url))
+    assert [await again.get(r.id) for r in rows] == rows and await again.get("4") is None
+    assert rows[0].want() == Want(required_vram=BIG, exclusive=True, swappable=False)
+    assert (await again.get("2")).want() == Want(2, groups=("g",), weights=("d",), barred=frozenset("z"))
+    async with again.database.reading() as s:
+        assert await again.claims(s) == [Claim("c"), Claim("b")]
+        assert [t.id for t in await again.queue(s)] == ["3"]
+    await again.database.close()
+
+
+async def test_task_is_added_once(tasks):
+    await put(tasks, task("1"))
+    async with tasks.database.writing() as s:
+        assert not await tasks.add(s, task("1", name="other"))
+    assert (await tasks.get("1")).name == "" and len(await tasks.story("1")) == 1
+
+
+async def test_state_moves_forward_only_and_tells_its_story(tasks):
+    await put(tasks, task("1"))
+    assert not await move(tasks, "1", "completed", "", 2.0)
+    assert await move(tasks, "1", "started", "on a", 2.0, attempt=0)
+    assert not await move(tasks, "1", "started", "again", 3.0)
+    assert not await move(tasks, "1", "completed", "", 3.0, attempt=7)
+    assert await move(tasks, "1", "completed", "done " + "x" * 9999, 4.0, outputs=[{"a": 1}])
+    for state in ("pending", "started", "failed", "cancelled", "completed"):
+        assert not await move(tasks, "1", state, "", 5.0)
+    found = await tasks.get("1")
+    assert (found.state, found.started_at, found.ended_at, found.outputs) == ("completed", 2.0, 4.0, [{"a": 1}])
+    assert [(e.number, e.at, e.state) for e in await tasks.story("1")] == [
+        (1, 1.0, "pending"),
+        (2, 2.0, "started"),
+        (3, 4.0, "completed"),
+    ]
+    assert not await move(tasks, "nobody", "started", "", 5.0)
+
+
+async def test_of_two_who_move_a_task_at_once_one_does(tasks):
+    await put(tasks, task("1"))
+    moved = await asyncio.gather(
+        *[move(tasks, "1", "started", f"by {i}", 2.0, only_from=["pending"]) for i in range(8)]
+    )
+    assert sum(moved) == 1 and len(await tasks.story("1")) == 2
+
+
+async def test_task_that_is_pending_again_holds_nothing(tasks):
+    await put(tasks, task("1", "a"))
+    await move(tasks, "1", "started", "", 2.0)
+    async with tasks.database.writing() as s:
+        await tasks.set_lease(s, Lease("1", "t", 9.0))
+    assert [t.id for t in await tasks.started_on("a")] == ["1"] and await tasks.started_on("b") == []
+    assert await move(tasks, "1", "pending", "lost a", 3.0, attempt=0, retry_at=5.0)
+    async with tasks.database.reading() as s:
+        assert await tasks.claims(s) == []
+    assert await tasks.lease("1") is None and (await tasks.get("1")).waiting().not_before == 5.0
+
+
+async def test_ended_task_remembers_where_it_ran_and_claims_nothing(tasks):
+    await put(tasks, task("1", "a"))
+    await move(tasks, "1", "failed", "why", 2.0)
+    async with tasks.database.reading() as s:
+        assert await tasks.claims(s) == []
+    assert (await tasks.get("1")).parts == (PartRecord("a", "n"),)
+
+
+async def test_leases_move_and_lapse(tasks):
+    await put(tasks, task("1"), task("2"))
+    async with tasks.database.writing() as s:
+        await tasks.set_lease(s, Lease("1", "t", 5.0))
+        await tasks.set_lease(s, Lease("2", "u", 50.0))
+    assert await tasks.lapsed(6.0) == ["1"]
+    await tasks.prolong_all(20.0)
+    assert [(await tasks.lease(i)).lease_until for i in "12"] == [20.0, 50.0]
+    await tasks.prolong("1", 30.0)
+    await tasks.prolong("gone", 30.0)
+    assert await tasks.lease("1") == Lease("1", "t", 30.0) and await tasks.lease("3") is None
+
+
+async def test_list_filters_and_pages(tasks):
+    await put(
+        tasks,
+        *[
+            task(f"t{i}", created_at=float(i // 2), tenant="xy"[i % 2], priority=i % 3, name=f"run_{i}%")
+            for i in range(9)
+        ],
+        task("job", "a", kind="job", created_at=100.0),
+    )
+    await move(tasks, "t3", "cancelled", "", 9.0)
+
+    async def ids(limit=99, after=None, **chosen):
+        return [t.id for t in await tasks.page(TaskFilter(**chosen), limit, after)]
+
+    assert await ids() == ["job", "t8", "t7", "t6", "t5", "t4", "t3", "t2", "t1", "t0"]
+    assert await ids(tenant="y") == ["t7", "t5", "t3", "t1"] and await ids(kind="job") == ["job"]
+    assert await ids(states=("cancelled",)) == ["t3"] and await ids(executor_id="a") == ["job"]
+    assert await ids(priority=0, tenant="x") == ["t6", "t0"]
+    assert await ids(text="7%") == ["t7"] and await ids(text="_") == (await ids())[1:] and await ids(text="%_") == []
+    seen, after = [], None
+    while page := await tasks.page(TaskFilter(), 3, after):
+        seen += [t.id for t in page]
+        after = page[-1].created_at, page[-1].id
+    assert seen == await ids()
+    assert await tasks.counts() == {"pending": 9, "cancelled": 1} and await tasks.counts("y") == {
+        "pending": 3,
+        "cancelled": 1,
+    }
+
+
+async def test_old_tasks_are_forgotten(tasks):
+    await put(tasks, task("1", "a"), task("2"), task("3"))
+    await move(tasks, "1", "failed", "", 2.0)
+    await move(tasks, "2", "failed", "", 8.0)
+    assert await tasks.forget_ended(5.0) == 1
+    assert [await tasks.get(i) is None for i in "123"] == [True, False, False] and await tasks.story("1") == []
+
+
+async def test_priority_changes_until_the_end(tasks):
+    await put(tasks, task("1"))
+    assert await tasks.set_priority("1", 4) and (await tasks.get("1")).priority == 4
+    await move(tasks, "1", "failed", "", 2.0)
+    assert not await tasks.set_priority("1", 0) and not await tasks.set_priority("2", 0)
+
+
+async def test_decisions_of_several_routers_follow_one_another(tasks, database_url):
+    """Each reads all claims and adds one if there are fewer than three: never a fourth."""
+    others = [tasks, *[TaskStore(Database(database_url)) for _ in range(3)]]
+
+    async def decide(number):
+        store = others[number % 4]
+        async with store.database.deciding() as s:
+            if len(await store.claims(s)) < 3:
+                await asyncio.sleep(0.002)
+                await store.add(s, task(f"t{number}", "a"))
+
+    await asyncio.gather(*[decide(i) for i in range(12)])
+    async with tasks.database.reading() as s:
+        assert len(await tasks.claims(s)) == 3
+    for other in others[1:]:
+        await other.database.close()
+
+
+async def test_transaction_that_fails_changes_nothing(tasks):
+    with pytest.raises(RuntimeError):
+        async with tasks.database.writing() as s:
+            await tasks.add(s, task("1"))
+            raise RuntimeError
+    assert await tasks.get("1") is None
+
+
+# -- nodes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_nodes_keep_what_operators_wish_across_heartbeats(database):
+    store = NodeStore(database)
+    gpu = GpuRecord("a-0", "a", {"name": "d", "total_memory": BIG}, 1.0)
+    await store.see([gpu, GpuRecord("a-1", "a", {}, 1.0)])
+    assert await store.set_overcommit("a", 0) and await store.set_wish("a", "draining")
+    assert not await store.set_overcommit("b", 5) and not await store.set_wish("b", "active")
+    await store.see([GpuRecord("a-0", "a", {"name": "e"}, 3.0)])
+    assert await store.nodes() == {"a": NodeRecord("a", "draining", 0, 1.0)}
+    assert [(g.executor_id, g.facts, g.last_seen) for g in await store.gpus()] == [
+        ("a-0", {"name": "e"}, 3.0),
+        ("a-1", {}, 1.0),
+    ]
+    assert await store.set_overcommit("a", None) and (await store.nodes())["a"].overcommit_vram_percent is None
+    assert await store.forget_gpu("a-1") and "a" in await store.nodes()
+    assert await store.forget_gpu("a-0") and await store.nodes() == {} and not await store.forget_gpu("a-0")
+
+
+async def test_groups_may_name_nodes_that_are_yet_to_come(database):
+    store = NodeStore(database)
+    assert await store.put_group(GroupRecord("g", "fast", 1.0, ("b", "a", "a")))
+    assert not await store.put_group(GroupRecord("g", "faster", 2.0, ("b",)))
+    await store.put_group(GroupRecord("h", "", 2.0, ("b",)))
+    await store.see([GpuRecord("b-0", "b", {}, 5.0)])
+    assert await store.groups() == [GroupRecord("g", "faster", 1.0, ("b",)), GroupRecord("h", "", 2.0, ("b",))]
+    assert (await store.nodes())["b"].groups == {"g", "h"}
+    assert await store.remove_group("g") and not await store.remove_group("g")
+    assert (await store.nodes())["b"].groups == {"h"}
+
+
+async def test_history_has_what_was_sampled_in_the_span(database):
+    store = NodeStore(database)
+    samples = [Sample(float(t), e, "n", 0.5, 0.25, BIG, BIG, t) for t in range(4) for e in "ab"]
+    await store.sample(samples)
+    await store.sample(samples[:1])
+    assert await store.history(1.0, 3.0) == samples[2:6] and await store.history(0.0, 9.0, "b") == samples[1::2]
+    await store.forget_samples(2.0)
+    assert await store.history(0.0, 9.0) == samples[4:]
+
+
+# -- tenants, config, audit ------------------------------------------------------------------------------------------
+
+
+async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(database, database_url):
+    store = TenantStore(database)
+    assert await store.add(TenantRecord("x", 1.0)) and not await store.add(TenantRecord("x", 2.0))
+    token, secret = await store.add_token("x", "ci", "user", 1.0, ("tasks:read",), expires_at=9.0)
+    assert (
+        await store.by_secret(secret) == (token, TenantRecord("x", 1.0)) and await store.by_secret("wooly_no") is None
+    )
+    engine = engine_of(database_url)
+    with engine.connect() as connection:
+        row = connection.execute(text("SELECT * FROM tokens")).one()
+    engine.dispose()
+    assert secret not in json.dumps([str(v) for v in row]) and hash_of(secret) in row
+    assert token.valid(8.9) and not token.valid(9.0)
+    assert not await store.revoke("y", token.id, 5.0) and await store.revoke("x", token.id, 5.0)
+    assert not await store.revoke("x", token.id, 6.0) and not (await store.tokens("x"))[0].valid(5.0)
+    assert await store.change("x", description="d", disabled=True) and not await store.change(
+        "y", description="", disabled=True
+    )
+    assert (await store.get("x")).disabled and [t.name for t in await store.all()] == ["x"]
+
+
+async def test_config_is_all_or_nothing_and_null_is_a_value(database):
+    store = ConfigStore(database)
+    assert await store.read() == {}
+    await store.write({"a": 1, "b": None}, 1.0, "me")
+    await store.write({"a": [2]}, 2.0, "me")
+    assert await store.read() == {"a": [2], "b": None}
+    with pytest.raises((StatementError, TypeError)):
+        await store.write({"a": 3, "c": object()}, 3.0, "me")
+    assert await store.read() == {"a": [2], "b": None}
+
+
+async def test_audit_is_read_from_the_newest(database):
+    log = AuditLog(database)
+    for i in range(5):
+        await log.add(AuditRecord(float(i), "me", "xy"[i % 2], "config.put", f"t{i}", {"i": i}))
+    first = await log.page(2)
+    assert [r.target for r in first] == ["t4", "t3"] and first[0].detail == {"i": 4}
+    assert [r.target for r in await log.page(9, before=first[-1].id, tenant="x")] == ["t2", "t0"]
