@@ -281,3 +281,13 @@ def test_not_a_number_wins_in_extremes():
 def test_walk_gives_outer_statements_first():
     kinds = [type(s).__name__ for s in ir.walk(row_sums().body)]
     assert kinds == ["Const", "Reduce", "Const", "Apply", "Apply", "Load", "Apply", "Store"]
+
+
+def test_fma_of_f32_is_rounded_once_where_f64_would_round_twice():
+    """The product is half way between two numbers; what is added is too small for an f64, and decides."""
+    a = 1 + 2.0**-12
+    assert scalars.apply("fma", F32, [a, a, 2.0**-80], [F32] * 3) == 1 + 2.0**-11 + 2.0**-23
+    assert scalars.apply("fma", F32, [a, a, -(2.0**-80)], [F32] * 3) == 1 + 2.0**-11
+    assert scalars.apply("fma", F32, [a, a, 0.0], [F32] * 3) == 1 + 2.0**-11
+    assert scalars.apply("fma", F32, [3e38, 2.0, -3e38], [F32] * 3) == scalars.rounded(3e38, F32)
+    assert math.isnan(scalars.apply("fma", F32, [math.inf, 0.0, 1.0], [F32] * 3))
