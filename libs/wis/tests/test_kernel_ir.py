@@ -31,7 +31,7 @@ def row_sums(rows=2, n=5, lanes=2):
     k = KernelBuilder("row_sums", (rows,))
     x, y = k.array("x", F32, rows * n), k.array("y", F32, rows, Role.OUT)
     (r,) = k.points
-    with k.reduce(n, lanes, [k.const(F32, 0.0)], ["add"]) as fold:
+    with k.reduce(n, lanes, [k.const(F32, 0.0)], k.each("add")) as fold:
         at = k.apply("add", k.apply("mul", r, k.const(I64, n)), fold.index)
         fold.yields = (k.load(x, at),)
     k.store(y, r, fold.results[0])
@@ -58,7 +58,7 @@ def everything():
         k.otherwise()
         choice.yields.append((k.apply("neg", loop.results[1]),))
     old = k.atomic("add", y, zero, choice.results[0], checked=True)
-    with k.reduce(4, 4, [zero, k.const(I64, -(1 << 63))], ["add", "max"]) as fold:
+    with k.reduce(4, 4, [zero, k.const(I64, -(1 << 63))], k.each("add", "max")) as fold:
         v = k.load(s, fold.index)
         fold.yields = (v, v)
     k.store(y, k.apply("add", p, one), k.apply("add", fold.results[0], fold.results[1]))
