@@ -99,6 +99,24 @@ class Tape:
         self._add(Form(opcode, tuple(operands), tuple(kinds), attrs), tuple(slots))
         return [into] if into is not None else results
 
+    def extern(self, name: str, *args: Tensor | Attr, results: Sequence[tuple[DType, Sequence[int]]]) -> list[Tensor]:
+        """A library operator, by the arguments of its schema; its results, of these dtypes and sizes."""
+        operands: list[Operand] = []
+        slots: list[int] = []
+        given: list[Attr] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                given.append(OperandRef(len(operands)))
+                operands.append(Operand(Role.IN, value.view))
+                slots.append(value.slot)
+            else:
+                given.append(value)
+        made = [self._fresh(dtype, tuple(sizes)) for dtype, sizes in results]
+        operands += [Operand(Role.OUT, t.view) for t in made]
+        attrs = (("args", tuple(given)), ("kwargs", ()), ("name", name))
+        self._add(Form("extern", tuple(operands), (), attrs), (*slots, *[t.slot for t in made]))
+        return made
+
     def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
         """A dense copy, maybe of another dtype."""
         out = self._fresh(dtype or a.view.dtype, a.view.sizes)

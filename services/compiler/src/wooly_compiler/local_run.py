@@ -13,6 +13,7 @@ from wooly_wis.kernel.text import digest
 
 from wooly_compiler.build import opencl
 from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+from wooly_compiler.rows import QUOTIENTS
 
 Memory = MutableMapping[int, np.ndarray[Any, Any]]
 
@@ -37,6 +38,7 @@ class LocalRun:
 
         Raises:
             IndexError: a kernel found an index out of range.
+            ZeroDivisionError: a kernel found a divisor of 0.
         """
         if not self.plan.fits(params):
             raise ValueError(f"the plan was made for other params: {dict(self.plan.assumed)}")
@@ -60,7 +62,10 @@ class LocalRun:
                         self._device.queue.finish()
                         if status[0]:
                             line = step.lines[status[0] - 1]
-                            raise IndexError(f"index out of range in instruction {line.origin}, {line.form.opcode}")
+                            where = f"instruction {line.origin}, {line.form.opcode}"
+                            if line.form.opcode in QUOTIENTS:
+                                raise ZeroDivisionError(f"division by zero in {where}")
+                            raise IndexError(f"index out of range in {where}")
                 case LibraryStep():
                     self._device.queue.finish()
                     if self._library is None:

@@ -169,7 +169,8 @@ def _values(form: Form, row: Row) -> dict[str, Attr]:
     return {a.name: given[k] if k < len(given) else a.default for k, a in enumerate(row.args)}
 
 
-_QUOTIENTS: Final = ("div_floor", "div_trunc", "remainder", "fmod")
+#: Rows that complain of a divisor of 0 where they are computed in integers.
+QUOTIENTS: Final = ("div_floor", "div_trunc", "remainder", "fmod")
 
 
 def _pointwise(e: Emitter, row: Row, found: Arguments) -> None:
@@ -192,7 +193,7 @@ def _pointwise(e: Emitter, row: Row, found: Arguments) -> None:
             elements[name] = node if name in row.truths else e.to(node, compute)
         elif value is not None:
             # a square is no power, and a divisor that is known is not 0
-            decides = name == "b" and (row.opcode == "pow" or (row.opcode in _QUOTIENTS and compute not in FLOATS))
+            decides = name == "b" and (row.opcode == "pow" or (row.opcode in QUOTIENTS and compute not in FLOATS))
             elements[name] = e.number(e.assume(value) if decides else value, compute)
 
     def constant(n: ExprNumber) -> int:
