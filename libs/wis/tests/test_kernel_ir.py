@@ -31,7 +31,7 @@ def row_sums(rows=2, n=5, lanes=2):
     k = KernelBuilder("row_sums", (rows,))
     x, y = k.array("x", F32, rows * n), k.array("y", F32, rows, Role.OUT)
     (r,) = k.points
-    with k.reduce(n, lanes, [k.const(F32, 0.0)], ["add"]) as fold:
+    with k.reduce(n, lanes, [k.const(F32, 0.0)], k.each("add")) as fold:
         at = k.apply("add", k.apply("mul", r, k.const(I64, n)), fold.index)
         fold.yields = (k.load(x, at),)
     k.store(y, r, fold.results[0])
@@ -58,7 +58,7 @@ def everything():
         k.otherwise()
         choice.yields.append((k.apply("neg", loop.results[1]),))
     old = k.atomic("add", y, zero, choice.results[0], checked=True)
-    with k.reduce(4, 4, [zero, k.const(I64, -(1 << 63))], ["add", "max"]) as fold:
+    with k.reduce(4, 4, [zero, k.const(I64, -(1 << 63))], k.each("add", "max")) as fold:
         v = k.load(s, fold.index)
         fold.yields = (v, v)
     k.store(y, k.apply("add", p, one), k.apply("add", fold.results[0], fold.results[1]))
@@ -281,3 +281,13 @@ def test_not_a_number_wins_in_extremes():
 def test_walk_gives_outer_statements_first():
     kinds = [type(s).__name__ for s in ir.walk(row_sums().body)]
     assert kinds == ["Const", "Reduce", "Const", "Apply", "Apply", "Load", "Apply", "Store"]
+
+
+def test_fma_of_f32_is_rounded_once_where_f64_would_round_twice():
+    """The product is half way between two numbers; what is added is too small for an f64, and decides."""
+    a = 1 + 2.0**-12
+    assert scalars.apply("fma", F32, [a, a, 2.0**-80], [F32] * 3) == 1 + 2.0**-11 + 2.0**-23
+    assert scalars.apply("fma", F32, [a, a, -(2.0**-80)], [F32] * 3) == 1 + 2.0**-11
+    assert scalars.apply("fma", F32, [a, a, 0.0], [F32] * 3) == 1 + 2.0**-11
+    assert scalars.apply("fma", F32, [3e38, 2.0, -3e38], [F32] * 3) == scalars.rounded(3e38, F32)
+    assert math.isnan(scalars.apply("fma", F32, [math.inf, 0.0, 1.0], [F32] * 3))

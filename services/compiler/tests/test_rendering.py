@@ -110,7 +110,7 @@ def histogram(n=1000, bins=8):
             k.atomic("add", y, at, k.const(I32, 1), checked=True)
             loop.yields = (k.apply("add", loop.args[0], k.convert(v, I64)),)
         k.store(s, j, loop.results[0])
-    with k.reduce(64, 32, [zero], ["add"]) as fold:
+    with k.reduce(64, 32, [zero], k.each("add")) as fold:
         fold.yields = (k.load(s, fold.index),)
     with k.when(k.apply("gt", fold.results[0], zero)):
         k.atomic("max", y, zero, k.const(I32, 0))

@@ -73,8 +73,12 @@ if __name__ == "__main__":
             lambda z: z,
         ),
     )
-    show("ERF", fit(lambda z: mp.erf(mp.sqrt(z)) / mp.sqrt(z) - 1 if z > 0 else 0, 1e-9, 1.0, 7))
-    show("ERFC_LOG", fit(lambda t: mp.log(mp.erfc(t + 1)), 0.0, 3.1, 9, lambda t: mp.erfc(t + 1)))
+    show("ERF", fit(lambda z: mp.erf(mp.sqrt(z)) / mp.sqrt(z) - 1 if z > 0 else 0, 1e-9, 1.0, 6))
+
+    def erfc_root(t):
+        return mp.root(mp.erfc(t + 1), 4)
+
+    show("ERFC_ROOT", fit(erfc_root, 0.0, 3.0, 8, lambda t: 4 * erfc_root(t) ** 3 / mp.erf(t + 1)))
     show("SIN", fit(lambda z: sin(mp.sqrt(z), 3), 1e-9, 0.6169, 3, lambda z: z))
     show("COS", fit(lambda z: cos(mp.sqrt(z), 4), 1e-9, 0.6169, 3, lambda z: z * z))
     show(

@@ -49,7 +49,7 @@ class Tape:
         self._add(Form("alloc", (Operand(Role.OUT, View(DType.U8, (max(view.end, 1),), (1,))),)), (slot,))
         return Tensor(slot, view)
 
-    def op(self, opcode: str, *args: Tensor | Attr, into: Tensor | None = None) -> Tensor:
+    def op(self, opcode: str, *args: Tensor | tuple[Tensor, ...] | Attr, into: Tensor | None = None) -> Tensor:
         """A native instruction; its first result. Floats and integers for numbers become params.
 
         Args:
@@ -59,7 +59,7 @@ class Tape:
         """
         return self.ops(opcode, *args, into=into)[0]
 
-    def ops(self, opcode: str, *args: Tensor | Attr, into: Tensor | None = None) -> list[Tensor]:
+    def ops(self, opcode: str, *args: Tensor | tuple[Tensor, ...] | Attr, into: Tensor | None = None) -> list[Tensor]:
         """As `op`; all results."""
         row = TABLE[opcode]
         operands: list[Operand] = []
@@ -72,6 +72,11 @@ class Tape:
                 operands.append(Operand(role, value.view))
                 slots.append(value.slot)
                 given.append(OperandRef(len(operands) - 1))
+            elif arg.kind is ArgKind.TENSORS and isinstance(value, tuple):
+                parts = [v for v in value if isinstance(v, Tensor)]
+                given.append(tuple([OperandRef(len(operands) + n) for n in range(len(parts))]))
+                operands += [Operand(Role.IN, v.view) for v in parts]
+                slots += [v.slot for v in parts]
             elif arg.kind in (ArgKind.NUMBER, ArgKind.EITHER) and isinstance(value, (int, float)):
                 kinds.append(
                     ParamKind.BOOL
@@ -83,7 +88,7 @@ class Tape:
                 self.params.append(value)
                 given.append(ParamRef(len(kinds) - 1))
             else:
-                given.append(value)
+                given.append(value)  # type: ignore[arg-type]
         attrs = (("args", tuple(given)),)
         results: list[Tensor] = []
         if into is None:
@@ -93,6 +98,24 @@ class Tape:
             slots += [t.slot for t in results]
         self._add(Form(opcode, tuple(operands), tuple(kinds), attrs), tuple(slots))
         return [into] if into is not None else results
+
+    def extern(self, name: str, *args: Tensor | Attr, results: Sequence[tuple[DType, Sequence[int]]]) -> list[Tensor]:
+        """A library operator, by the arguments of its schema; its results, of these dtypes and sizes."""
+        operands: list[Operand] = []
+        slots: list[int] = []
+        given: list[Attr] = []
+        for value in args:
+            if isinstance(value, Tensor):
+                given.append(OperandRef(len(operands)))
+                operands.append(Operand(Role.IN, value.view))
+                slots.append(value.slot)
+            else:
+                given.append(value)
+        made = [self._fresh(dtype, tuple(sizes)) for dtype, sizes in results]
+        operands += [Operand(Role.OUT, t.view) for t in made]
+        attrs = (("args", tuple(given)), ("kwargs", ()), ("name", name))
+        self._add(Form("extern", tuple(operands), (), attrs), (*slots, *[t.slot for t in made]))
+        return made
 
     def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
         """A dense copy, maybe of another dtype."""

@@ -12,7 +12,8 @@ import numpy as np
 from wooly_wis.kernel.text import digest
 
 from wooly_compiler.build import opencl
-from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+from wooly_compiler.rows import QUOTIENTS
 
 Memory = MutableMapping[int, np.ndarray[Any, Any]]
 
@@ -33,10 +34,17 @@ class LocalRun:
         self._kernels = {id(s): built[digest(s.kernel)] for s in plan.steps if isinstance(s, KernelStep)}
 
     def run(self, memory: Memory, params: Sequence[Any] = ()) -> None:
-        """Run. `memory` has the bytes of each slot that is bound from outside; afterwards, of each that the program leaves."""
+        """Run. `memory` has the bytes of each slot that is bound from outside; afterwards, of each that the program leaves.
+
+        Raises:
+            IndexError: a kernel found an index out of range.
+            ZeroDivisionError: a kernel found a divisor of 0.
+        """
         if not self.plan.fits(params):
             raise ValueError(f"the plan was made for other params: {dict(self.plan.assumed)}")
         buffers = {slot: opencl.wrap(self._device, raw) for slot, raw in memory.items()}
+        status = np.zeros(1, np.int32)
+        buffers[STATUS] = opencl.wrap(self._device, status)
         for step in self.plan.steps:
             match step:
                 case AllocStep():
@@ -50,6 +58,14 @@ class LocalRun:
                 case KernelStep():
                     arrays = [buffers[s] for s in step.slots]
                     self._kernels[id(step)].launch(arrays, [params[p] for p in step.params])
+                    if STATUS in step.slots:
+                        self._device.queue.finish()
+                        if status[0]:
+                            line = step.lines[status[0] - 1]
+                            where = f"instruction {line.origin}, {line.form.opcode}"
+                            if line.form.opcode in QUOTIENTS:
+                                raise ZeroDivisionError(f"division by zero in {where}")
+                            raise IndexError(f"index out of range in {where}")
                 case LibraryStep():
                     self._device.queue.finish()
                     if self._library is None:

@@ -1,8 +1,9 @@
 """Elementary functions of f32 and conversions of 16-bit floats, written in kernel IR.
 
-They are made of sums, products, quotients, shifts and selections alone, which every chip rounds alike: a function has the same
-bits on all devices, in fused kernels and in single ones. No fused multiply-add, no table, no branch, so that loops around them
-become vectors.
+They are made of sums, products, products with a sum rounded once (`fma`), quotients, shifts and selections alone, which every
+chip rounds alike: a function has the same bits on all devices, in fused kernels and in single ones. An `fma` stands where it is
+written and nowhere else: no compiler makes one of a product and a sum. No table, no branch, so that loops around them become
+vectors.
 
 `BOUNDS` states how far a result may be from the exact one, in units of the last place (ulp); the tests look at every f32.
 Coefficients are fits of our own: `tools/fit_math.py`.
@@ -77,24 +78,22 @@ _TANH = (
 _ERF = (
     0.12837916612625122,
     -0.3761262893676758,
-    0.11283627897500992,
-    -0.0268560778349638,
-    0.00519415270537138,
-    -0.0008088098838925362,
-    8.375914330827072e-05,
-    -1.3858966667612549e-06,
+    0.11283618211746216,
+    -0.02685512602329254,
+    0.005190733820199966,
+    -0.0008030761382542551,
+    7.920368079794571e-05,
 )
-_ERFC_LOG = (
-    -1.8496055603027344,
-    -2.638960123062134,
-    -0.8432751297950745,
-    -0.04017820954322815,
-    0.004631939809769392,
-    0.009291124530136585,
-    -0.01293953973799944,
-    0.008619491010904312,
-    -0.002923097927123308,
-    0.00039666122756898403,
+_ERFC_ROOT = (
+    0.629769504070282,
+    -0.41548511385917664,
+    0.00431937025859952,
+    0.050835754722356796,
+    -0.0037913888227194548,
+    -0.005413808859884739,
+    0.001276240567676723,
+    3.900517549482174e-05,
+    -2.723449688346591e-05,
 )
 _SIN = (-0.1666666716337204, 0.008333380334079266, -0.00019853511184919626, 2.8375159217830515e-06)
 _COS = (0.0416666679084301, -0.001388898235745728, 2.4822984414640814e-05, -2.897732258588803e-07)
@@ -155,6 +154,11 @@ class _Writer(KernelBuilder):
     def div(self, a: Value | float, b: Value | float) -> Value:
         return self._both("div", a, b)
 
+    def fma(self, a: Value, b: Value | float, c: Value | float) -> Value:
+        """A * b + c, rounded once."""
+        right = b if isinstance(b, Value) else self.number(b, a.dtype)
+        return self.apply("fma", a, right, c if isinstance(c, Value) else self.number(c, a.dtype))
+
     def test(self, op: str, a: Value, b: float | int) -> Value:
         return self._both(op, a, b)
 
@@ -172,7 +176,7 @@ class _Writer(KernelBuilder):
         """By Horner's rule."""
         found = self.number(coefficients[-1], x.dtype)
         for c in reversed(coefficients[:-1]):
-            found = self.add(self.mul(found, x), c)
+            found = self.fma(found, x, c)
         return found
 
     def scaled(self, p: Value, n: Value) -> Value:
@@ -201,35 +205,36 @@ class _Writer(KernelBuilder):
 
 def _exp_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
     """(r, q, n) with e**x = (1 + r + r*r*q) * 2**n."""
-    nf, n = w.nearest(w.mul(x, 1.4426950408889634))
-    r = w.sub(w.sub(x, w.mul(nf, _LN2_HIGH)), w.mul(nf, _LN2_LOW))
+    moved = w.fma(x, 1.4426950408889634, _ROUND)
+    nf, n = w.sub(moved, _ROUND), w.sub(w.bits(moved, I32), _ROUND_BITS)
+    r = w.fma(nf, -_LN2_LOW, w.fma(nf, -_LN2_HIGH, x))
     return r, w.polynomial(r, _EXP), n
 
 
 def _exp_inside(w: _Writer, x: Value) -> Value:
     """e**x where that is a normal number."""
     r, q, n = _exp_parts(w, x)
-    return w.moved(w.add(w.add(w.mul(w.mul(r, r), q), r), 1.0), n)
+    return w.moved(w.fma(w.fma(q, r, 1.0), r, 1.0), n)
 
 
 def _exp(w: _Writer, x: Value) -> Value:
     """Results below the least normal number are 0. The sum is infinite for large x, and not-a-number for that."""
-    found = w.select(w.test("le", x, 88.72283172607422), _exp_inside(w, x), w.add(x, math.inf))
-    return w.select(w.test("lt", x, -87.33654022216797), 0.0, found)
+    found = w.select(w.test("lt", x, -87.33654022216797), 0.0, _exp_inside(w, x))
+    return w.select(w.test("le", x, 88.72283172607422), found, w.add(x, math.inf))
 
 
 def _exp2(w: _Writer, x: Value) -> Value:
     x = w.clamped(x, -151.0, 129.0)
     nf, n = w.nearest(x)
     r = w.sub(x, nf)
-    return w.scaled(w.add(w.mul(r, w.polynomial(r, _EXP2)), 1.0), n)
+    return w.scaled(w.fma(r, w.polynomial(r, _EXP2), 1.0), n)
 
 
 def _expm1(w: _Writer, x: Value) -> Value:
     r, q, n = _exp_parts(w, w.clamped(x, -30.0, 89.0))
-    p = w.add(w.mul(w.mul(r, r), q), r)
+    p = w.fma(w.mul(r, r), q, r)
     half = w.bits(w.apply("shl", w.add(n, 126), w.number(23, I32)), F32)
-    found = w.mul(w.add(w.mul(p, half), w.sub(half, 0.5)), 2.0)
+    found = w.mul(w.fma(p, half, w.sub(half, 0.5)), 2.0)
     near = w.test("eq", n, 0)
     return w.select(w.test("eq", x, 0.0), x, w.select(near, p, found))
 
@@ -243,7 +248,7 @@ def _log_parts(w: _Writer, x: Value) -> tuple[Value, Value, Value]:
     f = w.sub(m, 1.0)
     exponent = w.apply("convert", w.select(tiny, w.sub(e, 23), e), dtype=F32)
     z = w.mul(f, f)
-    t = w.sub(w.mul(w.mul(z, f), w.polynomial(f, _LOG)), w.mul(z, 0.5))
+    t = w.fma(w.mul(z, f), w.polynomial(f, _LOG), w.mul(z, -0.5))
     return f, t, exponent
 
 
@@ -256,7 +261,7 @@ def _log_ends(w: _Writer, x: Value, inside: Value) -> Value:
 
 def _log_inside(w: _Writer, x: Value) -> Value:
     f, t, e = _log_parts(w, x)
-    return w.add(w.add(w.add(w.mul(e, _LN2_LOW), t), f), w.mul(e, _LN2_HIGH))
+    return w.fma(e, _LN2_HIGH, w.add(w.fma(e, _LN2_LOW, t), f))
 
 
 def _log(w: _Writer, x: Value) -> Value:
@@ -266,14 +271,14 @@ def _log(w: _Writer, x: Value) -> Value:
 def _log2(w: _Writer, x: Value) -> Value:
     f, t, e = _log_parts(w, x)
     # 1/log(2) - 1 keeps the product's error below that of the sum
-    low = w.add(w.mul(f, 0.4426950408889634), w.mul(t, 1.4426950408889634))
+    low = w.fma(f, 0.4426950408889634, w.mul(t, 1.4426950408889634))
     return _log_ends(w, x, w.add(w.add(low, f), e))
 
 
 def _log10(w: _Writer, x: Value) -> Value:
     f, t, e = _log_parts(w, x)
-    low = w.add(w.mul(w.add(t, f), 0.4342944819032518), w.mul(e, _LOG10_2_LOW))
-    return _log_ends(w, x, w.add(low, w.mul(e, _LOG10_2_HIGH)))
+    low = w.fma(w.add(t, f), 0.4342944819032518, w.mul(e, _LOG10_2_LOW))
+    return _log_ends(w, x, w.fma(e, _LOG10_2_HIGH, low))
 
 
 def _log1p(w: _Writer, x: Value) -> Value:
@@ -286,24 +291,34 @@ def _log1p(w: _Writer, x: Value) -> Value:
     return w.select(w.test("lt", u, 0.0), math.nan, found)
 
 
+def _sign(w: _Writer, x: Value) -> Value:
+    """The bits of a sign."""
+    return w.apply("and", w.bits(x, U32), w.number(0x80000000, U32))
+
+
+def _signed(w: _Writer, a: Value, sign: Value) -> Value:
+    """Positive `a` with that sign."""
+    return w.bits(w.apply("or", w.bits(a, U32), sign), F32)
+
+
 def _tanh(w: _Writer, x: Value) -> Value:
     a = w.apply("abs", x)
     z = w.mul(x, x)
-    small = w.add(x, w.mul(x, w.mul(z, w.polynomial(z, _TANH))))
-    e = _exp_inside(w, w.mul(w.select(w.test("gt", a, 20.0), 20.0, a), 2.0))
+    small = w.fma(w.mul(x, z), w.polynomial(z, _TANH), x)
+    e = _exp_inside(w, w.mul(w.select(w.test("gt", a, 10.0), 10.0, a), 2.0))
     large = w.sub(1.0, w.div(2.0, w.add(e, 1.0)))
-    signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
-    return w.select(w.test("lt", a, 0.625), small, w.select(w.apply("isnan", x), x, signed))
+    return w.select(w.test("ge", a, 0.625), _signed(w, large, _sign(w, x)), small)
 
 
 def _erf(w: _Writer, x: Value) -> Value:
+    """Beyond 1 by the fourth root of 1 - erf: it is smooth, and squaring twice costs less than an exponential function."""
     a = w.apply("abs", x)
     z = w.mul(x, x)
-    small = w.add(x, w.mul(x, w.polynomial(z, _ERF)))
-    t = w.sub(w.select(w.test("gt", a, 4.1), 4.1, a), 1.0)
-    large = w.sub(1.0, _exp_inside(w, w.polynomial(t, _ERFC_LOG)))
-    signed = w.select(w.test("lt", x, 0.0), w.apply("neg", large), large)
-    return w.select(w.test("lt", a, 1.0), small, w.select(w.apply("isnan", x), x, signed))
+    small = w.fma(x, w.polynomial(z, _ERF), x)
+    root = w.polynomial(w.sub(w.select(w.test("gt", a, 4.0), 4.0, a), 1.0), _ERFC_ROOT)
+    square = w.mul(root, root)
+    large = w.fma(w.apply("neg", square), square, 1.0)
+    return w.select(w.test("ge", a, 1.0), _signed(w, large, _sign(w, x)), small)
 
 
 #: 2/pi in pieces of 24 bits: the k-th is an integer times 2**(-24*(k+1)).
@@ -347,8 +362,8 @@ def _circular(shift: int) -> Callable[[_Writer, Value], Value]:
         r, n = _quadrant(w, x)
         n = w.add(n, shift) if shift else n
         z = w.mul(r, r)
-        sine = w.add(r, w.mul(r, w.mul(z, w.polynomial(z, _SIN))))
-        cosine = w.add(w.sub(1.0, w.mul(z, 0.5)), w.mul(w.mul(z, z), w.polynomial(z, _COS)))
+        sine = w.fma(w.mul(r, z), w.polynomial(z, _SIN), r)
+        cosine = w.fma(w.mul(z, z), w.polynomial(z, _COS), w.fma(z, -0.5, 1.0))
         odd = w.test("ne", w.apply("and", n, w.number(1, I32)), 0)
         found = w.select(odd, cosine, sine)
         negative = w.test("ne", w.apply("and", n, w.number(2, I32)), 0)
@@ -363,12 +378,7 @@ def _whole(w: _Writer, x: Value) -> tuple[Value, Value]:
     """|x| rounded to nearest, and the bits of x's sign."""
     a = w.apply("abs", x)
     near = w.sub(w.add(a, 8388608.0), 8388608.0)
-    sign = w.apply("and", w.bits(x, U32), w.number(0x80000000, U32))
-    return w.select(w.test("lt", a, 8388608.0), near, a), sign
-
-
-def _signed(w: _Writer, a: Value, sign: Value) -> Value:
-    return w.bits(w.apply("or", w.bits(a, U32), sign), F32)
+    return w.select(w.test("lt", a, 8388608.0), near, a), _sign(w, x)
 
 
 def _round(w: _Writer, x: Value) -> Value:

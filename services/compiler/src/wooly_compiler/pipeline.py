@@ -33,7 +33,12 @@ class Trace:
 
 
 def compile_program(
-    program: Program, *, params: Sequence[Any] | None = None, fusing: bool = True, trace: Trace | None = None
+    program: Program,
+    *,
+    params: Sequence[Any] | None = None,
+    fusing: bool = True,
+    checks: bool = False,
+    trace: Trace | None = None,
 ) -> Plan:
     """The plan of a program.
 
@@ -42,6 +47,8 @@ def compile_program(
         params: those of a run, where they are known. Kernels depend on some (exponents, because a square is no power); the plan
             then says which it assumes.
         fusing: whether instructions share kernels; without, each has its own, with the same bits as result.
+        checks: whether the executor asks for the status that kernels write where an index is out of range (`plan.STATUS`);
+            without, what indexes is the library's.
         trace: where the text of the stages goes.
 
     Raises:
@@ -57,7 +64,7 @@ def compile_program(
         units.verify(unit)
         if trace is not None:
             trace.stages.append((name, units.text(unit)))
-    groups = fuse.run(unit, fusing=fusing, params=params)
+    groups = fuse.run(unit, fusing=fusing, params=params, checks=checks)
     if trace is not None:
         trace.stages.append((fuse.NAME, fuse.text(groups)))
     plan = lower.run(unit, groups)

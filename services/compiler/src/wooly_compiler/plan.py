@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from wooly_wis.dtypes import DType
 from wooly_wis.kernel import laws
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
@@ -34,12 +35,17 @@ class FreeStep:
     slot: int
 
 
+#: Stands for a slot where a kernel is given a word of the run, an i32 that is 0 at first. A kernel that finds an index out of
+#: range writes there which line of its step complains, counted from 1.
+STATUS: Final = -1
+
+
 @dataclass(frozen=True, slots=True)
 class KernelStep:
     """Run a kernel.
 
     Attributes:
-        slots: per array of the kernel, the slot whose first bytes it is.
+        slots: per array of the kernel, the slot whose first bytes it is, or `STATUS`.
         params: per scalar of the kernel, its index among the run's params.
         lines: the instructions that it does, in the program's order.
     """
@@ -179,6 +185,10 @@ def _memory(plan: Plan) -> str | None:
                 live.discard(step.slot)
             case KernelStep():
                 for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
+                    if slot == STATUS:
+                        if a.numel != 1 or a.dtype is not DType.I32:
+                            return f"kernel {step.kernel.name} takes more than a word for its status"
+                        continue
                     if slot not in live:
                         return f"kernel {step.kernel.name} uses slot {slot}, which has no memory"
                     have = facts.slot_alloc[slot]

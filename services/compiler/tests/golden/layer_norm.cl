@@ -1,4 +1,11 @@
 #pragma OPENCL FP_CONTRACT OFF
+#ifdef __clang__
+#define F32(name) __builtin_##name##f
+#define F64(name) __builtin_##name
+#else
+#define F32(name) name
+#define F64(name) name
+#endif
 
 kernel __attribute__((reqd_work_group_size(1, 1, 1)))
 void k_layer_norm_add(global const float* restrict in0, global const float* restrict in1, global const float* restrict in2, global float* restrict out3, const double p0) {
@@ -35,7 +42,7 @@ void k_layer_norm_add(global const float* restrict in0, global const float* rest
       }
     }
     const float v14 = a14[0];
-    const float v31 = 1.0f / (sqrt((v14 / 96.0f) + ((float)p0)));
+    const float v31 = 1.0f / (F32(sqrt)((v14 / 96.0f) + ((float)p0)));
     for (long v32 = 0; v32 < 96L; ++v32) {
       const long v35 = (v0 * 96L) + v32;
       const float v36 = in0[v35];

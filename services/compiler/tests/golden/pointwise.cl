@@ -1,4 +1,11 @@
 #pragma OPENCL FP_CONTRACT OFF
+#ifdef __clang__
+#define F32(name) __builtin_##name##f
+#define F64(name) __builtin_##name
+#else
+#define F32(name) name
+#define F64(name) name
+#endif
 
 static inline float wooly_bf16_to_f32(ushort x) {
 

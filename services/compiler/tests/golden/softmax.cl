@@ -1,10 +1,17 @@
 #pragma OPENCL FP_CONTRACT OFF
+#ifdef __clang__
+#define F32(name) __builtin_##name##f
+#define F64(name) __builtin_##name
+#else
+#define F32(name) name
+#define F64(name) name
+#endif
 
 static inline float wooly_exp(float x) {
-  const float v6 = (x * 1.4426950216293335f) + 12582912.0f;
-  const float v8 = v6 - 12582912.0f;
-  const float v17 = (x - (v8 * 0.693359375f)) - (v8 * (-0.00021219444170128554f));
-  return (x < (-87.33654022216797f)) ? 0.0f : ((x <= 88.72283172607422f) ? (as_float((int)((uint)(as_int((((v17 * v17) * ((((((((((0.00019739456183742732f * v17) + 0.0013935083989053965f) * v17) + 0.008333571255207062f) * v17) + 0.041666463017463684f) * v17) + 0.1666666567325592f) * v17) + 0.5f)) + v17) + 1.0f)) + (uint)((int)((uint)((int)((uint)(as_int(v6)) - (uint)1262485504)) << (23 & 31)))))) : (x + INFINITY));
+  const float v5 = F32(fma)(x, 1.4426950216293335f, 12582912.0f);
+  const float v7 = v5 - 12582912.0f;
+  const float v14 = F32(fma)(v7, 0.00021219444170128554f, F32(fma)(v7, -0.693359375f, x));
+  return (x <= 88.72283172607422f) ? ((x < (-87.33654022216797f)) ? 0.0f : (as_float((int)((uint)(as_int(F32(fma)(F32(fma)(F32(fma)(F32(fma)(F32(fma)(F32(fma)(F32(fma)(0.00019739456183742732f, v14, 0.0013935083989053965f), v14, 0.008333571255207062f), v14, 0.041666463017463684f), v14, 0.1666666567325592f), v14, 0.5f), v14, 1.0f), v14, 1.0f))) + (uint)((int)((uint)((int)((uint)(as_int(v5)) - (uint)1262485504)) << (23 & 31))))))) : (x + INFINITY);
 }
 
 kernel __attribute__((reqd_work_group_size(1, 1, 1)))
@@ -20,17 +27,17 @@ void k_softmax(global const float* restrict in0, global float* restrict out1) {
       for (long l = 0; l < 128; ++l) {
         const long v3 = j + l;
         const float v7 = in0[(v0 * 300L) + v3];
-        a2[l] = a2[l] != a2[l] || a2[l] > v7 ? a2[l] : v7;
+        a2[l] = a2[l] != a2[l] ? a2[l] : (a2[l] > v7 ? a2[l] : v7);
       }
     }
     for (long l = 0; l < 44; ++l) {
       const long v3 = 256L + l;
       const float v7 = in0[(v0 * 300L) + v3];
-      a2[l] = a2[l] != a2[l] || a2[l] > v7 ? a2[l] : v7;
+      a2[l] = a2[l] != a2[l] ? a2[l] : (a2[l] > v7 ? a2[l] : v7);
     }
     for (long d = 64; d > 0; d >>= 1) {
       for (long l = 0; l < d; ++l) {
-        a2[l] = a2[l] != a2[l] || a2[l] > a2[l + d] ? a2[l] : a2[l + d];
+        a2[l] = a2[l] != a2[l] ? a2[l] : (a2[l] > a2[l + d] ? a2[l] : a2[l + d]);
       }
     }
     const float v2 = a2[0];

@@ -19,10 +19,10 @@ template <class To, class From> static __device__ __forceinline__ To wooly_bits(
 }
 
 static __device__ __forceinline__ float wooly_exp(float x) {
-  const float v6 = (x * 1.4426950216293335f) + 12582912.0f;
-  const float v8 = v6 - 12582912.0f;
-  const float v17 = (x - (v8 * 0.693359375f)) - (v8 * (-0.00021219444170128554f));
-  return (x < (-87.33654022216797f)) ? 0.0f : ((x <= 88.72283172607422f) ? (wooly_bits<float>((int)((unsigned int)(wooly_bits<int>((((v17 * v17) * ((((((((((0.00019739456183742732f * v17) + 0.0013935083989053965f) * v17) + 0.008333571255207062f) * v17) + 0.041666463017463684f) * v17) + 0.1666666567325592f) * v17) + 0.5f)) + v17) + 1.0f)) + (unsigned int)((int)((unsigned int)((int)((unsigned int)(wooly_bits<int>(v6)) - (unsigned int)1262485504)) << (23 & 31)))))) : (x + __builtin_inff()));
+  const float v5 = __builtin_fmaf(x, 1.4426950216293335f, 12582912.0f);
+  const float v7 = v5 - 12582912.0f;
+  const float v14 = __builtin_fmaf(v7, 0.00021219444170128554f, __builtin_fmaf(v7, -0.693359375f, x));
+  return (x <= 88.72283172607422f) ? ((x < (-87.33654022216797f)) ? 0.0f : (wooly_bits<float>((int)((unsigned int)(wooly_bits<int>(__builtin_fmaf(__builtin_fmaf(__builtin_fmaf(__builtin_fmaf(__builtin_fmaf(__builtin_fmaf(__builtin_fmaf(0.00019739456183742732f, v14, 0.0013935083989053965f), v14, 0.008333571255207062f), v14, 0.041666463017463684f), v14, 0.1666666567325592f), v14, 0.5f), v14, 1.0f), v14, 1.0f))) + (unsigned int)((int)((unsigned int)((int)((unsigned int)(wooly_bits<int>(v5)) - (unsigned int)1262485504)) << (23 & 31))))))) : (x + __builtin_inff());
 }
 
 extern "C" __global__ void __attribute__((amdgpu_flat_work_group_size(128, 128)))
@@ -36,13 +36,13 @@ k_softmax(const float* __restrict__ in0, float* __restrict__ out1) {
   float a2 = -__builtin_inff();
   for (long long v3 = t; v3 < 300LL; v3 += 128) {
     const float v7 = in0[(v0 * 300LL) + v3];
-    a2 = a2 != a2 || a2 > v7 ? a2 : v7;
+    a2 = a2 != a2 ? a2 : (a2 > v7 ? a2 : v7);
   }
   s2[t] = a2;
   wooly_barrier();
   for (long long d = 64; d > 0; d >>= 1) {
     if (t < d) {
-      s2[t] = s2[t] != s2[t] || s2[t] > s2[t + d] ? s2[t] : s2[t + d];
+      s2[t] = s2[t] != s2[t] ? s2[t] : (s2[t] > s2[t + d] ? s2[t] : s2[t + d]);
     }
     wooly_barrier();
   }

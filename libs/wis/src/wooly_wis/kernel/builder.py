@@ -9,7 +9,7 @@ kernel = k.finish()
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -170,6 +170,10 @@ class KernelBuilder:
         self._emit(Atomic(out.number, kind, array.name, index.number, value.number, at, checked))
         return out
 
+    def each(self, *ops: str) -> Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]:
+        """A combination in which each value is combined by an operation of its own."""
+        return lambda left, right: [self.apply(op, a, b) for op, a, b in zip(ops, left, right, strict=True)]
+
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def _close(self) -> Block:
@@ -199,8 +203,14 @@ class KernelBuilder:
         )
 
     @contextmanager
-    def reduce(self, extent: int, lanes: int, inits: Sequence[Value], ops: Sequence[str]) -> Iterator[Folding]:
-        """A fold in which each value is combined by an operation of its own."""
+    def reduce(
+        self,
+        extent: int,
+        lanes: int,
+        inits: Sequence[Value],
+        combine: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]],
+    ) -> Iterator[Folding]:
+        """A fold. `combine` writes how an accumulator takes in what comes to it, and gives what it becomes."""
         made = Folding(Value(-1, DType.I64), tuple([self._value(v.dtype) for v in inits]))
         made.index = self._value(DType.I64)
         self._open.append([])
@@ -209,8 +219,8 @@ class KernelBuilder:
         left = tuple([self._value(v.dtype) for v in inits])
         right = tuple([self._value(v.dtype) for v in inits])
         self._open.append([])
-        combined = tuple([self.apply(op, a, b) for op, a, b in zip(ops, left, right, strict=True)])
-        combine = self._close()
+        combined = combine(left, right)
+        block = self._close()
         self._emit(
             Reduce(
                 _numbers(made.results),
@@ -222,7 +232,7 @@ class KernelBuilder:
                 _numbers(made.yields),
                 _numbers(left),
                 _numbers(right),
-                combine,
+                block,
                 _numbers(combined),
             )
         )

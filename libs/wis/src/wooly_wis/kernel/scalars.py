@@ -163,6 +163,23 @@ def _fma(a: float, b: float, c: float) -> float:
     return float(exact) if exact else a * b + c
 
 
+def _fma_f32(a: float, b: float, c: float) -> float:
+    """An f64 that rounds to the f32 nearest to a * b + c.
+
+    The product is exact in f64; where the sum is not, the neighbour with an odd last bit is taken, which rounds as the exact one
+    does (S. Boldo, G. Melquiond: Emulation of FMA and correctly rounded sums, 2008).
+    """
+    product = a * b
+    total = product + c
+    if math.isnan(total) or math.isinf(total):
+        return total
+    back = total - product
+    error = (product - (total - back)) + (c - back)
+    if error and not struct.unpack("<Q", struct.pack("<d", total))[0] & 1:
+        return math.nextafter(total, math.copysign(math.inf, error))
+    return total
+
+
 _FLOAT_OPS: Final[dict[str, Callable[..., float]]] = {
     "add": lambda a, b: a + b,
     "sub": lambda a, b: a - b,
@@ -247,6 +264,8 @@ def apply(op: str, dtype: DType, args: list[Number], types: list[DType]) -> Numb
     if op == "isinf":
         return math.isinf(args[0])
     if dtype in FLOATS:
+        if op == "fma" and dtype is DType.F32:
+            return rounded(_fma_f32(*args), dtype)
         return rounded(_FLOAT_OPS[op](*args), dtype)
     if dtype is DType.BOOL:
         if op == "not":

@@ -1,4 +1,5 @@
-"""Spells library operators natively where rows of the op table mean the same: lists tensor by tensor, clones as copies.
+"""Spells instructions as simpler ones that mean the same: lists tensor by tensor, clones and concatenations as copies, gradients
+one by one.
 
 `_foreach_mul_(tensors, 0.9)` becomes one `mul` per tensor, so that an optimizer's whole step for a tensor can be one kernel.
 """
@@ -10,7 +11,7 @@ from typing import Final
 
 from wooly_wis.errors import RuleError
 from wooly_wis.optable import TABLE, check
-from wooly_wis.program import Attr, Form, Operand, OperandRef, Role
+from wooly_wis.program import Attr, Form, Operand, OperandRef, Role, View
 
 from wooly_compiler.unit import Line, Unit
 
@@ -34,11 +35,17 @@ def run(unit: Unit) -> Unit:
 def _expanded(line: Line) -> list[Line]:
     """The lines that mean the same; none if there are none."""
     form = line.form
+    if form.opcode == "concat":
+        return _concat(line)
     name = form.attr("name")
     if form.opcode != "extern" or not isinstance(name, str):
         return []
     if name == "aten.clone.default":
         return _clone(line)
+    if name == "aten.cat.default":
+        return _concat(line)
+    if name == "aten.native_layer_norm_backward.default":
+        return _gradients(line, 7)
     if name.startswith(_LIST):
         return _each(line, name[len(_LIST) :].split(".")[0])
     return []
@@ -52,6 +59,61 @@ def _clone(line: Line) -> list[Line]:
     if a is None or out is None or a.sizes != out.sizes:
         return []
     return [replace(line, form=Form("copy", line.form.operands))]
+
+
+def _concat(line: Line) -> list[Line]:
+    """Each part copied to its place in the result."""
+    form = line.form
+    args = form.attr("args", ())
+    outs = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
+    if not isinstance(args, tuple) or not args or not isinstance(args[0], tuple) or len(outs) != 1:
+        return []
+    out = form.operands[outs[0]].view
+    dim = args[1] if len(args) > 1 else 0
+    if out is None or not isinstance(dim, int) or not out.sizes:
+        return []
+    dim %= len(out.sizes)
+    found: list[Line] = []
+    at = 0
+    for part in args[0]:
+        view = form.operands[part.index].view if isinstance(part, OperandRef) else None
+        if view is None or not isinstance(part, OperandRef):
+            return []
+        if view.sizes == (0,):  # the library lets an empty tensor of any kind stand among the parts
+            continue
+        if len(view.sizes) != len(out.sizes):
+            return []
+        offset = out.offset + at * out.strides[dim] * out.dtype.itemsize
+        at += view.sizes[dim]
+        if view.numel:
+            operands = (Operand(Role.IN, view), Operand(Role.OUT, View(out.dtype, view.sizes, out.strides, offset)))
+            slots = (line.slots[part.index], line.slots[outs[0]])
+            found.append(replace(line, form=Form("copy", operands), slots=slots, part=len(found)))
+    return found
+
+
+def _gradients(line: Line, mask_at: int) -> list[Line]:
+    """The first gradient apart from the others: it folds along other dimensions."""
+    form = line.form
+    args = form.attr("args", ())
+    outs = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
+    mask = args[mask_at] if isinstance(args, tuple) and len(args) > mask_at else None
+    if not isinstance(args, tuple) or not isinstance(mask, tuple) or sum(bool(m) for m in mask) != len(outs):
+        return []
+    if not mask[0] or not any(mask[1:]):
+        return []
+    found: list[Line] = []
+    for part, wanted in enumerate(((True, *[False] * (len(mask) - 1)), (False, *mask[1:]))):
+        left_out = outs[1:] if part == 0 else outs[:1]
+        kept = [k for k in range(len(form.operands)) if k not in left_out]
+        if any(k > min(left_out) for k in kept if k not in outs):  # results come last, so arguments keep their numbers
+            return []
+        attrs = tuple(
+            [(n, (*args[:mask_at], wanted, *args[mask_at + 1 :]) if n == "args" else v) for n, v in form.attrs]
+        )
+        made = Form(form.opcode, tuple([form.operands[k] for k in kept]), form.params, attrs)
+        found.append(replace(line, form=made, slots=tuple([line.slots[k] for k in kept]), part=part))
+    return found
 
 
 def _each(line: Line, bare: str) -> list[Line]:

@@ -13,8 +13,9 @@ from typing import Any
 
 from wooly_wis.program import Role
 
-from wooly_compiler.dag import Graph, emit, folded_dims
+from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
+from wooly_compiler.rows import emit, folded_dims
 from wooly_compiler.unit import Line, Unit, line_text
 
 NAME = "fuse"
@@ -42,13 +43,20 @@ class Group:
         self.writes |= {a.slot for a in line.writes()}
 
 
-def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None) -> list[Group]:
-    """The groups of a unit. Without `fusing`, each line is a group of its own. `params` are those of a run, if known."""
+def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None, checks: bool = False) -> list[Group]:
+    """The groups of a unit.
+
+    Args:
+        unit: the program.
+        fusing: without it, each line is a group of its own.
+        params: those of a run, if known.
+        checks: whether kernels may complain of an index.
+    """
     groups: list[Group] = []
     last_write: dict[int, int] = {}
     last_touch: dict[int, int] = {}
     for line in unit.lines:
-        alone = _alone(line, params)
+        alone = _alone(line, params, checks)
         sources = {last_write[a.slot] for a in line.reads() if a.slot in last_write}
         at = None
         if alone.graph is not None and fusing:
@@ -81,8 +89,8 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
         if a.writes & (between.reads | between.writes) or a.reads & between.writes:
             return False
     lines = sorted([*a.lines, *b.lines], key=lambda line: line.origin)
-    graph = Graph(b.graph.space, max(a.graph.inner, b.graph.inner), b.graph.params)
-    if min(a.graph.inner, b.graph.inner) not in (0, graph.inner):
+    graph = Graph(b.graph.space, a.graph.folded or b.graph.folded, b.graph.params, b.graph.checks)
+    if a.graph.folded and b.graph.folded and a.graph.folded != b.graph.folded:
         return False
     try:
         for line in lines:
@@ -94,13 +102,13 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
     return True
 
 
-def _alone(line: Line, params: Sequence[Any] | None) -> Group:
+def _alone(line: Line, params: Sequence[Any] | None, checks: bool) -> Group:
     """A group of one line."""
     why = ""
     graph: Graph | None = None
     try:
-        space, inner = folded_dims(line.form)
-        graph = Graph(space, inner, params)
+        space, folded = folded_dims(line.form)
+        graph = Graph(space, folded, params, checks)
         emit(graph, line)
     except UnsupportedError as e:
         graph, why = None, str(e)
@@ -121,17 +129,17 @@ def _floor(line: Line, last_write: dict[int, int], last_touch: dict[int, int]) -
 
 def _join(groups: list[Group], floor: int, line: Line) -> int | None:
     """Put the line into a group; which one, or None if none takes it."""
-    space, inner = folded_dims(line.form)
+    space, folded = folded_dims(line.form)
     slots = set(line.slots)
     for at in range(floor, len(groups)):
         group = groups[at]
         if group.graph is None or not slots & (group.reads | group.writes):
             continue
         graph = group.graph.copy()
-        if inner:
-            if graph.space != space or graph.inner not in (0, inner):
+        if folded:
+            if graph.space != space or graph.folded not in (frozenset(), folded):
                 continue
-            graph.inner = inner
+            graph.folded = folded
         try:
             emit(graph, line)
         except UnsupportedError:
@@ -150,7 +158,7 @@ def text(groups: Sequence[Group]) -> str:
         if group.graph is None:
             shown.append(f"group {k}: library ({group.why})")
         else:
-            fold = f", folded along the last {group.graph.inner}" if group.graph.inner else ""
+            fold = f", folded along {sorted(group.graph.folded)}" if group.graph.folded else ""
             shown.append(f"group {k}: kernel over {list(group.graph.space)}{fold}")
         shown += [f"{line.origin:5}  {line_text(line)}" for line in group.lines]
     return "\n".join(shown) + "\n"

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from wooly_wis.program import Role
 
-from wooly_compiler.dag import Graph, emit, folded_dims
+from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.passes.fuse import Group
-from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
+from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
+from wooly_compiler.rows import emit, folded_dims
 from wooly_compiler.schedule import schedule
 from wooly_compiler.unit import Line, Unit
 
@@ -63,7 +64,7 @@ def _steps(group: Group, temporaries: set[int]) -> list[Step]:
         puts = list(group.graph.puts.values())
         temporaries -= {p.place.slot for p in puts}
     try:
-        made = schedule(group.graph, puts, _name(group.lines))
+        made = schedule(group.graph, puts, _name(group.lines), [line.origin for line in group.lines])
     except UnsupportedError as e:
         return _one_by_one(group, str(e))
     return [KernelStep(made.kernel, made.slots, made.params, tuple(group.lines))]
@@ -74,11 +75,11 @@ def _one_by_one(group: Group, why: str) -> list[Step]:
     steps: list[Step] = []
     assert group.graph is not None
     for line in group.lines:
-        graph = Graph(group.graph.space, 0, group.graph.params)
+        graph = Graph(group.graph.space, frozenset(), group.graph.params, group.graph.checks)
         try:
-            graph.space, graph.inner = folded_dims(line.form)
+            graph.space, graph.folded = folded_dims(line.form)
             emit(graph, line)
-            made = schedule(graph, list(graph.puts.values()), _name([line]))
+            made = schedule(graph, list(graph.puts.values()), _name([line]), [line.origin])
             steps.append(KernelStep(made.kernel, made.slots, made.params, (line,)))
         except UnsupportedError:
             steps.append(LibraryStep(line, why))
@@ -87,7 +88,7 @@ def _one_by_one(group: Group, why: str) -> list[Step]:
 
 def _slots(step: Step) -> set[int]:
     if isinstance(step, KernelStep):
-        return set(step.slots)
+        return set(step.slots) - {STATUS}
     return set(step.line.slots) if isinstance(step, LibraryStep) else set()
 
 

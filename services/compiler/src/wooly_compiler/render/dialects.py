@@ -55,6 +55,18 @@ F32, F64 = DType.F32, DType.F64
 _UNARY = "sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh erf erfc floor ceil trunc"
 
 
+#: Operations that processors have instructions for, with C's names.
+_INSTRUCTIONS = {
+    "sqrt": "sqrt",
+    "floor": "floor",
+    "ceil": "ceil",
+    "trunc": "trunc",
+    "round": "rint",
+    "abs": "fabs",
+    "fma": "fma",
+}
+
+
 def _functions(f32: str, f64: str) -> dict[tuple[str, DType], str]:
     """Calls by C's names; `f32` and `f64` say how a name is decorated."""
     found: dict[tuple[str, DType], str] = {}
@@ -121,9 +133,29 @@ def _c_atomics() -> dict[tuple[str, DType], str]:
     return found
 
 
+#: Clang's own functions become instructions. PoCL's are called, one element at a time, and no loop around them becomes vectors.
+_OPENCL = """#pragma OPENCL FP_CONTRACT OFF
+#ifdef __clang__
+#define F32(name) __builtin_##name##f
+#define F64(name) __builtin_##name
+#else
+#define F32(name) name
+#define F64(name) name
+#endif
+"""
+
+
+def _opencl_builtins() -> dict[tuple[str, DType], str]:
+    found = _functions("{}", "{}")
+    for op, name in _INSTRUCTIONS.items():
+        args = found[op, F32].partition("(")[2]
+        found[op, F32], found[op, F64] = f"F32({name})({args}", f"F64({name})({args}"
+    return found
+
+
 OPENCL: Final = Dialect(
     name="opencl",
-    prologue="#pragma OPENCL FP_CONTRACT OFF\n",
+    prologue=_OPENCL,
     types=_OPENCL_TYPES,
     truth="int",
     kernel="kernel __attribute__((reqd_work_group_size({threads}, 1, 1)))\nvoid {name}({args})",
@@ -138,7 +170,7 @@ OPENCL: Final = Dialect(
     bits="as_{type}({value})",
     infinity={F32: "INFINITY", F64: "(double)INFINITY"},
     nan={F32: "NAN", F64: "(double)NAN"},
-    builtins=_functions("{}", "{}"),
+    builtins=_opencl_builtins(),
     atomics=_opencl_atomics(),
 )
 
@@ -195,15 +227,14 @@ def _ocml(op: str, n: int) -> str:
 
 def _hip_builtins() -> dict[tuple[str, DType], str]:
     found: dict[tuple[str, DType], str] = {}
-    own = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round": "rint", "abs": "fabs"}
     for dtype, suffix, width in ((F32, "f", "f32"), (F64, "", "f64")):
         for op in _UNARY.split():
             found[op, dtype] = _ocml(op, 1).format(width)
-        for op, name in own.items():
-            found[op, dtype] = f"__builtin_{name}{suffix}({{0}})"
         for op in ("pow", "fmod", "atan2"):
             found[op, dtype] = _ocml(op, 2).format(width)
-        found["fma", dtype] = f"__builtin_fma{suffix}({{0}}, {{1}}, {{2}})"
+        for op, name in _INSTRUCTIONS.items():
+            args = "{0}, {1}, {2}" if op == "fma" else "{0}"
+            found[op, dtype] = f"__builtin_{name}{suffix}({args})"
     return found
 
 

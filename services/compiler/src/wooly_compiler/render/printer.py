@@ -576,9 +576,9 @@ class _Printer:
             return f"{args[0]} == {both} || {args[0]} == -{both}"
         if s.op in ("max", "min"):
             sign = ">" if s.op == "max" else "<"
-            test = f"{args[0]} != {args[0]} || " if s.dtype in FLOATS else ""
-            # the second where it is not-a-number: the comparison is false then
-            return f"{test}{args[0]} {sign} {args[1]} ? {args[0]} : {args[1]}"
+            # the second where it is not-a-number, for the comparison is false then: but for the first, a processor's own max
+            larger = f"{args[0]} {sign} {args[1]} ? {args[0]} : {args[1]}"
+            return f"{args[0]} != {args[0]} ? {args[0]} : ({larger})" if s.dtype in FLOATS else larger
         if s.op == "convert":
             return self._convert(args[0], types[0], s.dtype)
         if s.op == "bitcast":

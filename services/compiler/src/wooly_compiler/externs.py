@@ -1,0 +1,393 @@
+"""Library operators that no row of the op table spells, as nodes of a graph: losses, normalisations' gradients, ranges.
+
+Each has the space that it goes over and what it computes there. Arguments are those of the operator's schema, by position;
+results are the form's OUT operands in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel.ops import FLOATS, STORED
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role, View
+from wooly_wis.promotion import NumberKind, kind_of, opmath
+
+from wooly_compiler.dag import Emitter, Node, Place
+from wooly_compiler.errors import UnsupportedError
+
+Space = tuple[tuple[int, ...], frozenset[int]]
+_NONE: Final[frozenset[int]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Extern:
+    """A library operator that kernels know.
+
+    Attributes:
+        space: the sizes that it goes over, and which dimensions it folds along.
+        emit: adds its values to a graph.
+    """
+
+    space: Callable[[Form], Space]
+    emit: Callable[[Emitter], None]
+
+
+def space_of(form: Form) -> Space:
+    """The space of an operator, and which of its dimensions it folds along.
+
+    Raises:
+        UnsupportedError: kernels do not know it.
+    """
+    return _known(form).space(form)
+
+
+def emit(e: Emitter) -> None:
+    """Add what an operator computes to a graph.
+
+    Raises:
+        UnsupportedError: it cannot be, or not in this graph.
+    """
+    _known(e.form).emit(e)
+
+
+def _known(form: Form) -> Extern:
+    name = form.attr("name")
+    found = EXTERNS.get(name) if isinstance(name, str) else None
+    if found is None or any(o.view is None for o in form.operands):
+        raise UnsupportedError(f"{name} is the library's")
+    return found
+
+
+# -- reading a form ------------------------------------------------------------------------------------------------------
+
+
+def args_of(form: Form) -> tuple[Attr, ...]:
+    """The operator's arguments by position."""
+    args = form.attr("args", ())
+    assert isinstance(args, tuple)
+    return args
+
+
+def _arg(form: Form, k: int, default: Attr = None) -> Attr:
+    args = args_of(form)
+    return args[k] if k < len(args) else default
+
+
+def _tensor(form: Form, k: int) -> tuple[int, View]:
+    """Argument `k`, a tensor: its operand and view."""
+    found = _maybe(form, k)
+    if found is None:
+        raise UnsupportedError(f"argument {k} is no tensor")
+    return found
+
+
+def _maybe(form: Form, k: int) -> tuple[int, View] | None:
+    value = _arg(form, k)
+    if not isinstance(value, OperandRef):
+        return None
+    view = form.operands[value.index].view
+    assert view is not None
+    return value.index, view
+
+
+def _outs(form: Form) -> list[tuple[int, View]]:
+    """The results: operands and views. An `out=` argument is read and written, as far as the form knows."""
+    return [(k, o.view) for k, o in enumerate(form.operands) if o.role is not Role.IN and o.view is not None]
+
+
+def _floating(view: View) -> DType:
+    """The type in which elements are computed."""
+    compute = opmath(view.dtype)
+    if compute not in FLOATS:
+        raise UnsupportedError(f"{view.dtype.label} is not floating point")
+    return compute
+
+
+def _over_out(form: Form) -> Space:
+    return _outs(form)[0][1].sizes, _NONE
+
+
+# -- ranges and tests ----------------------------------------------------------------------------------------------------
+
+
+def _arange(e: Emitter) -> None:
+    """Start + step * i, for integers as the library computes them in 64 bits; of floating point it is the library's."""
+    ((to, view),) = _outs(e.form)
+    numbers = [_arg(e.form, k, 1 if k == 2 else None) for k in (0, 2)]
+    if kind_of(view.dtype) is not NumberKind.INT or view.dtype not in STORED:
+        raise UnsupportedError("a range of floating point is the library's")
+    for n in numbers:
+        whole = e.form.params[n.index].name == "I64" if isinstance(n, ParamRef) else isinstance(n, int)
+        if not whole:
+            raise UnsupportedError("a range of fractions is the library's")
+    start, step = (e.number(n, DType.I64) for n in numbers)
+    node = e.apply("add", start, e.apply("mul", e.coordinate(0), step))
+    e.write(to, e.to(node, view.dtype), view.sizes)
+
+
+def _where(e: Emitter) -> None:
+    """A selection between numbers, which have dtypes of their own."""
+    ((to, view),) = _outs(e.form)
+    k, mask = _tensor(e.form, 0)
+    wide = DType.F32 if view.dtype in (DType.F16, DType.BF16) else view.dtype
+    if mask.dtype is not DType.BOOL or wide not in STORED:
+        raise UnsupportedError("the library's selection")
+    sides: list[int] = []
+    for side in (1, 2):
+        value = _arg(e.form, side)
+        if isinstance(value, OperandRef):
+            sides.append(e.to(e.read(value.index, view.sizes), wide))
+        elif kind_of(wide) is NumberKind.FLOAT:
+            sides.append(e.number(value, wide))
+        else:
+            raise UnsupportedError("numbers as integers are the library's")
+    e.write(to, e.to(e.apply("select", e.read(k, view.sizes), *sides), view.dtype), view.sizes)
+
+
+def _truth(e: Emitter, op: str) -> None:
+    ((to, view),) = _outs(e.form)
+    k, a = _tensor(e.form, 0)
+    node = e.read(k, a.sizes)
+    if a.dtype is not DType.BOOL:
+        wide = opmath(a.dtype)
+        node = e.apply("ne", e.to(node, wide), e.const(wide, 0), dtype=DType.BOOL)
+    e.write(to, e.to(e.fold(op, node), view.dtype), view.sizes)
+
+
+def _any(e: Emitter) -> None:
+    _truth(e, "or")
+
+
+def _all(e: Emitter) -> None:
+    _truth(e, "and")
+
+
+def _folding_dim(form: Form) -> Space:
+    """Folds the first argument along the dimension that the second names."""
+    _, a = _tensor(form, 0)
+    dim = _arg(form, 1)
+    if not isinstance(dim, int) or not a.sizes:
+        raise UnsupportedError("there are no dimensions to fold along")
+    return a.sizes, frozenset({dim % len(a.sizes)})
+
+
+def _isin(e: Emitter) -> None:
+    """Whether an element is one of a few others."""
+    ((to, view),) = _outs(e.form)
+    (k, a), (other, among) = _tensor(e.form, 0), _tensor(e.form, 1)
+    if len(args_of(e.form)) > 2 or e.form.attr("kwargs", ()) or among.numel > 8 or a.dtype is not among.dtype:
+        raise UnsupportedError("the library's search")
+    node, wide = e.read(k, a.sizes), opmath(a.dtype)
+    if e.line.slots[other] in e.graph.puts:
+        raise UnsupportedError("what is looked for was written here")
+    found = e.const(DType.BOOL, False)
+    for n in range(among.numel):
+        offset = among.offset // among.dtype.itemsize
+        for size, stride in reversed(list(zip(among.sizes, among.strides, strict=True))):
+            offset, n = offset + n % size * stride, n // size
+        place = Place(e.line.slots[other], among.dtype, (0,) * len(e.graph.space), offset)
+        one = e.graph.add(Node("load", among.dtype, place=place))
+        same = e.apply("eq", e.to(node, wide), e.to(one, wide), dtype=DType.BOOL)
+        found = e.apply("or", found, same)
+    e.write(to, found, view.sizes)
+
+
+# -- losses --------------------------------------------------------------------------------------------------------------
+
+_MEAN, _SUM = 1, 2
+
+
+def _nll_forward_space(form: Form) -> Space:
+    """Over the batch, folded unless each element's loss is asked for."""
+    _, a = _tensor(form, 0)
+    if len(a.sizes) != 2:
+        raise UnsupportedError("the loss of one sample is the library's")
+    return a.sizes[:1], _NONE if _arg(form, 3) == 0 else frozenset({0})
+
+
+def _nll_parts(e: Emitter, target_at: int, weight_at: int, ignore_at: int, rows: int) -> tuple[int, int, int]:
+    """(class, whether the sample counts, its weight) as nodes over the first dimension of the space."""
+    (k, target), (_, a) = _tensor(e.form, target_at), _tensor(e.form, 1 if rows == 2 else 0)
+    if target.sizes != a.sizes[:1] or target.dtype is not DType.I64:
+        raise UnsupportedError("the library's loss")
+    ignored = _arg(e.form, ignore_at, -100)
+    if not isinstance(ignored, int):
+        raise UnsupportedError("the class that does not count is a param")
+    strides = (0 if target.sizes[0] == 1 else target.strides[0], *[0] * (rows - 1))
+    if e.line.slots[k] in e.graph.puts:
+        raise UnsupportedError("classes that were computed here")
+    place = Place(e.line.slots[k], DType.I64, strides, target.offset // 8)
+    label = e.graph.add(Node("load", DType.I64, place=place))
+    counts = e.apply("ne", label, e.const(DType.I64, ignored), dtype=DType.BOOL)
+    compute = _floating(a)
+    one, zero = e.const(compute, 1.0), e.const(compute, 0.0)
+    weights = _maybe(e.form, weight_at)
+    if weights is not None:
+        at, view = weights
+        inside = e.apply("select", counts, label, e.const(DType.I64, 0))
+        picked = e.pick(at, (0,) * rows, view.strides[0], view.sizes[0], inside)
+        one = e.to(picked, compute)
+    return label, counts, e.apply("select", counts, one, zero)
+
+
+def _nll_forward(e: Emitter) -> None:
+    """-weight[class] * a[sample, class], summed or averaged; and the sum of weights."""
+    k, a = _tensor(e.form, 0)
+    (to, view), (total_to, total_view) = _outs(e.form)
+    label, counts, weight = _nll_parts(e, 1, 2, 4, 1)
+    inside = e.apply("select", counts, label, e.const(DType.I64, 0))
+    picked = e.pick(k, (0 if a.sizes[0] == 1 else a.strides[0],), a.strides[1], a.sizes[1], inside)
+    compute = _floating(a)
+    loss = e.apply("neg", e.apply("mul", weight, e.to(picked, compute)))
+    loss = e.apply("select", counts, loss, e.const(compute, 0.0))
+    reduction = _arg(e.form, 3)
+    if reduction == 0:
+        raise UnsupportedError("the loss of each sample is the library's")
+    total, count = e.fold("add", loss), e.fold("add", weight)
+    found = e.apply("div", total, count) if reduction == _MEAN else total
+    e.write(to, e.to(found, view.dtype), view.sizes)
+    e.write(total_to, e.to(count, total_view.dtype), total_view.sizes)
+
+
+def _nll_backward(e: Emitter) -> None:
+    """-weight[class] * grad at the class (over the sum of weights for a mean), else 0."""
+    ((to, view),) = _outs(e.form)
+    grad_at, grad = _tensor(e.form, 0)
+    total_at, total = _tensor(e.form, 6)
+    reduction = _arg(e.form, 4)
+    if len(view.sizes) != 2 or reduction == 0 or grad.numel != 1 or total.numel != 1:
+        raise UnsupportedError("the gradient of each sample's loss is the library's")
+    label, counts, weight = _nll_parts(e, 2, 3, 5, 2)
+    compute = _floating(view)
+    g = e.to(_single(e, grad_at, grad), compute)
+    if reduction == _MEAN:
+        g = e.apply("div", g, e.to(_single(e, total_at, total), compute))
+    here = e.apply("and", counts, e.apply("eq", e.coordinate(1), label, dtype=DType.BOOL))
+    found = e.apply("select", here, e.apply("neg", e.apply("mul", weight, g)), e.const(compute, 0.0))
+    e.write(to, e.to(found, view.dtype), view.sizes)
+
+
+def _single(e: Emitter, k: int, view: View) -> int:
+    """The one element of an operand."""
+    if e.line.slots[k] in e.graph.puts:
+        raise UnsupportedError("a number that was computed here, elsewhere")
+    place = Place(e.line.slots[k], view.dtype, (0,) * len(e.graph.space), view.offset // view.dtype.itemsize)
+    return e.graph.add(Node("load", view.dtype, place=place))
+
+
+def _difference_space(form: Form) -> Space:
+    sizes = _tensor(form, 0)[1].sizes
+    if sizes != _tensor(form, 1)[1].sizes:
+        raise UnsupportedError("losses between tensors of other sizes are the library's")
+    return sizes, _NONE if _arg(form, 2, _MEAN) == 0 else frozenset(range(len(sizes)))
+
+
+def _mse(e: Emitter) -> None:
+    """Squares of differences, summed or averaged."""
+    (k, a), (m, _) = _tensor(e.form, 0), _tensor(e.form, 1)
+    ((to, view),) = _outs(e.form)
+    compute = _floating(a)
+    difference = e.apply("sub", *[e.to(e.read(n, a.sizes), compute) for n in (k, m)])
+    found, reduction = e.apply("mul", difference, difference), _arg(e.form, 2, _MEAN)
+    if reduction != 0:
+        found = e.fold("add", found)
+    if reduction == _MEAN:
+        found = e.apply("div", found, e.const(compute, float(e.graph.extent)))
+    e.write(to, e.to(found, view.dtype), view.sizes)
+
+
+def _mse_backward(e: Emitter) -> None:
+    """2 * (a - b) * grad, over the number of elements for a mean."""
+    ((to, view),) = _outs(e.form)
+    (g, grad), (k, _), (m, _) = (_tensor(e.form, n) for n in range(3))
+    compute, reduction = _floating(view), _arg(e.form, 3, _MEAN)
+    up = e.read(g, view.sizes) if reduction == 0 else _single(e, g, grad)
+    difference = e.apply("sub", *[e.to(e.read(n, view.sizes), compute) for n in (k, m)])
+    norm = 2.0 / view.numel if reduction == _MEAN else 2.0
+    found = e.apply("mul", e.apply("mul", e.const(compute, norm), difference), e.to(up, compute))
+    e.write(to, e.to(found, view.dtype), view.sizes)
+
+
+# -- normalisations ------------------------------------------------------------------------------------------------------
+
+
+def _wanted(form: Form, k: int) -> tuple[bool, ...]:
+    mask = _arg(form, k)
+    assert isinstance(mask, tuple)
+    return tuple([bool(m) for m in mask])
+
+
+def _norm_backward_space(form: Form) -> Space:
+    """The gradient of the input folds along what was normalised; those of weight and bias, along the rest."""
+    _, a = _tensor(form, 1)
+    sizes = _arg(form, 2)
+    assert isinstance(sizes, tuple)
+    outer = len(a.sizes) - len(sizes)
+    wanted = _wanted(form, 7)
+    if wanted[0]:
+        if any(wanted[1:]):
+            raise UnsupportedError("gradients that fold along different dimensions are different kernels")
+        return a.sizes, frozenset(range(outer, len(a.sizes)))
+    if not outer:
+        raise UnsupportedError("there is nothing to fold along")
+    return a.sizes, frozenset(range(outer))
+
+
+def _norm_backward(e: Emitter) -> None:
+    """Gradients of layer norm; which, its mask says.
+
+    dx = (g*w - mean(g*w) - x^ * mean(g*w*x^)) * rstd, dw = sum(g * x^), db = sum(g), with x^ = (x - mean) * rstd.
+    """
+    (g_at, _), (a_at, a) = _tensor(e.form, 0), _tensor(e.form, 1)
+    (mean_at, _), (rstd_at, _) = _tensor(e.form, 3), _tensor(e.form, 4)
+    compute, space = _floating(a), a.sizes
+    g, x, mean, rstd = (e.to(e.read(k, space), compute) for k in (g_at, a_at, mean_at, rstd_at))
+    centred = e.apply("mul", e.apply("sub", x, mean), rstd)
+    outs, wanted = iter(_outs(e.form)), _wanted(e.form, 7)
+    if wanted[0]:
+        weight = _maybe(e.form, 5)
+        scaled = e.apply("mul", g, e.to(e.read(weight[0], space), compute)) if weight is not None else g
+        n = e.const(compute, float(e.graph.extent))
+        first = e.apply("div", e.fold("add", scaled), n)
+        second = e.apply("div", e.fold("add", e.apply("mul", scaled, centred)), n)
+        inner = e.apply("sub", e.apply("sub", scaled, first), e.apply("mul", centred, second))
+        _write_next(e, outs, e.apply("mul", inner, rstd))
+    if wanted[1]:
+        _write_next(e, outs, e.fold("add", e.apply("mul", g, centred)))
+    if wanted[2]:
+        _write_next(e, outs, e.fold("add", g))
+
+
+def _write_next(e: Emitter, outs: object, node: int) -> None:
+    to, view = next(outs)  # type: ignore[call-overload]
+    e.write(to, e.to(node, view.dtype), view.sizes)
+
+
+def _dropout_backward(e: Emitter) -> None:
+    """Grad * mask * scale."""
+    ((to, view),) = _outs(e.form)
+    (g, _), (m, _) = _tensor(e.form, 0), _tensor(e.form, 1)
+    compute = _floating(view)
+    mask = e.to(e.read(m, view.sizes), compute)
+    found = e.apply(
+        "mul", e.apply("mul", e.to(e.read(g, view.sizes), compute), mask), e.number(_arg(e.form, 2), compute)
+    )
+    e.write(to, e.to(found, view.dtype), view.sizes)
+
+
+EXTERNS: Final[dict[str, Extern]] = {
+    "aten.arange.start_out": Extern(_over_out, _arange),
+    "aten.where.self": Extern(_over_out, _where),
+    "aten.any.dim": Extern(_folding_dim, _any),
+    "aten.all.dim": Extern(_folding_dim, _all),
+    "aten.isin.Tensor_Tensor": Extern(_over_out, _isin),
+    "aten.nll_loss_forward.default": Extern(_nll_forward_space, _nll_forward),
+    "aten.nll_loss_backward.default": Extern(_over_out, _nll_backward),
+    "aten.mse_loss.default": Extern(_difference_space, _mse),
+    "aten.mse_loss_backward.default": Extern(_over_out, _mse_backward),
+    "aten.native_layer_norm_backward.default": Extern(_norm_backward_space, _norm_backward),
+    "aten.native_dropout_backward.default": Extern(_over_out, _dropout_backward),
+}

@@ -1,0 +1,230 @@
+"""Library operators that have kernels agree with the library: losses, gradients of normalisations, tests, ranges, indexing."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from wooly_compiler.local_run import LocalRun
+from wooly_compiler.pipeline import compile_program
+from wooly_compiler.plan import KernelStep, LibraryStep
+from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+from wooly_wis.verifier import verify_program
+
+F32, F64, BF16, I64, BOOL = DType.F32, DType.F64, DType.BF16, DType.I64, DType.BOOL
+BOUND = {F32: 1e-5, F64: 1e-12, BF16: 1e-2}
+
+
+def rand(*sizes, dtype=F32):
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(sum(sizes)), dtype=torch.float64).to(
+        TORCH_DTYPE[dtype]
+    )
+
+
+def classes(n, below):
+    return torch.randint(0, below, (n,), generator=torch.Generator().manual_seed(n))
+
+
+def check(tape, inputs, results, *, kernels=None):
+    """The program's kernels and the library leave the same in its results."""
+    program, slots = tape.program()
+    plan = compile_program(program, checks=True, params=tape.params)
+    assert not [s for s in plan.steps if isinstance(s, LibraryStep)]
+    if kernels is not None:
+        assert sum(isinstance(s, KernelStep) for s in plan.steps) == kernels
+    runtime, facts = ReferenceRuntime(), verify_program(program)
+    buffers = {slots[x.slot]: Buffer(v.nbytes, v.clone()) for x, v in inputs}
+    memory = {slots[x.slot]: v.contiguous().view(-1).view(torch.uint8).numpy().copy() for x, v in inputs}
+    outcome = runtime.run(runtime.prepare(program, facts), buffers, list(range(len(facts.slot_bytes))), tape.params)
+    assert outcome.failed_at is None, outcome
+    LocalRun(plan).run(memory, tape.params)
+    for x in results:
+        dtype = TORCH_DTYPE[x.view.dtype]
+        want = torch.empty(0, dtype=dtype).set_(
+            buffers[slots[x.slot]].base.untyped_storage(), 0, x.view.sizes, x.view.strides
+        )
+        got = torch.from_numpy(memory[slots[x.slot]][: want.nbytes]).view(dtype).view(want.shape)
+        if want.is_floating_point():
+            limit = BOUND[x.view.dtype]
+            scale = float(want.abs().max())
+            torch.testing.assert_close(got, want, rtol=limit, atol=scale * limit, equal_nan=True)
+        else:
+            np.testing.assert_array_equal(got.numpy(), want.numpy())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("reduction", [1, 2], ids=["mean", "sum"])
+def test_cross_entropy_and_its_gradient(weighted, reduction):
+    t = Tape()
+    x, y = t.input(F32, 33, 50), t.input(I64, 33)
+    w = t.input(F32, 50) if weighted else None
+    p = t.op("log_softmax", x, 1)
+    loss, total = t.extern("aten.nll_loss_forward.default", p, y, w, reduction, 7, results=[(F32, ()), (F32, ())])
+    grad = t.input(F32)
+    (g,) = t.extern("aten.nll_loss_backward.default", grad, p, y, w, reduction, 7, total, results=[(F32, (33, 50))])
+    dx = t.op("log_softmax_backward", g, p, 1, F32)
+    t.free(g)
+    labels = classes(33, 50)
+    labels[3] = labels[20] = 7
+    inputs = [(x, rand(33, 50)), (y, labels), (grad, torch.tensor(0.7))]
+    inputs += [(w, rand(50).abs())] if weighted else []
+    check(t, inputs, [loss, total, dx], kernels=3)
+
+
+def test_class_out_of_range_complains():
+    t = Tape()
+    x, y = t.input(F32, 4, 5), t.input(I64, 4)
+    t.extern("aten.nll_loss_forward.default", x, y, None, 1, -100, results=[(F32, ()), (F32, ())])
+    program, slots = t.program()
+    memory = {slots[x.slot]: np.zeros(80, np.uint8), slots[y.slot]: np.array([0, 1, 5, 2]).view(np.uint8)}
+    with pytest.raises(IndexError, match="instruction 2"):
+        LocalRun(compile_program(program, checks=True)).run(memory)
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.label)
+def test_squared_error_and_its_gradient(reduction, dtype):
+    t = Tape()
+    a, b = t.input(dtype, 6, 70), t.input(dtype, 6, 70)
+    sizes = (6, 70) if reduction == 0 else ()
+    (loss,) = t.extern("aten.mse_loss.default", a, b, reduction, results=[(dtype, sizes)])
+    grad = t.input(dtype, *sizes)
+    (g,) = t.extern("aten.mse_loss_backward.default", grad, a, b, reduction, results=[(dtype, (6, 70))])
+    check(
+        t,
+        [
+            (a, rand(6, 70, dtype=dtype)),
+            (b, rand(70, 6, dtype=dtype).T.contiguous()),
+            (grad, rand(*sizes, dtype=dtype)),
+        ],
+        [loss, g],
+    )
+
+
+@pytest.mark.parametrize(
+    "wanted", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)], ids=str
+)
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 9, 64), (3, 5, 7), (300, 48)], ids=str)
+def test_gradients_of_layer_norm(wanted, affine, sizes):
+    if not affine and wanted != (True, False, False):
+        pytest.skip("there is nothing else to derive")
+    t = Tape()
+    n, stat = sizes[-1], (*sizes[:-1], 1)
+    x, g, m, r = t.input(F32, *sizes), t.input(F32, *sizes), t.input(F32, *stat), t.input(F32, *stat)
+    w, b = (t.input(F32, n), t.input(F32, n)) if affine else (None, None)
+    results = [(F32, s) for s, asked in zip((sizes, (n,), (n,)), wanted, strict=True) if asked]
+    outs = t.extern("aten.native_layer_norm_backward.default", g, x, (n,), m, r, w, b, wanted, results=results)
+    value = rand(*sizes)
+    inputs = [(x, value), (g, rand(math.prod(sizes)).view(sizes)), (m, value.mean(-1, keepdim=True)),
+              (r, 1 / (value.var(-1, keepdim=True, correction=0) + 1e-5).sqrt())]  # fmt: skip
+    inputs += [(w, rand(n)), (b, rand(n + 1)[1:].contiguous())] if affine else []
+    check(t, inputs, outs, kernels=2 if wanted[0] and wanted[1] else 1)
+
+
+def test_gradient_of_rms_norm_of_single_instructions():
+    """d/dx of w * x * rsqrt(mean(x*x) + eps), as autograd writes it."""
+    t = Tape()
+    x, w, g = t.input(F32, 8, 96), t.input(F32, 96), t.input(F32, 8, 96)
+    r = t.op("rsqrt", t.op("add", t.op("mean", t.op("mul", x, x), (-1,), True), 1e-6))
+    gw = t.op("mul", g, w)
+    inner = t.op("sum", t.op("mul", gw, x), (-1,), True)
+    cube = t.op("mul", t.op("mul", r, r), r)
+    dx = t.op("sub", t.op("mul", gw, r), t.op("mul", x, t.op("mul", t.op("mul", inner, cube), 1 / 96)))
+    dw = t.op("sum", t.op("mul", g, t.op("mul", x, r)), (0,))
+    check(t, [(x, rand(8, 96)), (w, rand(96)), (g, rand(96, 8).T.contiguous())], [dx, dw])
+
+
+@pytest.mark.parametrize("name", ["any", "all"])
+@pytest.mark.parametrize("dtype", [BOOL, F32], ids=lambda d: d.label)
+@pytest.mark.parametrize("dim", [0, -1])
+def test_truths_along_one_dimension(name, dtype, dim):
+    t = Tape()
+    a = t.input(dtype, 6, 8)
+    (y,) = t.extern(f"aten.{name}.dim", a, dim, results=[(BOOL, (8,) if dim == 0 else (6,))])
+    check(t, [(a, (rand(6, 8) > (1 if name == "any" else -1)).to(TORCH_DTYPE[dtype]))], [y])
+
+
+@pytest.mark.parametrize("among", [(), (1,), (2, 3)], ids=str)
+def test_membership(among):
+    t = Tape()
+    a, b = t.input(I64, 4, 9), t.input(I64, *among)
+    (y,) = t.extern("aten.isin.Tensor_Tensor", a, b, results=[(BOOL, (4, 9))])
+    n = int(torch.tensor(among).prod())
+    check(t, [(a, classes(36, 9).view(4, 9)), (b, classes(n, 9).view(among))], [y])
+
+
+def test_parts_of_a_concatenation_are_computed_where_they_stay(agree_on_rotation):
+    """A rotation, as attention has it: cat(-x2, x1) * sin + x * cos."""
+    check(*agree_on_rotation)
+
+
+@pytest.fixture
+def agree_on_rotation():
+    t = Tape()
+    x, c, s = t.input(F32, 2, 4, 8, 16), t.input(F32, 8, 16), t.input(F32, 8, 16)
+    half = t.op("neg", x.seen((2, 4, 8, 8), (512, 128, 16, 1), 8))
+    turned = t.op("concat", (half, x.seen((2, 4, 8, 8), (512, 128, 16, 1))), -1)
+    t.free(half)
+    y = t.op("add", t.op("mul", x, c), t.op("mul", turned, s))
+    return t, [(x, rand(2, 4, 8, 16)), (c, rand(8, 16)), (s, rand(16, 8).view(8, 16))], [y]
+
+
+def test_empty_tensor_among_the_parts_counts_for_nothing():
+    t = Tape()
+    a, b = t.input(F32, 0), t.input(F32, 2, 3, 5).seen((2, 3, 4), (15, 5, 1))
+    form = t.op("concat", (b, b), 1)
+    check(t, [(b, rand(2, 3, 5))], [form])
+    assert a.view.sizes == (0,)
+
+
+@pytest.mark.parametrize("sizes", [(9, 130), (64, 8), (1, 5)], ids=str)
+@pytest.mark.parametrize("opcode", ["argmax", "argmin"])
+def test_place_of_an_extreme_is_that_of_the_first_and_of_not_a_number(sizes, opcode):
+    for dim in (0, 1, None):
+        t = Tape()
+        a = t.input(F32, *sizes)
+        y = t.op(opcode, a, dim)
+        value = (rand(*sizes) * 2).round()
+        value[-1, -1] = float("nan")
+        check(t, [(a, value)], [y])
+        check(t, [(a, torch.full(sizes, float("-inf" if opcode == "argmax" else "inf")))], [y])
+
+
+def test_index_out_of_range_complains_and_reads_nothing():
+    t = Tape()
+    w, i = t.input(F32, 10, 4), t.input(I64, 3)
+    t.op("relu", t.op("embedding", w, i))
+    program, slots = t.program()
+    plan = compile_program(program, checks=True)
+    assert len([s for s in plan.steps if isinstance(s, KernelStep)]) == 1
+    for bad in (-1, 10, 1 << 62, -(1 << 63)):
+        memory = {slots[w.slot]: rand(10, 4).view(-1).view(torch.uint8).numpy().copy(),
+                  slots[i.slot]: np.array([0, bad, 9]).view(np.uint8)}  # fmt: skip
+        with pytest.raises(IndexError, match="instruction 1, embedding"):
+            LocalRun(plan).run(memory)
+
+
+def test_divisor_of_zero_complains():
+    t = Tape()
+    a, b = t.input(I64, 5), t.input(I64, 5)
+    y = t.op("remainder", a, b)
+    check(t, [(a, torch.tensor([7, -7, 7, -7, -(1 << 63)])), (b, torch.tensor([3, 3, -3, -3, -1]))], [y])
+    program, slots = t.program()
+    memory = {slots[a.slot]: np.arange(5).view(np.uint8), slots[b.slot]: np.array([1, 0, 1, 1, 1]).view(np.uint8)}
+    with pytest.raises(ZeroDivisionError, match="remainder"):
+        LocalRun(compile_program(program, checks=True)).run(memory)
+
+
+def test_without_checks_what_may_complain_is_the_librarys():
+    t = Tape()
+    w, i = t.input(F32, 10, 4), t.input(I64, 3)
+    t.op("embedding", w, i)
+    t.op("remainder", i, i)
+    t.op("remainder", i, 3)
+    program, _ = t.program()
+    assert [type(s) for s in compile_program(program, params=t.params).steps if hasattr(s, "lines") or hasattr(s, "why")] == [
+        LibraryStep, LibraryStep, KernelStep]  # fmt: skip
