@@ -351,11 +351,11 @@ def overtaken(state: DispatchState) -> bool:
 
     P4's turn by its floor gives way to P0 and P1 only.
     """
-    return any(
-        lane.size
-        for flight in state.flights.values()
-        for lane in state.lanes[: min(flight.priority, PROTECTED) if flight.floor else flight.priority]
-    )
+    for flight in state.flights.values():
+        for priority in range(min(flight.priority, PROTECTED) if flight.floor else flight.priority):
+            if state.lanes[priority].size:
+                return True
+    return False
 
 
 # -- sessions --------------------------------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ class DeviceLoop:
         """
         patience, dispatch = self.dispatch.patience_ns(), self.dispatch
         times: list[int] = []
-        begin = first
+        begin, looked = first, self._polled
         while begin < last:
             end, expected = begin + 1, cut.kernels[begin]
             while end < last and expected + cut.kernels[end] <= patience:
@@ -303,9 +303,13 @@ class DeviceLoop:
                 end += 1
             times += execution.advance(cut.edges[begin:end])
             begin = end
-            if begin < last and time.perf_counter_ns() - self._polled > patience:
-                self._poll(0)
-                if dispatch.overtaken() or conn.closed or not self._calls.empty():
+            if begin < last and (now := time.perf_counter_ns()) - looked > patience:
+                looked = now
+                if self.server.waiting():
+                    self._poll(0)
+                    if dispatch.overtaken() or conn.closed:
+                        break
+                if not self._calls.empty():
                     break
         return times
 

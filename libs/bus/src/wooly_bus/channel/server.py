@@ -255,6 +255,10 @@ class ChannelServer:
             event.conn._in_events = False
         return events
 
+    def waiting(self) -> bool:
+        """Whether `poll` would have something to tell at once. A fifth of its price, for who asks often."""
+        return bool(self._events or self._resumed or self._selector.select(0))
+
     def flush(self) -> None:
         """Write what is queued now, rather than in the next `poll`."""
         for conn in [conn for conn in self._dirty if conn._out]:
