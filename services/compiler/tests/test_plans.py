@@ -98,9 +98,10 @@ def test_rms_norm_of_single_instructions_is_one_kernel(agree):
     np.testing.assert_allclose(ways.value(memory, y), expected, rtol=2e-6, atol=1e-6)
 
 
-def test_optimizer_step_is_one_kernel_per_tensor(agree):
+@pytest.mark.parametrize("sizes", [((33,), (7,)), ((4096 * 2 + 5,), (64, 9), (), (3,), (2, 70, 8))], ids=str)
+def test_optimizer_step_over_tensors_of_several_sizes_is_one_kernel(agree, sizes):
     t = Tape()
-    tensors = [[t.input(F32, n) for _ in range(4)] for n in (33, 7)]
+    tensors = [[t.input(F32, *n) for _ in range(4)] for n in sizes]
     for _, g, m, _ in tensors:
         t.op("lerp", m, g, 0.1, into=m)
     for _, g, _, v in tensors:
@@ -113,7 +114,30 @@ def test_optimizer_step_is_one_kernel_per_tensor(agree):
         t.free(d)
     inputs = [(x, np.abs(normal(*x.view.sizes))) for group in tensors for x in group]
     ways, _ = agree(t, inputs)
+    assert len(kernels(ways.fused)) == 1
+
+
+def test_kernels_that_need_each_other_stay_apart(agree):
+    t = Tape()
+    x, y = t.input(F32, 40), t.input(F32, 8, 5)
+    flat = t.op("exp", y).seen((40,), (1,))
+    other = t.op("neg", x)
+    turned = t.op("mul", flat, 2.0)
+    t.op("mul", x, 3.0, into=x)
+    ways, memory = agree(t, [(x, np.ones(40, np.float32)), (y, normal(8, 5))])
     assert len(kernels(ways.fused)) == 2
+    assert ways.value(memory, other)[0] == -1.0 and turned.view.sizes == (40,)
+
+
+def test_parts_of_a_concatenation_are_one_kernel_and_fill_the_result(agree):
+    t = Tape()
+    x = t.input(F32, 6, 16)
+    half = t.op("neg", x.seen((6, 8), (16, 1), 8))
+    y = t.op("concat", (half, x.seen((6, 8), (16, 1))), -1)
+    t.free(half)
+    ways, _ = agree(t, [(x, normal(6, 16))])
+    assert len(kernels(ways.fused)) == 1
+    assert [(s.slot, s.zero) for s in ways.fused.steps if isinstance(s, AllocStep)] == [(ways.slots[y.slot], False)]
 
 
 def test_matrix_products_are_library_calls_between_kernels():

@@ -67,7 +67,7 @@ def compile_program(
     groups = fuse.run(unit, fusing=fusing, params=params, checks=checks)
     if trace is not None:
         trace.stages.append((fuse.NAME, fuse.text(groups)))
-    plan = lower.run(unit, groups)
+    plan = lower.run(unit, groups, fusing=fusing)
     plans.verify(plan)
     if trace is not None:
         trace.stages.append((lower.NAME, plans.text(plan)))

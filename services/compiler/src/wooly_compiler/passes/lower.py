@@ -9,6 +9,7 @@ from wooly_wis.program import Role
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
+from wooly_compiler.passes import batch
 from wooly_compiler.passes.fuse import Group
 from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
 from wooly_compiler.rows import emit, folded_dims
@@ -18,8 +19,8 @@ from wooly_compiler.unit import Line, Unit
 NAME = "lower"
 
 
-def run(unit: Unit, groups: Sequence[Group]) -> Plan:
-    """The plan of a unit's groups."""
+def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
+    """The plan of a unit's groups. `fusing`: kernels that can run together are one."""
     temporaries = _temporaries(unit, groups)
     computing: list[Step] = []
     for group in groups:
@@ -28,6 +29,8 @@ def run(unit: Unit, groups: Sequence[Group]) -> Plan:
     for step in computing:
         if isinstance(step, LibraryStep):
             temporaries -= set(step.line.slots)
+    if fusing:
+        computing = batch.run(computing)
     assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
     steps = tuple(_with_memory(unit, computing))
     return Plan(unit.program, unit, steps, dict(unit.removed), frozenset(temporaries), assumed)
@@ -118,14 +121,13 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
 
 
 def _fills(step: Step, slot: int, nbytes: int) -> bool:
-    """Whether a step writes every byte of a slot that it is the first to touch."""
+    """Whether a step writes every byte of a slot that it is the first to touch: at once, or in parts of one instruction."""
     lines = step.lines if isinstance(step, KernelStep) else (step.line,) if isinstance(step, LibraryStep) else ()
-    for line in lines:
-        for a in line.accesses:
-            if a.slot == slot:
-                v = a.view
-                return (
-                    a.role is Role.OUT and v is not None and v.offset == 0 and v.end == nbytes
-                    and v.numel * v.dtype.itemsize == nbytes
-                )  # fmt: skip
-    return False
+    users = [(line, a) for line in lines for a in line.accesses if a.slot == slot]
+    first = users[0][0].origin if users else None
+    written = 0
+    for line, a in users:
+        if line.origin != first or a.role is not Role.OUT or a.view is None:
+            break
+        written += a.view.numel * a.view.dtype.itemsize
+    return written == nbytes
