@@ -43,8 +43,23 @@ def kernels():
     t.op("lt", t.op("abs", i), t.copy(i, DType.I32))
     t.op("any", t.op("isnan", hk), (1,))
     t.op("pow", t.input(DType.F64, 9), 2.5)
+    w, i, j = t.input(F32, 50, 32), t.input(DType.I64, 12), t.input(DType.I64, 12)
+    picked = t.op("embedding", w, i)
+    t.op("argmax", t.op("tril", picked, 1), 1)
+    t.op("remainder", i, j)
+    t.op("div_floor", picked, 3.5)
+    t.ops("concat", (picked, t.op("neg", picked)), 1)
+    columns = t.input(F32, 300, 32)
+    t.op("softmax", columns, 0)
+    t.op("argmin", columns, 0)
+    t.extern(
+        "aten.nll_loss_forward.default", columns, t.input(DType.I64, 300), None, 1, 5, results=[(F32, ()), (F32, ())]
+    )
+    for n in (5000, 64, 3):
+        p, g = t.input(F32, n), t.input(F32, n)
+        t.op("add", p, g, -0.1, into=p)
     program, _ = t.program()
-    return compile_program(program).kernels
+    return compile_program(program, checks=True).kernels
 
 
 SLOW_ARCHS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_100", "hip:gfx90a", "hip:gfx1100")

@@ -23,7 +23,7 @@ NAME = "batch"
 
 #: Limits of one kernel, and how many steps back a kernel may move.
 MAX_PARTS: Final = 32
-MAX_ARRAYS: Final = 100
+MAX_ARRAYS: Final = 120
 MAX_STATEMENTS: Final = 2000
 REACH: Final = 48
 #: Elements of a block, at most; a last dimension below `SHORT` makes blocks too small to be worth it, but for small tensors.
@@ -75,9 +75,11 @@ def _place(found: Sequence[Step | list[KernelStep]], step: KernelStep) -> int | 
 
 def _takes(batch: Sequence[KernelStep], step: KernelStep) -> bool:
     together = [*batch, step]
+    arrays = {(slot, a.dtype) for s in together for a, slot in zip(s.kernel.arrays, s.slots, strict=True)}
+    scalars = {at for s in together for at in s.params}
     return (
         len(together) <= MAX_PARTS
-        and sum(len(s.kernel.arrays) + len(s.kernel.scalars) for s in together) <= MAX_ARRAYS
+        and len(arrays) + len(scalars) <= MAX_ARRAYS
         and sum(len(s.kernel.body) for s in together) <= MAX_STATEMENTS
         and all(_independent(other, step) and _one_type(other, step) for other in batch)
     )
