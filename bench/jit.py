@@ -84,8 +84,9 @@ def library(line, memory):
     """What the executor's library does for an instruction, into the memory of its result."""
     tensors = [memory[slot].seen(o.view) for slot, o in zip(line.slots, line.form.operands, strict=True)]
     if line.form.opcode == "linear":
-        x, w, b, out = tensors
-        torch.addmm(b, x.reshape(-1, x.shape[-1]), w.t(), out=out.view(-1, w.shape[0]))
+        x, w, *bias, out = tensors
+        rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, w.shape[0])
+        torch.addmm(*bias, rows, w.t(), out=result) if bias else torch.mm(rows, w.t(), out=result)
         return
     assert line.form.attr("name") == ATTENTION
     q, k, v, out, lse = tensors
@@ -103,7 +104,7 @@ class Compiled:
     def __init__(self, tape, bound):
         program, self.slots = tape.program()
         started = time.perf_counter()
-        self.plan = compile_program(program, params=tape.params)
+        self.plan = compile_program(program, params=tape.params, biases=True)
         self.compile_s = time.perf_counter() - started
         self._bound = {self.slots[t.slot]: Memory(v.view(-1).view(torch.uint8)) for t, v in bound}
         self._params, self._pool, self.left = tape.params, Pool(), {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from wooly_wis.program import Role
 
@@ -23,8 +23,9 @@ def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
     """The plan of a unit's groups. `fusing`: kernels that can run together are one."""
     temporaries = _temporaries(unit, groups)
     computing: list[Step] = []
-    for group in groups:
-        computing += _steps(group, temporaries)
+    dead = _dead(unit, groups)
+    for k, group in enumerate(groups):
+        computing += _steps(group, temporaries, dead.get(k, frozenset()))
     # a group that no kernel could be written for went to the library: its temporaries have memory after all
     for step in computing:
         if isinstance(step, LibraryStep):
@@ -59,10 +60,20 @@ def _name(lines: Sequence[Line]) -> str:
     return f"k_{short}"[:63]
 
 
-def _steps(group: Group, temporaries: set[int]) -> list[Step]:
+def _dead(unit: Unit, groups: Sequence[Group]) -> dict[int, set[int]]:
+    """Per group, the slots that nobody looks at after it: what it would leave there need not be written."""
+    last = {slot: k for k, group in enumerate(groups) for line in group.lines for slot in line.slots}
+    found: dict[int, set[int]] = {}
+    for slot, k in last.items():
+        if unit.inner(slot):
+            found.setdefault(k, set()).add(slot)
+    return found
+
+
+def _steps(group: Group, temporaries: set[int], dead: Collection[int]) -> list[Step]:
     if group.graph is None:
         return [LibraryStep(line, group.why) for line in group.lines]
-    puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries]
+    puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries and slot not in dead]
     if not puts:  # only a dead store is left, and whoever removes those has left it
         puts = list(group.graph.puts.values())
         temporaries -= {p.place.slot for p in puts}
