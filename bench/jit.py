@@ -1,11 +1,14 @@
-"""What generated kernels gain: on PoCL, over torch's own memory, against eager torch on the same cores, both in this run.
+"""What generated kernels gain: on PoCL, over torch's own memory, against torch on the same cores, both in this run.
 
-Both sides write their results to fresh memory, as programs do; eager torch pays for its temporaries too, which our kernels do not
-have. The optimizer's baseline is torch's own `AdamW(foreach=True)`. A time is the best of several, both sides in turn, for what
-else runs on the machine only adds to it. With `--clock cpu` it is the processor time of all threads: what to look at where others
-keep the cores busy.
+Our results and temporaries lie in memory that was used before, as in the executor's pool; torch takes its from its own allocator,
+which gets large tensors from the system, page by page, each time. So there are two more rows: `fresh` has our results in fresh
+memory too, and `bytes` compares with a copy of as many bytes in warm memory, which no kernel can beat by much. The optimizer's
+baseline is torch's own `AdamW(foreach=True)`. A time is the best of several, all sides in turn, for what else runs on the machine
+only adds to it; `spread` has the least, the median and the greatest of the ratios in each turn. With `--clock cpu` it is the
+processor time of all threads: what to look at where others keep the cores busy. `--compiled` compares with `torch.compile`, too,
+whose compiler takes its time.
 
-Run: .venv/bin/python bench/jit.py [--json] [--only NAME] [--repeat N] [--quick] [--clock wall|cpu]
+Run: .venv/bin/python bench/jit.py [--json] [--only NAME] [--repeat N] [--quick] [--clock wall|cpu] [--compiled]
 """
 
 import argparse
@@ -26,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import KernelStep
+from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
@@ -48,61 +51,144 @@ def row(name, unit, ours, baseline, goal, *, higher_is_better=True, spread=None)
     }
 
 
-class Compiled:
-    """A tape of kernels alone, bound to torch tensors once, as an executor binds a session's buffers."""
+class Pool:
+    """Memory that is used again, with a buffer around each piece."""
 
-    def __init__(self, tape, bound, fresh=()):
-        program, slots = tape.program()
+    def __init__(self):
+        self._free = {}
+
+    def take(self, nbytes):
+        kept = self._free.get(nbytes)
+        return kept.pop() if kept else Memory(torch.empty(max(nbytes, 1), dtype=torch.uint8))
+
+    def give(self, memory):
+        self._free.setdefault(memory.raw.numel(), []).append(memory)
+
+
+class Memory:
+    """Bytes that torch and OpenCL see."""
+
+    def __init__(self, raw):
+        self.raw = raw
+        self.buffer = opencl.wrap(opencl.default_device(), raw.numpy())
+
+    def seen(self, view):
+        """A tensor there."""
+        dtype = {DType.F32: torch.float32, DType.I64: torch.int64}[view.dtype]
+        return torch.empty(0, dtype=dtype).set_(
+            self.raw.untyped_storage(), view.offset // dtype.itemsize, view.sizes, view.strides
+        )
+
+
+def library(line, memory):
+    """What the executor's library does for an instruction, into the memory of its result."""
+    tensors = [memory[slot].seen(o.view) for slot, o in zip(line.slots, line.form.operands, strict=True)]
+    if line.form.opcode == "linear":
+        x, w, *bias, out = tensors
+        rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, w.shape[0])
+        torch.addmm(*bias, rows, w.t(), out=result) if bias else torch.mm(rows, w.t(), out=result)
+        return
+    assert line.form.attr("name") == ATTENTION
+    q, k, v, out, lse = tensors
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    out.copy_(found[0])
+    lse.copy_(found[1])
+
+
+ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+class Compiled:
+    """A tape, bound to torch tensors once, as an executor binds a session's buffers."""
+
+    def __init__(self, tape, bound):
+        program, self.slots = tape.program()
         started = time.perf_counter()
-        self.plan = compile_program(program, params=tape.params)
+        self.plan = compile_program(program, params=tape.params, biases=True)
         self.compile_s = time.perf_counter() - started
-        device = opencl.default_device()
-        memory = {slots[t.slot]: opencl.wrap(device, v.view(-1).view(torch.uint8).numpy()) for t, v in bound}
+        self._bound = {self.slots[t.slot]: Memory(v.view(-1).view(torch.uint8)) for t, v in bound}
+        self._params, self._pool, self.left = tape.params, Pool(), {}
         steps = [s for s in self.plan.steps if isinstance(s, KernelStep)]
-        started = time.perf_counter()
-        built = [opencl.build(s.kernel) for s in steps]
-        self._memory, self._steps, self._params = memory, steps, tape.params
-        self._built = built
-        self._fresh = [(slots[t.slot], t.view.numel) for t in fresh]
-        self.results = []
-        self()  # PoCL finishes a kernel when it is first run
-        self.build_s = time.perf_counter() - started
-        started = time.perf_counter()
-        again = [opencl.build(s.kernel) for s in steps]
-        self._built = again
-        self()
-        self.cached_s = time.perf_counter() - started
+        found = []
+        for _ in range(2):
+            started = time.perf_counter()
+            self._built = {id(s): opencl.build(s.kernel) for s in steps}
+            self()  # PoCL finishes a kernel when it is first run
+            found.append(time.perf_counter() - started)
+        self.build_s, self.cached_s = found
         self.kernels = len(steps)
 
-    def __call__(self):
-        device = opencl.default_device()
-        self.results = [torch.empty(n) for _, n in self._fresh]
-        made = {slot: opencl.wrap(device, t.numpy()) for (slot, _), t in zip(self._fresh, self.results, strict=True)}
-        for built, step in zip(self._built, self._steps, strict=True):
-            arrays = [made[slot] if slot in made else self._memory[slot] for slot in step.slots]
-            built.launch(arrays, [self._params[p] for p in step.params])
-        device.queue.finish()
+    def result(self, tensor):
+        """What the last run left there."""
+        return self.left[self.slots[tensor.slot]].seen(tensor.view)
+
+    def traffic(self):
+        """Bytes that a run reads and writes, by what its instructions are about: temporaries are not counted."""
+        sizes = {}
+        for step in self.plan.steps:
+            for a, slot in zip(step.kernel.arrays, step.slots, strict=True) if isinstance(step, KernelStep) else ():
+                sizes[slot] = a.numel * a.dtype.itemsize * (2 if a.role.name == "INOUT" else 1)
+        return sum(sizes.values())
+
+    def __call__(self, *, fresh=False):
+        for kept in self.left.values():
+            self._pool.give(kept)
+        pool = Pool() if fresh else self._pool
+        memory, queue = dict(self._bound), opencl.default_device().queue
+        for step in self.plan.steps:
+            match step:
+                case AllocStep():
+                    memory[step.slot] = pool.take(step.nbytes)
+                case FreeStep():
+                    pool.give(memory.pop(step.slot))
+                case KernelStep():
+                    arrays = [memory[slot].buffer for slot in step.slots]
+                    self._built[id(step)].launch(arrays, [self._params[p] for p in step.params])
+                case LibraryStep():
+                    queue.finish()
+                    library(step.line, memory)
+        queue.finish()
+        self.left = {} if fresh else {slot: m for slot, m in memory.items() if slot not in self._bound}
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
-def pair(ours, baseline, repeat, clock):
-    """The best of both sides, run in turn, and the spread of the ratio."""
-    ours(), baseline()
-    a, b = [], []
+def turns(functions, repeat, clock):
+    """Times of all, run in turn, in ms."""
+    found = [[] for _ in functions]
+    for f in functions:
+        f()
     for _ in range(repeat):
-        for function, found in ((ours, a), (baseline, b)):
+        for function, times in zip(functions, found, strict=True):
             started = clock()
             function()
-            found.append(clock() - started)
-    ratios = sorted(y / x for x, y in zip(a, b, strict=True))
-    return min(a) * 1e3, min(b) * 1e3, [round(ratios[0], 2), round(ratios[-1], 2)]
+            times.append((clock() - started) * 1e3)
+    return found
 
 
-def result(name, compiled, baseline, goal, args):
-    ours, theirs, spread = pair(compiled, baseline, args.repeat, CLOCKS[args.clock])
-    yield row(name, "ms", ours, theirs, goal, spread=spread)
+def result(name, compiled, baseline, goal, args, *, fresh=True, compiled_goal=None):
+    sides = {"eager": baseline}
+    if fresh:
+        n = compiled.traffic() // 8
+        source, target = torch.zeros(n), torch.zeros(n)
+        sides |= {"fresh": lambda: compiled(fresh=True), "bytes": lambda: target.copy_(source)}
+    if args.compiled:
+        sides["torch.compile"] = torch.compile(baseline)
+    ours, *others = turns([compiled, *sides.values()], args.repeat, CLOCKS[args.clock])
+    found = dict(zip(sides, others, strict=True))
+
+    def against(label, mine, theirs, goal):
+        ratios = sorted(b / a for a, b in zip(mine, theirs, strict=True))
+        spread = [round(r, 2) for r in (ratios[0], ratios[len(ratios) // 2], ratios[-1])]
+        return row(label, "ms", min(mine), min(theirs), goal, spread=spread)
+
+    yield against(name, ours, found["eager"], goal)
+    if "torch.compile" in found:
+        yield against(f"{name}: against torch.compile", ours, found["torch.compile"], compiled_goal)
+    if fresh:
+        yield against(f"{name}: fresh memory", found["fresh"], found["eager"], None)
+        yield against(f"{name}: against a copy of as many bytes", ours, found["bytes"], None)
     yield row(f"{name}: {compiled.kernels} kernels, plan", "ms", compiled.compile_s * 1e3, None, None)
     yield row(f"{name}: build and first run, cold", "ms", compiled.build_s * 1e3, None, None)
     yield row(f"{name}: build and run again, cached", "ms", compiled.cached_s * 1e3, None, None)
@@ -120,13 +206,13 @@ def bench_gelu(args, scale):
         t.free(m)
         y = t.op(opcode, s)
         t.free(s)
-        compiled = Compiled(t, [(x, a)], [y])
+        compiled = Compiled(t, [(x, a)])
 
         def eager(kind=kind):
             return F.gelu(a * 1.1 + 0.1, approximate=kind)
 
-        torch.testing.assert_close(compiled.results[0], eager(), rtol=1e-5, atol=1e-5)
-        yield from result(f"GELU(x*w+b), {kind}, 16M floats", compiled, eager, 5, args)
+        torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-5, atol=1e-5)
+        yield from result(f"GELU(x*w+b), {kind}, 16M floats", compiled, eager, 5, args, compiled_goal=1)
 
 
 def bench_softmax(args, scale):
@@ -136,12 +222,12 @@ def bench_softmax(args, scale):
     x = t.input(DType.F32, rows, 4096)
     y = t.op("softmax", x, -1)
     a = torch.randn(rows, 4096)
-    compiled = Compiled(t, [(x, a)], [y])
+    compiled = Compiled(t, [(x, a)])
 
     def eager():
         return torch.softmax(a, -1)
 
-    torch.testing.assert_close(compiled.results[0].view(rows, 4096), eager(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-5, atol=1e-7)
     yield from result("softmax 4096x4096", compiled, eager, 0.7, args)
 
 
@@ -157,47 +243,112 @@ def bench_norm(args, scale):
     y = t.op("add", g, z)
     t.free(g)
     tensors = [torch.randn(rows, n), torch.randn(n), torch.randn(n), torch.randn(rows, n)]
-    compiled = Compiled(t, list(zip((x, w, b, z), tensors, strict=True)), [y])
+    compiled = Compiled(t, list(zip((x, w, b, z), tensors, strict=True)))
 
     def eager():
         return F.gelu(F.layer_norm(tensors[0], [n], tensors[1], tensors[2])) + tensors[3]
 
-    torch.testing.assert_close(compiled.results[0].view(rows, n), eager(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-4, atol=1e-4)
     yield from result("layer norm + GELU + residual", compiled, eager, 3, args)
 
 
-def bench_adamw(args, scale):
-    """One step of AdamW over ten million parameters."""
-    n, lr, decay, b1, b2, eps = 10_000_000 // scale, 1e-3, 0.01, 0.9, 0.999, 1e-8
+def adamw(args, sizes, name, goal):
+    """One step of AdamW over tensors of these sizes."""
+    lr, decay, b1, b2, eps = 1e-3, 0.01, 0.9, 0.999, 1e-8
     t = Tape()
-    p, g, m, v = (t.input(DType.F32, n) for _ in range(4))
-    t.op("mul", p, 1 - lr * decay, into=p)
-    t.op("lerp", m, g, 1 - b1, into=m)
-    t.op("mul", v, b2, into=v)
-    t.op("addcmul", v, g, g, 1 - b2, into=v)
-    d = t.op("sqrt", v)
-    t.op("div", d, (1 - b2**2) ** 0.5, into=d)
-    t.op("add", d, eps, into=d)
-    t.op("addcdiv", p, m, d, -lr / (1 - b1**2), into=p)
-    t.free(d)
-    start, grad = torch.randn(n), torch.randn(n)
-    mine = torch.nn.Parameter(start.clone())
-    mine.grad = grad
-    optimizer = torch.optim.AdamW([mine], lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, foreach=True)
+    tensors = [[t.input(DType.F32, n) for _ in range(4)] for n in sizes]
+    for p, g, m, v in tensors:
+        t.op("mul", p, 1 - lr * decay, into=p)
+        t.op("lerp", m, g, 1 - b1, into=m)
+        t.op("mul", v, b2, into=v)
+        t.op("addcmul", v, g, g, 1 - b2, into=v)
+        d = t.op("sqrt", v)
+        t.op("div", d, (1 - b2**2) ** 0.5, into=d)
+        t.op("add", d, eps, into=d)
+        t.op("addcdiv", p, m, d, -lr / (1 - b1**2), into=p)
+        t.free(d)
+    mine = [torch.nn.Parameter(torch.randn(n)) for n in sizes]
+    for p in mine:
+        p.grad = torch.randn(len(p))
+    optimizer = torch.optim.AdamW(mine, lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, foreach=True)
     optimizer.step()
-    state = optimizer.state[mine]
-    own = [mine.detach().clone(), grad, state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
-    compiled = Compiled(t, list(zip((p, g, m, v), own, strict=True)))
-    assert compiled.kernels == 1
-    for kept, now in zip(own, (mine.detach(), grad, state["exp_avg"], state["exp_avg_sq"]), strict=True):
-        kept.copy_(now)  # the build has run it already
+    theirs = [[p.detach(), p.grad, optimizer.state[p]["exp_avg"], optimizer.state[p]["exp_avg_sq"]] for p in mine]
+    own = [[x.clone() for x in group] for group in theirs]
+    bound = [(x, v) for group, values in zip(tensors, own, strict=True) for x, v in zip(group, values, strict=True)]
+    compiled = Compiled(t, bound)
+    for kept, now in zip(own, theirs, strict=True):
+        for x, y in zip(kept, now, strict=True):
+            x.copy_(y)  # the build has run it already
     compiled()
     optimizer.step()
-    torch.testing.assert_close(own[0], mine.detach(), rtol=1e-5, atol=1e-6)
-    yield from result("AdamW step, 10M parameters", compiled, optimizer.step, 2, args)
+    torch.testing.assert_close(own[0][0], mine[0].detach(), rtol=1e-5, atol=1e-6)
+    yield from result(name, compiled, optimizer.step, goal, argparse.Namespace(**vars(args) | {"compiled": False}))
 
 
-BENCHES = {"gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "adamw": bench_adamw}
+def bench_adamw(args, scale):
+    """One step of AdamW over ten million parameters, in one tensor and in many."""
+    yield from adamw(args, [10_000_000 // scale], "AdamW step, 10M parameters", 2)
+    sizes = [n // scale for _ in range(8) for n in (1_000_000, 247_000, 2_500, 500)]
+    yield from adamw(args, sizes, "AdamW step, 10M parameters in 32 tensors", 2)
+
+
+def bench_block(args, scale):
+    """The forward pass of a transformer block."""
+    batch, length, width, heads = 8, 256 // scale, 512, 8
+    t = Tape()
+    shapes = {"n1": (width,), "c1": (width,), "wqkv": (3 * width, width), "bqkv": (3 * width,), "wo": (width, width),
+              "bo": (width,), "n2": (width,), "c2": (width,), "w1": (4 * width, width), "b1": (4 * width,),
+              "w2": (width, 4 * width), "b2": (width,)}  # fmt: skip
+    x = t.input(DType.F32, batch, length, width)
+    w = {name: t.input(DType.F32, *sizes) for name, sizes in shapes.items()}
+    values = {name: torch.randn(sizes) * 0.05 for name, sizes in shapes.items()}
+    a = torch.randn(batch, length, width)
+    h, mean, rstd = t.ops("layer_norm", x, (width,), w["n1"], w["c1"], 1e-5)
+    t.free(mean, rstd)
+    qkv = t.op("linear", h, w["wqkv"], w["bqkv"])
+    t.free(h)
+    each = (batch, heads, length, width // heads)
+    strides = (3 * width * length, width // heads, 3 * width, 1)
+    parts = [qkv.seen(each, strides, n * width) for n in range(3)]
+    o, lse = t.extern(ATTENTION, *parts, results=[(DType.F32, each), (DType.F32, each[:3])])
+    t.free(lse, qkv)
+    turned = t.copy(
+        o.seen((batch, length, heads, width // heads), (width * length, width // heads, length * width // heads, 1))
+    )
+    t.free(o)
+    p = t.op("linear", turned.seen((batch, length, width), (length * width, width, 1)), w["wo"], w["bo"])
+    t.free(turned)
+    x1 = t.op("add", x, p)
+    t.free(p)
+    h, mean, rstd = t.ops("layer_norm", x1, (width,), w["n2"], w["c2"], 1e-5)
+    t.free(mean, rstd)
+    u = t.op("linear", h, w["w1"], w["b1"])
+    t.free(h)
+    g = t.op("gelu", u)
+    t.free(u)
+    d = t.op("linear", g, w["w2"], w["b2"])
+    t.free(g)
+    y = t.op("add", x1, d)
+    t.free(d, x1)
+
+    def eager():
+        v = values
+        with torch.no_grad():
+            h = F.layer_norm(a, [width], v["n1"], v["c1"])
+            q, k, s = F.linear(h, v["wqkv"], v["bqkv"]).view(batch, length, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            o = F.scaled_dot_product_attention(q, k, s).transpose(1, 2).reshape(batch, length, width)
+            z = a + F.linear(o, v["wo"], v["bo"])
+            h = F.layer_norm(z, [width], v["n2"], v["c2"])
+            return z + F.linear(F.gelu(F.linear(h, v["w1"], v["b1"])), v["w2"], v["b2"])
+
+    compiled = Compiled(t, [(x, a), *[(w[name], values[name]) for name in shapes]])
+    torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-3, atol=1e-3)
+    yield from result("transformer block, forward", compiled, eager, 1.1, args, fresh=False)
+
+
+BENCHES = {
+    "gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "adamw": bench_adamw, "block": bench_block,
+}  # fmt: skip
 
 
 def main():
@@ -209,6 +360,7 @@ def main():
         "--quick", action="store_true", help="a sixteenth of the sizes: shows that it runs, not how fast"
     )
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--compiled", action="store_true", help="compare with torch.compile, too")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")

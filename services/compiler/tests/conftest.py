@@ -64,7 +64,7 @@ class Ways:
         self.single = compile_program(self.program, fusing=False)
 
     def memory(self):
-        return {self.slots[t.slot]: v.view(np.uint8).reshape(-1).copy() for t, v in self.inputs}
+        return {self.slots[t.slot]: v.reshape(-1).view(np.uint8).copy() for t, v in self.inputs}
 
     def pocl(self, plan):
         memory = self.memory()

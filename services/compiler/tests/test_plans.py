@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from wooly_compiler import plan as plans
 from wooly_compiler.errors import PlanError
+from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import Trace, compile_program
 from wooly_compiler.plan import AllocStep, KernelStep, LibraryStep
 from wooly_testkit.tape import Tape
@@ -98,9 +100,10 @@ def test_rms_norm_of_single_instructions_is_one_kernel(agree):
     np.testing.assert_allclose(ways.value(memory, y), expected, rtol=2e-6, atol=1e-6)
 
 
-def test_optimizer_step_is_one_kernel_per_tensor(agree):
+@pytest.mark.parametrize("sizes", [((33,), (7,)), ((4096 * 2 + 5,), (64, 9), (), (3,), (2, 70, 8))], ids=str)
+def test_optimizer_step_over_tensors_of_several_sizes_is_one_kernel(agree, sizes):
     t = Tape()
-    tensors = [[t.input(F32, n) for _ in range(4)] for n in (33, 7)]
+    tensors = [[t.input(F32, *n) for _ in range(4)] for n in sizes]
     for _, g, m, _ in tensors:
         t.op("lerp", m, g, 0.1, into=m)
     for _, g, _, v in tensors:
@@ -113,7 +116,30 @@ def test_optimizer_step_is_one_kernel_per_tensor(agree):
         t.free(d)
     inputs = [(x, np.abs(normal(*x.view.sizes))) for group in tensors for x in group]
     ways, _ = agree(t, inputs)
+    assert len(kernels(ways.fused)) == 1
+
+
+def test_kernels_that_need_each_other_stay_apart(agree):
+    t = Tape()
+    x, y = t.input(F32, 40), t.input(F32, 8, 5)
+    flat = t.op("exp", y).seen((40,), (1,))
+    other = t.op("neg", x)
+    turned = t.op("mul", flat, 2.0)
+    t.op("mul", x, 3.0, into=x)
+    ways, memory = agree(t, [(x, np.ones(40, np.float32)), (y, normal(8, 5))])
     assert len(kernels(ways.fused)) == 2
+    assert ways.value(memory, other)[0] == -1.0 and turned.view.sizes == (40,)
+
+
+def test_parts_of_a_concatenation_are_one_kernel_and_fill_the_result(agree):
+    t = Tape()
+    x = t.input(F32, 6, 16)
+    half = t.op("neg", x.seen((6, 8), (16, 1), 8))
+    y = t.op("concat", (half, x.seen((6, 8), (16, 1))), -1)
+    t.free(half)
+    ways, _ = agree(t, [(x, normal(6, 16))])
+    assert len(kernels(ways.fused)) == 1
+    assert [(s.slot, s.zero) for s in ways.fused.steps if isinstance(s, AllocStep)] == [(ways.slots[y.slot], False)]
 
 
 def test_matrix_products_are_library_calls_between_kernels():
@@ -129,6 +155,48 @@ def test_matrix_products_are_library_calls_between_kernels():
     kinds = [type(s).__name__ for s in plan.steps if not isinstance(s, (AllocStep, plans.FreeStep))]
     assert kinds == ["KernelStep", "LibraryStep", "KernelStep"]
     assert plan.share() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("opcode", ["linear", "addmm"])
+def test_bias_of_a_product_is_added_by_the_kernel_that_follows(opcode):
+    t = Tape()
+    a, w, b, z = t.input(F32, 6, 8), t.input(F32, 16, 8), t.input(F32, 16), t.input(F32, 2, 3, 16)
+    c = t.op("linear", a, w, b) if opcode == "linear" else t.op("addmm", b, a, w.seen((8, 16), (1, 8)))
+    y = t.op("add", t.op("gelu", c.seen((2, 3, 16), (48, 16, 1))), z)
+    t.free(c)
+    program, slots = t.program()
+    plan = compile_program(program, biases=True)
+    product, kernel = (s for s in plan.steps if isinstance(s, (KernelStep, LibraryStep)))
+    assert product.line.form.opcode == ("linear" if opcode == "linear" else "mm") and len(product.line.slots) == 3
+    assert [line.form.opcode for line in kernel.lines] == ["add", "gelu", "add"]
+    # the product itself is read, and nobody looks at it afterwards
+    assert {a.role.name for a, s in zip(kernel.kernel.arrays, kernel.slots, strict=True) if s == slots[c.slot]} == {
+        "IN"
+    }
+    values = {x: np.ascontiguousarray(normal(*x.view.sizes)) for x in (a, w, b, z)}
+
+    def library(line, memory, params):
+        c_there = memory[line.slots[-1]].view(np.float32).reshape(6, 16)
+        c_there[:] = values[a] @ values[w].T
+
+    memory = {slots[x.slot]: v.reshape(-1).view(np.uint8).copy() for x, v in values.items()}
+    LocalRun(plan, library).run(memory)
+    c = torch.from_numpy((values[a] @ values[w].T + values[b]).reshape(2, 3, 16))
+    want = torch.nn.functional.gelu(c).numpy() + values[z]
+    got = memory[slots[y.slot]].view(np.float32).reshape(2, 3, 16)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_bias_stays_where_the_library_reads_the_product_next():
+    t = Tape()
+    a, w, b = t.input(F32, 6, 8), t.input(F32, 8, 8), t.input(F32, 8)
+    c = t.op("linear", a, w, b)
+    t.op("mm", c, w)
+    program, _ = t.program()
+    assert [len(s.line.slots) for s in compile_program(program, biases=True).steps if isinstance(s, LibraryStep)] == [
+        4,
+        3,
+    ]
 
 
 def test_in_place_update_of_what_was_read_otherwise_is_not_fused(agree):

@@ -10,7 +10,7 @@ from wooly_wis.program import Program
 
 from wooly_compiler import plan as plans
 from wooly_compiler import unit as units
-from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant
+from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant, split_bias
 from wooly_compiler.plan import Plan
 from wooly_compiler.unit import Unit
 
@@ -38,6 +38,7 @@ def compile_program(
     params: Sequence[Any] | None = None,
     fusing: bool = True,
     checks: bool = False,
+    biases: bool = False,
     trace: Trace | None = None,
 ) -> Plan:
     """The plan of a program.
@@ -49,6 +50,7 @@ def compile_program(
         fusing: whether instructions share kernels; without, each has its own, with the same bits as result.
         checks: whether the executor asks for the status that kernels write where an index is out of range (`plan.STATUS`);
             without, what indexes is the library's.
+        biases: whether kernels may add the biases of matrix products, which rounds once more than the library does.
         trace: where the text of the stages goes.
 
     Raises:
@@ -59,7 +61,8 @@ def compile_program(
     units.verify(unit)
     if trace is not None:
         trace.stages.append(("resolve-views", units.text(unit)))
-    for name, run in UNIT_PASSES:
+    passes = (*UNIT_PASSES, (split_bias.NAME, split_bias.run)) if biases else UNIT_PASSES
+    for name, run in passes:
         unit = run(unit)
         units.verify(unit)
         if trace is not None:
@@ -67,7 +70,7 @@ def compile_program(
     groups = fuse.run(unit, fusing=fusing, params=params, checks=checks)
     if trace is not None:
         trace.stages.append((fuse.NAME, fuse.text(groups)))
-    plan = lower.run(unit, groups)
+    plan = lower.run(unit, groups, fusing=fusing)
     plans.verify(plan)
     if trace is not None:
         trace.stages.append((lower.NAME, plans.text(plan)))

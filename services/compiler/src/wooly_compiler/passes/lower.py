@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from wooly_wis.program import Role
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
+from wooly_compiler.passes import batch
 from wooly_compiler.passes.fuse import Group
 from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
 from wooly_compiler.rows import emit, folded_dims
@@ -18,16 +19,19 @@ from wooly_compiler.unit import Line, Unit
 NAME = "lower"
 
 
-def run(unit: Unit, groups: Sequence[Group]) -> Plan:
-    """The plan of a unit's groups."""
+def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
+    """The plan of a unit's groups. `fusing`: kernels that can run together are one."""
     temporaries = _temporaries(unit, groups)
     computing: list[Step] = []
-    for group in groups:
-        computing += _steps(group, temporaries)
+    dead = _dead(unit, groups)
+    for k, group in enumerate(groups):
+        computing += _steps(group, temporaries, dead.get(k, frozenset()))
     # a group that no kernel could be written for went to the library: its temporaries have memory after all
     for step in computing:
         if isinstance(step, LibraryStep):
             temporaries -= set(step.line.slots)
+    if fusing:
+        computing = batch.run(computing)
     assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
     steps = tuple(_with_memory(unit, computing))
     return Plan(unit.program, unit, steps, dict(unit.removed), frozenset(temporaries), assumed)
@@ -56,10 +60,20 @@ def _name(lines: Sequence[Line]) -> str:
     return f"k_{short}"[:63]
 
 
-def _steps(group: Group, temporaries: set[int]) -> list[Step]:
+def _dead(unit: Unit, groups: Sequence[Group]) -> dict[int, set[int]]:
+    """Per group, the slots that nobody looks at after it: what it would leave there need not be written."""
+    last = {slot: k for k, group in enumerate(groups) for line in group.lines for slot in line.slots}
+    found: dict[int, set[int]] = {}
+    for slot, k in last.items():
+        if unit.inner(slot):
+            found.setdefault(k, set()).add(slot)
+    return found
+
+
+def _steps(group: Group, temporaries: set[int], dead: Collection[int]) -> list[Step]:
     if group.graph is None:
         return [LibraryStep(line, group.why) for line in group.lines]
-    puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries]
+    puts = [p for slot, p in group.graph.puts.items() if slot not in temporaries and slot not in dead]
     if not puts:  # only a dead store is left, and whoever removes those has left it
         puts = list(group.graph.puts.values())
         temporaries -= {p.place.slot for p in puts}
@@ -118,14 +132,13 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
 
 
 def _fills(step: Step, slot: int, nbytes: int) -> bool:
-    """Whether a step writes every byte of a slot that it is the first to touch."""
+    """Whether a step writes every byte of a slot that it is the first to touch: at once, or in parts of one instruction."""
     lines = step.lines if isinstance(step, KernelStep) else (step.line,) if isinstance(step, LibraryStep) else ()
-    for line in lines:
-        for a in line.accesses:
-            if a.slot == slot:
-                v = a.view
-                return (
-                    a.role is Role.OUT and v is not None and v.offset == 0 and v.end == nbytes
-                    and v.numel * v.dtype.itemsize == nbytes
-                )  # fmt: skip
-    return False
+    users = [(line, a) for line in lines for a in line.accesses if a.slot == slot]
+    first = users[0][0].origin if users else None
+    written = 0
+    for line, a in users:
+        if line.origin != first or a.role is not Role.OUT or a.view is None:
+            break
+        written += a.view.numel * a.view.dtype.itemsize
+    return written == nbytes

@@ -297,9 +297,26 @@ class _Printer:
         self.block(self.kernel.body)
         self.close()
 
+    def _work(self, block: Block) -> int:
+        """Elements that a point goes through, at most."""
+        total = 0
+        for s in block:
+            match s:
+                case Lanes() | Reduce():
+                    total += s.extent
+                case For():
+                    low, high = self.facts.intervals[s.lower], self.facts.intervals[s.upper]
+                    assert low is not None and high is not None
+                    total += max(self._work(s.body), 1) * max(-(-(high[1] - low[0]) // s.step), 1)
+                case If():
+                    total += max(self._work(s.then), self._work(s.otherwise))
+                case _:
+                    pass
+        return total
+
     def _loops_over_groups(self) -> int:
         total = math.prod(self.kernel.space)
-        work = sum(s.extent for s in walk(self.kernel.body) if isinstance(s, (Lanes, Reduce)))
+        work = self._work(self.kernel.body)
         rows = min(total, max(1, CHUNK // max(work, 1)))
         self._scratch()
         self._rows(rows, total)
