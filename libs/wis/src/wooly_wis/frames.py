@@ -33,11 +33,16 @@ class Kind(IntEnum):
     ERROR = 11
     CLOSE = 12
     STATS = 13
+    OFFER = 14
+    SEAL = 15
+    PIN = 16
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
+#: Of an OFFER and of a SEAL: buffer, bytes, whether the digest is of the first chunk only, digest.
+CONTENT = struct.Struct("<QQI32s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,20 @@ def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
         raise DecodeError("READ frame has a wrong length")
     buffer, offset, nbytes = READ_HEAD.unpack(payload)
     return buffer, offset, nbytes
+
+
+def unpack_content(payload: bytes | memoryview) -> tuple[int, int, bool, bytes]:
+    """(buffer, byte count, whether only of the first chunk, digest) of an OFFER or SEAL frame.
+
+    Raises:
+        DecodeError: wrong length, or unknown flags.
+    """
+    if len(payload) != CONTENT.size:
+        raise DecodeError("frame about a content has a wrong length")
+    buffer, nbytes, head, name = CONTENT.unpack(payload)
+    if head not in (0, 1):
+        raise DecodeError("frame about a content has unknown flags")
+    return buffer, nbytes, bool(head), name
 
 
 def pack_json(value: dict[str, Any]) -> bytes:

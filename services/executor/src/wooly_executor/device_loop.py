@@ -25,6 +25,7 @@ from wooly_wis.frames import (
     WRITE_HEAD,
     Kind,
     pack_json,
+    unpack_content,
     unpack_json,
     unpack_read,
     unpack_run,
@@ -33,9 +34,11 @@ from wooly_wis.frames import (
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
 from wooly_executor.estimates import Cut, Definitions
+from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Frame, Session
+from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
@@ -48,16 +51,25 @@ COPIED = 64 << 10
 _WORK = frozenset((Kind.RUN, Kind.DEFINE))
 #: Frames behind which nothing is begun: what is defined decides what runs take, what is read must not change on its way.
 _BARS = frozenset((Kind.DEFINE, Kind.READ))
+#: Frames that need the session's memory on the device, and not the device.
+_TOUCHES = frozenset((Kind.READ, Kind.OFFER, Kind.SEAL))
 
 
 class DeviceLoop:
     """Runs until `stop`. Public methods other than `run` may be called from any thread."""
 
-    def __init__(self, runtime: Runtime, memory: int | None = None, dispatch: Dispatch | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        memory: int | None = None,
+        dispatch: Dispatch | None = None,
+        swap: SwapSettings | None = None,
+    ) -> None:
         self.runtime = runtime
         self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
+        self.vram = Vram(self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed)
         self.on_closed: Callable[[str], None] = lambda session_id: None
         self.busy_ns = 0
         self._store = ProgramStore(runtime)
@@ -90,7 +102,15 @@ class DeviceLoop:
         return future
 
     def open_session(
-        self, session_id: str, token: str, quota: int | None, policy: Policy | None = None, tenant: str = ""
+        self,
+        session_id: str,
+        token: str,
+        quota: int | None,
+        policy: Policy | None = None,
+        tenant: str = "",
+        *,
+        scope: Scope = Scope.OFF,
+        swappable: bool = True,
     ) -> None:
         """Admit a session (in the loop's thread).
 
@@ -101,7 +121,8 @@ class DeviceLoop:
             raise AdmissionError(f"session {session_id} is open already")
         if quota is not None and quota > self.memory:
             raise AdmissionError(f"{quota} bytes asked for, the device has {self.memory}")
-        session = Session(session_id, token, quota or self.memory, self._store, self.runtime)
+        session = Session(session_id, token, quota or self.memory, self._store, self.runtime, swappable=swappable)
+        self.vram.open(session, tenant, scope)
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
 
@@ -131,16 +152,18 @@ class DeviceLoop:
 
     def run(self) -> None:
         """Serve until `stop` is called."""
-        dispatch = self.dispatch
+        dispatch, vram = self.dispatch, self.vram
         with torch.inference_mode():
             while not self._stopping.is_set():
-                self._poll(None if dispatch.launch is None and self._calls.empty() else 0)
+                busy = dispatch.launch is not None or not self._calls.empty() or vram.due
+                self._poll(0 if busy else vram.timeout())
                 self._run_calls()
                 while dispatch.launch is not None and not self._stopping.is_set():
                     self._launch()
                     self._run_calls()
         for session_id in list(self._sessions):
             self.close_session(session_id, "the executor is stopping")
+        self.vram.stop()
         self.server.close()
 
     def _poll(self, timeout: float | None) -> None:
@@ -161,6 +184,8 @@ class DeviceLoop:
     def _run_calls(self) -> None:
         while not self._calls.empty():
             self._calls.get_nowait()()
+        if self.vram.due or self.vram.timeout() == 0:
+            self.vram.arrange()
 
     def _launch(self) -> None:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
@@ -194,6 +219,7 @@ class DeviceLoop:
             self._hello(conn, event.kind, event.payload, event.seq)
             return
         session = conn.owner
+        session.idle_since = None
         session.queue.append(Frame(event.seq, event.kind, event.payload))
         session.queued_bytes += len(event.payload)
         self._proceed(session)
@@ -229,11 +255,17 @@ class DeviceLoop:
         queue, conn = session.queue, session.conn
         while conn is not None and not conn.closed:
             if session.known and queue[0].kind not in _WORK:
+                if queue[0].kind in _TOUCHES and not self.vram.present(session):
+                    return
+                if queue[0].kind == Kind.PIN and session.sealing:
+                    return  # what is to be kept is not hashed yet
                 self._end(session, conn, queue[0], None)
             elif session.known < len(queue) and not session.barred:
                 frame = queue[session.known]
-                session.known += 1
                 kind = frame.kind
+                if kind == Kind.RUN and not self.vram.admit(session, frame):
+                    return
+                session.known += 1
                 session.barred = kind in _BARS
                 if kind == Kind.RUN:
                     frame.cut = session.expected(bytes(frame.payload[:DIGEST_SIZE]))
@@ -269,6 +301,7 @@ class DeviceLoop:
                     self._definitions.observe(len(frame.payload), gpu_ns)
             else:
                 if not first:
+                    self.vram.begun(session, frame)
                     frame.running = session.begin(unpack_run(frame.payload), frame.seq)
                 if frame.running is not None:
                     times = self._advance(conn, frame.running.execution, frame.cut, first, last)
@@ -333,6 +366,8 @@ class DeviceLoop:
             session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
             self._answer_if_awaited(session, conn, frame)
         conn.ack(frame.seq)
+        if not session.queue:
+            self.vram.idle(session)
 
     def _process(self, session: Session, conn: Connection, frame: Frame) -> None:
         kind = frame.kind
@@ -354,11 +389,39 @@ class DeviceLoop:
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
-            self._answer(conn, stats | {"bytes": session.bytes, "buffers": len(session.buffers)})
+            stats |= {"bytes": session.bytes, "buffers": len(session.buffers)} | self.vram.stats(session)
+            self._answer(conn, stats)
+        elif kind == Kind.OFFER:
+            self._answer(conn, {"known": self._offer(session, frame)})
+        elif kind == Kind.SEAL:
+            buffer, nbytes, _, name = unpack_content(frame.payload)
+            self.vram.seal(session, buffer, nbytes, name)
+        elif kind == Kind.PIN:
+            self._answer(conn, self._pin(session, unpack_json(frame.payload)))
         elif kind == Kind.CLOSE:
             self.close_session(session.id, "")
         else:
             conn.close(f"frame kind {kind} is not one that a client sends")
+
+    def _offer(self, session: Session, frame: Frame) -> bool:
+        buffer, nbytes, head, name = unpack_content(frame.payload)
+        try:
+            return self.vram.offer(session, buffer, nbytes, head, name)
+        except ExecutorError as e:  # the upload that follows will say so again; this question is always answered
+            session.fail(e.code, str(e), frame.seq)
+            return False
+
+    def _pin(self, session: Session, ask: dict[str, Any]) -> dict[str, Any]:
+        """Keep contents, let them go, or list what is kept."""
+        vram, tenant, name = self.vram, session.account.tenant, str(ask.get("name", ""))
+        try:
+            if ask.get("do") == "add":
+                return {"bytes": vram.pin(session, name)}
+            if ask.get("do") == "remove":
+                return {"removed": vram.unpin(tenant, name)}
+        except ExecutorError as e:
+            return {"error": str(e)}
+        return {"pins": vram.pins(tenant)}
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -375,7 +438,9 @@ class DeviceLoop:
 
     def _answer_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
         kind = frame.kind
-        if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(frame.payload)):
+        if kind in (Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN) or (
+            kind == Kind.RUN and _wants_reply(frame.payload)
+        ):
             self._answer_failure(session, conn)
 
     def _send(self, session: Session, conn: Connection, memory: memoryview) -> None:
@@ -411,8 +476,9 @@ class DeviceLoop:
         session: Session | None = conn.owner
         if session is None:
             raise ProtocolError("data before the hello")
-        if session.queue or session.lending:
+        if session.queue or session.lending or not self.vram.present(session):
             return None
+        session.idle_since = None
         buffer, offset = WRITE_HEAD.unpack(prefix)
         try:
             memory = session.memory(buffer, offset, data_len, writing=True)

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from wooly_dispatch.core import overtaken, step
-from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision
+from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
     ConfigChangedEvent,
@@ -31,6 +31,8 @@ from wooly_dispatch.events import (
     SessionOpenedEvent,
     SessionResumedEvent,
     SessionSuspendedEvent,
+    SwappedInEvent,
+    SwappedOutEvent,
 )
 from wooly_dispatch.state import DispatchState
 
@@ -57,6 +59,7 @@ class Dispatch:
         self.state = DispatchState()
         self.launch: LaunchDecision | None = None
         self.entries: Entries | None = None
+        self.on_swap_in: Callable[[str], None] = lambda session_id: None
         self._fifo = fifo
         self._clock = clock
         self._flying: LaunchDecision | None = None
@@ -73,9 +76,11 @@ class Dispatch:
         self.state, decisions = step(self.state, event)
         if self.entries is not None:
             self.entries.append((event, decisions))
-        for decision in decisions:  # sessions are always resident: none is asked to swap in
+        for decision in decisions:
             if isinstance(decision, LaunchDecision):
                 self.launch = decision
+            elif isinstance(decision, SwapInDecision):
+                self.on_swap_in(decision.session)
             elif isinstance(decision, RefuseDecision):
                 log.warning("the dispatch core refused %s: %s", event, decision.reason)
         return decisions
@@ -147,6 +152,16 @@ class Dispatch:
             del self._flows[session.id], self._numbers[session.id]
             self._feed(SessionClosedEvent(self._clock(), session.id))
 
+    def swapped_out(self, session: Session) -> None:
+        """A session's memory, or the room that its next program needs, is not on the device: it is passed over, and asked for."""
+        if not self._fifo:
+            self._feed(SwappedOutEvent(self._clock(), session.id))
+
+    def swapped_in(self, session: Session) -> None:
+        """It is there now."""
+        if not self._fifo:
+            self._feed(SwappedInEvent(self._clock(), session.id))
+
     def treatment(self, session_id: str) -> tuple[Policy, bool, bool]:
         """How a session is treated: its policy, whether it is suspended, whether it has the device to itself.
 
@@ -205,6 +220,8 @@ class Dispatch:
                 self._open(flow, session.policy, session.tenant)
             if session.suspended:
                 self._feed(SessionSuspendedEvent(self._clock(), flow))
+            if not session.resident:
+                self._feed(SwappedOutEvent(self._clock(), flow))
             if old.exclusive == flow:
                 self._feed(ExclusiveBegunEvent(self._clock(), flow))
         for flow, queued in flows.items():

@@ -70,3 +70,9 @@ class SteeringError(ExecutorError):
     """A session cannot be treated as asked for."""
 
     code = "executor.steering"
+
+
+class LostCopyError(ExecutorError):
+    """What was swapped out cannot be brought back. Only the session whose it was hears of it."""
+
+    code = "executor.swap"

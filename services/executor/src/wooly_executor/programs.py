@@ -17,6 +17,7 @@ from wooly_wis.verifier import ProgramFacts, Verifier
 
 from wooly_executor.errors import BindingError, ExecutorError, OperationError
 from wooly_executor.estimates import Cut, Estimate, instruction_ns
+from wooly_executor.memory.pool import room_of
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
@@ -40,6 +41,9 @@ class ReadyProgram:
         written: slots that the program writes.
         peak_bytes: most that the program's own slots hold at one time.
         nbytes: length of its definition.
+        kept: (slot, bytes) of the buffers that it leaves behind.
+        workspace: bytes that it needs beside them.
+        room: all that it takes at most, with what blocks are rounded up to.
     """
 
     digest: bytes
@@ -53,6 +57,9 @@ class ReadyProgram:
     written: frozenset[int]
     peak_bytes: int
     nbytes: int
+    kept: tuple[tuple[int, int], ...]
+    workspace: int
+    room: int
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -121,6 +128,13 @@ class ProgramStore:
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
         prepared.edges = estimate.cut.edges
+        peak = _peak_bytes(program, facts)
+        kept = tuple(
+            (slot, nbytes)
+            for slot, (nbytes, gone) in enumerate(zip(facts.slot_alloc, facts.slot_freed, strict=True))
+            if nbytes is not None and not gone
+        )
+        workspace = max(0, peak - facts.kept_bytes)
         ready = ReadyProgram(
             name,
             facts,
@@ -131,8 +145,11 @@ class ProgramStore:
             not any(k in (ParamKind.BOOL, ParamKind.C128) for k in kinds),
             dynamic,
             _written_slots(program),
-            _peak_bytes(program, facts),
+            peak,
             len(raw),
+            kept,
+            workspace,
+            room_of([*[nbytes for _, nbytes in kept], workspace]),
         )
         self._ready[name] = ready
         self._ready_bytes += ready.nbytes

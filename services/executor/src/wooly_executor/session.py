@@ -7,21 +7,37 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
 from wooly_bus.channel import Connection
 from wooly_wis.frames import Run
 
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
 from wooly_executor.estimates import UNKNOWN, Cut
+from wooly_executor.memory.ledger import WORKSPACE_KEPT, Account
+from wooly_executor.mover import Job
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
+from wooly_executor.stowage import Copy
+
+if TYPE_CHECKING:
+    from wooly_executor.vram import Vram
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
 #: Bytes of their definitions. No client reaches it with programs of the usual size.
 PROGRAM_BYTES_KEPT = 256 << 20
+
+
+class Residence(Enum):
+    """Where a session's memory is."""
+
+    HERE = "here"
+    LEAVING = "leaving"
+    AWAY = "away"
+    COMING = "coming"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,8 @@ class Frame:
         next: the first of them that is not done.
         running: its program, once begun.
         ended: it is processed, or failed to.
+        need: bytes that it lacks, where it waits for room.
+        reserved: bytes that are promised to it.
     """
 
     seq: int
@@ -79,6 +97,8 @@ class Frame:
     next: int = 0
     running: Running | None = None
     ended: bool = False
+    need: int = 0
+    reserved: int = 0
 
 
 @dataclass(eq=False)
@@ -94,6 +114,18 @@ class Session:
         known: how many of them, from the first, wait for the device or for those before them.
         barred: one of these is to be processed before anything is known of those behind them.
         lending: an answer may still be leaving straight from the buffers' memory.
+        running: a program was begun and has not ended.
+        swappable: its memory may leave the device.
+        residence: where its memory is.
+        idle_since: when it last had something to do, ns; None while it has.
+        lacking: since when its next program waits for room, ns; 0 if it does not.
+        chosen: the number of the choice at which it last had to leave.
+        guarded: buffers that are shared, or being hashed: a write must be announced.
+        sealing: those being hashed.
+        copies: its own buffers' bytes while it is away.
+        job: what moves its memory now.
+        leaving_bytes: what will be free when it has left.
+        buried: it is over; its blocks are freed when `job` is done with them.
     """
 
     id: str
@@ -109,6 +141,20 @@ class Session:
     known: int = 0
     barred: bool = False
     lending: bool = False
+    running: bool = False
+    swappable: bool = True
+    vram: Vram = field(init=False)
+    account: Account = field(init=False)
+    residence: Residence = Residence.HERE
+    idle_since: int | None = None
+    lacking: int = 0
+    chosen: int = 0
+    guarded: set[int] = field(default_factory=set)
+    sealing: dict[int, Job] = field(default_factory=dict)
+    copies: dict[int, Copy] = field(default_factory=dict)
+    job: Job | None = None
+    leaving_bytes: int = 0
+    buried: bool = False
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
@@ -162,11 +208,21 @@ class Session:
 
     def abandon(self, running: Running) -> None:
         """The executor failed at a program that was begun."""
+        self.running = False
+        for slot, _ in running.ready.kept:
+            buffer = running.run.bindings[slot]
+            if buffer not in self.buffers:
+                self.vram.free(self, [buffer])
         self._free(running.run.frees)
 
     def _free(self, buffers: list[int]) -> None:
+        known = self.buffers
         for buffer in buffers:
-            self.free(buffer)
+            gone = known.pop(buffer, None)
+            if gone is not None:
+                self.bytes -= gone.nbytes
+        if buffers:
+            self.vram.free(self, buffers)
 
     def _lose(self, run: Run, why: str) -> None:
         """Poison what a run that could not start should have written, and free what it should have freed.
@@ -195,28 +251,56 @@ class Session:
         self.programs.move_to_end(run.digest)
         params = ready.unpack_params(run.params)
         self._check_bindings(ready, run.bindings)
+        bindings, vram = run.bindings, self.vram
+        if self.guarded:
+            vram.unshare(self, [bindings[slot] for slot in ready.written])
         before = self.bytes
-        freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        execution = self.runtime.begin(ready.prepared, self.buffers, run.bindings, params)
+        freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
+        kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
+        vram.ledger.begin(self.account, kept, ready.workspace, vram.clock())
+        self.running = True
+        execution = self.runtime.begin(ready.prepared, self.buffers, bindings, params)
         return Running(run, seq, ready, execution, before, freed)
 
     def _finish(self, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
+        vram = self.vram
+        self.running = False
         self.bytes += ready.facts.kept_bytes - running.freed
+        if ready.prepared.dropped:
+            vram.free(self, [run.bindings[slot] for slot in ready.prepared.dropped])
+        if self.account.workspace > WORKSPACE_KEPT:
+            vram.ledger.end(self.account, vram.clock())
         for slot in ready.dynamic:
             made = self.buffers.get(run.bindings[slot])
-            self.bytes += made.nbytes if made is not None else 0
+            if made is not None:
+                self.bytes += made.nbytes
         self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.peak_bytes, self.bytes)
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:
             self.fail("executor.operation", outcome.error, running.seq, outcome.failed_at)
-        if ready.dynamic and self.bytes > self.quota:
-            size = self.bytes - before
+        if ready.dynamic:
+            self._take_in(run, ready, before)
+        return outcome
+
+    def _take_in(self, run: Run, ready: ReadyProgram, before: int) -> None:
+        """Put results of unknown size on the account.
+
+        Raises:
+            OutOfMemoryError: they are more than the session may hold, or than there is room for.
+        """
+        try:
+            if self.bytes > self.quota:
+                raise self._out_of_memory(self.bytes - before, before)
+            for slot in ready.dynamic:
+                made = self.buffers.get(run.bindings[slot])
+                if made is not None:
+                    self.vram.ledger.allocate(self.account, run.bindings[slot], made.nbytes, self.vram.clock())
+        except OutOfMemoryError:
             for slot in ready.dynamic:
                 self.free(run.bindings[slot])
-            raise self._out_of_memory(size, before)
-        return outcome
+            raise
 
     def _check_bindings(self, ready: ReadyProgram, bindings: list[int]) -> None:
         facts = ready.facts
@@ -241,18 +325,14 @@ class Session:
             raise self._out_of_memory(ready.peak_bytes, self.bytes)
 
     def _out_of_memory(self, wanted: int, held: int) -> OutOfMemoryError:
-        return OutOfMemoryError(
-            f"CUDA out of memory. Tried to allocate {_mib(wanted)}. The session's quota is {_mib(self.quota)} of which "
-            f"{_mib(self.quota - held)} is free."
-        )
+        self.account.ooms += 1
+        return OutOfMemoryError(self.vram.ledger.out_of_memory(self.account, wanted, self.quota, held))
 
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def free(self, buffer: int) -> None:
         """Forget a buffer; unknown ids are ignored (a failed program may never have made it)."""
-        gone = self.buffers.pop(buffer, None)
-        if gone is not None:
-            self.bytes -= gone.nbytes
+        self._free([buffer])
 
     def memory(self, buffer: int, offset: int, nbytes: int, *, writing: bool) -> memoryview:
         """The bytes of a buffer, for reading or for being written in place.
@@ -267,6 +347,8 @@ class Session:
             raise PoisonedError(known.poison)
         if offset + nbytes > known.nbytes:
             raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
+        if writing and self.guarded:
+            self.vram.unshare(self, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:
             known.base, known.poison = zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)
@@ -285,14 +367,11 @@ class Session:
 
     def release(self) -> None:
         """Let go of everything."""
+        self.vram.close(self)
         self.buffers.clear()
         self.queue.clear()
         self.programs.clear()
         self.bytes = self.queued_bytes = self.program_bytes = self.known = 0
 
 
-def _mib(n: int) -> str:
-    return f"{n / (1 << 20):.2f} MiB"
-
-
-__all__ = ["Counters", "ExecutorError", "Failure", "Frame", "Running", "Session"]
+__all__ = ["Counters", "ExecutorError", "Failure", "Frame", "Residence", "Running", "Session"]

@@ -177,6 +177,18 @@ class Book:
         self._join(owner, buffer, store)
         return store.number
 
+    def join(self, session: str, buffer: int, store: int) -> None:
+        """A new buffer on a store that is on the device, whatever its circle: who holds it lets this session hold it, too.
+
+        Raises:
+            OutOfMemoryError: over the session's quota.
+            BindingError: no such session or store, it is not resident, or the buffer exists.
+        """
+        known = self._stores.get(store)
+        if known is None or not known.paying:
+            raise BindingError(f"store {store} is not on the device")
+        self._join(self._new_buffer(session, buffer, known.nbytes), buffer, known)
+
     def seal(self, session: str, buffer: int, content: ContentId) -> list[Gone | Leaving]:
         """All of the buffer is written, and its content is this, as the executor itself found: others may share it from now on.
 
@@ -291,6 +303,19 @@ class Book:
     def store_of(self, session: str, buffer: int) -> int:
         """The number of the store that a buffer is on."""
         return self._buffer(session, buffer)[1].number
+
+    def sharers(self, store: int) -> int:
+        """Buffers that are on a store."""
+        return sum(self._stores[store].holders.values())
+
+    def leaves_with(self, session: str, store: int) -> bool:
+        """Whether the store leaves the device with this session and has no copy elsewhere."""
+        known = self._stores[store]
+        return not known.saved and list(known.paying) == [session]
+
+    def borne(self, store: int) -> bool:
+        """Whether a resident session holds the store."""
+        return bool(self._stores[store].paying)
 
     def contents(self, session: str) -> tuple[int, ...]:
         """The numbers of the stores that a session holds, as `swap.choose` wants them."""

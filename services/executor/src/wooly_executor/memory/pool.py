@@ -9,7 +9,7 @@ a bit per bin that is not empty: no search is longer than one bin.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
@@ -24,6 +24,13 @@ SLAB_UNITS = 256
 SPARE_SLABS = 1
 _SHIFT = 48  # a sorted key is bytes << 48 | offset
 _LOW = (1 << _SHIFT) - 1
+
+
+def room_of(sizes: Iterable[int]) -> int:
+    """Bytes that blocks of these sizes take at most, at the usual alignment: small ones may ask for a new slab."""
+    rounded = [-(-n // ALIGNMENT) * ALIGNMENT for n in sizes if n]
+    small = min(sum(n for n in rounded if n <= SMALL_CLASSES * ALIGNMENT), 1)
+    return sum(rounded) + small * SLAB_UNITS * ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +168,7 @@ class Pool:
         owner = self._accounts.get(account)
         if owner is None or nbytes < 0:
             raise BindingError(f"{nbytes} bytes for account {account!r}, which is {'open' if owner else 'not open'}")
-        size = (nbytes + self._mask) & ~self._mask or self.alignment
+        size = (nbytes + self._mask) & ~self._mask or self.alignment  # `rounded`, without the call
         if owner.held + size > owner.quota:
             raise OutOfMemoryError(self._over_quota(owner, nbytes))
         slab = None
@@ -214,13 +221,49 @@ class Pool:
         if slab.free == slab.full and len(partial) > SPARE_SLABS:
             self._dissolve(slab)
 
+    def move(self, offset: int, account: str) -> None:
+        """A block belongs to another account from now on, whatever that one's quota.
+
+        Raises:
+            BindingError: no block begins there, or no such account.
+        """
+        before, after = self._owners.get(offset), self._accounts.get(account)
+        if before is None or after is None:
+            raise BindingError(f"no block begins at byte {offset}, or account {account!r} is not open")
+        found = after.blocks[offset] = before.blocks.pop(offset)
+        self._owners[offset] = after
+        for owner, sign in ((before, -1), (after, 1)):
+            owner.requested += sign * found[0]
+            owner.held += sign * found[1]
+
     # -- what is where -----------------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of free extents."""
+        return self.capacity - self._held + self._in_slots - self._slabs
+
+    def size(self, offset: int) -> int:
+        """Bytes held by the block at `offset`."""
+        return self._owners[offset].blocks[offset][1]
+
+    def requested(self, offset: int) -> int:
+        """Bytes that were asked for with the block at `offset`."""
+        return self._owners[offset].blocks[offset][0]
+
+    def rounded(self, nbytes: int) -> int:
+        """Bytes that a block of `nbytes` takes."""
+        return (nbytes + self._mask) & ~self._mask or self.alignment
+
+    def held(self, account: str) -> int:
+        """Bytes held by an account's blocks."""
+        return self._accounts[account].held
 
     def facts(self) -> PoolFacts:
         """Where every byte is now."""
-        free = self.capacity - (self._held - self._in_slots) - self._slabs
+        slots = self._slabs - self._in_slots
         return PoolFacts(
-            self.capacity, self._requested, self._held, self._slabs - self._in_slots, free, self._largest(), self._high
+            self.capacity, self._requested, self._held, slots, self.free_bytes, self._largest(), self._high
         )
 
     def holdings(self) -> list[Holding]:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from wooly.devices import Devices
+from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
-from wooly.storage import Heap, heaps
 
 #: What every device says: enough for whatever asks before it takes a path.
 _CAPABILITY = (8, 0)
@@ -29,6 +29,7 @@ class Answers:
     def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
         self._devices = devices
         self._facts_of = facts
+        self._memory = Memory(devices, facts)
 
     def patches(self) -> Iterator[Patch]:
         """(owner, name, value) of everything that is replaced in `torch.cuda`."""
@@ -54,19 +55,10 @@ class Answers:
             "synchronize": module.synchronize,
             "ipc_collect": lambda: None,
             "empty_cache": lambda: None,
-            "memory_allocated": lambda d=None: self._heap(d).live_bytes,
-            "max_memory_allocated": lambda d=None: self._heap(d).peak_bytes,
-            "memory_reserved": lambda d=None: self._heap(d).live_bytes,
-            "max_memory_reserved": lambda d=None: self._heap(d).peak_bytes,
-            "reset_peak_memory_stats": lambda d=None: self._heap(d).reset_peak(),
-            "reset_accumulated_memory_stats": lambda d=None: None,
-            "reset_max_memory_allocated": lambda d=None: self._heap(d).reset_peak(),
-            "memory_stats": lambda d=None: _memory_stats(self._heap(d)),
-            "mem_get_info": lambda d=None: self._mem_get_info(self._heap(d)),
-            "memory_summary": lambda d=None, abbreviated=False: self._memory_summary(self._heap(d)),
             "utilization": lambda d=None: 0,
             "device": device_context,
             "device_of": device_of,
+            **self._memory.answers(),
         }.items():
             yield (torch.cuda, name, value)
         yield (torch.backends.cudnn, "is_acceptable", lambda tensor: False)
@@ -78,9 +70,6 @@ class Answers:
             return self._devices.index_of(device)
         except RuntimeError as e:
             raise AssertionError("Invalid device id") from e
-
-    def _heap(self, device: Any) -> Heap:
-        return heaps[self._devices.index_of(device)]
 
     def _capability(self, device: Any = None) -> tuple[int, int]:
         self._existing(device)
@@ -107,29 +96,3 @@ class Answers:
             regs_per_multiprocessor=65536,
             shared_memory_per_block=49152,
         )
-
-    def _mem_get_info(self, heap: Heap) -> tuple[int, int]:
-        total = int(self._facts_of(heap.index).get("total_memory", 0))
-        return total - heap.live_bytes, total
-
-    def _memory_summary(self, heap: Heap) -> str:
-        mib = 1 << 20
-        return (
-            f"{self._name(heap.index)}: {heap.live_bytes / mib:.1f} MiB in {heap.live} tensors, "
-            f"peak {heap.peak_bytes / mib:.1f} MiB, total {self._mem_get_info(heap)[1] / mib:.0f} MiB"
-        )
-
-
-def _memory_stats(heap: Heap) -> dict[str, int]:
-    live, peak = heap.live_bytes, heap.peak_bytes
-    return {
-        "allocated_bytes.all.current": live,
-        "allocated_bytes.all.peak": peak,
-        "reserved_bytes.all.current": live,
-        "reserved_bytes.all.peak": peak,
-        "active_bytes.all.current": live,
-        "active_bytes.all.peak": peak,
-        "allocation.all.current": heap.live,
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
-    }

@@ -1,0 +1,190 @@
+"""The thread that moves memory between the device, host memory and disk, and hashes contents, beside the device's own.
+
+Work is cut into chunks; after each the most urgent job is chosen anew, so that a P0 session that comes back waits for one chunk
+of another's job at most.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from wooly_bus.contents import CHUNK, chunk_digest, content_id
+
+from wooly_executor.errors import LostCopyError
+from wooly_executor.stowage import Copy
+
+log = logging.getLogger("wooly.executor")
+#: Bytes moved before the next choice.
+PIECE = 8 << 20
+#: The class of work that nobody waits for.
+LEAST_URGENT = 5
+
+
+@dataclass(eq=False)
+class Job:
+    """Something for the thread to do.
+
+    Attributes:
+        priority: 0 goes first.
+        done: told, in the mover's thread, with what went wrong, if anything.
+        cancelled: set by anybody; the job ends at the next chunk.
+        moved: bytes so far.
+    """
+
+    priority: int
+    done: Callable[[Job, Exception | None], None]
+    cancelled: bool = False
+    moved: int = 0
+
+    def steps(self) -> Iterator[int]:
+        """Do it, and yield the bytes of each chunk."""
+        raise NotImplementedError
+
+
+@dataclass
+class Saving:
+    """One block that leaves the device."""
+
+    key: object
+    source: Tensor
+    copy: Copy
+
+
+@dataclass
+class Loading:
+    """One block that comes; `target` is where it is then, `lost` why it is not."""
+
+    key: object
+    copy: Copy
+    target: Tensor | None = None
+    lost: str = ""
+
+
+@dataclass(eq=False)
+class SaveJob(Job):
+    """Copies blocks away from the device."""
+
+    pieces: list[Saving] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        small = 0
+        for piece in self.pieces:
+            size = piece.copy.nbytes
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                piece.copy.save(piece.source, start, stop)
+                small += stop - start
+                if small >= PIECE:
+                    yield small
+                    small = 0
+        yield small
+
+
+@dataclass(eq=False)
+class LoadJob(Job):
+    """Copies blocks to the device."""
+
+    pieces: list[Loading] = field(default_factory=list)
+
+    def steps(self) -> Iterator[int]:
+        small = 0
+        for piece in self.pieces:
+            size = piece.copy.nbytes
+            piece.target = torch.empty(size, dtype=torch.uint8)
+            for start in range(0, size, PIECE):
+                stop = min(start + PIECE, size)
+                try:
+                    piece.copy.load(piece.target, start, stop)
+                except LostCopyError as e:
+                    piece.target, piece.lost = None, str(e)
+                    break
+                small += stop - start
+                if small >= PIECE:
+                    yield small
+                    small = 0
+        yield small
+
+
+@dataclass(eq=False)
+class HashJob(Job):
+    """Finds what the content of a block is: the digest of its first chunk and its content id."""
+
+    source: Tensor | None = None
+    head: bytes = b""
+    content: bytes = b""
+
+    def steps(self) -> Iterator[int]:
+        assert self.source is not None
+        data = memoryview(self.source.numpy())
+        digests = []
+        for at in range(0, len(data), CHUNK):
+            digests.append(chunk_digest(data[at : at + CHUNK]))
+            yield min(CHUNK, len(data) - at)
+        self.head, self.content = digests[0], content_id(digests, len(data))
+
+
+class Mover:
+    """Jobs by urgency, then by age. `submit` from any thread."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[int, int, Job, Iterator[int]]] = []
+        self._count = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.moved = 0
+
+    def submit(self, job: Job) -> None:
+        """Have a job done."""
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._jobs, (job.priority, self._count, job, job.steps()))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """End the thread; jobs that are left are not done."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    while not self._jobs and not self._stopping:
+                        self._changed.wait()
+                    if self._stopping:
+                        return
+                    entry = heapq.heappop(self._jobs)
+                self._step(entry)
+
+    def _step(self, entry: tuple[int, int, Job, Iterator[int]]) -> None:
+        job, steps = entry[2], entry[3]
+        error: Exception | None = None
+        if not job.cancelled:
+            try:
+                n = next(steps)
+            except StopIteration:
+                pass
+            except Exception as e:
+                error = e
+                if not isinstance(e, OSError):
+                    log.exception("memory could not be moved")
+            else:
+                job.moved += n
+                self.moved += n
+                with self._changed:
+                    heapq.heappush(self._jobs, entry)
+                return
+        job.done(job, error)

@@ -1,0 +1,831 @@
+"""The device's memory as the device loop sees it: who may begin, who must wait for room, who leaves for whom, who shares what.
+
+The pure parts (`memory`) decide; this carries out, with the `mover` for what takes long. A session's memory is
+
+    HERE --idle, and another needs the room--> LEAVING --> AWAY --its turn comes--> COMING --> HERE
+
+A session that is LEAVING comes back at once when it has work: nothing was taken from it yet. A program is submitted to the
+dispatch core when there is room for it, or alone: then the core is told that the session's memory is not there, and asks for it
+when its turn comes. So whoever lacks memory is passed over, in the order of classes, and nobody else waits.
+
+Owned by the device loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.codec import DIGEST_SIZE
+from wooly_wis.frames import Kind, unpack_run
+
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import BindingError, OutOfMemoryError
+from wooly_executor.memory.book import Gone, Leaving, Scope
+from wooly_executor.memory.ledger import Account, Ledger
+from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
+from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Loading, LoadJob, Mover, SaveJob, Saving
+from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.stowage import Copy, Stowage
+
+log = logging.getLogger("wooly.executor")
+#: The reserve is at most this share of the device.
+RESERVE_SHARE = 8
+#: How often a reserve that could not be kept is tried again, ns.
+RETRY_NS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SwapSettings:
+    """What an operator may set. Memory in bytes.
+
+    Attributes:
+        policy: reserve, what a large allocation is, how long a session must be idle.
+        host: budget of pinned host memory.
+        disk: budget of disk.
+        folder: where swap files are.
+    """
+
+    policy: Policy = field(default_factory=Policy)
+    host: int = 0
+    disk: int = 0
+    folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """A session whose memory is asked for.
+
+    Attributes:
+        since: when it was, ns.
+        priority: its class.
+        tried: the reserve was tried for.
+    """
+
+    session: Session
+    since: int
+    priority: int
+    tried: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one session bore in a stretch of time; see `wooly_wis.messages.MemoryBorne`."""
+
+    session: str
+    tenant: str
+    sequence: int
+    from_ns: int
+    to_ns: int
+    own: int
+    shared: int
+    own_byte_ns: int
+    shared_byte_ns: int
+    host: int
+    disk: int
+    last: bool
+
+
+class Vram:
+    """The memory of one device.
+
+    Args:
+        capacity: bytes.
+        dispatch: which sessions it may pass over.
+        settings: of swapping.
+        call: has a function run in the device loop's thread; from any thread.
+        proceed: goes on with a session's frames.
+        clock: monotonic ns.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dispatch: Dispatch,
+        settings: SwapSettings,
+        call: Callable[[Callable[[], None]], Any],
+        proceed: Callable[[Session], None],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        policy = settings.policy
+        reserve = min(policy.reserve, capacity // RESERVE_SHARE)
+        self.policy = Policy(reserve, policy.large, policy.idle_ns)
+        self.ledger = Ledger(capacity, reserve=reserve)
+        self.stowage = Stowage(settings.host, settings.disk, settings.folder)
+        self.mover = Mover()
+        self.clock = clock
+        self.due = False
+        self.swapped_out = self.swapped_in = 0
+        self._dispatch, self._call, self._proceed = dispatch, call, proceed
+        self._sessions: dict[str, Session] = {}
+        self._contents: dict[int, Tensor] = {}  # store -> its bytes on the device
+        self._copies: dict[int, Copy] = {}  # store -> its copy elsewhere
+        self._wants: dict[str, Want] = {}
+        self._leaving = 0  # bytes that will be free when those who leave have left
+        self._choices = 0
+        self._retry = 0
+        self._wake: int | None = None
+        self._pins: dict[tuple[str, str], Account] = {}
+        self._samples: dict[str, tuple[int, int, int, int]] = {}  # session -> sequence, until, integrals so far
+        self._ended: list[Sample] = []
+        dispatch.on_swap_in = self.ask
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the device."""
+        return self.ledger.pool.capacity
+
+    def stop(self) -> None:
+        """End the mover's thread."""
+        self.mover.stop()
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session, tenant: str, scope: Scope) -> None:
+        """A session is open."""
+        now = self.clock()
+        session.vram = self
+        session.account = self.ledger.open(session.id, tenant=tenant, scope=scope, now=now)
+        session.idle_since = now
+        self._sessions[session.id] = session
+        self._samples[session.id] = (0, now, 0, 0)
+
+    def close(self, session: Session) -> None:
+        """A session is over, wherever its memory was."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        self._wants.pop(session.id, None)
+        self._ended.append(self._sample(session, last=True))
+        del self._samples[session.id]
+        for job in session.sealing.values():
+            job.cancelled = True
+        session.sealing.clear()
+        session.buried = True
+        if session.job is not None:
+            session.job.cancelled = True  # its blocks are free when nobody touches them any more
+        else:
+            self._bury(session)
+        self.due = True
+
+    def _bury(self, session: Session) -> None:
+        self._departed(self.ledger.close(session.account, self.clock()))
+        for copy in session.copies.values():
+            self.stowage.drop(copy)
+        session.copies.clear()
+        self.due = True
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def admit(self, session: Session, frame: Frame) -> bool:
+        """Whether a run may be submitted to the dispatch core; if not, it is tried again when those before it are done."""
+        ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+        if ready is None:
+            return True  # that is an error of its own
+        need = ready.room
+        if session.guarded:
+            need += self.ledger.cost_of_writing(session.account, _written(frame, ready.written))
+        residence = session.residence
+        if residence is not Residence.HERE:
+            if residence is Residence.LEAVING:
+                self._stay(session)
+            elif session.known:
+                return False
+            else:
+                frame.need = need
+                return True
+        if not need:
+            return True
+        ledger = self.ledger
+        if ledger.spare - need >= (self.policy.reserve if need >= self.policy.large else 0):
+            ledger.reserve_for(session.account, need)
+            frame.reserved = need
+            return True
+        return self._admit_tightly(session, frame, need, ready.peak_bytes)
+
+    def _admit_tightly(self, session: Session, frame: Frame, need: int, peak: int) -> bool:
+        if session.known:
+            return False
+        if session.bytes + peak > session.quota:
+            return True  # it fails by itself, and nobody need leave for it
+        ledger, now = self.ledger, self.clock()
+        if ledger.spare - need < self.policy.reserve:
+            self._drop_workspaces(session)
+        if ledger.spare >= need:
+            ledger.reserve_for(session.account, need)
+            frame.reserved = need
+            if need >= self.policy.large and ledger.spare < self.policy.reserve and now >= self._retry:
+                self._retry = now + RETRY_NS
+                self._make_room(self._choose(0, session, now, large=True), session)
+            return True
+        if not self._hopeful(session, need):
+            return True
+        frame.need = need
+        session.lacking = now
+        self._dispatch.swapped_out(session)
+        return True
+
+    def _hopeful(self, session: Session, need: int) -> bool:
+        """Whether there could be room if all others that may leave did."""
+        if session.id not in self._dispatch.state.sessions:
+            return False  # frames in the order of their arrival: nobody can be passed over
+        room = self.ledger.spare + self._leaving
+        for other in self._sessions.values():
+            if other is not session and other.swappable and other.residence is Residence.HERE:
+                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id)
+        return room >= need
+
+    def begun(self, session: Session, frame: Frame) -> None:
+        """A run begins: what was promised to it is its own to take."""
+        if frame.reserved:
+            self.ledger.unreserve(session.account, frame.reserved)
+            frame.reserved = 0
+
+    def idle(self, session: Session) -> None:
+        """A session has nothing more to do."""
+        session.idle_since = self.clock()
+        if self._wants:
+            self.due = True
+
+    def present(self, session: Session) -> bool:
+        """Whether the session's memory can be read and written now; if not, it is asked for, and `proceed` called then."""
+        if session.residence is Residence.LEAVING:
+            self._stay(session)
+        if session.residence is Residence.HERE:
+            return True
+        self._want(session)
+        return False
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def free(self, session: Session, buffers: Iterable[int]) -> None:
+        """Some buffers are no more; those that are not known are ignored."""
+        ledger, account = self.ledger, session.account
+        own, give_back = account.own, ledger.pool.free
+        now = self.clock()
+        ledger.settle(account, now)
+        plain = not session.guarded and not session.copies
+        for buffer in buffers:
+            offset = own.pop(buffer, None)
+            if offset is not None:
+                give_back(offset)
+                if plain:
+                    continue
+            self._free_unusual(session, buffer, now)
+
+    def _free_unusual(self, session: Session, buffer: int, now: int) -> None:
+        """What is to be done where a buffer is shared, about to be, or away."""
+        session.guarded.discard(buffer)
+        job = session.sealing.pop(buffer, None)
+        if job is not None:
+            job.cancelled = True
+        copy = session.copies.pop(buffer, None)
+        if copy is not None:
+            self.stowage.drop(copy)
+        found = self.ledger.free(session.account, buffer, now)
+        if found:
+            self._departed(found)
+
+    def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
+        """Some buffers are about to be written: from now on they are the session's own.
+
+        Args:
+            session: whose.
+            buffers: which; those that are not shared are left alone.
+            whole: all their bytes are overwritten.
+
+        Raises:
+            OutOfMemoryError: there is no room for a copy.
+        """
+        for buffer in buffers:
+            if buffer not in session.guarded:
+                continue
+            job = session.sealing.pop(buffer, None)
+            if job is not None:
+                job.cancelled = True
+            if buffer in session.account.shared:
+                written = self.ledger.write(session.account, buffer, self.clock())
+                source = self._contents[written.store] if written.copy else self._contents.pop(written.store)
+                known = session.buffers[buffer]
+                if written.copy:
+                    known.base = torch.empty_like(source) if whole else source.clone()
+                    known.view = None
+                self._departed(written.found)
+            session.guarded.discard(buffer)
+
+    def _departed(self, found: Iterable[Gone | Leaving]) -> None:
+        for each in found:
+            if isinstance(each, Gone):
+                self._contents.pop(each.store, None)
+                copy = self._copies.pop(each.store, None)
+                if copy is not None:
+                    self.stowage.drop(copy)
+            else:
+                self._orphan(each)
+        self.due = self.due or bool(self._wants)
+
+    def _orphan(self, each: Leaving) -> None:
+        """Content that only sessions hold that are away leaves the device, whatever the budget: nobody else can be asked."""
+        if each.store in self._copies:
+            self.ledger.evict(each.store)
+            self._contents.pop(each.store, None)
+            return
+        source = self._contents[each.store]
+        copy = self.stowage.take(Place.HOST, len(source), None)
+
+        def left(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._orphan_left(each.store, copy, error))
+
+        self.mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(each.store, source, copy)]))
+
+    def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
+        known = store in self._contents
+        if error is not None or not known or store in self._copies:
+            self.stowage.drop(copy)
+            return
+        self._copies[store] = copy
+        if not self.ledger.book.borne(store):
+            self.ledger.evict(store)
+            del self._contents[store]
+            self.due = True
+
+    # -- contents ----------------------------------------------------------------------------------------------------
+
+    def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
+        """A client is about to upload a content: is it here? Then the buffer has it from now on, and nothing need travel.
+
+        Raises:
+            BindingError: no such buffer.
+        """
+        known = session.buffers.get(buffer)
+        if known is None or known.nbytes != nbytes:
+            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+        if head:
+            return self.ledger.knows_head(session.account, nbytes, name)
+        if buffer in session.guarded:
+            self.unshare(session, [buffer], whole=True)
+        store = self.ledger.share(session.account, buffer, nbytes, name, self.clock())
+        if store is None:
+            return False
+        source = self._contents[store]
+        known.base, known.view, known.poison = source, None, ""
+        session.guarded.add(buffer)
+        return True
+
+    def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
+        """All of a buffer was uploaded: once its content is hashed here, others may share it. `name` is what the client says.
+
+        Raises:
+            BindingError: no such buffer.
+        """
+        known = session.buffers.get(buffer)
+        if known is None or known.nbytes != nbytes:
+            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+        if session.account.scope is Scope.OFF or known.base is None or not nbytes or buffer in session.guarded:
+            return
+
+        def hashed(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._sealed(session, buffer, job, name))
+
+        job = HashJob(LEAST_URGENT, hashed, source=flat(known.base, nbytes))
+        session.guarded.add(buffer)
+        session.sealing[buffer] = job
+        self.mover.submit(job)
+
+    def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
+        assert isinstance(job, HashJob)
+        if session.sealing.get(buffer) is not job:
+            return  # it was written meanwhile, or is no more
+        del session.sealing[buffer]
+        known = session.buffers.get(buffer)
+        found = None
+        if job.content and job.content == name and known is not None and session.residence is Residence.HERE:
+            found = self.ledger.seal(session.account, buffer, known.nbytes, job.content, job.head, self.clock())
+        if found is None or known is None:
+            session.guarded.discard(buffer)
+        elif found[1]:
+            known.base, known.view = self._contents[found[0]], None
+        else:
+            assert known.base is not None
+            self._contents[found[0]] = flat(known.base, known.nbytes)
+        if not session.sealing:
+            self._proceed(session)
+
+    def pin(self, session: Session, name: str) -> int:
+        """Keep what the session shares when it is gone, under a name. Returns the bytes.
+
+        Raises:
+            BindingError: the session shares nothing, or its tenant has pinned something under that name.
+        """
+        account = session.account
+        key = (account.tenant, name)
+        if not account.shared:
+            raise BindingError(
+                "nothing to pin: this session shares no content (WOOLYAI_DEDUP is off, or nothing was uploaded)"
+            )
+        if key in self._pins:
+            raise BindingError(f"weights {name!r} are pinned already; `wooly weights rm {name}` first")
+        now = self.clock()
+        pin = self.ledger.open(f"pin {account.tenant} {name}", tenant=account.tenant, scope=account.scope, now=now)
+        for number, store in enumerate(dict.fromkeys(account.shared.values()), 1):
+            self.ledger.adopt(pin, number, store, now)
+        self._pins[key] = pin
+        self._samples[pin.name] = (0, now, 0, 0)
+        return self.ledger.book.has(pin.name)
+
+    def unpin(self, tenant: str, name: str) -> bool:
+        """Let pinned contents go. False if there are none of that name."""
+        pin = self._pins.pop((tenant, name), None)
+        if pin is None:
+            return False
+        self._ended.append(self._sample_of(pin, last=True))
+        del self._samples[pin.name]
+        self._departed(self.ledger.close(pin, self.clock()))
+        return True
+
+    def pins(self, tenant: str) -> list[dict[str, Any]]:
+        """What a tenant has pinned."""
+        book = self.ledger.book
+        return [
+            {"name": name, "scope": pin.scope.value, "bytes": book.has(pin.name), "tensors": len(pin.shared)}
+            for (owner, name), pin in self._pins.items()
+            if owner == tenant
+        ]
+
+    # -- who comes and who leaves ------------------------------------------------------------------------------------
+
+    def ask(self, session_id: str) -> None:
+        """The dispatch core wants a session's memory: its turn has come."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._want(session)
+
+    def _want(self, session: Session) -> None:
+        if session.id not in self._wants and session.residence is not Residence.COMING:
+            self._wants[session.id] = Want(session, self.clock(), self._priority(session))
+            self.due = True
+
+    def _priority(self, session: Session) -> int:
+        found = self._dispatch.state.sessions.get(session.id)
+        return found.policy.priority if found is not None else 2
+
+    def timeout(self) -> float | None:
+        """Seconds until somebody may have become idle for long enough that another waits for; None: nobody waits."""
+        if self._wake is None:
+            return None
+        return max(0.0, (self._wake - self.clock()) / 1e9)
+
+    def arrange(self) -> None:
+        """See to those whose memory is asked for, the most urgent first."""
+        self.due = False
+        self._wake = None
+        now = self.clock()
+        for want in sorted(self._wants.values(), key=lambda w: (w.priority, w.since, w.session.id)):
+            if self._serve(want, now):
+                return
+
+    def _serve(self, want: Want, now: int) -> bool:
+        """Grant what is wanted, or make room for it. True: the room that comes is for this one, and nobody after it."""
+        session, ledger = want.session, self.ledger
+        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
+        extra = head.need if head is not None else 0
+        need = extra if session.residence is Residence.HERE else ledger.needed(session.account) + extra
+        if need > self.capacity and session.residence is not Residence.HERE:
+            need -= extra
+        if ledger.spare - need < self.policy.reserve:
+            self._drop_workspaces(session)
+        short_of_reserve = need >= self.policy.large and ledger.spare - need < self.policy.reserve and not want.tried
+        if ledger.spare >= need and not short_of_reserve:
+            return self._grant(want, head, need)
+        if self._leaving and ledger.spare + self._leaving >= need:
+            return True
+        want.tried = True
+        if self._make_room(self._choose(need, session, now), session):
+            return True
+        if ledger.spare >= need:
+            return self._grant(want, head, need)
+        if session.residence is Residence.HERE and now - session.lacking >= self.policy.idle_ns:
+            self._give_up(want)
+            return False
+        self._sleep(session, now)
+        return False
+
+    def _sleep(self, session: Session, now: int) -> None:
+        """Look again when somebody will have been idle for long enough."""
+        times = [session.lacking + self.policy.idle_ns] if session.residence is Residence.HERE else []
+        for other in self._sessions.values():
+            if other is not session and other.swappable and other.residence is Residence.HERE:
+                since = self._idle_since(other)
+                if since is not None and since + self.policy.idle_ns > now:
+                    times.append(since + self.policy.idle_ns)
+        if times:
+            wake = max(min(times), now + 1_000_000)
+            self._wake = wake if self._wake is None else min(self._wake, wake)
+
+    def _give_up(self, want: Want) -> None:
+        """Whoever may leave has had the time to: the allocation fails."""
+        session = want.session
+        del self._wants[session.id]
+        session.lacking = 0
+        self._dispatch.swapped_in(session)
+
+    def _grant(self, want: Want, head: Frame | None, need: int) -> bool:
+        session, ledger = want.session, self.ledger
+        promised = 0
+        if head is not None and head.need:
+            promised = min(head.need, need)
+        if session.residence is Residence.HERE:
+            del self._wants[session.id]
+            session.lacking = 0
+            self._promise(session, head, promised)
+            self._dispatch.swapped_in(session)
+            return False
+        try:
+            stores = ledger.swap_in(session.account, self.clock())
+        except OutOfMemoryError:  # there is room, but not in pieces that are large enough
+            self._sleep(session, self.clock())
+            return False
+        del self._wants[session.id]
+        if ledger.spare >= promised:
+            self._promise(session, head, promised)
+        session.residence = Residence.COMING
+        pieces = [Loading(("own", b), copy) for b, copy in session.copies.items()]
+        wanted = {*stores, *[s for s in session.account.shared.values() if s not in self._contents]}
+        pieces += [Loading(("store", s), self._copies[s]) for s in sorted(wanted) if s in self._copies]
+
+        def came(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._came(session, job, error))
+
+        session.job = LoadJob(want.priority, came, pieces=pieces)
+        self.mover.submit(session.job)
+        return False
+
+    def _promise(self, session: Session, head: Frame | None, nbytes: int) -> None:
+        if head is not None and nbytes and not head.reserved:
+            self.ledger.reserve_for(session.account, nbytes)
+            head.reserved = nbytes
+
+    def _came(self, session: Session, job: Job, error: Exception | None) -> None:
+        assert isinstance(job, LoadJob)
+        session.job = None
+        if session.buried:
+            self._bury(session)
+            return
+        lost: dict[int, str] = {}
+        for piece in job.pieces:
+            kind, key = piece.key  # type: ignore[misc]
+            if kind == "own":
+                known = session.buffers[key]
+                known.base, known.view = piece.target, None
+                if piece.target is None:
+                    known.poison = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+            elif piece.target is not None:
+                self._contents.setdefault(key, piece.target)
+            else:
+                lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+        for buffer, store in session.account.shared.items():
+            known = session.buffers[buffer]
+            known.base, known.view = self._contents.get(store), None
+            if known.base is None:
+                known.poison = lost.get(store, "its content is lost")
+        for copy in session.copies.values():
+            self.stowage.drop(copy)
+        session.copies.clear()
+        session.residence = Residence.HERE
+        session.idle_since = None if session.queue else self.clock()
+        self.swapped_in += 1
+        log.info("session %s is back: %d bytes", session.id, job.moved)
+        self._dispatch.swapped_in(session)
+        self._proceed(session)
+
+    # -- victims -----------------------------------------------------------------------------------------------------
+
+    def _idle_since(self, session: Session) -> int | None:
+        """Since when nothing of a session runs; who waits for memory does nothing either."""
+        return session.lacking or session.idle_since
+
+    def _choose(
+        self, need: int, for_whom: Session, now: int, large: bool = False
+    ) -> tuple[Plan, dict[int, tuple[Session, int]]]:
+        """The policy's answer, and whose own buffer each of its negative keys is."""
+        ledger, residents, owners = self.ledger, [], {}
+        contents: dict[int, Content] = {}
+        for session in self._sessions.values():
+            if session.residence is not Residence.HERE:
+                continue
+            account = session.account
+            idle = None if session is for_whom or session.job is not None else self._idle_since(session)
+            keys = [*dict.fromkeys(account.shared.values())]
+            for store in keys:
+                contents[store] = Content(ledger.store_bytes(store), store in self._copies)
+            eligible = session.swappable and idle is not None and now - idle >= self.policy.idle_ns
+            if eligible and not session.sealing:
+                for buffer, offset in account.own.items():
+                    key = -1 - offset
+                    owners[key] = (session, buffer)
+                    contents[key] = Content(ledger.pool.size(offset))
+                    keys.append(key)
+            swappable = session.swappable and not session.sealing
+            residents.append(
+                Resident(session.id, self._priority(session), idle, tuple(keys), swappable, session.chosen)
+            )
+        for pin in self._pins.values():
+            stores = tuple(pin.shared.values())
+            for store in stores:
+                contents[store] = Content(ledger.store_bytes(store), store in self._copies)
+            residents.append(Resident(pin.name, 4, None, stores, False))
+        free = self.stowage.free
+        room = Room(ledger.spare + self._leaving, free(Place.HOST), free(Place.DISK))
+        policy = self.policy
+        if large:  # the allocation itself has its room: only the reserve is wanting
+            policy = Policy(policy.reserve, 0, policy.idle_ns)
+        return choose(need, now, room, residents, contents, policy), owners
+
+    def _make_room(self, chosen: tuple[Plan, dict[int, tuple[Session, int]]], for_whom: Session) -> bool:
+        """Have the plan's victims leave; whether there are any."""
+        plan, owners = chosen
+        if plan.short or not plan.victims:
+            return False
+        urgency = self._priority(for_whom)
+        left: dict[str, list[tuple[object, Tensor, Place, int]]] = {name: [] for name in plan.victims}
+        for move in plan.moves:
+            if move.content < 0:
+                session, buffer = owners[move.content]
+                base = session.buffers[buffer].base
+                if base is not None:  # what failed to be computed has no bytes
+                    nbytes = session.buffers[buffer].nbytes
+                    left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
+            elif move.to is not Place.NOWHERE:
+                last = [n for n in plan.victims if move.content in self._sessions[n].account.shared.values()][-1]
+                source = self._contents[move.content]
+                left[last].append((("store", move.content), source, move.to, len(source)))
+        for name, blocks in left.items():
+            self._choices += 1
+            self._sessions[name].chosen = self._choices
+            self._leave(self._sessions[name], blocks, urgency)
+        return True
+
+    def _leave(self, session: Session, blocks: list[tuple[object, Tensor, Place, int]], urgency: int) -> None:
+        file = None
+        if any(to is Place.DISK for _, _, to, _ in blocks):
+            try:
+                file = self.stowage.open()
+            except OSError as e:
+                log.warning("session %s stays: nothing can be swapped to disk: %s", session.id, e)
+                self.stowage.full(Place.DISK)
+                self.due = True
+                return
+        pieces = [Saving(key, source, self.stowage.take(to, n, file)) for key, source, to, n in blocks]
+        session.residence = Residence.LEAVING
+        session.leaving_bytes = self.ledger.pool.held(session.id)
+        self._leaving += session.leaving_bytes
+
+        def left(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._left(session, job, error))
+
+        session.job = SaveJob(urgency, left, pieces=pieces)
+        self.mover.submit(session.job)
+
+    def _stay(self, session: Session) -> None:
+        """A session that leaves has work: it has lost nothing yet, and stays."""
+        if session.job is not None:
+            session.job.cancelled = True
+        session.residence = Residence.HERE
+        self._leaving -= session.leaving_bytes
+        session.leaving_bytes = 0
+
+    def _left(self, session: Session, job: Job, error: Exception | None) -> None:
+        assert isinstance(job, SaveJob)
+        if session.job is job:
+            session.job = None
+        if session.residence is Residence.LEAVING:
+            self._leaving -= session.leaving_bytes
+            session.leaving_bytes = 0
+        if session.buried or job.cancelled or error is not None:
+            for piece in job.pieces:
+                self.stowage.drop(piece.copy)
+            if session.buried:
+                self._bury(session)
+            elif error is not None and not job.cancelled:
+                session.residence = Residence.HERE
+                self._failed_to_leave(session, job, error)
+            self.due = True
+            return
+        account = session.account
+        saved = {piece.key: piece for piece in job.pieces}
+        more = [s for s in self.ledger.sole_stores(account) if ("store", s) not in saved and s not in self._copies]
+        for piece in job.pieces:
+            kind, key = piece.key  # type: ignore[misc]
+            if kind == "own":
+                if key in account.own:
+                    session.copies[key] = piece.copy
+                else:
+                    self.stowage.drop(piece.copy)
+            elif key in self._contents and key not in self._copies:
+                self._copies[key] = piece.copy
+            else:
+                self.stowage.drop(piece.copy)
+        for buffer in account.own:
+            known = session.buffers.get(buffer)
+            if known is not None:
+                known.base, known.view = None, None
+        for buffer in account.shared:
+            session.buffers[buffer].base = session.buffers[buffer].view = None
+        for leaving in self.ledger.swap_out(account, self.clock()):
+            if leaving.store in more:  # whoever shared it has gone since: it follows
+                self._orphan(leaving)
+            else:
+                self._contents.pop(leaving.store, None)
+        session.residence = Residence.AWAY
+        self.swapped_out += 1
+        log.info("session %s is swapped out: %d bytes", session.id, job.moved)
+        self._dispatch.swapped_out(session)
+        self.due = True
+
+    def _failed_to_leave(self, session: Session, job: SaveJob, error: Exception) -> None:
+        log.warning("session %s stays: it could not be swapped out: %s", session.id, error)
+        if isinstance(error, OSError):
+            self.stowage.full(Place.DISK)
+
+    def _drop_workspaces(self, but: Session) -> None:
+        """Take back what sessions keep between programs."""
+        for session in self._sessions.values():
+            if session.account.workspace and session is not but and not session.running:
+                self.ledger.settle(session.account, self.clock())
+                self.ledger.drop_workspace(session.account)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def stats(self, session: Session) -> dict[str, int]:
+        """What a session may know of its memory. Bytes."""
+        ledger, account = self.ledger, session.account
+        held, part = ledger.pool.held(session.id), ledger.book.bears(session.id)
+        others = sum(
+            ledger.pool.held(s.id) + ledger.book.bears(s.id)
+            for s in self._sessions.values()
+            if s is not session and s.swappable and s.residence is Residence.HERE
+        )
+        return {
+            "reserved_bytes": held + ledger.book.has(session.id),
+            "reserved_peak_bytes": account.peak + ledger.book.has(session.id),
+            "own_bytes": held,
+            "shared_bytes": part,
+            "workspace_bytes": account.workspace,
+            "available_bytes": max(0, min(session.quota - session.bytes, ledger.spare + others)),
+            "quota_bytes": session.quota,
+            "out_of_memory": account.ooms,
+            "sealing": len(session.sealing),
+        }
+
+    def stowed(self, session: Session) -> tuple[int, int]:
+        """Bytes of a session in host memory and on disk."""
+        host = sum(c.nbytes for c in session.copies.values() if c.place is Place.HOST)
+        disk = sum(c.nbytes for c in session.copies.values() if c.place is Place.DISK)
+        return host, disk
+
+    def samples(self) -> list[Sample]:
+        """What every session and pin bore since it was last asked, those that ended included."""
+        ended, self._ended = self._ended, []
+        found = [self._sample(s) for s in self._sessions.values()]
+        return ended + found + [self._sample_of(pin) for pin in self._pins.values()]
+
+    def _sample(self, session: Session, *, last: bool = False) -> Sample:
+        return self._sample_of(session.account, self.stowed(session), last=last)
+
+    def _sample_of(self, account: Account, stowed: tuple[int, int] = (0, 0), *, last: bool = False) -> Sample:
+        now = self.clock()
+        sequence, since, own, shared = self._samples[account.name]
+        bearing = self.ledger.bearing(account, now)
+        self._samples[account.name] = (sequence + 1, now, bearing.own_byte_ns, bearing.shared_byte_ns)
+        return Sample(
+            account.name,
+            account.tenant,
+            sequence + 1,
+            since,
+            now,
+            bearing.own,
+            bearing.shared,
+            bearing.own_byte_ns - own,
+            bearing.shared_byte_ns - shared,
+            *stowed,
+            last,
+        )
+
+
+def flat(base: Tensor, nbytes: int) -> Tensor:
+    """The bytes of a buffer."""
+    return torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), 0, (nbytes,), (1,))
+
+
+def _written(frame: Frame, slots: frozenset[int]) -> list[int]:
+    try:
+        bindings = unpack_run(frame.payload).bindings
+    except Exception:
+        return []  # that is an error of its own
+    return [bindings[slot] for slot in slots if slot < len(bindings)]

@@ -1,0 +1,76 @@
+"""What `torch.cuda` says of memory: of tensors this process knows by itself, all else the executor is asked.
+
+*Allocated* is what the session's tensors have. *Reserved* is what the executor holds for it: blocks as they are rounded up, a
+workspace, and shared contents in full, as on a device of its own. *Free* is what it could still get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wooly.devices import Devices
+from wooly.storage import Heap, heaps
+
+
+class Memory:
+    """The questions about memory.
+
+    Args:
+        devices: the process's devices.
+        facts: answers the executor's facts of the device of an index.
+    """
+
+    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
+        self._devices = devices
+        self._facts_of = facts
+
+    def answers(self) -> dict[str, Callable[..., Any]]:
+        """Name in `torch.cuda` to function."""
+        return {
+            "memory_allocated": lambda d=None: self._heap(d).live_bytes,
+            "max_memory_allocated": lambda d=None: self._heap(d).peak_bytes,
+            "memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_bytes"],
+            "max_memory_reserved": lambda d=None: self._asked(self._heap(d))["reserved_peak_bytes"],
+            "reset_peak_memory_stats": lambda d=None: self._heap(d).reset_peak(),
+            "reset_accumulated_memory_stats": lambda d=None: None,
+            "reset_max_memory_allocated": lambda d=None: self._heap(d).reset_peak(),
+            "memory_stats": lambda d=None: self._stats(self._heap(d)),
+            "mem_get_info": lambda d=None: self._info(self._heap(d)),
+            "memory_summary": lambda d=None, abbreviated=False: self._summary(self._heap(d)),
+        }
+
+    def _heap(self, device: Any) -> Heap:
+        return heaps[self._devices.index_of(device)]
+
+    def _asked(self, heap: Heap) -> dict[str, int]:
+        """The executor's figures for this session, after everything recorded so far."""
+        recorder = self._devices.recorders[heap.index]
+        with recorder.lock:
+            recorder.flush()
+            return recorder.require_link().stats()
+
+    def _info(self, heap: Heap) -> tuple[int, int]:
+        asked = self._asked(heap)
+        return asked["available_bytes"], asked["quota_bytes"]
+
+    def _stats(self, heap: Heap) -> dict[str, int]:
+        asked, live, peak = self._asked(heap), heap.live_bytes, heap.peak_bytes
+        found = {"allocation.all.current": heap.live, "num_alloc_retries": 0, "num_ooms": asked["out_of_memory"]}
+        for name in ("allocated", "active", "requested"):
+            found |= {f"{name}_bytes.all.current": live, f"{name}_bytes.all.peak": peak}
+        return found | {
+            "reserved_bytes.all.current": asked["reserved_bytes"],
+            "reserved_bytes.all.peak": asked["reserved_peak_bytes"],
+            "inactive_split_bytes.all.current": max(0, asked["reserved_bytes"] - live),
+        }
+
+    def _summary(self, heap: Heap) -> str:
+        asked, mib = self._asked(heap), 1 << 20
+        return (
+            f"{self._facts_of(heap.index).get('name', 'unknown device')} (WOOLY): {heap.live_bytes / mib:.1f} MiB in "
+            f"{heap.live} tensors, peak {heap.peak_bytes / mib:.1f} MiB; the executor holds "
+            f"{asked['reserved_bytes'] / mib:.1f} MiB for this session, {asked['workspace_bytes'] / mib:.1f} MiB of it "
+            f"workspace; of contents that are shared it bears {asked['shared_bytes'] / mib:.1f} MiB; "
+            f"{asked['available_bytes'] / mib:.0f} MiB of {asked['quota_bytes'] / mib:.0f} MiB are free"
+        )
