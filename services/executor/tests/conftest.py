@@ -4,19 +4,22 @@ import json
 import struct
 import tempfile
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_bus.contents import CHUNK, chunk_digest, content_id
 from wooly_dispatch.events import Policy
 from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Journal, Replayer
 from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.memory.book import Scope
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
-from wooly_wis.frames import MAX_CHUNK, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
+from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 WAIT_S = 30
@@ -81,6 +84,10 @@ class Body:
     @property
     def raw(self):
         return encode_program(self.program)
+
+
+def name_of(data):
+    return content_id([chunk_digest(data[at : at + CHUNK]) for at in range(0, len(data), CHUNK)], len(data))
 
 
 class RemoteError(Exception):
@@ -156,6 +163,35 @@ class Client:
         self.channel.send(Kind.STATS)
         return self.answer()
 
+    def offer(self, buffer, data):
+        self.channel.send(Kind.OFFER, CONTENT.pack(buffer, len(data), 0, name_of(data)))
+        return self.answer()["known"]
+
+    def offer_head(self, buffer, data):
+        self.channel.send(Kind.OFFER, CONTENT.pack(buffer, len(data), 1, chunk_digest(data[:CHUNK])))
+        return self.answer()["known"]
+
+    def seal(self, buffer, data):
+        self.channel.send(Kind.SEAL, CONTENT.pack(buffer, len(data), 0, name_of(data)))
+
+    def load(self, buffer, data):
+        """What a client does that loads a file. Whether the content was there."""
+        self.run(Body().alloc("x", len(data)), {"x": buffer})
+        known = self.offer(buffer, data)
+        if not known:
+            self.write(buffer, data)
+            self.seal(buffer, data)
+        return known
+
+    def sealed(self):
+        """Wait until everything of this session is hashed."""
+        while self.stats()["sealing"]:
+            time.sleep(0.001)
+
+    def pin(self, do, name=""):
+        self.channel.send(Kind.PIN, pack_json({"do": do, "name": name}))
+        return self.answer()
+
     def make(self, buffer, *values):
         """A new buffer of f32 values."""
         self.run(Body().alloc("x", 4 * len(values)), {"x": buffer})
@@ -169,8 +205,8 @@ class Client:
 class Device:
     """A device loop in a thread of this process, reached over its unix socket."""
 
-    def __init__(self, path, runtime, memory, dispatch):
-        self.loop = DeviceLoop(runtime, memory, dispatch)
+    def __init__(self, path, runtime, memory, dispatch, swap=None):
+        self.loop = DeviceLoop(runtime, memory, dispatch, swap)
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
         self.closed, self.clients = [], []
         self.changed = threading.Condition()
@@ -187,9 +223,11 @@ class Device:
     def call(self, function):
         return self.loop.call(function).result(WAIT_S)
 
-    def admit(self, session_id, quota=None, **policy):
-        token = f"token of {session_id}"
-        self.call(lambda: self.loop.open_session(session_id, token, quota, Policy(**policy)))
+    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, **policy):
+        token, found = f"token of {session_id}", Policy(**policy)
+        self.call(
+            lambda: self.loop.open_session(session_id, token, quota, found, tenant, scope=scope, swappable=swappable)
+        )
 
     def open(self, session_id, quota=None, **policy):
         self.admit(session_id, quota, **policy)
@@ -206,6 +244,13 @@ class Device:
     def held(self):
         return self.call(lambda: {s.id: (s.bytes, len(s.buffers)) for s in self.loop.sessions()})
 
+    def check(self):
+        """Every byte is on an account."""
+        self.call(self.loop.vram.ledger.check)
+
+    def residence(self):
+        return self.call(lambda: {s.id: s.residence.value for s in self.loop.sessions()})
+
     def wait_closed(self, session_id):
         with self.changed:
             assert self.changed.wait_for(lambda: session_id in self.closed, WAIT_S)
@@ -217,6 +262,7 @@ class Device:
         self.loop.stop()
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
+        self.loop.vram.ledger.check()
         replay(self.entries)
 
 
@@ -236,9 +282,9 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30, dispatch=None):
+        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None):
             path = Path(directory) / f"{len(devices)}.sock"
-            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch))
+            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap))
             return devices[-1]
 
         yield make

@@ -51,12 +51,15 @@ class SwapSettings:
         host: budget of pinned host memory.
         disk: budget of disk.
         folder: where swap files are.
+        patience_ns: how long an allocation waits at least for others to become idle before it fails; otherwise as long as they
+            must have been idle, since whoever has not been idle by then is not going to be.
     """
 
     policy: Policy = field(default_factory=Policy)
     host: int = 0
     disk: int = 0
     folder: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
+    patience_ns: int = 10_000_000_000
 
 
 @dataclass(eq=False, slots=True)
@@ -117,6 +120,7 @@ class Vram:
         policy = settings.policy
         reserve = min(policy.reserve, capacity // RESERVE_SHARE)
         self.policy = Policy(reserve, policy.large, policy.idle_ns)
+        self._patience = max(policy.idle_ns, settings.patience_ns)
         self.ledger = Ledger(capacity, reserve=reserve)
         self.stowage = Stowage(settings.host, settings.disk, settings.folder)
         self.mover = Mover()
@@ -510,7 +514,7 @@ class Vram:
             return True
         if ledger.spare >= need:
             return self._grant(want, head, need)
-        if session.residence is Residence.HERE and now - session.lacking >= self.policy.idle_ns:
+        if session.residence is Residence.HERE and now - session.lacking >= self._patience:
             self._give_up(want)
             return False
         self._sleep(session, now)
@@ -518,7 +522,7 @@ class Vram:
 
     def _sleep(self, session: Session, now: int) -> None:
         """Look again when somebody will have been idle for long enough."""
-        times = [session.lacking + self.policy.idle_ns] if session.residence is Residence.HERE else []
+        times = [session.lacking + self._patience] if session.residence is Residence.HERE else []
         for other in self._sessions.values():
             if other is not session and other.swappable and other.residence is Residence.HERE:
                 since = self._idle_since(other)

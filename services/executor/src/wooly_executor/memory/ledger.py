@@ -325,13 +325,12 @@ class Ledger:
         if self.book.sharers(store) == 1:
             self._settle_all(now)
             del account.shared[buffer]
-            gone = self.book.free(account.name, buffer)
-            saved = any(isinstance(g, Gone) and g.saved for g in gone)
+            self.book.free(account.name, buffer)
             offset = self._where.pop(store)
             self._forget(store)
             self.pool.move(offset, account.name)
             account.own[buffer] = offset
-            return Written(store, False, [Gone(store, False, True)] if saved else [])
+            return Written(store, False, [Gone(store, False, True)])  # a copy elsewhere is stale
         self.allocate(account, buffer, self._nominal[store], now)
         self._settle_all(now)
         del account.shared[buffer]

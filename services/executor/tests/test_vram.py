@@ -1,0 +1,471 @@
+"""Memory in the device loop: accounts, shared contents, sessions that leave for others and come back, and what goes wrong."""
+
+import contextlib
+import errno
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from wooly_executor.memory.book import Scope
+from wooly_executor.memory.swap import Place, Policy
+from wooly_executor.vram import SwapSettings
+from wooly_wis.dtypes import DType
+
+MIB = 1 << 20
+SHARED, TENANT, OFF = Scope.SHARED, Scope.TENANT, Scope.OFF
+WAIT_S = 30
+
+
+def swap(folder, *, host=64 * MIB, disk=64 * MIB, idle_ms=0, reserve=0, patience_ms=WAIT_S * 1000):
+    policy = Policy(reserve, MIB, idle_ms * 1_000_000)
+    return SwapSettings(policy, host, disk, Path(folder), patience_ms * 1_000_000)
+
+
+def content(seed, nbytes=MIB):
+    return bytes([seed, seed ^ 0x55]) * (nbytes // 2)
+
+
+def in_place(wis, nbytes):
+    """x = ~x, of bytes."""
+    v = wis.at(DType.U8, nbytes)
+    return wis.body().call("aten.bitwise_not_.default", ("inout", "x", v))
+
+
+def inverted(data):
+    return bytes([255 - b for b in data[:2]]) * (len(data) // 2)
+
+
+def wait(device, condition):
+    until = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+        device.check()
+
+
+def vram_of(device, function):
+    return device.call(lambda: function(device.loop.vram))
+
+
+def stowed(device):
+    return vram_of(device, lambda v: (v.stowage.used[Place.HOST], v.stowage.used[Place.DISK]))
+
+
+# -- accounts --------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_says_who_holds_what_and_names_no_stranger(make_device, wis):
+    device = make_device(memory=8 * MIB)
+    a = device.open("a", tenant="t", swappable=False)
+    device.open("mine", tenant="t", swappable=False).run(wis.body().alloc("x", MIB), {"x": 1})
+    device.open("secret", tenant="u", swappable=False).run(wis.body().alloc("x", 2 * MIB), {"x": 1})
+    device.clients[1].sync(), device.clients[2].sync()
+    a.run(wis.body().alloc("x", 2 * MIB), {"x": 1})
+    a.run(wis.body().alloc("x", 16 * MIB), {"x": 2})
+    with pytest.raises(wis.error) as caught:
+        a.sync()
+    message = caught.value.message
+    assert caught.value.code == "executor.out_of_memory" and "Tried to allocate 16.00 MiB" in message
+    assert "total capacity of 8.00 MiB" in message or "quota is 8.00 MiB" in message
+    assert "This session holds 2.00 MiB in 1 buffers" in message and "Session mine holds 1.00 MiB" in message
+    assert "Sessions of other tenants hold 2.00 MiB" in message and "secret" not in message
+    assert a.stats()["out_of_memory"] == 1
+    device.check()
+
+
+def test_results_of_unknown_size_are_on_the_account(device, wis):
+    a = device.open("a")
+    a.make(1, 1, 0, 2, 0)
+    v = wis.at(DType.F32, 4)
+    a.run(wis.body().call("aten.nonzero.default", ("in", "x", v), ("out", "y", None)), {"x": 1, "y": 2}, reply=True)
+    assert a.stats()["own_bytes"] == 2 * 256
+    a.run(wis.body().free("y"), {"y": 2})
+    assert a.stats()["own_bytes"] == 256
+    device.check()
+
+
+def test_workspace_of_a_large_program_is_given_back(device, wis):
+    a = device.open("a")
+    a.run(wis.body().alloc("x", 8 * MIB).alloc("y", 512).free("x"), {"x": 1, "y": 2})
+    stats = a.stats()
+    assert stats["workspace_bytes"] == 0 and stats["own_bytes"] == 512
+    assert stats["reserved_peak_bytes"] >= 8 * MIB
+    device.check()
+
+
+def test_what_was_borne_is_integrated_to_the_byte(device, wis):
+    """Between two samples nothing changes: bytes times nanoseconds are exactly the product."""
+    a = device.open("a", tenant="t")
+    a.run(wis.body().alloc("x", MIB), {"x": 1})
+    a.sync()
+    (first,) = vram_of(device, lambda v: v.samples())
+    (second,) = vram_of(device, lambda v: v.samples())
+    assert (second.session, second.tenant, second.own, second.shared) == ("a", "t", MIB, 0)
+    assert second.sequence == first.sequence + 1 and second.from_ns == first.to_ns
+    assert second.own_byte_ns == MIB * (second.to_ns - second.from_ns) > 0
+    a.close()
+    device.wait_closed("a")
+    (last,) = vram_of(device, lambda v: v.samples())
+    assert last.last and last.sequence == 3 and last.from_ns == second.to_ns
+    assert vram_of(device, lambda v: v.samples()) == []
+
+
+# -- contents --------------------------------------------------------------------------------------------------------
+
+
+def shared_pair(device, data, scope=TENANT, tenants=("t", "t")):
+    a = device.open("a", tenant=tenants[0], scope=scope)
+    b = device.open("b", tenant=tenants[1], scope=scope)
+    assert not a.load(1, data)
+    a.sealed()
+    return a, b
+
+
+def test_content_that_is_there_is_shared_and_paid_for_together(device):
+    data = content(7, 3 * MIB)
+    a, b = shared_pair(device, data)
+    assert b.offer_head(99, data) is False  # no such buffer; said at the next sync
+    with pytest.raises(Exception, match="does not exist"):
+        b.sync()
+    assert b.load(1, data)
+    assert b.read(1, len(data)) == data
+    assert a.stats()["shared_bytes"] == b.stats()["shared_bytes"] == len(data) // 2
+    assert vram_of(device, lambda v: v.ledger.facts().contents) == len(data)
+    device.check()
+
+
+def test_write_to_a_shared_buffer_leaves_the_other_its_bytes(device, wis):
+    data = content(9)
+    a, b = shared_pair(device, data)
+    assert b.load(1, data)
+    a.run(in_place(wis, len(data)), {"x": 1})
+    assert a.read(1, len(data)) == inverted(data) and b.read(1, len(data)) == data
+    device.check()
+    b.write(1, b"\xff" * 16, 32)
+    assert b.read(1, 48) == data[:32] + b"\xff" * 16
+    assert b.stats()["shared_bytes"] == a.stats()["shared_bytes"] == 0
+    device.check()
+
+
+def test_write_through_a_view_in_a_program_copies_first(device, wis):
+    data = content(3)
+    a, b = shared_pair(device, data)
+    assert b.load(1, data)
+    part = wis.at(DType.U8, 100, offset=1000)
+    b.run(wis.body().fill("x", part, 0), {"x": 1})
+    assert b.read(1, len(data)) == data[:1000] + bytes(100) + data[1100:]
+    assert a.read(1, len(data)) == data
+    device.check()
+
+
+def test_content_written_while_it_is_hashed_is_not_shared(device, wis):
+    data = content(5, 16 * MIB)
+    a = device.open("a", tenant="t", scope=TENANT)
+    assert not a.load(1, data)
+    a.run(in_place(wis, len(data)), {"x": 1})
+    a.sealed()
+    b = device.open("b", tenant="t", scope=TENANT)
+    assert not b.load(1, data)
+    assert not b.load(2, inverted(data))
+    device.check()
+
+
+def test_content_that_is_not_what_its_client_says_is_not_shared(device):
+    """Nobody is lent bytes under a wrong name."""
+    a, b = (device.open(n, tenant="t", scope=TENANT) for n in "ab")
+    true, lie = content(1), content(2)
+    a.load(1, true)
+    a.sealed()
+    b.load(1, content(3))
+    b.seal(1, lie)
+    b.sealed()
+    c = device.open("c", tenant="t", scope=TENANT)
+    assert not c.load(1, lie)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "tenants", "known"),
+    [
+        (TENANT, TENANT, ("t", "t"), True),
+        (TENANT, TENANT, ("t", "u"), False),
+        (SHARED, SHARED, ("t", "u"), True),
+        (SHARED, TENANT, ("t", "u"), False),
+        (TENANT, SHARED, ("t", "u"), False),
+        (OFF, TENANT, ("t", "t"), False),
+        (TENANT, OFF, ("t", "t"), False),
+        (TENANT, SHARED, ("t", "t"), True),
+    ],
+)
+def test_content_is_known_to_those_alone_who_may_share_it(device, wis, first, second, tenants, known):
+    data = content(4, 8 * MIB)
+    a = device.open("a", tenant=tenants[0], scope=first)
+    a.load(1, data)
+    a.sealed()
+    b = device.open("b", tenant=tenants[1], scope=second)
+    b.run(wis.body().alloc("x", len(data)), {"x": 1})
+    assert b.offer_head(1, data) == known
+    assert b.offer(1, data) == known
+    device.check()
+
+
+def test_death_of_a_sharer_leaves_the_content(device):
+    data = content(8)
+    a, b = shared_pair(device, data)
+    assert b.load(1, data)
+    a.channel.close()  # as kill -9 does
+    device.wait_closed("a")
+    assert b.read(1, len(data)) == data and b.stats()["shared_bytes"] == len(data)
+    b.close()
+    device.wait_closed("b")
+    facts = vram_of(device, lambda v: v.ledger.facts())
+    assert facts.contents == facts.own == 0
+    device.check()
+
+
+def test_pinned_weights_outlive_their_session(device):
+    data = content(6)
+    a = device.open("a", tenant="t", scope=TENANT)
+    a.load(1, data)
+    assert a.pin("add", "llama") == {"bytes": len(data)}
+    assert "already" in a.pin("add", "llama")["error"]
+    a.close()
+    device.wait_closed("a")
+    device.check()
+    b, stranger = device.open("b", tenant="t", scope=TENANT), device.open("c", tenant="u", scope=TENANT)
+    (pinned,) = b.pin("list")["pins"]
+    assert (pinned["name"], pinned["bytes"], pinned["tensors"]) == ("llama", len(data), 1)
+    assert stranger.pin("list") == {"pins": []} and not stranger.pin("remove", "llama")["removed"]
+    assert b.load(1, data)
+    assert b.pin("remove", "llama") == {"removed": True}
+    assert b.read(1, len(data)) == data
+    device.check()
+
+
+# -- swapping --------------------------------------------------------------------------------------------------------
+
+
+def test_idle_session_leaves_for_another_and_comes_back(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    a, b = device.open("a"), device.open("b")
+    first, second = content(1, 6 * MIB), content(2, 6 * MIB)
+    for client, data in ((a, first), (b, second)):
+        client.run(wis.body().alloc("x", len(data)), {"x": 1})
+        client.write(1, data)
+        client.sync()
+    assert device.residence() == {"a": "away", "b": "here"}
+    assert stowed(device) == (6 * MIB, 0)
+    device.check()
+    for _ in range(3):
+        a.run(in_place(wis, len(first)), {"x": 1})
+        first = inverted(first)
+        assert a.read(1, len(first)) == first
+        assert device.residence() == {"a": "here", "b": "away"}
+        b.run(in_place(wis, len(second)), {"x": 1})
+        second = inverted(second)
+        assert b.read(1, len(second)) == second
+        device.check()
+
+
+def test_read_and_write_bring_a_session_back(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    a, b = device.open("a"), device.open("b")
+    data = content(1, 6 * MIB)
+    for client in (a, b):
+        client.run(wis.body().alloc("x", len(data)), {"x": 1})
+        client.write(1, data)
+        client.sync()
+    a.write(1, b"\xee" * 8, 8)
+    assert a.read(1, 24) == data[:8] + b"\xee" * 8 + data[16:24]
+    assert b.read(1, len(data)) == data
+    device.check()
+
+
+def test_what_the_host_budget_does_not_take_goes_to_disk(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=MIB))
+    a, b = device.open("a"), device.open("b")
+    a.run(wis.body().alloc("x", 5 * MIB).alloc("y", MIB), {"x": 1, "y": 2})
+    a.write(1, content(1, 5 * MIB))
+    a.write(2, content(2))
+    a.sync()
+    b.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away" and stowed(device) == (MIB, 5 * MIB)
+    assert a.read(1, 5 * MIB) == content(1, 5 * MIB) and a.read(2, MIB) == content(2)
+    assert device.residence()["b"] == "away" and stowed(device) == (0, 8 * MIB)
+    assert list(tmp_path.iterdir()) == []  # files without names
+    device.check()
+
+
+def swap_files(folder):
+    """What this process has open in a folder, by descriptor."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(folder) in str(link.readlink()):
+                found.append(link)
+    return found
+
+
+def test_lost_swap_file_is_an_error_of_that_session_alone(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0))
+    a, b = device.open("a"), device.open("b")
+    a.make(2, 1, 2)
+    a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    a.sync()
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away"
+    (file,) = swap_files(tmp_path)
+    os.truncate(file, 100)
+    with pytest.raises(wis.error, match="swapped to disk is lost"):
+        a.read(1, 6 * MIB)
+    a.make(3, 5)
+    assert a.floats(3, 1) == [5]
+    assert b.read(1, 16) == bytes(16)
+    device.check()
+
+
+def test_full_disk_fails_the_allocation_and_loses_nothing(make_device, tmp_path, wis, monkeypatch):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=0, idle_ms=20, patience_ms=50))
+    a, b = device.open("a"), device.open("b")
+    data = content(1, 6 * MIB)
+    a.run(wis.body().alloc("x", len(data)), {"x": 1})
+    a.write(1, data)
+    a.sync()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    with pytest.raises(wis.error, match="CUDA out of memory"):
+        b.sync()
+    b.make(2, 3)
+    assert b.floats(2, 1) == [3] and a.read(1, len(data)) == data
+    assert stowed(device) == (0, 0)
+    device.check()
+
+
+def test_session_that_ends_while_it_is_away_leaves_nothing(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=4 * MIB))
+    a, b = device.open("a", tenant="t", scope=TENANT), device.open("b")
+    a.load(1, content(1, 3 * MIB))
+    a.load(2, content(2, 3 * MIB))
+    a.sealed()
+    a.run(wis.body().alloc("x", 2 * MIB), {"x": 3})
+    a.sync()
+    b.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    b.sync()
+    assert device.residence()["a"] == "away"
+    a.channel.close()
+    device.wait_closed("a")
+    wait(device, lambda: stowed(device) == (0, 0))
+    assert swap_files(tmp_path) == []
+    facts = vram_of(device, lambda v: v.ledger.facts())
+    assert facts.contents == 0 and facts.own == 8 * MIB
+
+
+def test_shared_content_stays_while_one_who_is_here_holds_it(make_device, tmp_path, wis):
+    device = make_device(memory=12 * MIB, swap=swap(tmp_path))
+    data = content(1, 4 * MIB)
+    a, b, c = (device.open(n, tenant="t", scope=TENANT) for n in "abc")
+    a.load(1, data)
+    a.sealed()
+    assert b.load(1, data)
+    a.run(wis.body().alloc("x", 4 * MIB), {"x": 2})
+    a.write(2, content(2, 4 * MIB))
+    a.sync()
+    c.run(wis.body().alloc("x", 5 * MIB), {"x": 1})
+    c.sync()
+    assert device.residence()["a"] == "away"
+    assert vram_of(device, lambda v: v.ledger.facts().contents) in (0, 4 * MIB)
+    assert b.read(1, len(data)) == data
+    assert a.read(2, 4 * MIB) == content(2, 4 * MIB) and a.read(1, len(data)) == data
+    device.check()
+
+
+def test_content_written_once_is_dropped_without_a_copy_the_next_time(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    data = content(1, 6 * MIB)
+    a, b = device.open("a", tenant="t", scope=TENANT), device.open("b")
+    a.load(1, data)
+    a.sealed()
+    for _ in range(3):
+        b.run(wis.body().alloc("x", 6 * MIB), {"x": 1}, frees=[1])
+        b.sync()
+        assert device.residence()["a"] == "away" and stowed(device) == (6 * MIB, 0)
+        moved = vram_of(device, lambda v: v.mover.moved)
+        assert a.read(1, len(data)) == data
+        assert vram_of(device, lambda v: v.mover.moved) == moved + len(data)  # brought, not saved again
+    device.check()
+
+
+def test_p0_stays_while_another_could_leave(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    urgent, other, third = device.open("p0", priority=0), device.open("p3", priority=3), device.open("p2")
+    for client in (other, urgent):
+        client.run(wis.body().alloc("x", 4 * MIB), {"x": 1})
+        client.sync()
+    third.run(wis.body().alloc("x", 4 * MIB), {"x": 1})
+    third.sync()
+    assert device.residence() == {"p0": "here", "p3": "away", "p2": "here"}
+    device.check()
+
+
+def test_unswappable_session_never_leaves(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=1))
+    a, b = device.open("a", swappable=False), device.open("b")
+    a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    a.sync()
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    with pytest.raises(wis.error, match="CUDA out of memory"):
+        b.sync()
+    assert device.residence() == {"a": "here", "b": "here"}
+
+
+def test_who_waits_for_room_is_passed_over_and_served_when_another_is_idle(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=150))
+    a, b, c = device.open("a"), device.open("b"), device.open("c")
+    a.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    a.sync()
+    b.run(wis.body().alloc("x", 6 * MIB), {"x": 1})
+    b.write(1, content(3, 6 * MIB))
+    c.make(1, 4)
+    assert c.floats(1, 1) == [4]  # while b waits
+    assert b.read(1, 6 * MIB) == content(3, 6 * MIB)
+    assert device.residence()["a"] == "away"
+    device.check()
+
+
+def test_two_who_wait_for_each_other_both_finish(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, idle_ms=50))
+    pair = device.open("a"), device.open("b")
+    for client in pair:
+        client.run(wis.body().alloc("x", 4 * MIB), {"x": 1})
+        client.write(1, content(1, 4 * MIB))
+    for n, client in enumerate(pair):
+        client.run(wis.body().alloc("x", 4 * MIB), {"x": 2})
+        client.write(2, content(10 + n, 4 * MIB))
+    for n, client in enumerate(pair):
+        assert client.read(2, 4 * MIB) == content(10 + n, 4 * MIB)
+        assert client.read(1, 4 * MIB) == content(1, 4 * MIB)
+    device.check()
+
+
+def test_work_that_comes_while_a_session_leaves_keeps_it(make_device, tmp_path, wis):
+    """However the race ends, the bytes are right and every byte is on an account."""
+    device = make_device(memory=40 * MIB, swap=swap(tmp_path))
+    a, b = device.open("a"), device.open("b")
+    data = content(1, 24 * MIB)
+    a.run(wis.body().alloc("x", len(data)), {"x": 1})
+    a.write(1, data)
+    a.sync()
+    for n in range(6):
+        b.run(wis.body().alloc("x", 20 * MIB), {"x": 1})
+        a.run(in_place(wis, 16), {"x": 1})
+        b.run(wis.body().free("x"), {"x": 1})
+        b.sync()
+        assert struct.unpack("<B", a.read(1, 1))[0] == (1 if n % 2 else 254)
+        device.check()
