@@ -26,8 +26,10 @@ VALID = {
     "WOOLY_EXECUTOR_STATE_DIR": "/var/lib/executor",
 }
 INVALID = [
-    ("WOOLY_EXECUTOR_MEMORY", "0", "greater than 0"),
-    ("WOOLY_EXECUTOR_MEMORY", "-1", "greater than 0"),
+    ("WOOLY_EXECUTOR_MEMORY", "0", "greater than or equal to 256"),
+    ("WOOLY_EXECUTOR_MEMORY", "-1", "greater than or equal to 256"),
+    ("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "1001", "less than or equal to 1000"),
+    ("WOOLY_EXECUTOR_SWAP_HOST", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
     ("WOOLY_EXECUTOR_RUNTIME", "cuda", "'cpu' or 'reference'"),
     ("WOOLY_EXECUTOR_DISPATCH", "unfair", "'fair' or 'fifo'"),
@@ -87,6 +89,13 @@ def test_every_variable_is_in_the_readme():
 
 def test_defaults_ask_for_all_memory(clean):
     assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "cpu"
+
+
+def test_overcommit_is_the_clusters_where_the_node_has_none_of_its_own(clean):
+    clean.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "20")
+    assert ExecutorSettings().overcommit_percent == 20
+    clean.setenv("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "150")
+    assert ExecutorSettings().overcommit_percent == 150
 
 
 @pytest.mark.parametrize(("name", "value", "message"), INVALID)

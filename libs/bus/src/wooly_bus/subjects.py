@@ -15,6 +15,9 @@ EXECUTOR_SESSION_CLOSED = f"{PREFIX}.evt.executor.session.closed"
 EXECUTOR_JOURNALS = f"{PREFIX}.evt.executor.dispatch.journaled.*"
 #: The stream that keeps them.
 EXECUTOR_JOURNAL_STREAM = "WOOLY_EVT_EXECUTOR"
+EXECUTOR_MEMORY_EVENTS = f"{PREFIX}.evt.executor.memory.borne.*"
+#: The stream that keeps them.
+EXECUTOR_MEMORY_STREAM = "WOOLY_EVT_MEMORY"
 SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
@@ -55,6 +58,11 @@ def executor_epoch_end(executor_id: str) -> str:
 def executor_journaled(executor_id: str) -> str:
     """Where an executor publishes batches of its dispatch journal (bytes of `wooly_dispatch.journal.Batch`)."""
     return f"{PREFIX}.evt.executor.dispatch.journaled.{_id(executor_id)}"
+
+
+def executor_memory_borne(executor_id: str) -> str:
+    """Where an executor publishes what its sessions bore of its memory (`MemoryBorne`)."""
+    return f"{PREFIX}.evt.executor.memory.borne.{_id(executor_id)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

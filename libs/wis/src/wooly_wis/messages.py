@@ -38,6 +38,75 @@ class DeviceFacts(Message):
     torch_version: str = ""
 
 
+class SessionMemory(Message):
+    """Where the memory of one session is, in bytes.
+
+    `own` is on the device and nobody else's, `shared` its part of contents that it shares, `host` and `disk` what is swapped out;
+    `promised` what it declared to need. `residence`: here, leaving, away, coming. A session that pins weights is called `pin …`.
+    """
+
+    session_id: Annotated[str, StringConstraints(max_length=320)]
+    tenant: Annotated[str, StringConstraints(max_length=128)] = ""
+    own: Bytes = 0
+    shared: Bytes = 0
+    host: Bytes = 0
+    disk: Bytes = 0
+    promised: Bytes = 0
+    swappable: bool = True
+    residence: Literal["here", "leaving", "away", "coming"] = "here"
+
+
+class MemoryState(Message):
+    """Where every byte of a device is: `own + contents + slots + reserve + free = capacity`.
+
+    `contents` is what sessions bear in parts, `slots` lost to rounding, `reserve` the free bytes that large allocations leave.
+    `fixed`, `movable`, `largest` are promises, as in `wooly_dispatch.overcommit.Promises`. `sessions` are at most 1,000.
+    """
+
+    capacity: Bytes
+    own: Bytes = 0
+    contents: Bytes = 0
+    slots: Bytes = 0
+    reserve: Bytes = 0
+    free: Bytes = 0
+    host: Bytes = 0
+    host_budget: Bytes = 0
+    disk: Bytes = 0
+    disk_budget: Bytes = 0
+    overcommit_percent: int = Field(default=0, ge=0, le=1000)
+    fixed: Bytes = 0
+    movable: Bytes = 0
+    largest: Bytes = 0
+    swapped_out: int = Field(default=0, ge=0)
+    swapped_in: int = Field(default=0, ge=0)
+    sessions: tuple[SessionMemory, ...] = Field(default=(), max_length=1000)
+
+
+class MemoryBorne(Message):
+    """What one session bore of a device's memory from one moment to another (event, for metering).
+
+    `run` names the executor's process, `sequence` counts 1, 2, 3, … for each session of a run, without gaps: (executor_id, run,
+    session_id, sequence) is unique however often it is delivered. Times are the executor's monotonic ns: only differences mean
+    something. `own_byte_us` and `shared_byte_us` are bytes times microseconds, exact integrals over the stretch, rounded so that
+    their sums over a session are; `own`, `shared`, `host`, `disk` are bytes at its end. Swapped out, a session bears nothing.
+    """
+
+    executor_id: Id
+    run: Id
+    session_id: Annotated[str, StringConstraints(max_length=320)]
+    tenant: Annotated[str, StringConstraints(max_length=128)]
+    sequence: int = Field(ge=1)
+    from_ns: int = Field(ge=0)
+    to_ns: int = Field(ge=0)
+    own: Bytes = 0
+    shared: Bytes = 0
+    own_byte_us: int = Field(default=0, ge=0)
+    shared_byte_us: int = Field(default=0, ge=0)
+    host: Bytes = 0
+    disk: Bytes = 0
+    last: bool = False
+
+
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
@@ -54,6 +123,7 @@ class ExecutorHeartbeat(Message):
     memory_used: Bytes = 0
     utilization: float = Field(default=0.0, ge=0.0, le=1.0)
     weights: tuple[Digest, ...] = Field(default=(), max_length=1024)
+    memory: MemoryState | None = None
 
 
 class ClientFacts(Message):
@@ -205,7 +275,7 @@ class AdmitSessionRequest(Message):
     """May this session run on that executor? (router to scheduler)
 
     `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes,
-    `interval_ns` the time between two; 0 where not declared.
+    `interval_ns` the time between two; 0 where not declared. `required_vram` in bytes; `swappable`: it may be swapped out.
     """
 
     session_id: SessionId
@@ -216,6 +286,8 @@ class AdmitSessionRequest(Message):
     service_ns: int = Field(default=0, ge=0, lt=1 << 62)
     objective_ns: int = Field(default=0, ge=0, lt=1 << 62)
     interval_ns: int = Field(default=0, ge=0, lt=1 << 62)
+    required_vram: Bytes = 0
+    swappable: bool = True
 
 
 class AdmitSessionReply(Message):
@@ -252,6 +324,7 @@ class GpuSession(Message):
     p50_ns: int = Field(default=0, ge=0)
     p99_ns: int = Field(default=0, ge=0)
     attainment_permille: int = Field(default=1000, ge=0, le=1000)
+    memory: SessionMemory | None = None
 
 
 class GpuState(Message):
@@ -275,6 +348,7 @@ class GpuState(Message):
     age_s: float = Field(default=0.0, ge=0)
     open_sessions: int = Field(default=0, ge=0)
     sessions: tuple[GpuSession, ...] = ()
+    memory: MemoryState | None = None
 
 
 class GpusReply(Message):
@@ -326,6 +400,7 @@ class NodeInfo(Message):
     wish: Literal["active", "cordoned", "draining"] = "active"
     groups: tuple[Name, ...] = ()
     overcommit_vram_percent: int = 0
+    memory: MemoryState | None = None
 
 
 class NodesReply(Message):

@@ -19,6 +19,7 @@ from wooly_bus.errors import BusError
 from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
+from wooly_executor.borne import BornePublisher
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
@@ -54,7 +55,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
-        watching = [asyncio.create_task(actor.watch()), asyncio.create_task(journal.run())]
+        borne = BornePublisher(app.jetstream(), loop, settings.id)
+        watching = [asyncio.create_task(run) for run in (actor.watch(), journal.run(), borne.run())]
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
         await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +66,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
             task.cancel()
         await asyncio.wait(watching)
         with contextlib.suppress(StreamError, TimeoutError):
-            await asyncio.wait_for(journal.publish(), LAST_WORDS_S)
+            await asyncio.wait_for(asyncio.gather(journal.publish(), borne.publish()), LAST_WORDS_S)
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
@@ -111,7 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     if threads:
         torch.set_num_threads(int(threads))
     dispatch = Dispatch(fifo=settings.dispatch == "fifo")
-    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory, dispatch)
+    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory, dispatch, settings.swap())
+    loop.vram.overcommit_percent = settings.overcommit_percent
     alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:

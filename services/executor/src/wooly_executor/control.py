@@ -26,6 +26,7 @@ from wooly_wis.messages import (
     ExecutorHeartbeat,
     HostSessionReply,
     HostSessionRequest,
+    MemoryState,
     RenewSessionReply,
     RenewSessionRequest,
     SessionClosed,
@@ -36,6 +37,7 @@ from wooly_wis.messages import (
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
+from wooly_executor.memory.book import Scope
 from wooly_executor.settings import ExecutorSettings
 
 T = TypeVar("T")
@@ -70,8 +72,8 @@ class ExecutorActor(Actor):
         self._closed: asyncio.Queue[str] = asyncio.Queue()
         events = asyncio.get_running_loop()
         loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
-        self._asked: Future[list[tuple[str, int]]] | None = None
-        self._last_sessions: list[tuple[str, int]] = []
+        self._asked: Future[tuple[list[str], MemoryState]] | None = None
+        self._last: tuple[list[str], MemoryState] = ([], MemoryState(capacity=loop.vram.capacity))
         self._busy_ns = 0
         self._busy_at = clock()
         app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
@@ -87,13 +89,22 @@ class ExecutorActor(Actor):
         known = self._leases.get(request.session_id)
         if known is None or known[2] != request.token:
             policy = _policy(request.policy or SessionPolicy(priority=request.priority))
-            await self._ask(
-                lambda: self._loop.open_session(
-                    request.session_id, request.token, request.quota, policy, request.tenant
-                )
-            )
+            await self._ask(lambda: self._open(request, policy))
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
         return HostSessionReply(endpoints=self._endpoints)
+
+    def _open(self, request: HostSessionRequest, policy: Policy) -> None:
+        if request.overcommit_vram_percent is not None:
+            self._loop.vram.overcommit_percent = request.overcommit_vram_percent
+        self._loop.open_session(
+            request.session_id,
+            request.token,
+            request.quota,
+            policy,
+            request.tenant,
+            scope=Scope(request.dedup),
+            swappable=request.swap,
+        )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
         """Treat a session otherwise from now on."""
@@ -172,11 +183,11 @@ class ExecutorActor(Actor):
         While the device's thread is in one long operation it cannot be asked: then the sessions are those of the last time.
         """
         if self._asked is None:
-            self._asked = self._loop.call(lambda: [(s.id, s.bytes) for s in self._loop.sessions()])
+            self._asked = self._loop.call(lambda: ([s.id for s in self._loop.sessions()], self._loop.vram.state()))
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
         if done:
-            self._last_sessions, self._asked = self._asked.result(), None
-        sessions = self._last_sessions
+            self._last, self._asked = self._asked.result(), None
+        sessions, memory = self._last
         now, busy = self._clock(), self._loop.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
@@ -186,9 +197,10 @@ class ExecutorActor(Actor):
             pid=os.getpid(),
             device=DeviceFacts(**{**self._loop.runtime.facts(), "total_memory": self._loop.memory}),
             endpoints=self._endpoints,
-            sessions=tuple([s for s, _ in sessions]),
-            memory_used=sum(b for _, b in sessions),
+            sessions=tuple(sessions),
+            memory_used=memory.own + memory.contents,
             utilization=min(1.0, max(0.0, share)),
+            memory=memory,
         )
 
     async def _report_closed(self) -> None:

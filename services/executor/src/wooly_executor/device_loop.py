@@ -115,13 +115,13 @@ class DeviceLoop:
         """Admit a session (in the loop's thread).
 
         Raises:
-            AdmissionError: the id is taken, or the device has less memory than asked for.
+            AdmissionError: the id is taken, or what is asked for cannot be promised.
         """
         if session_id in self._sessions:
             raise AdmissionError(f"session {session_id} is open already")
-        if quota is not None and quota > self.memory:
-            raise AdmissionError(f"{quota} bytes asked for, the device has {self.memory}")
-        session = Session(session_id, token, quota or self.memory, self._store, self.runtime, swappable=swappable)
+        swappable = swappable and not self.dispatch.fifo  # in the order of arrival nobody can be passed over
+        most = self.vram.quota(session_id, quota, swappable)
+        session = Session(session_id, token, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)

@@ -60,7 +60,7 @@ class Dispatch:
         self.launch: LaunchDecision | None = None
         self.entries: Entries | None = None
         self.on_swap_in: Callable[[str], None] = lambda session_id: None
-        self._fifo = fifo
+        self.fifo = self._fifo = fifo
         self._clock = clock
         self._flying: LaunchDecision | None = None
         self._flows: dict[str, deque[tuple[Session, Frame]]] = {}

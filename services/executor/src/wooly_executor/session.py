@@ -116,6 +116,7 @@ class Session:
         lending: an answer may still be leaving straight from the buffers' memory.
         running: a program was begun and has not ended.
         swappable: its memory may leave the device.
+        promised: bytes that it declared to need.
         residence: where its memory is.
         idle_since: when it last had something to do, ns; None while it has.
         lacking: since when its next program waits for room, ns; 0 if it does not.
@@ -143,6 +144,7 @@ class Session:
     lending: bool = False
     running: bool = False
     swappable: bool = True
+    promised: int = 0
     vram: Vram = field(init=False)
     account: Account = field(init=False)
     residence: Residence = Residence.HERE

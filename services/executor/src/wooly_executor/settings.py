@@ -8,19 +8,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError
+import psutil
+from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from wooly_bus.channel import Endpoint
 from wooly_wis.messages import Id
 
+from wooly_executor.memory.swap import Policy
+from wooly_executor.vram import SwapSettings
+
 PREFIX = "WOOLY_EXECUTOR_"
+#: The cluster's percentage, until somebody configures another.
+DEFAULT_OVERCOMMIT = "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class ExecutorSettings(BaseSettings):
-    """What an executor needs to know. Memory in bytes, times in seconds."""
+    """What an executor needs to know. Memory in bytes, times in seconds.
 
-    model_config = SettingsConfigDict(env_prefix=PREFIX)
+    `memory` is the device's, where it is not to be all of it. A large allocation leaves `reserve` free, if sessions idle for
+    `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
     id: Id = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
@@ -31,9 +41,25 @@ class ExecutorSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
-    memory: Annotated[int, Field(gt=0, lt=1 << 63)] | None = None
+    memory: Annotated[int, Field(ge=256, lt=1 << 63)] | None = None
+    reserve: int = Field(default=2 << 30, ge=0)
+    large_allocation: int = Field(default=16 << 20, ge=1)
+    swap_idle_s: float = Field(default=300.0, ge=0)
+    swap_patience_s: float = Field(default=10.0, ge=0)
+    swap_host: int = Field(default_factory=lambda: psutil.virtual_memory().total // 4, ge=0)
+    swap_disk: int = Field(default=16 << 30, ge=0)
+    swap_dir: Path | None = None
+    overcommit_percent: int = Field(
+        default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
+    )
     dispatch: Literal["fair", "fifo"] = "fair"
     heartbeat_s: float = Field(default=1.0, gt=0)
+
+    def swap(self) -> SwapSettings:
+        """How memory is swapped."""
+        policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
+        folder = self.swap_dir or self.state_dir / "swap"
+        return SwapSettings(policy, self.swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
 
     def endpoints(self) -> list[str]:
         """Where to listen: as configured, or a unix socket in the state directory."""
@@ -53,6 +79,5 @@ def _parts(text: str) -> list[str]:
 def complaints(error: ValidationError) -> list[str]:
     """One line per setting that is wrong: its variable, what was given, what is asked for."""
     return [
-        f"{PREFIX}{'_'.join(str(part) for part in e['loc'][:1]).upper()}={e['input']!s}: {e['msg']}"
-        for e in error.errors()
+        f"{PREFIX}{str(e['loc'][0]).upper().removeprefix(PREFIX)}={e['input']!s}: {e['msg']}" for e in error.errors()
     ]

@@ -23,14 +23,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_dispatch.overcommit import Commitment, headroom, promises
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.frames import Kind, unpack_run
+from wooly_wis.messages import MemoryState, SessionMemory
 
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import BindingError, OutOfMemoryError
 from wooly_executor.memory.book import Gone, Leaving, Scope
 from wooly_executor.memory.ledger import Account, Ledger
-from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
+from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, admit, choose
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.session import Frame, Residence, Session
 from wooly_executor.stowage import Copy, Stowage
@@ -126,6 +128,7 @@ class Vram:
         self.mover = Mover()
         self.clock = clock
         self.due = False
+        self.overcommit_percent = 0
         self.swapped_out = self.swapped_in = 0
         self._dispatch, self._call, self._proceed = dispatch, call, proceed
         self._sessions: dict[str, Session] = {}
@@ -184,6 +187,27 @@ class Vram:
             self.stowage.drop(copy)
         session.copies.clear()
         self.due = True
+
+    def commitments(self) -> list[Commitment]:
+        """What every session was promised; what is pinned stays, and counts as such."""
+        found = [Commitment(s.id, s.promised, s.swappable) for s in self._sessions.values()]
+        return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self._pins.values()]
+
+    def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
+        """What a session that asks for so much, or for nothing in particular, may have.
+
+        Raises:
+            AdmissionError: it may not come; the message has the numbers.
+        """
+        admit(
+            Commitment(session_id, required or 0, swappable), self.commitments(), self.capacity, self.overcommit_percent
+        )
+        if required is not None:
+            return required
+        promised = promises(self.commitments())
+        if swappable or not promised.largest:
+            return self.capacity - promised.fixed
+        return headroom(promised, self.capacity, self.overcommit_percent, False)
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -792,6 +816,55 @@ class Vram:
         host = sum(c.nbytes for c in session.copies.values() if c.place is Place.HOST)
         disk = sum(c.nbytes for c in session.copies.values() if c.place is Place.DISK)
         return host, disk
+
+    def state(self) -> MemoryState:
+        """Where every byte of the device is, and whose."""
+        facts, promised, stowage = self.ledger.facts(), promises(self.commitments()), self.stowage
+        return MemoryState(
+            capacity=facts.capacity,
+            own=facts.own,
+            contents=facts.contents,
+            slots=facts.slots,
+            reserve=facts.reserve,
+            free=facts.free,
+            host=stowage.used[Place.HOST],
+            host_budget=stowage.used[Place.HOST] + stowage.free(Place.HOST),
+            disk=stowage.used[Place.DISK],
+            disk_budget=stowage.used[Place.DISK] + stowage.free(Place.DISK),
+            overcommit_percent=self.overcommit_percent,
+            fixed=promised.fixed,
+            movable=promised.movable,
+            largest=promised.largest,
+            swapped_out=self.swapped_out,
+            swapped_in=self.swapped_in,
+            sessions=tuple(
+                [*map(self._memory_of, self._sessions.values()), *map(self._pinned, self._pins.values())][:1000]
+            ),
+        )
+
+    def _memory_of(self, session: Session) -> SessionMemory:
+        host, disk = self.stowed(session)
+        return SessionMemory(
+            session_id=session.id,
+            tenant=session.account.tenant,
+            own=self.ledger.pool.held(session.id),
+            shared=self.ledger.book.bears(session.id),
+            host=host,
+            disk=disk,
+            promised=session.promised,
+            swappable=session.swappable,
+            residence=session.residence.value,
+        )
+
+    def _pinned(self, pin: Account) -> SessionMemory:
+        book = self.ledger.book
+        return SessionMemory(
+            session_id=pin.name,
+            tenant=pin.tenant,
+            shared=book.bears(pin.name),
+            promised=book.has(pin.name),
+            swappable=False,
+        )
 
     def samples(self) -> list[Sample]:
         """What every session and pin bore since it was last asked, those that ended included."""

@@ -79,6 +79,7 @@ def attach(
     channel: str = "auto",
     control_url: str = "",
     tls_ca: Path | None = None,
+    dedup: str = "off",
 ) -> Device:
     """Connect the device to an executor's data channel: the first of `endpoints` that answers.
 
@@ -94,6 +95,7 @@ def attach(
         channel: auto, direct (no tunnel) or tunnel (nothing else).
         control_url: NATS as this process reaches it; empty: as the executor does.
         tls_ca: authorities for tls endpoints; None: the system's.
+        dedup: with whom the session shares equal contents: off, tenant, shared.
 
     Raises:
         NotConnectedError: none does.
@@ -119,6 +121,7 @@ def attach(
             raise
         for link in links:
             link.siblings = [other for other in links if other is not link]
+            link.sharing = dedup != "off"
         device.set_count(len(links))
         for recorder, link in zip(device.devices.active(), links, strict=True):
             link.name_of = recorder.name_of
@@ -200,6 +203,7 @@ def enable(settings: Any = None) -> None:
                     channel=settings.channel,
                     control_url=opened.control_url,
                     tls_ca=settings.tls_ca,
+                    dedup=settings.dedup,
                 )
             except BaseException:
                 opened.close()
@@ -261,6 +265,17 @@ os.register_at_fork(after_in_child=_after_fork)
 def device_facts(index: int = 0) -> dict[str, Any]:
     """The executor's facts of an attached device."""
     return _attached.links[index].device if _attached is not None else {}
+
+
+def attached_links() -> list[Link]:
+    """The links of this process's session, one per device.
+
+    Raises:
+        NotConnectedError: there is none.
+    """
+    if _attached is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    return _attached.links
 
 
 def attached_device() -> Device:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError
-from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.frames import CONTENT, MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
 from wooly.recorder import Origin, describe_origin
@@ -36,12 +36,14 @@ class Link:
         syncs: answers waited for.
         device: facts of the device, as the executor told them.
         siblings: links of the session's other devices, which do not outlive this one.
+        where: whom it leads to, for messages.
+        sharing: equal contents are shared, so that uploads ask first.
     """
 
     def __init__(self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        self._where = where
+        self.where = where
         self._inflight: deque[tuple[int, list[int], list[Origin]]] = deque()
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
@@ -51,6 +53,7 @@ class Link:
         self.bytes_received = 0
         self.syncs = 0
         self.siblings: list[Link] = []
+        self.sharing = False
         self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
@@ -78,7 +81,7 @@ class Link:
     def _over(self, cause: Exception) -> WoolyError:
         if self._lost is None:
             self._lost = ExecutorLostError(
-                f"lost the executor {self._where}: {cause}. What was on its device is gone; start the program again "
+                f"lost the executor {self.where}: {cause}. What was on its device is gone; start the program again "
                 "(`wooly status` shows what is running, `wooly up` starts a local stack)."
             )
             for sibling in self.siblings:
@@ -136,6 +139,27 @@ class Link:
         for at in range(0, len(data), MAX_CHUNK):
             chunk = data[at : at + MAX_CHUNK]
             self._send(Kind.WRITE, WRITE_HEAD.pack(buffer, offset + at), chunk)
+
+    def offer(self, buffer: int, nbytes: int, name: bytes, *, head: bool) -> bool:
+        """Whether a content is on the device already; the buffer has it then. With `head`, whether one begins with that chunk."""
+        self._send(Kind.OFFER, CONTENT.pack(buffer, nbytes, head, name))
+        return bool(self._answer(Kind.RESULT).get("known"))
+
+    def seal(self, buffer: int, nbytes: int, name: bytes) -> None:
+        """All of a buffer is written, and this is its content: others may share it."""
+        self._send(Kind.SEAL, CONTENT.pack(buffer, nbytes, 0, name))
+
+    def pin(self, do: str, name: str = "") -> dict[str, Any]:
+        """Keep what this session shares on the device under a name (`add`), let it go (`remove`), or `list` what is kept.
+
+        Raises:
+            WoolyError: it cannot be; the message says why.
+        """
+        self._send(Kind.PIN, pack_json({"do": do, "name": name}))
+        answer = self._answer(Kind.RESULT)
+        if "error" in answer:
+            raise WoolyError(answer["error"])
+        return answer
 
     # -- answers -----------------------------------------------------------------------------------------------------
 

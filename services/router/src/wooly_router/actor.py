@@ -272,6 +272,8 @@ class RouterActor:
                 tenant=request.tenant,
                 priority=request.priority,
                 interval_ns=request.interval_ns,
+                required_vram=request.required_vram or 0,
+                swappable=request.swap,
                 **declared,
             )
             try:

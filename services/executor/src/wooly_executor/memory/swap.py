@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from wooly_dispatch.overcommit import Commitment, promises, refusal
+
 from wooly_executor.errors import AdmissionError
 
 GIB = 1 << 30
@@ -188,15 +190,6 @@ def _place(
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Commitment:
-    """What a session was promised, or asks for: `nbytes` of device memory."""
-
-    session: str
-    nbytes: int
-    swappable: bool = True
-
-
 def admit(asked: Commitment, granted: Iterable[Commitment], capacity: int, percent: int) -> None:
     """Whether a session may come to a device of `capacity` bytes that is overcommitted by `percent` (20: up to 120 % of it).
 
@@ -204,31 +197,6 @@ def admit(asked: Commitment, granted: Iterable[Commitment], capacity: int, perce
         AdmissionError: it may not; the message has the numbers.
         ValueError: the percentage is not one from 0 to 1000.
     """
-    if not 0 <= percent <= 1000:
-        raise ValueError(f"the overcommit must be 0 to 1000 percent, not {percent}")
-    granted = list(granted)
-    fixed = sum(c.nbytes for c in granted if not c.swappable)
-    movable = sum(c.nbytes for c in granted if c.swappable)
-    largest = max([c.nbytes for c in granted if c.swappable], default=0)
-    limit = capacity + capacity * percent // 100
-    room = f"{_size(asked.nbytes)} of device memory asked for"
-    if fixed + asked.nbytes > capacity:
-        raise AdmissionError(
-            f"{room}: of {_size(capacity)}, {_size(fixed)} belong to sessions that cannot be swapped out, "
-            f"{_size(capacity - fixed)} are left"
-        )
-    if not asked.swappable and fixed + asked.nbytes + largest > capacity:
-        raise AdmissionError(
-            f"{room} for a session that cannot be swapped out: of {_size(capacity)}, {_size(fixed)} belong to such sessions, and "
-            f"{_size(largest)} are needed whenever the largest of the others runs. Allow it to be swapped, or ask for at most "
-            f"{_size(max(0, capacity - fixed - largest))}"
-        )
-    if fixed + movable + asked.nbytes > limit:
-        raise AdmissionError(
-            f"{room}: {_size(fixed + movable)} are promised already, of {_size(limit)} "
-            f"({_size(capacity)} overcommitted by {percent} %)"
-        )
-
-
-def _size(n: int) -> str:
-    return f"{n / GIB:.2f} GiB" if n >= GIB else f"{n / (1 << 20):.2f} MiB"
+    why = refusal(asked.nbytes, asked.swappable, promises(granted), capacity, percent)
+    if why:
+        raise AdmissionError(why)

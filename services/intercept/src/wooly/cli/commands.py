@@ -1,4 +1,4 @@
-"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, doctor, disasm, version."""
+"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, weights, doctor, disasm, version."""
 
 from __future__ import annotations
 
@@ -309,6 +309,82 @@ def suspend(session: SessionArgument, as_json: Json = False) -> None:
 def resume(session: SessionArgument, as_json: Json = False) -> None:
     """Let a suspended session take part again."""
     _steer(as_json, session, suspended=False)
+
+
+weights = typer.Typer(name="weights", help="Keep models on the devices ahead of time.", no_args_is_help=True)
+app.add_typer(weights)
+
+
+def _with_all_devices(work: Callable[[list[Any]], Any]) -> Any:
+    """What `work` makes of the links to all executors, of a session that shares contents."""
+    from wooly import api
+    from wooly.storage import MAX_DEVICES
+
+    settings = _settings()
+    try:
+        alive = [n for n in _nodes(settings) if n["state"] == "alive"]
+        changes: dict[str, Any] = {"gpu_count": max(1, min(len(alive), MAX_DEVICES))}
+        if settings.dedup == "off":
+            changes["dedup"] = "tenant"
+        api.enable(settings.model_copy(update=changes))
+        try:
+            return work(api.attached_links())
+        finally:
+            api.disable()
+    except WoolyError as e:
+        raise _fail(e) from e
+
+
+@weights.command("add")
+def weights_add(
+    path: Annotated[Path, typer.Argument(help="A file of weights (.safetensors, .pt, .bin), or a folder of them.")],
+    name: Annotated[str, typer.Option("--name", help="What to call them; default: the path's last part.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Load a model's weights onto every executor and keep them there: sessions that load them then send nothing."""
+    from wooly.cli.weights import load_and_pin
+
+    name = name or path.resolve().name
+    try:
+        found = _with_all_devices(lambda links: load_and_pin(path, name, links))
+    except (OSError, ValueError) as e:
+        raise _fail(e) from e
+    if as_json:
+        print(json.dumps(found))
+    else:
+        where = f"{found['executors']} executor" + "s" * (found["executors"] > 1)
+        out.print(f"{name}: {found['tensors']} tensors, {_size(found['bytes'])} kept on {where}", highlight=False)
+
+
+@weights.command("list")
+def weights_list(as_json: Json = False) -> None:
+    """List what is kept, on each executor."""
+    found = _with_all_devices(
+        lambda links: [{"executor": link.where} | pin for link in links for pin in link.pin("list")["pins"]]
+    )
+    if as_json:
+        print(json.dumps({"weights": found}))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("name", "size", "tensors", "shared with", "executor"):
+        table.add_column(column)
+    for pin in found:
+        table.add_row(pin["name"], _size(pin["bytes"]), str(pin["tensors"]), pin["scope"], pin["executor"])
+    out.print(table if found else "nothing is kept; `wooly weights add PATH` keeps a model")
+
+
+@weights.command("rm")
+def weights_rm(
+    name: Annotated[str, typer.Argument(help="As `wooly weights list` says.")], as_json: Json = False
+) -> None:
+    """Let go of weights; who uses them keeps them."""
+    removed = _with_all_devices(lambda links: sum(link.pin("remove", name)["removed"] for link in links))
+    if as_json:
+        print(json.dumps({"removed": removed}))
+    elif removed:
+        out.print(f"{name}: let go on {removed} executor" + "s" * (removed > 1), highlight=False)
+    if not removed:
+        raise _fail(WoolyError(f"there are no weights called {name!r}; `wooly weights list` shows those that are kept"))
 
 
 @app.command(

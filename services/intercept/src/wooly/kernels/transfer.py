@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from wooly_wis.program import Form, Operand, Role
 
+from wooly.contents import WORTH, upload
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.plan import refuse_overlap, view_of
@@ -304,7 +305,11 @@ class Transfer:
             link = recorder.require_link()
             buffer = at >> ID_SHIFT
             link.forget(buffer)
-            link.write(buffer, at & OFFSET_MASK, bytes_of(host))
+            data = bytes_of(host)
+            if link.sharing and len(data) >= WORTH and dst.untyped_storage().nbytes() == len(data):
+                upload(link, buffer, data)
+            else:
+                link.write(buffer, at & OFFSET_MASK, data)
 
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wooly_wis.messages import ExecutorHeartbeat, NodeInfo
+from wooly_wis.messages import ExecutorHeartbeat, MemoryState, NodeInfo
 
 LOST_AFTER_S = 5.0
 FORGOTTEN_AFTER_S = 3600.0
+#: Sessions whose memory a listing shows.
+LISTED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,16 @@ class Registry:
                 sessions=len(s.heartbeat.sessions),
                 memory_used=s.heartbeat.memory_used,
                 utilization=s.heartbeat.utilization,
+                memory=_listed(s.heartbeat),
             )
             for k, s in sorted(self._seen.items())
         )
+
+
+def _listed(heartbeat: ExecutorHeartbeat) -> MemoryState | None:
+    """Its memory with the sessions that have most of it: a listing of many executors must stay small."""
+    memory = heartbeat.memory
+    if memory is None or len(memory.sessions) <= LISTED:
+        return memory
+    most = sorted(memory.sessions, key=lambda s: (-s.own - s.shared - s.host - s.disk, s.session_id))
+    return memory.model_copy(update={"sessions": tuple(most[:LISTED])})

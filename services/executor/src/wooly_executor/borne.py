@@ -1,0 +1,125 @@
+"""What sessions bore of the device's memory, on its way to JetStream: for metering, in order, none lost while NATS is away.
+
+What waits for NATS is bounded by adding stretches of a session together: integrals add up, so no byte of any moment is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import replace
+
+from nats.js import JetStreamContext
+from wooly_bus import subjects
+from wooly_bus.streams import StreamError, ensure_stream, publish
+from wooly_wis.messages import MemoryBorne
+
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.vram import Sample
+
+log = logging.getLogger("wooly.executor")
+PERIOD_S = 1.0
+MAX_AGE_S = 7 * 24 * 3600.0
+MAX_BYTES = 1 << 30
+#: A session that bears nothing is only mentioned so often.
+_QUIET_NS = 60_000_000_000
+_US = 1000
+
+
+class BornePublisher:
+    """Publishes for one executor, for ever.
+
+    Args:
+        js: where to.
+        loop: whose.
+        executor_id: its name.
+    """
+
+    def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
+        self._js, self._loop, self._id = js, loop, executor_id
+        self._subject = subjects.executor_memory_borne(executor_id)
+        self._run = str(time.time_ns())
+        self._ready = False
+        self._waiting: dict[str, Sample] = {}
+        self._sent: dict[str, tuple[int, int, int]] = {}  # session -> sequence, ns*bytes left over: own, shared
+        self._complaint = ""
+
+    async def run(self) -> None:
+        """Publish, until cancelled."""
+        while True:
+            try:
+                await self.publish()
+                self._complaint = ""
+            except StreamError as e:
+                if str(e) != self._complaint:
+                    log.warning("what memory was borne is not published: %s", e)
+                self._complaint, self._ready = str(e), False
+            await asyncio.sleep(PERIOD_S)
+
+    async def publish(self) -> None:
+        """Publish everything so far.
+
+        Raises:
+            StreamError: not all of it could be; it is kept.
+        """
+        for sample in await asyncio.wrap_future(self._loop.call(self._loop.vram.samples)):
+            before = self._waiting.get(sample.session)
+            self._waiting[sample.session] = sample if before is None else added(before, sample)
+        if not self._ready:
+            await ensure_stream(
+                self._js,
+                subjects.EXECUTOR_MEMORY_STREAM,
+                subjects.EXECUTOR_MEMORY_EVENTS,
+                max_age_s=MAX_AGE_S,
+                max_bytes=MAX_BYTES,
+            )
+            self._ready = True
+        for sample in list(self._waiting.values()):
+            if self._quiet(sample):
+                continue
+            message = self._message(sample)
+            data = message.model_dump_json().encode()
+            await publish(
+                self._js, self._subject, data, id=f"{self._id}/{self._run}/{sample.session}/{message.sequence}"
+            )
+            _, own, shared = self._sent.get(sample.session, (0, 0, 0))
+            own, shared = own + sample.own_byte_ns, shared + sample.shared_byte_ns
+            self._sent[sample.session] = (message.sequence, own % _US, shared % _US)
+            del self._waiting[sample.session]
+            if sample.last:
+                del self._sent[sample.session]
+
+    def _quiet(self, sample: Sample) -> bool:
+        """Whether it can wait: nothing was borne, and the session goes on."""
+        bears = sample.own_byte_ns or sample.shared_byte_ns or sample.own or sample.shared
+        return not bears and not sample.last and sample.to_ns - sample.from_ns < _QUIET_NS
+
+    def _message(self, sample: Sample) -> MemoryBorne:
+        sequence, own, shared = self._sent.get(sample.session, (0, 0, 0))
+        return MemoryBorne(
+            executor_id=self._id,
+            run=self._run,
+            session_id=sample.session,
+            tenant=sample.tenant,
+            sequence=sequence + 1,
+            from_ns=sample.from_ns,
+            to_ns=sample.to_ns,
+            own=sample.own,
+            shared=sample.shared,
+            own_byte_us=(own + sample.own_byte_ns) // _US,
+            shared_byte_us=(shared + sample.shared_byte_ns) // _US,
+            host=sample.host,
+            disk=sample.disk,
+            last=sample.last,
+        )
+
+
+def added(first: Sample, then: Sample) -> Sample:
+    """Two stretches of one session, one after the other, as one."""
+    return replace(
+        then,
+        from_ns=first.from_ns,
+        own_byte_ns=first.own_byte_ns + then.own_byte_ns,
+        shared_byte_ns=first.shared_byte_ns + then.shared_byte_ns,
+    )
