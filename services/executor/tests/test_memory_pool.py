@@ -149,6 +149,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.capacity = 300_000
         self.pool = Pool(self.capacity)
         self.live = {}
+        self.at = []  # offsets by token: blocks may be moved
         for name in "abc":
             self.pool.open(name, quota=150_000 if name == "c" else None)
 
@@ -164,21 +165,40 @@ class PoolMachine(RuleBasedStateMachine):
             else:
                 assert before.largest < size  # never refused while a free extent has room
                 assert self.pool.facts().largest < size
-            return -1
+            self.at.append(-1)
+            return len(self.at) - 1
         assert offset % 256 == 0
         self.live[offset] = (account, nbytes, size)
-        return offset
+        self.at.append(offset)
+        return len(self.at) - 1
 
-    @rule(offset=consumes(blocks))
-    def free(self, offset):
+    @rule(token=consumes(blocks))
+    def free(self, token):
+        offset, self.at[token] = self.at[token], -1
         if offset in self.live:  # its session may have ended
             self.pool.free(offset)
             del self.live[offset]
+
+    @rule()
+    def compact(self):
+        moved = self.pool.compact()
+        assert set(moved) <= set(self.live)
+        self.live = {moved.get(offset, offset): block for offset, block in self.live.items()}
+        self.at = [moved.get(offset, offset) for offset in self.at]
+        assert len(self.pool.extents()) <= 1
+
+    @rule(account=st.sampled_from("abc"), to=st.sampled_from("abc"), token=blocks)
+    def move(self, account, to, token):
+        offset = self.at[token]
+        if offset in self.live:
+            self.pool.move(offset, to)
+            self.live[offset] = (to, *self.live[offset][1:])
 
     @rule(account=st.sampled_from("ab"))
     def end(self, account):
         held = self.pool.close(account)
         assert held == sum(size for a, _, size in self.live.values() if a == account)
+        self.at = [-1 if o in self.live and self.live[o][0] == account else o for o in self.at]
         self.live = {o: block for o, block in self.live.items() if block[0] != account}
         self.pool.open(account)
 

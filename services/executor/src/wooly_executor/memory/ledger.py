@@ -12,12 +12,12 @@ from one program to the next. *Reserved* bytes are promised to programs that wai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wooly_executor.errors import AdmissionError, OutOfMemoryError
 from wooly_executor.memory.book import Book, ContentId, Gone, Leaving, Scope
-from wooly_executor.memory.pool import Pool
+from wooly_executor.memory.pool import Pool, room_of
 
 #: Bytes of a workspace that a session keeps between two programs.
 WORKSPACE_KEPT = 1 << 20
@@ -178,7 +178,7 @@ class Ledger:
         account.reserved -= nbytes
         self.reserved -= nbytes
 
-    def begin(self, account: Account, kept: Iterable[tuple[int, int]], workspace: int, now: int) -> None:
+    def begin(self, account: Account, kept: Sequence[tuple[int, int]], workspace: int, now: int) -> None:
         """A program begins that leaves the buffers `kept` (buffer, bytes) behind and needs so much for the others.
 
         Raises:
@@ -196,12 +196,29 @@ class Ledger:
         except OutOfMemoryError as e:
             for buffer in done:
                 pool.free(own.pop(buffer))
+            if self._compact(room_of([*[n for _, n in kept], max(0, workspace - account.workspace)])):
+                self.begin(account, kept, workspace, now)
+                return
             account.ooms += 1
             wanted = sum(n for _, n in kept) + workspace
             raise OutOfMemoryError(self.out_of_memory(account, wanted)) from e
         held = pool.held(name)
         if held > account.peak:
             account.peak = held
+
+    def _compact(self, wanted: int) -> bool:
+        """Put the free bytes together, where they suffice but no piece does."""
+        free = self.pool.free_bytes
+        if free < wanted or self.pool.facts().largest == free:
+            return False
+        moved = self.pool.compact()
+        for account in self.accounts.values():
+            for buffer, offset in account.own.items():
+                account.own[buffer] = moved.get(offset, offset)
+            account.blocks = [moved.get(offset, offset) for offset in account.blocks]
+        for store, offset in self._where.items():
+            self._where[store] = moved.get(offset, offset)
+        return True
 
     def end(self, account: Account, now: int) -> None:
         """A program ended that had a large workspace: it is given back."""
@@ -247,6 +264,9 @@ class Ledger:
         try:
             account.own[buffer] = self.pool.allocate(account.name, nbytes)
         except OutOfMemoryError as e:
+            if self._compact(room_of([nbytes])):
+                self.allocate(account, buffer, nbytes, now)
+                return
             account.ooms += 1
             raise OutOfMemoryError(self.out_of_memory(account, nbytes)) from e
         account.peak = max(account.peak, self.pool.held(account.name))
@@ -421,6 +441,8 @@ class Ledger:
         except OutOfMemoryError:
             for offset in taken:
                 pool.free(offset)
+            if self._compact(self.needed(account)):
+                return self.swap_in(account, now)
             raise
         self._settle_all(now)
         account.own.update(own)

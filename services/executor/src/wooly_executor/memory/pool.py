@@ -236,6 +236,43 @@ class Pool:
             owner.requested += sign * found[0]
             owner.held += sign * found[1]
 
+    def compact(self) -> dict[int, int]:
+        """Put all blocks at the start, in their order, so that all free bytes are one extent.
+
+        Returns:
+            Where each block that moved is now, by where it was. Bytes move only where addresses mean something: to a runtime
+            whose blocks are memory of their own, or that maps pages, an offset is a name.
+        """
+        self._reclaim()
+        slabs = {slab.offset: slab for partial in self._partial for slab in partial.values()}
+        slabs |= {s.offset: s for a in self._accounts.values() for _, _, s in a.blocks.values() if s is not None}
+        large = [(o, n) for a in self._accounts.values() for o, (_, n, s) in a.blocks.items() if s is None]
+        extents = sorted(large + [(s.offset, s.size * s.slots) for s in slabs.values()])
+        shifts: list[tuple[int, int]] = []  # (first byte of an extent, by how much it moves down), in order
+        end = 0
+        for offset, size in extents:
+            shifts.append((offset, offset - end))
+            end += size
+        moved: dict[int, int] = {}
+        for account in self._accounts.values():
+            blocks = {}
+            for offset, block in account.blocks.items():
+                to = offset - shifts[bisect_left(shifts, (offset + 1,)) - 1][1]
+                blocks[to] = block
+                if to != offset:
+                    moved[offset] = to
+            account.blocks = blocks
+        self._owners = {offset: a for a in self._accounts.values() for offset in a.blocks}
+        for old, slab in slabs.items():
+            slab.offset = old - shifts[bisect_left(shifts, (old + 1,)) - 1][1]
+        self._partial = [{slab.offset: slab for slab in partial.values()} for partial in self._partial]
+        self._bins = [[] for _ in self._bins]
+        self._filled = 0
+        self._free, self._ends = {}, {}
+        if end < self.capacity:
+            self._insert(end, self.capacity - end)
+        return moved
+
     # -- what is where -----------------------------------------------------------------------------------------------
 
     @property

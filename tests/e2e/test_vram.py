@@ -1,0 +1,207 @@
+"""Sharing a device's memory through the whole stack: real clients that load the same weights, die, outgrow the device."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from wooly_local.stack import start_stack
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
+MIB = 1 << 20
+EXECUTOR = {
+    "WOOLY_EXECUTOR_MEMORY": str(96 * MIB),
+    "WOOLY_EXECUTOR_RESERVE": "0",
+    "WOOLY_EXECUTOR_LARGE_ALLOCATION": str(MIB),
+    "WOOLY_EXECUTOR_SWAP_IDLE_S": "0.2",
+    "WOOLY_EXECUTOR_SWAP_HOST": str(80 * MIB),
+    "WOOLY_EXECUTOR_SWAP_DISK": str(512 * MIB),
+    "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT": "50",
+}
+#: A client that does as it is told, a line of Python at a time, and prints the value of `out`.
+WORK = """
+import json, sys, torch, wooly
+from wooly import api
+torch.set_num_threads(1)
+print("ready", flush=True)
+for line in sys.stdin:
+    out = None
+    try:
+        exec(json.loads(line))
+    except Exception as e:
+        out = f"{type(e).__name__}: {e}"
+    print(json.dumps(out), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    before = dict(os.environ)
+    os.environ.update(EXECUTOR)
+    try:
+        running = start_stack(tmp_path_factory.mktemp("stack"))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    yield running
+    running.stop()
+
+
+class Client:
+    def __init__(self, stack, path, **settings):
+        path.write_text(WORK)
+        env = (
+            os.environ
+            | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+            | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
+        )
+        argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
+        self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "ready\n"
+
+    def tell(self, code):
+        self.process.stdin.write(json.dumps(code) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self):
+        return json.loads(self.process.stdout.readline())
+
+    def do(self, code):
+        self.tell(code)
+        return self.hear()
+
+    def end(self):
+        self.process.stdin.close()
+        self.process.wait(30)
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def client(stack, tmp_path):
+    made = []
+
+    def make(**settings):
+        made.append(Client(stack, tmp_path / f"{len(made)}.py", **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def wooly(stack, *arguments, **settings):
+    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "wooly", *arguments], env=env, capture_output=True, text=True, timeout=100
+    )
+
+
+def memory(stack):
+    done = wooly(stack, "nodes", "--json")
+    found = json.loads(done.stdout)["nodes"][0]["memory"]
+    assert found["own"] + found["contents"] + found["slots"] + found["reserve"] + found["free"] == found["capacity"]
+    return found
+
+
+def until(stack, condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition(found := memory(stack)):
+        assert time.monotonic() < deadline, f"it did not come: {found}"
+        time.sleep(0.2)
+    return found
+
+
+LOAD = """
+torch.manual_seed(0)
+host = torch.nn.Linear(1024, 4096, bias=False)   # 16 MiB
+before = api.session_stats()["bytes_sent"]
+model = host.to("cuda")
+torch.cuda.synchronize()
+out = api.session_stats()["bytes_sent"] - before
+"""
+SUM = "out = model.weight.double().sum().item()"
+
+
+def test_second_load_sends_nothing_and_is_paid_for_together(stack, client):
+    first = client(DEDUP="tenant", TENANT="acme")
+    assert first.do(LOAD) > 16 * MIB
+    until(stack, lambda m: m["contents"] == 16 * MIB)
+    second, stranger = client(DEDUP="tenant", TENANT="acme"), client(DEDUP="tenant", TENANT="other")
+    assert second.do(LOAD) < 16 * MIB // 100
+    assert stranger.do(LOAD) > 16 * MIB
+    total = first.do(SUM)
+    assert second.do(SUM) == total == stranger.do(SUM)
+    # One of them writes: the other keeps its weights.
+    assert second.do("torch.nn.init.zeros_(model.weight); out = model.weight.abs().sum().item()") == 0
+    assert first.do(SUM) == total
+    # One dies: the other keeps them, too.
+    third = client(DEDUP="tenant", TENANT="acme")
+    assert third.do(LOAD) < 16 * MIB // 100
+    first.process.send_signal(signal.SIGKILL)
+    first.process.wait()
+    assert third.do(SUM) == total
+    until(stack, lambda m: all(s["residence"] == "here" for s in m["sessions"]) and len(m["sessions"]) == 3)
+
+
+def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    save_file(
+        {"weight": torch.nn.Linear(1024, 4096, bias=False).weight.detach(), "small": torch.ones(3)},
+        tmp_path / "m.safetensors",
+    )
+    done = wooly(stack, "weights", "add", str(tmp_path), "--name", "base", "--json", TENANT="acme")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"name": "base", "tensors": 1, "bytes": 16 * MIB, "executors": 1}
+    (kept,) = json.loads(wooly(stack, "weights", "list", "--json", TENANT="acme").stdout)["weights"]
+    assert (kept["name"], kept["bytes"]) == ("base", 16 * MIB)
+    user = client(DEDUP="tenant", TENANT="acme")
+    assert user.do(LOAD) < 16 * MIB // 100
+    total = user.do(SUM)
+    removed = wooly(stack, "weights", "rm", "base", TENANT="acme")
+    assert removed.returncode == 0, removed.stderr
+    assert wooly(stack, "weights", "rm", "base", TENANT="acme").returncode == 1
+    assert user.do(SUM) == total
+
+
+def test_sessions_outgrow_the_device_and_all_finish(stack, client):
+    """Three of 40 MiB on 96: 150 % of it promised less a little; they take turns, one of them partly on disk."""
+    clients = [client(REQUIRED_VRAM=46 * MIB, TENANT=f"t{n}") for n in range(3)]
+    for n, each in enumerate(clients):
+        assert each.do(f"x = torch.full((40 << 18,), {n + 1}.0, device='cuda'); out = x[-1].item()") == n + 1
+    for round in range(2):
+        for n, each in enumerate(clients):
+            assert each.do("x += 1; out = [x[0].item(), x[-1].item()]") == [n + 2 + round] * 2
+    found = memory(stack)
+    assert found["swapped_out"] >= 3 and found["swapped_in"] >= 2 and found["host"] + found["disk"] > 0
+    clients[1].process.send_signal(signal.SIGKILL)
+    clients[1].process.wait()
+    until(stack, lambda m: len(m["sessions"]) == 2)
+    for n in (0, 2):
+        assert clients[n].do("out = x[7].item()") == n + 3
+
+
+def test_more_than_may_be_promised_is_refused_with_the_numbers(stack, client):
+    client(REQUIRED_VRAM=60 * MIB, SWAP_FROM_VRAM=0)
+    done = wooly(stack, "run", "-q", "-m", "this", REQUIRED_VRAM=str(40 * MIB), SWAP_FROM_VRAM="0")
+    assert done.returncode == 1
+    assert (
+        "60.00 MiB belong to sessions that cannot be swapped out" in done.stderr and "36.00 MiB are left" in done.stderr
+    )
+
+
+def test_out_of_memory_is_cudas_error_and_says_who_holds_what(stack, client):
+    holder, asker = client(SWAP_FROM_VRAM=0, TENANT="a"), client(SWAP_FROM_VRAM=0, TENANT="b")
+    holder.do("x = torch.zeros(60 << 18, device='cuda'); torch.cuda.synchronize()")
+    said = asker.do("torch.zeros(50 << 18, device='cuda').sum().item()")
+    assert said.startswith("OutOfMemoryError: CUDA out of memory. Tried to allocate 50.00 MiB.")
+    assert "Sessions of other tenants hold 60.0" in said and "total capacity of 96.00 MiB" in said
+    info = asker.do("out = [torch.cuda.mem_get_info(), torch.cuda.memory_stats()['num_ooms']]")
+    assert info[0][0] < 40 * MIB and info[1] == 1
+    assert asker.do("out = isinstance(torch.OutOfMemoryError('x'), torch.cuda.OutOfMemoryError)")
+    assert asker.do("out = torch.ones(3, device='cuda').sum().item()") == 3
