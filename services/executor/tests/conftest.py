@@ -246,7 +246,7 @@ class Device:
 
     def check(self):
         """Every byte is on an account."""
-        self.call(self.loop.vram.ledger.check)
+        self.call(self.loop.vram.check)
 
     def residence(self):
         return self.call(lambda: {s.id: s.residence.value for s in self.loop.sessions()})
@@ -302,7 +302,7 @@ def wis():
     """The tools with which tests write programs and meet errors."""
 
     class Tools:
-        body, at, error, client, ref = Body, staticmethod(view), RemoteError, Client, OperandRef
+        body, at, error, client, ref, device = Body, staticmethod(view), RemoteError, Client, OperandRef, Device
         replay = staticmethod(replay)
 
     return Tools

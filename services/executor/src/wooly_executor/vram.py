@@ -817,6 +817,34 @@ class Vram:
         disk = sum(c.nbytes for c in session.copies.values() if c.place is Place.DISK)
         return host, disk
 
+    def check(self) -> None:
+        """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        ledger, stowage = self.ledger, self.stowage
+        ledger.check()
+        coming = any(s.residence is Residence.COMING for s in self._sessions.values())
+        for store in ledger.stores():
+            assert store in self._contents or coming, f"store {store} has a block and no bytes"
+        assert set(self._contents) <= set(ledger.stores()), "bytes without a block"
+        moving = [s.job for s in self._sessions.values() if s.job is not None]
+        if not moving:
+            copies = [*self._copies.values(), *[c for s in self._sessions.values() for c in s.copies.values()]]
+            for place, used in stowage.used.items():
+                assert used >= sum(c.nbytes for c in copies if c.place is place), (
+                    f"copies in {place} that nobody pays for"
+                )
+        for session in self._sessions.values():
+            away = session.residence in (Residence.AWAY, Residence.COMING)
+            assert away or not session.copies, f"{session.id} is here and has copies elsewhere"
+            if session.residence is Residence.HERE:
+                for buffer, store in session.account.shared.items():
+                    base = session.buffers[buffer].base
+                    known = self._contents[store]
+                    assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
+
     def state(self) -> MemoryState:
         """Where every byte of the device is, and whose."""
         facts, promised, stowage = self.ledger.facts(), promises(self.commitments()), self.stowage

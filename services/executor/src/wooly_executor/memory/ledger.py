@@ -362,6 +362,10 @@ class Ledger:
         stores = [shared[b] for b in buffers if b in shared]
         return sum([self.pool.size(self._where[s]) for s in stores if self.book.sharers(s) > 1])
 
+    def stores(self) -> Iterable[int]:
+        """The stores that have blocks."""
+        return self._where.keys()
+
     def store_bytes(self, store: int) -> int:
         """Bytes of a content, as asked for."""
         return self._nominal[store]
