@@ -1,5 +1,6 @@
 """Sharing a device's memory through the whole stack: real clients that load the same weights, die, outgrow the device."""
 
+import asyncio
 import json
 import os
 import signal
@@ -7,8 +8,12 @@ import subprocess
 import sys
 import time
 
+import nats
 import pytest
+from wooly_bus import subjects
+from wooly_bus.stream_reader import read_stream
 from wooly_local.stack import start_stack
+from wooly_wis.messages import MemoryBorne
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 MIB = 1 << 20
@@ -74,6 +79,8 @@ class Client:
         return self.hear()
 
     def end(self):
+        if self.process.stdin.closed:
+            return
         self.process.stdin.close()
         self.process.wait(30)
         self.process.stdout.close()
@@ -177,6 +184,8 @@ def test_sessions_outgrow_the_device_and_all_finish(stack, client):
     for round in range(2):
         for n, each in enumerate(clients):
             assert each.do("x += 1; out = [x[0].item(), x[-1].item()]") == [n + 2 + round] * 2
+    shown = wooly(stack, "top", "--once").stdout + wooly(stack, "status").stdout
+    assert "promised 138.0 MiB of 150 %" in shown and "swapped to host" in shown and "t2" in shown
     found = memory(stack)
     assert found["swapped_out"] >= 3 and found["swapped_in"] >= 2 and found["host"] + found["disk"] > 0
     clients[1].process.send_signal(signal.SIGKILL)
@@ -193,6 +202,34 @@ def test_more_than_may_be_promised_is_refused_with_the_numbers(stack, client):
     assert (
         "60.00 MiB belong to sessions that cannot be swapped out" in done.stderr and "36.00 MiB are left" in done.stderr
     )
+
+
+def test_what_sessions_bear_is_published_without_gaps(stack, client):
+    """As metering will read it: for each session stretches one after the other, the last of them marked."""
+    each = client(TENANT="metered")
+    each.do("x = torch.zeros(20 << 18, device='cuda'); torch.cuda.synchronize()")
+    time.sleep(2.5)
+    each.end()
+
+    async def read():
+        app = await nats.connect(stack.nats_url)
+        found = []
+        async for kept in read_stream(
+            app.jetstream(), subjects.EXECUTOR_MEMORY_STREAM, subjects.EXECUTOR_MEMORY_EVENTS
+        ):
+            if kept is not None:
+                found.append(MemoryBorne.model_validate_json(kept.data))
+            if kept is None and any(e.tenant == "metered" and e.last for e in found):
+                break
+        await app.close()
+        return [e for e in found if e.tenant == "metered"]
+
+    events = asyncio.run(asyncio.wait_for(read(), 30))
+    assert [e.sequence for e in events] == list(range(1, len(events) + 1)) and events[-1].last
+    assert all(a.to_ns == b.from_ns for a, b in zip(events, events[1:], strict=False))
+    steady = max(events, key=lambda e: e.own_byte_us)
+    assert 20 * MIB <= steady.own <= 22 * MIB
+    assert steady.own_byte_us <= steady.own * (steady.to_ns - steady.from_ns) // 1000 + 1
 
 
 def test_out_of_memory_is_cudas_error_and_says_who_holds_what(stack, client):

@@ -275,7 +275,8 @@ class AdmitSessionRequest(Message):
     """May this session run on that executor? (router to scheduler)
 
     `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes,
-    `interval_ns` the time between two; 0 where not declared. `required_vram` in bytes; `swappable`: it may be swapped out.
+    `interval_ns` the time between two; 0 where not declared. `required_vram` in bytes; `swappable`: it may be swapped out;
+    `overcommit_vram_percent`: in force for this executor from now on (None: as it says itself).
     """
 
     session_id: SessionId
@@ -288,6 +289,7 @@ class AdmitSessionRequest(Message):
     interval_ns: int = Field(default=0, ge=0, lt=1 << 62)
     required_vram: Bytes = 0
     swappable: bool = True
+    overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
 
 
 class AdmitSessionReply(Message):

@@ -190,7 +190,7 @@ class RouterActor:
     ) -> OpenSessionReply | None:
         """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
         session_id = task.id
-        policies = await self._admit_all(request, session_id, executors, failed)
+        policies = await self._admit_all(request, session_id, executors, percents, failed)
         if policies is None:
             return None
         token, lease = secrets.token_urlsafe(32), self._settings.lease_s
@@ -256,6 +256,7 @@ class RouterActor:
         request: OpenSessionRequest,
         session_id: str,
         executors: tuple[ExecutorHeartbeat, ...],
+        percents: tuple[int, ...],
         failed: dict[str, BusError],
     ) -> list[SessionPolicy | None] | None:
         """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
@@ -265,7 +266,7 @@ class RouterActor:
             "objective_ns": request.objective_ns,
         }
 
-        async def admit(executor_id: str) -> AdmitSessionReply:
+        async def admit(executor_id: str, percent: int) -> AdmitSessionReply:
             ask = AdmitSessionRequest(
                 session_id=session_id,
                 executor_id=executor_id,
@@ -274,6 +275,7 @@ class RouterActor:
                 interval_ns=request.interval_ns,
                 required_vram=request.required_vram or 0,
                 swappable=request.swap,
+                overcommit_vram_percent=percent,
                 **declared,
             )
             try:
@@ -285,7 +287,7 @@ class RouterActor:
                     log.warning("session %s is opened without the scheduler: %s", session_id, e)
                 return AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=request.priority, **declared))
 
-        replies = await asyncio.gather(*[admit(e.executor_id) for e in executors])
+        replies = await asyncio.gather(*[admit(e.executor_id, p) for e, p in zip(executors, percents, strict=True)])
         refused = {
             e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
         }

@@ -26,6 +26,7 @@ from wooly_wis.messages import (
     GpusReply,
     GpusRequest,
     GpuState,
+    SessionClosed,
     SteerSessionReply,
     SteerSessionRequest,
 )
@@ -65,6 +66,7 @@ class SchedulerActor:
         app.serve(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_session, queue="scheduler")
         app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus, queue="scheduler")
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
+        app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
     def gpu(self, executor_id: str) -> GpuActor:
         """The actor of a GPU; a new one where there is none."""
@@ -122,7 +124,13 @@ class SchedulerActor:
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
         """An executor lives, even if its journal has nothing to say."""
-        self.gpu(heartbeat.executor_id).heard = self._clock()
+        self.gpu(heartbeat.executor_id).hear(heartbeat)
+
+    async def on_session_closed(self, event: SessionClosed) -> None:
+        """What a session was promised is free, sooner than the next heartbeat says so."""
+        found = self.gpus.get(event.executor_id)
+        if found is not None:
+            found.vram.forget(event.session_id)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -15,14 +15,17 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import Kept
 from wooly_dispatch.metrics import Meter
+from wooly_dispatch.overcommit import Commitment
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
     AuditViolated,
     EndEpochReply,
     EndEpochRequest,
+    ExecutorHeartbeat,
     GpuSession,
     GpuState,
+    MemoryState,
     SessionPolicy,
 )
 
@@ -30,6 +33,7 @@ from wooly_scheduler.core.admission import Demand, Verdict, admit, policed
 from wooly_scheduler.core.book import Book
 from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
+from wooly_scheduler.core.vram import VramBook
 from wooly_scheduler.settings import SchedulerSettings
 
 log = logging.getLogger("wooly.scheduler")
@@ -70,6 +74,8 @@ class GpuActor:
         self.executor_id = executor_id
         self.follower = follower or Follower(executor_id)
         self.book = Book()
+        self.vram = VramBook()
+        self.memory: MemoryState | None = None  # as its executor last said
         self.sequence = self._taken = sequence
         self.heard = clock()  # of its executor, in any way
         self.entered = 0.0  # when its last entries were kept
@@ -203,6 +209,14 @@ class GpuActor:
             ", ".join(f"{w / 1000:.0f}" for w in reply.windows_ns),
         )
 
+    def hear(self, heartbeat: ExecutorHeartbeat) -> None:
+        """Its executor lives, and says what its memory is used for."""
+        self.heard = self._clock()
+        memory = self.memory = heartbeat.memory
+        if memory is not None:
+            sessions = [Commitment(s.session_id, s.promised, s.swappable) for s in memory.sessions]
+            self.vram.hear(memory.capacity, memory.overcommit_percent, sessions)
+
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def has(self, session_id: str) -> bool:
@@ -231,7 +245,13 @@ class GpuActor:
             log.info("GPU %s: session %s is refused: %s", self.executor_id, request.session_id, verdict.reason)
             reason = f"GPU {self.executor_id}: {verdict.reason}"
             return AdmitSessionReply(admitted=False, reason=reason[:4096], missed_by_ns=verdict.missed_by_ns)
-        self.book.promise(candidate, self._clock())
+        asked, now = Commitment(request.session_id, request.required_vram, request.swappable), self._clock()
+        why = self.vram.refusal(asked, request.overcommit_vram_percent, now)
+        if why:
+            log.info("GPU %s: session %s is refused: %s", self.executor_id, request.session_id, why)
+            return AdmitSessionReply(admitted=False, reason=f"GPU {self.executor_id}: {why}"[:4096])
+        self.book.promise(candidate, now)
+        self.vram.promise(asked, now)
         return AdmitSessionReply(
             admitted=True,
             policy=SessionPolicy(
@@ -254,6 +274,7 @@ class GpuActor:
         recent = meters.recent(silent if silent > FRESH_NS else 0)
         wall, ran = max(recent.wall, 1), max(sum(recent.run.values()), 1)
         sessions = sorted(state.sessions.values(), key=lambda s: (-recent.run.get(s.id, 0), s.id))
+        memory = {m.session_id: m for m in self.memory.sessions} if self.memory is not None else {}
         listed = []
         for s in sessions[:MAX_LISTED]:
             meter = meters.meters.get(s.id) or Meter(s.tenant)
@@ -280,6 +301,7 @@ class GpuActor:
                     p50_ns=meter.responses.quantile(500),
                     p99_ns=meter.responses.quantile(990),
                     attainment_permille=meter.attainment_permille,
+                    memory=memory.get(s.id),
                 )
             )
         last = follower.last
@@ -300,4 +322,12 @@ class GpuActor:
             age_s=age if self.entered else 0.0,
             open_sessions=len(state.sessions),
             sessions=tuple(listed),
+            memory=self._others(set(state.sessions)),
         )
+
+    def _others(self, sessions: set[str]) -> MemoryState | None:
+        """Where its memory is; by name only who is no session of the journal's, such as what is pinned."""
+        if self.memory is None:
+            return None
+        rest = tuple([m for m in self.memory.sessions if m.session_id not in sessions])
+        return self.memory.model_copy(update={"sessions": rest})

@@ -14,9 +14,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from wooly_wis.messages import MemoryState
 
 from wooly import __version__
-from wooly.cli.monitor import print_top, watch_top
+from wooly.cli.monitor import memory_line, print_top, watch_top
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
@@ -203,6 +204,7 @@ def status(as_json: Json = False) -> None:
         if problem:
             out.print(f"  {problem}", highlight=False)
         _print_nodes(report["nodes"])
+        _print_memory(report["nodes"])
     if report["state"] != "up":
         raise typer.Exit(1)
 
@@ -224,6 +226,24 @@ def _print_nodes(nodes: list[dict[str, Any]]) -> None:
         busy = f"{100 * n['utilization']:.0f} %"
         table.add_row(n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy)
     out.print(table)
+
+
+def _print_memory(nodes: list[dict[str, Any]]) -> None:
+    """Whose memory it is, and of what kind, per device."""
+    for n in nodes:
+        if not n.get("memory"):
+            continue
+        memory = MemoryState(**n["memory"])
+        out.print(f"memory of {n['executor_id']}: {memory_line(memory)}", highlight=False)
+        table = Table(box=None, pad_edge=False)
+        for column in ("  tenant", "sessions", "own", "shared", "swapped"):
+            table.add_column(column, justify="left" if column == "  tenant" else "right")
+        for tenant in sorted({s.tenant for s in memory.sessions}):
+            its = [s for s in memory.sessions if s.tenant == tenant]
+            held = (sum(s.own for s in its), sum(s.shared for s in its), sum(s.host + s.disk for s in its))
+            table.add_row(f"  {tenant}", str(len(its)), *[_size(b) for b in held])
+        if memory.sessions:
+            out.print(table)
 
 
 @app.command()

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from wooly_wis.messages import GpuSession, GpuState
+from wooly_wis.messages import GpuSession, GpuState, MemoryState, SessionMemory
 
 from wooly.errors import WoolyError
 
@@ -51,6 +51,8 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
         f"  share error {_percent(gpu.share_error_permille)}  windows P0-P4 {windows}  sessions {gpu.open_sessions}"
         f"  decisions audited {gpu.entries:,}",
     )
+    if gpu.memory is not None:
+        yield Text(f"  memory {memory_line(gpu.memory)}")
     if gpu.lost:
         yield Text(f"  its journal is not followed: {gpu.lost}", style="yellow")
     if gpu.violations:
@@ -58,7 +60,19 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
     table = Table(box=None, pad_edge=False)
     for column in ("  tenant", "session", "class"):
         table.add_column(column)
-    for column in ("weight", "share", "queue", "in flight", "p50", "p99", "on time", "unjust"):
+    for column in (
+        "weight",
+        "share",
+        "queue",
+        "in flight",
+        "p50",
+        "p99",
+        "on time",
+        "unjust",
+        "memory",
+        "shared",
+        "swapped",
+    ):
         table.add_column(column, justify="right")
     for tenant in _tenants(gpu.sessions):
         sessions = [s for s in gpu.sessions[:SHOWN] if s.tenant == tenant]
@@ -76,6 +90,7 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
                 "",
                 "",
                 _time(sum(s.unjust_ns for s in of_it)),
+                *_memory([s.memory for s in of_it]),
                 style="bold",
             )
         for s in sessions:
@@ -91,8 +106,12 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
                 _time(s.p99_ns),
                 _percent(s.attainment_permille) if s.policy.objective_ns else "-",
                 _time(s.unjust_ns),
+                *_memory([s.memory]),
             )
-    if gpu.sessions:
+    for kept in gpu.memory.sessions if gpu.memory is not None else ():
+        if kept.session_id.startswith("pin "):
+            table.add_row(f"  {kept.tenant}", kept.session_id, "kept", *[""] * 8, *_memory([kept]))
+    if gpu.sessions or table.rows:
         yield table
     if gpu.open_sessions > SHOWN:
         yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
@@ -101,6 +120,38 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
 def _tenants(sessions: Iterable[GpuSession]) -> list[str]:
     """Those with the largest shares first: the order in which sessions come."""
     return list(dict.fromkeys(s.tenant for s in sessions))
+
+
+def memory_line(memory: MemoryState) -> str:
+    """Where every byte of a device is, in one line."""
+    promised = memory.fixed + memory.movable
+    parts = [
+        f"{bytes_for_people(memory.capacity)}: own {bytes_for_people(memory.own)}",
+        f"shared {bytes_for_people(memory.contents)}",
+        f"reserve {bytes_for_people(memory.reserve)}",
+        f"free {bytes_for_people(memory.free)}",
+        f"swapped to host {bytes_for_people(memory.host)}, to disk {bytes_for_people(memory.disk)}",
+        f"promised {bytes_for_people(promised)} of {100 + memory.overcommit_percent} %",
+    ]
+    return "  ".join(parts)
+
+
+def bytes_for_people(n: int) -> str:
+    """Bytes in the unit that suits them."""
+    value = float(n)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _memory(found: Iterable[SessionMemory | None]) -> tuple[str, str, str]:
+    known = [m for m in found if m is not None]
+    if not known:
+        return "-", "-", "-"
+    own, shared = sum(m.own for m in known), sum(m.shared for m in known)
+    return bytes_for_people(own), bytes_for_people(shared), bytes_for_people(sum(m.host + m.disk for m in known))
 
 
 def _percent(permille: int) -> str:
