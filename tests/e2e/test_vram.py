@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 
 import nats
 import pytest
@@ -226,7 +227,7 @@ def test_what_sessions_bear_is_published_without_gaps(stack, client):
 
     events = asyncio.run(asyncio.wait_for(read(), 30))
     assert [e.sequence for e in events] == list(range(1, len(events) + 1)) and events[-1].last
-    assert all(a.to_ns == b.from_ns for a, b in zip(events, events[1:], strict=False))
+    assert all(a.to_ns == b.from_ns for a, b in pairwise(events))
     steady = max(events, key=lambda e: e.own_byte_us)
     assert 20 * MIB <= steady.own <= 22 * MIB
     assert steady.own_byte_us <= steady.own * (steady.to_ns - steady.from_ns) // 1000 + 1

@@ -20,7 +20,7 @@ from wooly_executor.memory.book import Book, ContentId, Gone, Leaving, Scope
 from wooly_executor.memory.pool import Pool, room_of
 
 #: Bytes of a workspace that a session keeps between two programs.
-WORKSPACE_KEPT = 1 << 20
+WORKSPACE_KEPT = 256 << 10
 #: The pool's account of all contents.
 _CONTENTS = "\0contents"
 
