@@ -42,7 +42,8 @@ class SessionMemory(Message):
     """Where the memory of one session is, in bytes.
 
     `own` is on the device and nobody else's, `shared` its part of contents that it shares, `host` and `disk` what is swapped out;
-    `promised` what it declared to need. `residence`: here, leaving, away, coming. A session that pins weights is called `pin …`.
+    `promised` what it declared to need, `swaps` how often it was swapped out. `residence`: here, leaving, away, coming. What is
+    pinned is listed as a session called `pin …`.
     """
 
     session_id: Annotated[str, StringConstraints(max_length=320)]
@@ -54,6 +55,7 @@ class SessionMemory(Message):
     promised: Bytes = 0
     swappable: bool = True
     residence: Literal["here", "leaving", "away", "coming"] = "here"
+    swaps: int = Field(default=0, ge=0)
 
 
 class MemoryState(Message):

@@ -17,7 +17,7 @@ from torch import Tensor
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
 
 from wooly_executor.errors import LostCopyError
-from wooly_executor.stowage import Copy
+from wooly_executor.stowage import Copy, Pages
 
 log = logging.getLogger("wooly.executor")
 #: Bytes moved before the next choice.
@@ -91,12 +91,13 @@ class LoadJob(Job):
     """Copies blocks to the device."""
 
     pieces: list[Loading] = field(default_factory=list)
+    pages: Pages = field(default_factory=lambda: Pages(0))
 
     def steps(self) -> Iterator[int]:
         small = 0
         for piece in self.pieces:
             size = piece.copy.nbytes
-            piece.target = torch.empty(size, dtype=torch.uint8)
+            piece.target = self.pages.take(size)
             for start in range(0, size, PIECE):
                 stop = min(start + PIECE, size)
                 try:

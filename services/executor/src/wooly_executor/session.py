@@ -121,6 +121,7 @@ class Session:
         idle_since: when it last had something to do, ns; None while it has.
         lacking: since when its next program waits for room, ns; 0 if it does not.
         chosen: the number of the choice at which it last had to leave.
+        swaps: how often it was swapped out.
         guarded: buffers that are shared, or being hashed: a write must be announced.
         sealing: those being hashed.
         copies: its own buffers' bytes while it is away.
@@ -151,6 +152,7 @@ class Session:
     idle_since: int | None = None
     lacking: int = 0
     chosen: int = 0
+    swaps: int = 0
     guarded: set[int] = field(default_factory=set)
     sealing: dict[int, Job] = field(default_factory=dict)
     copies: dict[int, Copy] = field(default_factory=dict)

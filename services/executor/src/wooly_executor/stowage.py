@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
+from bisect import bisect_left, insort
 from pathlib import Path
 
 import torch
@@ -14,6 +16,56 @@ from torch import Tensor
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.memory.swap import Place
+
+#: Bytes from which on memory is kept to be used again.
+WORTH = 1 << 20
+
+
+class Pages:
+    """Memory that was touched before: the kernel hands out fresh pages ten times slower than they are copied to.
+
+    Any thread may take and give.
+
+    Args:
+        limit: bytes that are kept at most.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: list[tuple[int, int, Tensor]] = []  # (bytes, age, memory), by bytes
+        self._bytes = self._age = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor:
+        """Memory of so many bytes, with anything in it."""
+        if nbytes >= WORTH:
+            with self._lock:
+                at = bisect_left(self._kept, (nbytes,))
+                if at < len(self._kept) and self._kept[at][0] <= 2 * nbytes:
+                    size, _, found = self._kept.pop(at)
+                    self._bytes -= size
+                    return found[:nbytes]
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def give(self, memory: Tensor) -> None:
+        """Nobody else uses this memory any more."""
+        whole = whole_of(memory)
+        size = len(whole)
+        if size < WORTH or size > self._limit:
+            return
+        with self._lock:
+            self._age += 1
+            insort(self._kept, (size, self._age, whole))
+            self._bytes += size
+            while self._bytes > self._limit:
+                oldest = min(range(len(self._kept)), key=lambda i: self._kept[i][1])
+                self._bytes -= self._kept.pop(oldest)[0]
+
+
+def whole_of(memory: Tensor) -> Tensor:
+    """All bytes of a tensor's storage."""
+    storage = memory.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class SwapFile:
@@ -73,10 +125,10 @@ class Copy:
         file: where, on disk.
     """
 
-    __slots__ = ("_at", "_host", "file", "nbytes", "place")
+    __slots__ = ("_at", "_host", "_pages", "file", "nbytes", "place")
 
-    def __init__(self, place: Place, nbytes: int, file: SwapFile | None = None) -> None:
-        self.place, self.nbytes, self.file = place, nbytes, file
+    def __init__(self, place: Place, nbytes: int, pages: Pages, file: SwapFile | None = None) -> None:
+        self.place, self.nbytes, self.file, self._pages = place, nbytes, file, pages
         self._host: Tensor | None = None
         self._at = file.place(nbytes) if file is not None else 0
 
@@ -90,7 +142,7 @@ class Copy:
             self.file.write(memoryview(source[start:stop].numpy()), self._at + start)
             return
         if self._host is None:
-            self._host = torch.empty(self.nbytes, dtype=torch.uint8)
+            self._host = self._pages.take(self.nbytes)
         self._host[start:stop].copy_(source[start:stop])
 
     def load(self, target: Tensor, start: int, stop: int) -> None:
@@ -108,6 +160,8 @@ class Copy:
 
     def forget(self) -> None:
         """Let go of the bytes."""
+        if self._host is not None:
+            self._pages.give(self._host)
         self._host = None
         if self.file is not None:
             self.file.drop()
@@ -121,9 +175,11 @@ class Stowage:
         host: bytes of host memory.
         disk: bytes of disk.
         folder: where the files are.
+        pages: memory to use again.
     """
 
-    def __init__(self, host: int, disk: int, folder: Path) -> None:
+    def __init__(self, host: int, disk: int, folder: Path, pages: Pages | None = None) -> None:
+        self.pages = pages or Pages(0)
         self._budget = {Place.HOST: host, Place.DISK: disk}
         self.used = {Place.HOST: 0, Place.DISK: 0}
         self._folder = folder
@@ -143,7 +199,7 @@ class Stowage:
     def take(self, place: Place, nbytes: int, file: SwapFile | None) -> Copy:
         """A place for a copy; on disk, in `file`."""
         self.used[place] += nbytes
-        return Copy(place, nbytes, file if place is Place.DISK else None)
+        return Copy(place, nbytes, self.pages, file if place is Place.DISK else None)
 
     def drop(self, copy: Copy) -> None:
         """A copy is not needed any more."""

@@ -35,11 +35,13 @@ from wooly_executor.memory.ledger import Account, Ledger
 from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, admit, choose
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.session import Frame, Residence, Session
-from wooly_executor.stowage import Copy, Stowage
+from wooly_executor.stowage import Copy, Pages, Stowage
 
 log = logging.getLogger("wooly.executor")
 #: The reserve is at most this share of the device.
 RESERVE_SHARE = 8
+#: Memory that was swapped and is kept to be used again, as a share of the device's.
+PAGES_SHARE = 4
 #: How often a reserve that could not be kept is tried again, ns.
 RETRY_NS = 100_000_000
 
@@ -124,7 +126,7 @@ class Vram:
         self.policy = Policy(reserve, policy.large, policy.idle_ns)
         self._patience = max(policy.idle_ns, settings.patience_ns)
         self.ledger = Ledger(capacity, reserve=reserve)
-        self.stowage = Stowage(settings.host, settings.disk, settings.folder)
+        self.stowage = Stowage(settings.host, settings.disk, settings.folder, Pages(capacity // PAGES_SHARE))
         self.mover = Mover()
         self.clock = clock
         self.due = False
@@ -590,7 +592,7 @@ class Vram:
         def came(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._came(session, job, error))
 
-        session.job = LoadJob(want.priority, came, pieces=pieces)
+        session.job = LoadJob(want.priority, came, pieces=pieces, pages=self.stowage.pages)
         self.mover.submit(session.job)
         return False
 
@@ -640,20 +642,22 @@ class Vram:
 
     def _choose(
         self, need: int, for_whom: Session, now: int, large: bool = False
-    ) -> tuple[Plan, dict[int, tuple[Session, int]]]:
-        """The policy's answer, and whose own buffer each of its negative keys is."""
-        ledger, residents, owners = self.ledger, [], {}
+    ) -> tuple[Plan, dict[int, tuple[Session, int]], list[str]]:
+        """The policy's answer, whose own buffer each of its negative keys is, and who had been idle for long enough."""
+        ledger, residents, owners, may = self.ledger, [], {}, []
         contents: dict[int, Content] = {}
         for session in self._sessions.values():
             if session.residence is not Residence.HERE:
                 continue
             account = session.account
-            idle = None if session is for_whom or session.job is not None else self._idle_since(session)
+            busy = session is for_whom or session.job is not None or session.lending
+            idle = None if busy else self._idle_since(session)
             keys = [*dict.fromkeys(account.shared.values())]
             for store in keys:
                 contents[store] = Content(ledger.store_bytes(store), store in self._copies)
             eligible = session.swappable and idle is not None and now - idle >= self.policy.idle_ns
             if eligible and not session.sealing:
+                may.append(session.id)
                 for buffer, offset in account.own.items():
                     key = -1 - offset
                     owners[key] = (session, buffer)
@@ -673,13 +677,15 @@ class Vram:
         policy = self.policy
         if large:  # the allocation itself has its room: only the reserve is wanting
             policy = Policy(policy.reserve, 0, policy.idle_ns)
-        return choose(need, now, room, residents, contents, policy), owners
+        return choose(need, now, room, residents, contents, policy), owners, may
 
-    def _make_room(self, chosen: tuple[Plan, dict[int, tuple[Session, int]]], for_whom: Session) -> bool:
+    def _make_room(self, chosen: tuple[Plan, dict[int, tuple[Session, int]], list[str]], for_whom: Session) -> bool:
         """Have the plan's victims leave; whether there are any."""
-        plan, owners = chosen
+        plan, owners, eligible = chosen
         if plan.short or not plan.victims:
             return False
+        rest = [name for name in eligible if name not in plan.victims]
+        log.info("room for %s: %s leave; %s could have", for_whom.id, self._named(plan.victims), self._named(rest))
         urgency = self._priority(for_whom)
         left: dict[str, list[tuple[object, Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
@@ -698,6 +704,9 @@ class Vram:
             self._sessions[name].chosen = self._choices
             self._leave(self._sessions[name], blocks, urgency)
         return True
+
+    def _named(self, names: Iterable[str]) -> str:
+        return ", ".join([f"{name} (P{self._priority(self._sessions[name])})" for name in names]) or "nobody else"
 
     def _leave(self, session: Session, blocks: list[tuple[object, Tensor, Place, int]], urgency: int) -> None:
         file = None
@@ -762,6 +771,8 @@ class Vram:
         for buffer in account.own:
             known = session.buffers.get(buffer)
             if known is not None:
+                if known.base is not None:
+                    self.stowage.pages.give(known.base)
                 known.base, known.view = None, None
         for buffer in account.shared:
             session.buffers[buffer].base = session.buffers[buffer].view = None
@@ -769,9 +780,10 @@ class Vram:
             if leaving.store in more:  # whoever shared it has gone since: it follows
                 self._orphan(leaving)
             else:
-                self._contents.pop(leaving.store, None)
+                self.stowage.pages.give(self._contents.pop(leaving.store))
         session.residence = Residence.AWAY
         self.swapped_out += 1
+        session.swaps += 1
         log.info("session %s is swapped out: %d bytes", session.id, job.moved)
         self._dispatch.swapped_out(session)
         self.due = True
@@ -882,6 +894,7 @@ class Vram:
             promised=session.promised,
             swappable=session.swappable,
             residence=session.residence.value,
+            swaps=session.swaps,
         )
 
     def _pinned(self, pin: Account) -> SessionMemory:
