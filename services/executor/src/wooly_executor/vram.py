@@ -631,8 +631,22 @@ class Vram:
         session.idle_since = None if session.queue else self.clock()
         self.swapped_in += 1
         log.info("session %s is back: %d bytes", session.id, job.moved)
-        self._dispatch.swapped_in(session)
+        if self._next_has_room(session):
+            self._dispatch.swapped_in(session)
+        else:
+            session.lacking = self.clock()
+            self._dispatch.swapped_out(session)  # it will be asked for again, for what its next program needs
         self._proceed(session)
+
+    def _next_has_room(self, session: Session) -> bool:
+        """Whether the run that waits, which may have come after its session was asked for, has what it needs."""
+        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
+        if head is None or not head.need or head.reserved:
+            return True
+        if self.ledger.spare >= head.need:
+            self._promise(session, head, head.need)
+            return True
+        return not self._hopeful(session, head.need)
 
     # -- victims -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,41 @@
+"""What a device may promise, to whom, and what it says where it may not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_dispatch.overcommit import Commitment, Promises, headroom, limit, promises, refusal
+
+GIB = 1 << 30
+SIZES = st.integers(0, 100)
+
+
+def test_promises_are_summed_by_kind():
+    found = promises([Commitment("a", 3), Commitment("b", 5), Commitment("c", 7, swappable=False)])
+    assert found == Promises(fixed=7, movable=8, largest=5)
+
+
+@given(
+    fixed=SIZES,
+    movable=st.lists(SIZES),
+    capacity=st.integers(1, 100),
+    percent=st.integers(0, 1000),
+    swappable=st.booleans(),
+)
+def test_headroom_is_the_most_that_is_not_refused(fixed, movable, capacity, percent, swappable):
+    promised = Promises(fixed, sum(movable), max(movable, default=0))
+    most = headroom(promised, capacity, percent, swappable)
+    if most >= 0:
+        assert not refusal(most, swappable, promised, capacity, percent)
+    assert refusal(max(most + 1, 0), swappable, promised, capacity, percent)
+
+
+def test_twenty_percent_means_up_to_120_percent():
+    assert limit(100, 20) == 120 and limit(100, 0) == 100 and limit(100, 1000) == 1100
+    assert not refusal(20, True, Promises(movable=100, largest=50), 100, 20)
+    assert "120" in refusal(21 * GIB, True, Promises(movable=100 * GIB, largest=50 * GIB), 100 * GIB, 20)
+
+
+@pytest.mark.parametrize("percent", [-1, 1001])
+def test_percentage_out_of_range_is_an_error(percent):
+    with pytest.raises(ValueError, match="0 to 1000"):
+        limit(100, percent)

@@ -1,0 +1,84 @@
+"""What sessions bore, on its way to JetStream: in order, added up while NATS is away, every byte of every moment once."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from wooly_bus.streams import StreamError
+from wooly_executor import borne
+from wooly_executor.borne import BornePublisher
+from wooly_executor.vram import Sample
+from wooly_wis.messages import MemoryBorne
+
+
+def sample(sequence, start, end, own, *, session="s", last=False, shared=0):
+    elapsed = end - start
+    return Sample(session, "t", sequence, start, end, own, shared, own * elapsed, shared * elapsed, 0, 0, last)
+
+
+@pytest.fixture
+def publisher(monkeypatch):
+    sent, state = [], SimpleNamespace(samples=[], away=False)
+
+    async def publish(js, subject, data, *, id):
+        if state.away:
+            raise StreamError("NATS is away")
+        sent.append((id, MemoryBorne.model_validate_json(data)))
+
+    async def ensure(*args, **kwargs):
+        return None
+
+    def call(function):
+        from concurrent.futures import Future
+
+        future = Future()
+        future.set_result(function())
+        return future
+
+    def samples():
+        found, state.samples = state.samples, []
+        return found
+
+    monkeypatch.setattr(borne, "publish", publish)
+    monkeypatch.setattr(borne, "ensure_stream", ensure)
+    loop = SimpleNamespace(call=call, vram=SimpleNamespace(samples=samples))
+    return BornePublisher(None, loop, "gpu-0"), state, sent
+
+
+def step(made, samples):
+    made[1].samples = samples
+    try:
+        asyncio.run(made[0].publish())
+    except StreamError:
+        return False
+    return True
+
+
+def test_stretches_follow_each_other_with_numbers_of_their_own(publisher):
+    step(publisher, [sample(1, 0, 1500, 7)])
+    step(publisher, [sample(2, 1500, 2000, 7, last=True)])
+    (first_id, first), (last_id, last) = publisher[2]
+    assert (first.sequence, last.sequence, last.last) == (1, 2, True) and first_id != last_id
+    assert first.own_byte_us + last.own_byte_us == 7 * 2000 // 1000  # rounded, and yet nothing is lost
+
+
+def test_what_could_not_be_sent_is_added_up(publisher):
+    publisher[1].away = True
+    assert not step(publisher, [sample(1, 0, 1_000_000, 10)])
+    assert not step(publisher, [sample(2, 1_000_000, 2_000_000, 30)])
+    publisher[1].away = False
+    assert step(publisher, [sample(3, 2_000_000, 3_000_000, 0)])
+    ((_, event),) = publisher[2]
+    assert (event.sequence, event.from_ns, event.to_ns, event.own) == (1, 0, 3_000_000, 0)
+    assert event.own_byte_us == 10_000 + 30_000
+
+
+def test_session_that_bears_nothing_is_mentioned_now_and_then_and_at_its_end(publisher):
+    step(publisher, [sample(1, 0, 1_000_000_000, 0)])
+    assert publisher[2] == []
+    step(publisher, [sample(2, 1_000_000_000, 61_000_000_000, 0)])
+    step(publisher, [sample(3, 61_000_000_000, 61_000_000_001, 0, last=True)])
+    assert [(e.from_ns, e.to_ns, e.last) for _, e in publisher[2]] == [
+        (0, 61_000_000_000, False),
+        (61_000_000_000, 61_000_000_001, True),
+    ]
