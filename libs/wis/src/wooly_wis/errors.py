@@ -59,3 +59,15 @@ class RuleError(WisError):
     def __init__(self, law: str, message: str) -> None:
         super().__init__(message)
         self.law = law
+
+
+class PlanError(WisError):
+    """A plan does not do what its program says, or reaches where it may not."""
+
+    code = "wis.plan"
+
+
+class ArtifactError(WisError):
+    """Bytes are no artifact, or not the one that was asked for."""
+
+    code = "wis.artifact"

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from wooly_wis import plan as plans
+from wooly_wis.plan import Plan
 from wooly_wis.program import Program
 
-from wooly_compiler import plan as plans
 from wooly_compiler import unit as units
 from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant, split_bias
-from wooly_compiler.plan import Plan
 from wooly_compiler.unit import Unit
 
 #: Passes from unit to unit; fusion and lowering follow.

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wooly_wis.plan import Line, line_text
 from wooly_wis.program import Role
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.rows import emit, folded_dims
-from wooly_compiler.unit import Line, Unit, line_text
+from wooly_compiler.unit import Unit
 
 NAME = "fuse"
 
