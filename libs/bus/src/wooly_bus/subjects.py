@@ -15,6 +15,8 @@ EXECUTOR_SESSION_CLOSED = f"{PREFIX}.evt.executor.session.closed"
 EXECUTOR_JOURNALS = f"{PREFIX}.evt.executor.dispatch.journaled.*"
 #: The stream that keeps them.
 EXECUTOR_JOURNAL_STREAM = "WOOLY_EVT_EXECUTOR"
+EXECUTOR_ARTIFACT_REJECTED = f"{PREFIX}.evt.executor.artifact.rejected"
+COMPILER_PROGRAM_EXPLAIN = f"{PREFIX}.rpc.compiler.program.explain"
 SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
@@ -55,6 +57,11 @@ def executor_epoch_end(executor_id: str) -> str:
 def executor_journaled(executor_id: str) -> str:
     """Where an executor publishes batches of its dispatch journal (bytes of `wooly_dispatch.journal.Batch`)."""
     return f"{PREFIX}.evt.executor.dispatch.journaled.{_id(executor_id)}"
+
+
+def compiler_program_compile(family: str) -> str:
+    """Where artifacts are asked for, for a family of targets: whoever can build for it listens there."""
+    return f"{PREFIX}.rpc.compiler.program.compile.{_id(family)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

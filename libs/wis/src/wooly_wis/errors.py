@@ -62,9 +62,17 @@ class RuleError(WisError):
 
 
 class PlanError(WisError):
-    """A plan does not do what its program says, or reaches where it may not."""
+    """A plan does not do what its program says, or reaches where it may not.
+
+    Attributes:
+        law: name of the law that it breaks.
+    """
 
     code = "wis.plan"
+
+    def __init__(self, message: str, *, law: str) -> None:
+        super().__init__(f"{message} [law: {law}]")
+        self.law = law
 
 
 class ArtifactError(WisError):

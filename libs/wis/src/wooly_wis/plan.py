@@ -323,7 +323,7 @@ def _memory(plan: Plan) -> str | None:
 
 
 def fills(step: Step, slot: int, nbytes: int) -> bool:
-    """Whether a step, the first to touch a slot, writes every byte of it: at once, or as parts of one instruction, side by side."""
+    """Whether a step, the first to touch a slot, writes all of it: at once, or as parts of one instruction, side by side."""
     users = [(line, a) for line in _done(step) for a in line.accesses if a.slot == slot]
     first = users[0][0].origin if users else None
     views: list[View] = []
@@ -389,6 +389,26 @@ def _bounds(plan: Plan) -> str | None:
     return None
 
 
+def _peak(plan: Plan) -> str | None:
+    facts, program = plan.facts, plan.program
+    held = most = 0
+    for i in program.body:
+        opcode = program.forms[i.form].opcode
+        if opcode == "alloc":
+            held += facts.slot_alloc[i.slots[0]] or 0
+            most = max(most, held)
+        elif opcode == "free":
+            held -= facts.slot_alloc[i.slots[0]] or 0
+    held = peak = 0
+    for step in plan.steps:
+        if isinstance(step, AllocStep):
+            held += step.nbytes
+            peak = max(peak, held)
+        elif isinstance(step, FreeStep):
+            held -= facts.slot_alloc[step.slot] or 0
+    return f"it holds {peak} bytes at a time, the program {most}" if peak > most else None
+
+
 def _overlap(plan: Plan) -> str | None:
     for step in plan.steps:
         if isinstance(step, KernelStep):
@@ -419,6 +439,7 @@ PLAN_LAWS: tuple[PlanLaw, ...] = (
     PlanLaw("order", "What depends on an instruction runs in its step or later.", _ordered),
     PlanLaw("bounds", "A kernel reaches no further than its slots, and writes only what its lines write.", _bounds),
     PlanLaw("memory", "Slots have memory while they are used, begin clean, and what is left are the program's results.", _memory),
+    PlanLaw("peak", "A plan holds no more memory at a time than its program, which is what sessions have room for.", _peak),
     PlanLaw("overlap", "A kernel is not given a slot twice that it writes.", _overlap),
     PlanLaw("kernels", "Every kernel obeys the laws of kernel IR.", _kernels),
     PlanLaw("assumed", "What a plan assumes are params of a run.", _assumed),
@@ -434,4 +455,4 @@ def verify(plan: Plan) -> None:
     for law in PLAN_LAWS:
         complaint = law.check(plan)
         if complaint is not None:
-            raise PlanError(f"{complaint} [law: {law.name}]")
+            raise PlanError(complaint, law=law.name)

@@ -32,6 +32,7 @@ from wooly_wis.messages import (
     SessionPolicy,
     SteerSessionReply,
     SteerSessionRequest,
+    WorkDone,
 )
 
 from wooly_executor.device_loop import DeviceLoop
@@ -189,6 +190,7 @@ class ExecutorActor(Actor):
             sessions=tuple([s for s, _ in sessions]),
             memory_used=sum(b for _, b in sessions),
             utilization=min(1.0, max(0.0, share)),
+            work=WorkDone(**self._loop.work.to_json()),
         )
 
     async def _report_closed(self) -> None:

@@ -70,3 +70,16 @@ class SteeringError(ExecutorError):
     """A session cannot be treated as asked for."""
 
     code = "executor.steering"
+
+
+class MissingDriverError(ExecutorError):
+    """A runtime cannot run here; the message says what is missing."""
+
+    code = "executor.missing_driver"
+
+
+class NoCompilerError(ExecutorError):
+    """A session wants all its programs compiled, and nobody compiles."""
+
+    code = "executor.no_compiler"
+    retryable = True

@@ -40,6 +40,7 @@ class ReadyProgram:
         written: slots that the program writes.
         peak_bytes: most that the program's own slots hold at one time.
         nbytes: length of its definition.
+        computing: instructions that compute.
     """
 
     digest: bytes
@@ -53,6 +54,7 @@ class ReadyProgram:
     written: frozenset[int]
     peak_bytes: int
     nbytes: int
+    computing: int
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -133,6 +135,7 @@ class ProgramStore:
             _written_slots(program),
             _peak_bytes(program, facts),
             len(raw),
+            sum(forms[i.form].opcode not in ("alloc", "free") for i in program.body),
         )
         self._ready[name] = ready
         self._ready_bytes += ready.nbytes

@@ -17,6 +17,7 @@ from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
+from wooly_executor.tiers import Jit, Tiers, Work, choose
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
@@ -59,6 +60,8 @@ class Running:
     execution: Execution
     before: int
     freed: int
+    prepared: Any
+    gpu_ns: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +97,10 @@ class Session:
         known: how many of them, from the first, wait for the device or for those before them.
         barred: one of these is to be processed before anything is known of those behind them.
         lending: an answer may still be leaving straight from the buffers' memory.
+        jit: how its programs are to run.
+        tiers: what decides on that; None where all run as they are.
+        awaiting: its next program waits until it is known how that runs.
+        work: who did how much of what it asked for.
     """
 
     id: str
@@ -109,6 +116,10 @@ class Session:
     known: int = 0
     barred: bool = False
     lending: bool = False
+    jit: Jit = "0"
+    tiers: Tiers | None = None
+    awaiting: bool = False
+    work: Work = field(default_factory=Work)
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
@@ -197,8 +208,9 @@ class Session:
         self._check_bindings(ready, run.bindings)
         before = self.bytes
         freed = sum([self.buffers[run.bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        execution = self.runtime.begin(ready.prepared, self.buffers, run.bindings, params)
-        return Running(run, seq, ready, execution, before, freed)
+        prepared = choose(self.tiers, ready, self.jit, params)
+        execution = self.runtime.begin(prepared, self.buffers, run.bindings, params)
+        return Running(run, seq, ready, execution, before, freed, prepared)
 
     def _finish(self, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome

@@ -79,6 +79,7 @@ def attach(
     channel: str = "auto",
     control_url: str = "",
     tls_ca: Path | None = None,
+    jit: str = "exact",
 ) -> Device:
     """Connect the device to an executor's data channel: the first of `endpoints` that answers.
 
@@ -94,6 +95,7 @@ def attach(
         channel: auto, direct (no tunnel) or tunnel (nothing else).
         control_url: NATS as this process reaches it; empty: as the executor does.
         tls_ca: authorities for tls endpoints; None: the system's.
+        jit: which kernels there may be in place of the library's: "0", "exact" or "full".
 
     Raises:
         NotConnectedError: none does.
@@ -110,7 +112,7 @@ def attach(
         answered: list[Endpoint] = []
         try:
             for part in parts:
-                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca)
+                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca, jit)
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -131,7 +133,7 @@ def attach(
 
 
 def _connect(
-    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None
+    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None, jit: str
 ) -> tuple[Link, Endpoint]:
     failures = []
     for text in part.endpoints:
@@ -142,7 +144,8 @@ def _connect(
         try:
             client = _dial(endpoint, control_url, tls_ca)
             try:
-                return Link(client, session_id, token, f"{part.executor_id or 'executor'} ({endpoint})"), endpoint
+                where = f"{part.executor_id or 'executor'} ({endpoint})"
+                return Link(client, session_id, token, where, jit=jit), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -195,6 +198,7 @@ def enable(settings: Any = None) -> None:
                     more=more,
                     flush_instructions=settings.flush_instructions,
                     flush_interval_s=settings.flush_interval_ms / 1e3,
+                    jit=settings.jit,
                     executor_id=first.executor_id,
                     node=first.node,
                     channel=settings.channel,

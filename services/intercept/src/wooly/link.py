@@ -38,7 +38,9 @@ class Link:
         siblings: links of the session's other devices, which do not outlive this one.
     """
 
-    def __init__(self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0) -> None:
+    def __init__(
+        self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0, jit: str = "exact"
+    ) -> None:
         self._channel = channel
         self._pid = os.getpid()
         self._where = where
@@ -51,7 +53,7 @@ class Link:
         self.bytes_received = 0
         self.syncs = 0
         self.siblings: list[Link] = []
-        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
+        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
         channel.window = int(welcome.get("window", channel.window))

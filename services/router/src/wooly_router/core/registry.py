@@ -70,6 +70,7 @@ class Registry:
                 sessions=len(s.heartbeat.sessions),
                 memory_used=s.heartbeat.memory_used,
                 utilization=s.heartbeat.utilization,
+                work=s.heartbeat.work,
             )
             for k, s in sorted(self._seen.items())
         )
