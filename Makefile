@@ -56,8 +56,9 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 	$(BIN)/python bench/control.py
 
 .PHONY: bench-jit
-bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch
+bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch; who computes in whole models
 	$(BIN)/python bench/jit.py
+	$(BIN)/python bench/tiers.py
 
 .PHONY: amd-compiler
 amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip without it)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import hypothesis
@@ -11,6 +12,8 @@ from wooly_testkit.executor import executor_process
 # A machine that is busy with other things makes no example wrong.
 hypothesis.settings.register_profile("wooly", deadline=None)
 hypothesis.settings.load_profile("wooly")
+# PoCL counts its devices once per process: whoever comes first must ask for all that anybody wants.
+os.environ.setdefault("POCL_DEVICES", "basic pthread")
 
 
 @pytest.fixture(scope="session")

@@ -18,12 +18,11 @@ from rich.table import Table
 from wooly import api
 from wooly.link import Link
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import KernelStep, LibraryStep, Plan
-from wooly_compiler.unit import Line
 from wooly_testkit.executor import executor_process
 from wooly_wis.codec import decode_program, digest
 from wooly_wis.frames import Kind, unpack_run
 from wooly_wis.optable import TABLE, Family
+from wooly_wis.plan import KernelStep, LibraryStep, Line, Plan
 
 #: Operators of the library that no generated kernel is meant to replace, by what their names contain.
 CHOSEN = (

@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.table import Table
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import AllocStep, FreeStep, KernelStep, LibraryStep
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
+from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
 
 
 def row(name, unit, ours, baseline, goal, *, higher_is_better=True, spread=None):

@@ -7,11 +7,11 @@ import pytest
 import torch
 from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import KernelStep, LibraryStep
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
+from wooly_wis.plan import KernelStep, LibraryStep
 from wooly_wis.verifier import verify_program
 
 F32, F64, BF16, I64, BOOL = DType.F32, DType.F64, DType.BF16, DType.I64, DType.BOOL

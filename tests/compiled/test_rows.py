@@ -7,7 +7,6 @@ import pytest
 import torch
 from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import LibraryStep
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_testkit.tape import Tape
@@ -15,6 +14,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.oprules import ArgKind
 from wooly_wis.optable import TABLE, Family
+from wooly_wis.plan import LibraryStep
 from wooly_wis.verifier import verify_program
 
 DTYPES = (DType.F32, DType.F64, DType.BF16, DType.F16, DType.I64, DType.I32, DType.U8, DType.BOOL)

@@ -5,11 +5,11 @@ import pytest
 from wooly_compiler import mathlib
 from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import compile_program
-from wooly_compiler.plan import AllocStep, FreeStep, KernelStep
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel import interpreter, scalars
 from wooly_wis.kernel.ir import Apply, walk
 from wooly_wis.kernel.ops import FLOATS
+from wooly_wis.plan import AllocStep, FreeStep, KernelStep
 from wooly_wis.program import Role
 
 _NUMPY = {

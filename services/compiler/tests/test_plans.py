@@ -5,14 +5,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from wooly_compiler import plan as plans
-from wooly_compiler.errors import PlanError
 from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import Trace, compile_program
-from wooly_compiler.plan import AllocStep, KernelStep, LibraryStep
 from wooly_testkit.tape import Tape
+from wooly_wis import plan as plans
 from wooly_wis.dtypes import DType
+from wooly_wis.errors import PlanError
 from wooly_wis.kernel.text import read, write
+from wooly_wis.plan import AllocStep, KernelStep, LibraryStep
 
 F32, F64, F16, BF16, I32, I64, BOOL = (
     DType.F32, DType.F64, DType.F16, DType.BF16, DType.I32, DType.I64, DType.BOOL,

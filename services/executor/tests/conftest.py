@@ -102,9 +102,9 @@ class RemoteError(Exception):
 class Client:
     """One session's end of a real channel."""
 
-    def __init__(self, endpoint, session_id, token):
+    def __init__(self, endpoint, session_id, token, **more):
         self.channel = ChannelClient.connect(endpoint)
-        hello = {"protocol": 1, "session_id": session_id, "token": token}
+        hello = {"protocol": 1, "session_id": session_id, "token": token, **more}
         try:
             self.channel.send(Kind.HELLO, pack_json(hello))
             self.welcome = self.answer(Kind.WELCOME)

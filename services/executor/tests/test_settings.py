@@ -11,7 +11,9 @@ import pytest
 from pydantic import ValidationError
 from wooly_bus.channel import Endpoint
 from wooly_executor.app import make_runtime
+from wooly_executor.errors import MissingDriverError
 from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_testkit.executor import executor_process
 
@@ -31,7 +33,7 @@ INVALID = [
     ("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "1001", "less than or equal to 1000"),
     ("WOOLY_EXECUTOR_SWAP_HOST", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
-    ("WOOLY_EXECUTOR_RUNTIME", "cuda", "'cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_RUNTIME", "gpu", "'auto', 'opencl', 'torch_cpu' or 'reference'"),
     ("WOOLY_EXECUTOR_DISPATCH", "unfair", "'fair' or 'fifo'"),
     ("WOOLY_EXECUTOR_HEARTBEAT_S", "0", "greater than 0"),
     ("WOOLY_EXECUTOR_ID", "gpu.7", "match pattern"),
@@ -88,7 +90,7 @@ def test_every_variable_is_in_the_readme():
 
 
 def test_defaults_ask_for_all_memory(clean):
-    assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "cpu"
+    assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "auto"
 
 
 def test_overcommit_is_the_clusters_where_the_node_has_none_of_its_own(clean):
@@ -109,8 +111,31 @@ def test_bad_value_is_complained_of_by_its_variable(clean, name, value, message)
 
 def test_runtime_by_name():
     assert isinstance(make_runtime("reference"), ReferenceRuntime)
-    with pytest.raises(ValueError, match="unknown runtime 'cuda'; there are cpu, reference"):
-        make_runtime("cuda")
+    assert type(make_runtime("torch_cpu")) is TorchCpuRuntime
+    with pytest.raises(ValueError, match="unknown runtime 'gpu'; there are auto, opencl, torch_cpu, reference"):
+        make_runtime("gpu")
+
+
+def test_runtime_is_opencl_where_it_can_be(monkeypatch):
+    assert make_runtime("auto").facts()["runtime"] == "opencl"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert make_runtime("auto").facts()["runtime"] == "torch-cpu"
+    with pytest.raises(MissingDriverError, match=r"pyopencl is not installed: pip install 'pyopencl\[pocl\]'"):
+        make_runtime("opencl")
+
+
+def test_process_whose_driver_is_missing_says_what_is_missing(tmp_path):
+    ended = run(
+        "--standalone", "--runtime", "opencl", OCL_ICD_VENDORS=str(tmp_path), PYTHONPATH=_without_pocl(tmp_path)
+    )
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    assert "OpenCL does not come up here" in ended.stderr and "pip install 'pyopencl[pocl]'" in ended.stderr
+
+
+def _without_pocl(folder):
+    """A PYTHONPATH on which pyopencl is one that finds no platform, as where no driver is installed."""
+    (folder / "pyopencl.py").write_text("def get_platforms():\n    raise RuntimeError('PLATFORM_NOT_FOUND_KHR')\n")
+    return os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
 
 
 def test_process_names_all_bad_variables_and_nothing_else():
@@ -138,13 +163,13 @@ def test_process_whose_state_directory_cannot_be_made_says_so(tmp_path):
     assert ended.returncode == 2 and "file/x" in ended.stderr and "Traceback" not in ended.stderr
 
 
-@pytest.mark.parametrize("runtime", ["cpu", "reference"])
+@pytest.mark.parametrize("runtime", ["torch_cpu", "opencl", "reference"])
 def test_process_serves_its_session_and_ends_on_sigterm(wis, runtime):
     with executor_process(runtime=runtime) as running:
         client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
         client.make(1, 1, 2)
         assert client.floats(1, 2) == [1, 2]
-        assert client.welcome["device"]["runtime"] == {"cpu": "torch-cpu"}.get(runtime, runtime)
+        assert client.welcome["device"]["runtime"] == {"torch_cpu": "torch-cpu"}.get(runtime, runtime)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(30) == 0
         client.channel.close()

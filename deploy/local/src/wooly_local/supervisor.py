@@ -1,4 +1,4 @@
-"""The supervisor's process: starts nats-server, router, scheduler and executors, keeps them alive, stops them all at its own end.
+"""The supervisor's process: starts nats-server and the services, keeps them alive, stops them all at its own end.
 
 `python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import select
@@ -23,6 +24,7 @@ from typing import Any
 import psutil
 
 from wooly_local.processes import Service, die_with_parent
+from wooly_local.stack import default_state_dir
 
 READY_TIMEOUT_S = 60.0
 
@@ -43,8 +45,9 @@ def nats_server_binary() -> str:
 class Supervisor:
     """Owns the services of one state directory."""
 
-    def __init__(self, state_dir: Path, gpus: int) -> None:
+    def __init__(self, state_dir: Path, gpus: int, *, ephemeral: bool = False) -> None:
         self.dir = state_dir
+        self.ephemeral = ephemeral
         self.gpus = gpus
         self.services: list[Service] = []
         self.nats_url = ""
@@ -87,7 +90,21 @@ class Supervisor:
         for service in self.services[1:]:
             service.start()
         self._wait_ready()
+        if importlib.util.find_spec("wooly_compiler") is not None:
+            # Last, for nobody waits for it: programs run as they are until it has something better.
+            compiler = self._compiler(logs)
+            self.services.append(compiler)
+            compiler.start()
         self.write_state("ready")
+
+    def _compiler(self, logs: Path) -> Service:
+        """What a stack of one run's own compiles is for the next run, too."""
+        home = default_state_dir() if self.ephemeral else self.dir
+        env = {
+            "WOOLY_COMPILER_NATS_URL": self.nats_url,
+            "WOOLY_COMPILER_STATE_DIR": os.environ.get("WOOLY_COMPILER_STATE_DIR") or str(home / "compiler"),
+        }
+        return Service("compiler", [sys.executable, "-m", "wooly_compiler"], env, logs / "compiler.log")
 
     def _executor(self, index: int, logs: Path) -> Service:
         name = f"executor-{index}"
@@ -210,7 +227,7 @@ def main() -> int:
     if args.die_with_stdin:
         die_with_parent()
     args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    supervisor = Supervisor(args.state_dir, args.gpus)
+    supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:

@@ -18,6 +18,8 @@ EXECUTOR_JOURNAL_STREAM = "WOOLY_EVT_EXECUTOR"
 EXECUTOR_MEMORY_EVENTS = f"{PREFIX}.evt.executor.memory.borne.*"
 #: The stream that keeps them.
 EXECUTOR_MEMORY_STREAM = "WOOLY_EVT_MEMORY"
+EXECUTOR_ARTIFACT_REJECTED = f"{PREFIX}.evt.executor.artifact.rejected"
+COMPILER_PROGRAM_EXPLAIN = f"{PREFIX}.rpc.compiler.program.explain"
 SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
@@ -63,6 +65,11 @@ def executor_journaled(executor_id: str) -> str:
 def executor_memory_borne(executor_id: str) -> str:
     """Where an executor publishes what its sessions bore of its memory (`MemoryBorne`)."""
     return f"{PREFIX}.evt.executor.memory.borne.{_id(executor_id)}"
+
+
+def compiler_program_compile(family: str) -> str:
+    """Where artifacts are asked for, for a family of targets: whoever can build for it listens there."""
+    return f"{PREFIX}.rpc.compiler.program.compile.{_id(family)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

@@ -26,7 +26,7 @@ class RunningExecutor:
 
 
 @contextlib.contextmanager
-def executor_process(*, runtime: str = "cpu", port: int = 0, threads: int = 1) -> Iterator[RunningExecutor]:
+def executor_process(*, runtime: str = "torch_cpu", port: int = 0, threads: int = 1) -> Iterator[RunningExecutor]:
     """Start one, wait until it listens, end it with the block. It computes with `threads` threads.
 
     Raises:

@@ -59,3 +59,23 @@ class RuleError(WisError):
     def __init__(self, law: str, message: str) -> None:
         super().__init__(message)
         self.law = law
+
+
+class PlanError(WisError):
+    """A plan does not do what its program says, or reaches where it may not.
+
+    Attributes:
+        law: name of the law that it breaks.
+    """
+
+    code = "wis.plan"
+
+    def __init__(self, message: str, *, law: str) -> None:
+        super().__init__(f"{message} [law: {law}]")
+        self.law = law
+
+
+class ArtifactError(WisError):
+    """Bytes are no artifact, or not the one that was asked for."""
+
+    code = "wis.artifact"

@@ -38,6 +38,9 @@ class DeviceFacts(Message):
     torch_version: str = ""
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
 class SessionMemory(Message):
     """Where the memory of one session is, in bytes.
 
@@ -109,6 +112,22 @@ class MemoryBorne(Message):
     last: bool = False
 
 
+class WorkDone(Message):
+    """Who did how much since the executor began: computing instructions, and device time in nanoseconds.
+
+    `kernel`: generated kernels; `library`: the library's calls in compiled programs; `tier0`: programs that run as they are.
+    `rejected`: compiled programs that were bad.
+    """
+
+    kernel_instructions: Count = 0
+    library_instructions: Count = 0
+    tier0_instructions: Count = 0
+    kernel_ns: Count = 0
+    library_ns: Count = 0
+    tier0_ns: Count = 0
+    rejected: Count = 0
+
+
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
@@ -126,6 +145,7 @@ class ExecutorHeartbeat(Message):
     utilization: float = Field(default=0.0, ge=0.0, le=1.0)
     weights: tuple[Digest, ...] = Field(default=(), max_length=1024)
     memory: MemoryState | None = None
+    work: WorkDone = WorkDone()
 
 
 class ClientFacts(Message):
@@ -405,12 +425,70 @@ class NodeInfo(Message):
     groups: tuple[Name, ...] = ()
     overcommit_vram_percent: int = 0
     memory: MemoryState | None = None
+    work: WorkDone = WorkDone()
 
 
 class NodesReply(Message):
     """All executors that the router knows."""
 
     nodes: tuple[NodeInfo, ...]
+
+
+#: A program's canonical bytes, or others, in base64; at most what NATS carries.
+Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=960_000)]
+#: Params on which a computation hangs: index, and the word's 8 bytes in hex.
+Decided = Annotated[
+    tuple[tuple[int, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]], ...], Field(max_length=65536)
+]
+JitMode = Literal["exact", "full"]
+
+
+class CompileProgramRequest(Message):
+    """Have a program compiled for a target (executor to compilers; see `wooly_wis.artifact`).
+
+    `rejected`: version of a compiler whose artifact turned out to be bad, so that it is made anew.
+    """
+
+    program: Base64
+    target: str = Field(max_length=256)
+    mode: JitMode
+    decided: Decided = ()
+    rejected: str = Field(default="", max_length=128)
+
+
+class CompileProgramReply(Message):
+    """It is there, under `name` in the bucket of artifacts, made by a compiler of this version; or it is in work: ask again."""
+
+    state: Literal["ready", "building"]
+    compiler: str = Field(max_length=128)
+    name: str = Field(default="", max_length=128)
+
+
+class ExplainProgramRequest(Message):
+    """What do the passes make of a program? An empty target is any CPU."""
+
+    program: Base64
+    target: str = Field(default="", max_length=256)
+    mode: JitMode = "full"
+    decided: Decided = ()
+
+
+class ExplainProgramReply(Message):
+    """The text after every pass: base64 of zlib of JSON, a list of [pass, text]."""
+
+    compiler: str = Field(max_length=128)
+    stages: Base64
+
+
+class ArtifactRejected(Message):
+    """An executor will not use what a compiler made (event); it goes on without."""
+
+    executor_id: Id
+    program: str = Field(max_length=128)
+    target: str = Field(max_length=256)
+    mode: JitMode
+    compiler: str = Field(max_length=128)
+    reason: str = Field(max_length=4096)
 
 
 class ErrorReply(Message):

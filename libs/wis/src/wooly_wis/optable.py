@@ -282,7 +282,7 @@ for _opcode in (
 _unary("rsqrt", 1 / _call("sqrt", _A), r.FLOATING)
 _unary("reciprocal", 1 / _A, r.FLOATING)
 _unary("sigmoid", _sigmoid(_A), r.FLOATING)
-_unary("relu", _max(_A, 0))
+_unary("relu", _call("select", _A < 0, 0, _A))  # keeps -0.0, as the library does
 _unary("silu", _A * _sigmoid(_A))
 _unary("gelu", _A * 0.5 * (_call("erf", _A * 0.7071067811865476) + 1), spellings="aten.gelu.default(a, 'none')")
 _GELU_INNER = (_A + _A * _A * _A * 0.044715) * 0.7978845608028654

@@ -17,16 +17,14 @@ from typing import Any, Final
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Number
 from wooly_wis.kernel.ops import FLOATS, INTS, STORED, bounds
-from wooly_wis.program import Attr, ParamKind, ParamRef, View
+from wooly_wis.plan import PARAM_DTYPE, Line
+from wooly_wis.program import Attr, ParamRef, View
 
 from wooly_compiler.errors import UnsupportedError
-from wooly_compiler.unit import Line
 
 #: Limits of one kernel: registers, arguments, the reader's patience.
 MAX_NODES: Final = 512
 MAX_SLOTS: Final = 24
-
-PARAM_DTYPE: Final = {ParamKind.F64: DType.F64, ParamKind.I64: DType.I64, ParamKind.BOOL: DType.BOOL}
 
 
 @dataclass(frozen=True, slots=True)

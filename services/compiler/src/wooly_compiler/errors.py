@@ -23,12 +23,6 @@ class UnitError(CompilerError):
     code = "compiler.unit"
 
 
-class PlanError(CompilerError):
-    """A plan does not do what its program says."""
-
-    code = "compiler.plan"
-
-
 class BuildError(CompilerError):
     """A vendor's compiler refused a source, crashed, or took too long."""
 

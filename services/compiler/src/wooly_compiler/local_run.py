@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 from wooly_wis.kernel.text import digest
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 
 from wooly_compiler.build import opencl
-from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 from wooly_compiler.rows import QUOTIENTS
 
 Memory = MutableMapping[int, np.ndarray[Any, Any]]

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from wooly_wis import plan as plans
+from wooly_wis.plan import Line, Plan
 from wooly_wis.program import Program
 
-from wooly_compiler import plan as plans
 from wooly_compiler import unit as units
-from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant, split_bias
-from wooly_compiler.plan import Plan
+from wooly_compiler.passes import expand, fuse, lower, remove_dead, remove_redundant, split_bias, weigh
+from wooly_compiler.passes.weigh import Costs
 from wooly_compiler.unit import Unit
 
 #: Passes from unit to unit; fusion and lowering follow.
@@ -39,6 +40,8 @@ def compile_program(
     fusing: bool = True,
     checks: bool = False,
     biases: bool = False,
+    refuse: Callable[[Line], str] = lambda line: "",
+    costs: Costs | None = None,
     trace: Trace | None = None,
 ) -> Plan:
     """The plan of a program.
@@ -51,6 +54,8 @@ def compile_program(
         checks: whether the executor asks for the status that kernels write where an index is out of range (`plan.STATUS`);
             without, what indexes is the library's.
         biases: whether kernels may add the biases of matrix products, which rounds once more than the library does.
+        refuse: why an instruction is to be the library's, for those that are; see `exact`.
+        costs: those of the device, to make no kernel that is no gain.
         trace: where the text of the stages goes.
 
     Raises:
@@ -67,9 +72,13 @@ def compile_program(
         units.verify(unit)
         if trace is not None:
             trace.stages.append((name, units.text(unit)))
-    groups = fuse.run(unit, fusing=fusing, params=params, checks=checks)
+    groups = fuse.run(unit, fusing=fusing, params=params, checks=checks, refuse=refuse)
     if trace is not None:
         trace.stages.append((fuse.NAME, fuse.text(groups)))
+    if costs is not None:
+        groups = weigh.run(unit, groups, costs)
+        if trace is not None:
+            trace.stages.append((weigh.NAME, fuse.text(groups)))
     plan = lower.run(unit, groups, fusing=fusing)
     plans.verify(plan)
     if trace is not None:

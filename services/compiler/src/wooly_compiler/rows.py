@@ -12,6 +12,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ops import FLOATS, STORED
 from wooly_wis.oprules import Arguments, dim_of, reduced_dims
 from wooly_wis.optable import TABLE, Row, arguments, result_operands
+from wooly_wis.plan import Line
 from wooly_wis.program import Attr, Form, OperandRef, View
 from wooly_wis.promotion import NumberKind, kind_of, opmath, real_of
 from wooly_wis.scalar_expr import Number as ExprNumber
@@ -20,7 +21,6 @@ from wooly_wis.scalar_expr import evaluate
 from wooly_compiler import externs
 from wooly_compiler.dag import MAX_NODES, MAX_SLOTS, Emitter, Graph, Node, Place
 from wooly_compiler.errors import UnsupportedError
-from wooly_compiler.unit import Line
 
 # -- primitives ----------------------------------------------------------------------------------------------------------
 

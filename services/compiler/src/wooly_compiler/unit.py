@@ -9,53 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from wooly_wis.assembly import disassemble
 from wooly_wis.laws import FORM_LAWS
-from wooly_wis.program import Form, Instruction, Program, Role, View
+from wooly_wis.plan import Line, line_text
+from wooly_wis.program import Program, Role
 from wooly_wis.verifier import ProgramFacts, verify_program
 
 from wooly_compiler.errors import UnitError
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """One operand of a line."""
-
-    slot: int
-    view: View | None
-    role: Role
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """An instruction that computes.
-
-    Attributes:
-        form: what it does.
-        slots: on which slots.
-        first_param: where its params begin among those of the run.
-        origin: the index in the program of the instruction that it is, or is a part of.
-        part: which part.
-    """
-
-    form: Form
-    slots: tuple[int, ...]
-    first_param: int
-    origin: int
-    part: int = 0
-
-    @property
-    def accesses(self) -> tuple[Access, ...]:
-        """Its operands."""
-        return tuple([Access(s, o.view, o.role) for s, o in zip(self.slots, self.form.operands, strict=True)])
-
-    def reads(self) -> list[Access]:
-        """What it reads."""
-        return [a for a in self.accesses if a.role is not Role.OUT]
-
-    def writes(self) -> list[Access]:
-        """What it writes."""
-        return [a for a in self.accesses if a.role is not Role.IN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +72,6 @@ def text(unit: Unit) -> str:
     return "\n".join(shown) + "\n"
 
 
-def line_text(line: Line) -> str:
-    """A line as the assembly writes it."""
-    return disassemble(Program((line.form,), (Instruction(0, line.slots),))).split("\n")[1]
-
-
 # -- laws ----------------------------------------------------------------------------------------------------------------
 
 
@@ -160,12 +114,6 @@ def _complete(unit: Unit) -> str | None:
         return "an instruction is there twice"
     missing = set(range(len(unit.program.body))) - {k for k, _ in seen} - memory - set(unit.removed)
     return f"instruction {min(missing)} is missing" if missing else None
-
-
-def conflicts(first: Line, second: Line) -> bool:
-    """Whether two lines must stay in order: one writes a slot that the other uses."""
-    a, b = {x.slot for x in first.writes()}, {x.slot for x in second.writes()}
-    return bool(a & set(second.slots)) or bool(b & set(first.slots))
 
 
 def _ordered(unit: Unit) -> str | None:

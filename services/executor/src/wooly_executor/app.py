@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from pathlib import Path
 
 import torch
 from pydantic import ValidationError
@@ -20,31 +21,46 @@ from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
+from wooly_executor.compilation import PlanSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import MissingDriverError
 from wooly_executor.journal import JournalPublisher
+from wooly_executor.runtime import opencl
+from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
+from wooly_executor.tiers import Tiers
 
 log = logging.getLogger("wooly.executor")
 #: Seconds that the end of the journal may take to be published.
 LAST_WORDS_S = 1.0
-RUNTIMES: dict[str, type] = {"cpu": TorchCpuRuntime, "reference": ReferenceRuntime}
+RUNTIMES = ("auto", "opencl", "torch_cpu", "reference")
 
 
-def make_runtime(name: str) -> Runtime:
-    """The runtime called `name`.
+def make_runtime(name: str, state_dir: Path | None = None) -> Runtime:
+    """The runtime called `name`; `auto` is OpenCL where its Python module is installed, else torch on the CPU alone.
 
     Raises:
         ValueError: there is none of that name.
+        MissingDriverError: it cannot run here; the message says what is missing.
     """
-    if name not in RUNTIMES:
+    if name == "reference":
+        return ReferenceRuntime()
+    cache = state_dir / "pocl" if state_dir is not None else None
+    if name == "opencl":
+        return OpenClRuntime(cache, sure=True)
+    if name == "auto":
+        why = opencl.missing()
+        if not why:
+            return OpenClRuntime(cache)
+        log.info("programs run as they are, without kernels: %s", why)
+    elif name != "torch_cpu":
         raise ValueError(f"unknown runtime {name!r}; there are {', '.join(RUNTIMES)}")
-    runtime: Runtime = RUNTIMES[name]()
-    return runtime
+    return TorchCpuRuntime()
 
 
 async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoint]) -> None:
@@ -57,6 +73,10 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         borne = BornePublisher(app.jetstream(), loop, settings.id)
         watching = [asyncio.create_task(run) for run in (actor.watch(), journal.run(), borne.run())]
+        if isinstance(loop.runtime, OpenClRuntime) and loop.tiers is not None:
+            folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
+            plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)
+            watching.append(asyncio.create_task(plans.run()))
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
         await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
     parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
     parser.add_argument("--token", default="", help="with --standalone: the session's token")
-    parser.add_argument("--runtime", choices=sorted(RUNTIMES))
+    parser.add_argument("--runtime", choices=RUNTIMES)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
@@ -113,7 +133,13 @@ def main(argv: list[str] | None = None) -> int:
     if threads:
         torch.set_num_threads(int(threads))
     dispatch = Dispatch(fifo=settings.dispatch == "fifo")
-    loop = DeviceLoop(make_runtime(args.runtime or settings.runtime), settings.memory, dispatch, settings.swap())
+    try:
+        runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir)
+    except MissingDriverError as e:
+        log.error("%s", e)
+        return 2
+    tiers = Tiers() if isinstance(runtime, OpenClRuntime) and not args.standalone else None
+    loop = DeviceLoop(runtime, settings.memory, dispatch, settings.swap(), tiers)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()

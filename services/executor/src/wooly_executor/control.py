@@ -33,6 +33,7 @@ from wooly_wis.messages import (
     SessionPolicy,
     SteerSessionReply,
     SteerSessionRequest,
+    WorkDone,
 )
 
 from wooly_executor.device_loop import DeviceLoop
@@ -201,6 +202,7 @@ class ExecutorActor(Actor):
             memory_used=memory.own + memory.contents,
             utilization=min(1.0, max(0.0, share)),
             memory=memory,
+            work=WorkDone(**self._loop.work.to_json()),
         )
 
     async def _report_closed(self) -> None:

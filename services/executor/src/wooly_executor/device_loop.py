@@ -38,6 +38,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Frame, Session
+from wooly_executor.tiers import Tiers, Work
 from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
@@ -64,8 +65,11 @@ class DeviceLoop:
         memory: int | None = None,
         dispatch: Dispatch | None = None,
         swap: SwapSettings | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.runtime = runtime
+        self.tiers = tiers
+        self.work = Work()
         self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
@@ -236,9 +240,14 @@ class DeviceLoop:
             session = self._sessions.get(str(hello.get("session_id")))
             if session is None or session.token != hello.get("token") or session.conn is not None:
                 raise ProtocolError("unknown session or wrong token")
+            jit = hello.get("jit", "exact")
+            if jit not in ("0", "exact", "full"):
+                raise ProtocolError(f"WOOLYAI_JIT={jit} is not known here; 0, exact and full are")
         except (ProtocolError, DecodeError) as e:
             conn.close(str(e))
             return
+        session.tiers = self.tiers
+        session.jit = jit
         session.conn, conn.owner, conn.authenticated = conn, session, True
         conn.ack(seq)
         facts = self.runtime.facts() | {"total_memory": session.quota}
@@ -262,6 +271,8 @@ class DeviceLoop:
                 self._end(session, conn, queue[0], None)
             elif session.known < len(queue) and not session.barred:
                 frame = queue[session.known]
+                if frame.kind == Kind.RUN and session.jit == "full" and self._awaits(session, frame):
+                    return
                 kind = frame.kind
                 if kind == Kind.RUN and not self.vram.admit(session, frame):
                     return
@@ -279,6 +290,28 @@ class DeviceLoop:
                 if conn.paused and len(queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
                     conn.resume()
                 return
+
+    def _awaits(self, session: Session, frame: Frame) -> bool:
+        """Whether a RUN must wait until it is known if there is a plan of its program."""
+        tiers = session.tiers
+        if tiers is None or session.awaiting:
+            return session.awaiting
+        try:
+            run = unpack_run(frame.payload)
+            ready = session.programs.get(run.digest)
+            params = ready.unpack_params(run.params) if ready is not None else []
+        except (DecodeError, ExecutorError):
+            return False  # it is refused when its turn comes
+        if ready is None:
+            return False
+
+        def go_on() -> None:
+            session.awaiting = False
+            if session.conn is not None and session.queue:
+                self._proceed(session)
+
+        session.awaiting = tiers.awaits(ready, params, go_on)
+        return session.awaiting
 
     def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
         """Run some kernels of a frame, unless a higher class arrives.
@@ -306,6 +339,7 @@ class DeviceLoop:
                 if frame.running is not None:
                     times = self._advance(conn, frame.running.execution, frame.cut, first, last)
                     gpu_ns = sum(times)
+                    frame.running.gpu_ns += gpu_ns
                     if conn.closed:
                         return gpu_ns, last
                     last = first + len(times)
@@ -374,6 +408,10 @@ class DeviceLoop:
         if kind == Kind.RUN:
             running = frame.running
             assert running is not None
+            computing = running.ready.computing
+            kernel_ns = getattr(running.execution, "kernel_ns", 0)
+            for work in (self.work, session.work):
+                work.ran(running.prepared, computing, running.gpu_ns, kernel_ns)
             outcome = session.finish(running)
             if running.run.reply and not self._answer_failure(session, conn):
                 self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
@@ -389,8 +427,8 @@ class DeviceLoop:
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
-            stats |= {"bytes": session.bytes, "buffers": len(session.buffers)} | self.vram.stats(session)
-            self._answer(conn, stats)
+            stats |= {"bytes": session.bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
+            self._answer(conn, stats | self.vram.stats(session))
         elif kind == Kind.OFFER:
             self._answer(conn, {"known": self._offer(session, frame)})
         elif kind == Kind.SEAL:

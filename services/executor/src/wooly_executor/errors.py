@@ -76,3 +76,16 @@ class LostCopyError(ExecutorError):
     """What was swapped out cannot be brought back. Only the session whose it was hears of it."""
 
     code = "executor.swap"
+
+
+class MissingDriverError(ExecutorError):
+    """A runtime cannot run here; the message says what is missing."""
+
+    code = "executor.missing_driver"
+
+
+class NoCompilerError(ExecutorError):
+    """A session wants all its programs compiled, and nobody compiles."""
+
+    code = "executor.no_compiler"
+    retryable = True

@@ -44,6 +44,7 @@ class ReadyProgram:
         kept: (slot, bytes) of the buffers that it leaves behind.
         workspace: bytes that it needs beside them.
         room: all that it takes at most, with what blocks are rounded up to.
+        computing: instructions that compute.
     """
 
     digest: bytes
@@ -60,6 +61,7 @@ class ReadyProgram:
     kept: tuple[tuple[int, int], ...]
     workspace: int
     room: int
+    computing: int
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -150,6 +152,7 @@ class ProgramStore:
             kept,
             workspace,
             room_of([*[nbytes for _, nbytes in kept], workspace]),
+            sum(forms[i.form].opcode not in ("alloc", "free") for i in program.body),
         )
         self._ready[name] = ready
         self._ready_bytes += ready.nbytes

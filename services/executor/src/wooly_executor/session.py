@@ -21,6 +21,7 @@ from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
 from wooly_executor.stowage import Copy
+from wooly_executor.tiers import Jit, Tiers, Work, choose
 
 if TYPE_CHECKING:
     from wooly_executor.vram import Vram
@@ -75,6 +76,8 @@ class Running:
     execution: Execution
     before: int
     freed: int
+    prepared: Any
+    gpu_ns: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -128,6 +131,10 @@ class Session:
         job: what moves its memory now.
         leaving_bytes: what will be free when it has left.
         buried: it is over; its blocks are freed when `job` is done with them.
+        jit: how its programs are to run.
+        tiers: what decides on that; None where all run as they are.
+        awaiting: its next program waits until it is known how that runs.
+        work: who did how much of what it asked for.
     """
 
     id: str
@@ -159,6 +166,10 @@ class Session:
     job: Job | None = None
     leaving_bytes: int = 0
     buried: bool = False
+    jit: Jit = "0"
+    tiers: Tiers | None = None
+    awaiting: bool = False
+    work: Work = field(default_factory=Work)
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
@@ -260,11 +271,12 @@ class Session:
             vram.unshare(self, [bindings[slot] for slot in ready.written])
         before = self.bytes
         freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
+        prepared = choose(self.tiers, ready, self.jit, params)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
         vram.ledger.begin(self.account, kept, ready.workspace, vram.clock())
         self.running = True
-        execution = self.runtime.begin(ready.prepared, self.buffers, bindings, params)
-        return Running(run, seq, ready, execution, before, freed)
+        execution = self.runtime.begin(prepared, self.buffers, bindings, params)
+        return Running(run, seq, ready, execution, before, freed, prepared)
 
     def _finish(self, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome

@@ -35,7 +35,7 @@ class ExecutorSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     id: Id = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
     node: str = Field(default_factory=socket.gethostname)
-    runtime: Literal["cpu", "reference"] = "cpu"
+    runtime: Literal["auto", "opencl", "torch_cpu", "reference"] = "auto"
     listen: str = ""
     advertise: str = ""
     tls_cert: Path | None = None
@@ -54,6 +54,7 @@ class ExecutorSettings(BaseSettings):
     )
     dispatch: Literal["fair", "fifo"] = "fair"
     heartbeat_s: float = Field(default=1.0, gt=0)
+    compiler_timeout_s: float = Field(default=20.0, gt=0)
 
     def swap(self) -> SwapSettings:
         """How memory is swapped."""

@@ -80,6 +80,7 @@ def attach(
     control_url: str = "",
     tls_ca: Path | None = None,
     dedup: str = "off",
+    jit: str = "exact",
 ) -> Device:
     """Connect the device to an executor's data channel: the first of `endpoints` that answers.
 
@@ -96,6 +97,7 @@ def attach(
         control_url: NATS as this process reaches it; empty: as the executor does.
         tls_ca: authorities for tls endpoints; None: the system's.
         dedup: with whom the session shares equal contents: off, tenant, shared.
+        jit: which kernels there may be in place of the library's: "0", "exact" or "full".
 
     Raises:
         NotConnectedError: none does.
@@ -112,7 +114,7 @@ def attach(
         answered: list[Endpoint] = []
         try:
             for part in parts:
-                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca)
+                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca, jit)
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -134,7 +136,7 @@ def attach(
 
 
 def _connect(
-    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None
+    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None, jit: str
 ) -> tuple[Link, Endpoint]:
     failures = []
     for text in part.endpoints:
@@ -145,7 +147,8 @@ def _connect(
         try:
             client = _dial(endpoint, control_url, tls_ca)
             try:
-                return Link(client, session_id, token, f"{part.executor_id or 'executor'} ({endpoint})"), endpoint
+                where = f"{part.executor_id or 'executor'} ({endpoint})"
+                return Link(client, session_id, token, where, jit=jit), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -198,6 +201,7 @@ def enable(settings: Any = None) -> None:
                     more=more,
                     flush_instructions=settings.flush_instructions,
                     flush_interval_s=settings.flush_interval_ms / 1e3,
+                    jit=settings.jit,
                     executor_id=first.executor_id,
                     node=first.node,
                     channel=settings.channel,

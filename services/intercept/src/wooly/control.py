@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import os
 import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import Any
@@ -19,9 +22,12 @@ from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
     CloseSessionRequest,
+    ExplainProgramReply,
+    ExplainProgramRequest,
     GpusReply,
     GpusRequest,
     GpuState,
+    JitMode,
     NodesReply,
     NodesRequest,
     OpenSessionReply,
@@ -36,6 +42,8 @@ from wooly.errors import WoolyError
 from wooly.settings import Settings
 
 log = logging.getLogger("wooly")
+LARGEST_PROGRAM = 640 << 10
+LARGEST_TEXT = 256 << 20
 
 
 class ControlError(WoolyError):
@@ -120,6 +128,23 @@ class Controller:
     def ask_scheduler(self, subject: str, message: Any, reply: Any) -> Any:
         """Ask the scheduler, like `ask`."""
         return self.ask(subject, message, reply, who="scheduler")
+
+    def passes(self, program: bytes, target: str, mode: JitMode) -> list[tuple[str, str]]:
+        """A program after every pass of the compiler: names of passes, and texts.
+
+        Raises:
+            ControlError: there is no compiler, or it refuses the program.
+        """
+        if len(program) > LARGEST_PROGRAM:
+            raise ControlError(f"the program has {len(program):,} bytes, at most {LARGEST_PROGRAM:,} can be sent")
+        request = ExplainProgramRequest(program=base64.b64encode(program).decode(), target=target, mode=mode)
+        subject = subjects.COMPILER_PROGRAM_EXPLAIN
+        reply = self.ask(subject, request, ExplainProgramReply, timeout=120.0, who="compiler")
+        packed = zlib.decompressobj()
+        text = packed.decompress(base64.b64decode(reply.stages), LARGEST_TEXT)
+        if packed.unconsumed_tail:
+            raise ControlError(f"the compiler's answer has more than {LARGEST_TEXT:,} bytes")
+        return [(str(name), str(stage)) for name, stage in json.loads(text)]
 
     def close(self) -> None:
         """Close the connection, and the stack if it was started for this process."""

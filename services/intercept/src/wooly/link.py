@@ -40,7 +40,9 @@ class Link:
         sharing: equal contents are shared, so that uploads ask first.
     """
 
-    def __init__(self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0) -> None:
+    def __init__(
+        self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0, jit: str = "exact"
+    ) -> None:
         self._channel = channel
         self._pid = os.getpid()
         self.where = where
@@ -54,7 +56,7 @@ class Link:
         self.syncs = 0
         self.siblings: list[Link] = []
         self.sharing = False
-        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
+        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
         channel.window = int(welcome.get("window", channel.window))

@@ -63,6 +63,11 @@ class Settings(BaseSettings):
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
     swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
     dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
+    jit: Literal["0", "exact", "full"] = Field(
+        "exact",
+        description="kernels for programs that run often. 0: none; exact: those with the library's own bits; full: all, and a "
+        "program's first run waits for them",
+    )
     channel: Literal["auto", "direct", "tunnel"] = Field(
         "auto",
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",

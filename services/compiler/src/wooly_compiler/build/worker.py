@@ -14,8 +14,11 @@ import selectors
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
+
+from wooly_wis.errors import WisError
 
 from wooly_compiler.build.targets import Target
 from wooly_compiler.errors import BuildError
@@ -38,28 +41,32 @@ class Limits:
     memory: int = 16 << 30
 
 
-class BuildWorker:
-    """Builds sources, one at a time.
+class WorkerProcess:
+    """Answers requests one at a time, each within limits.
 
     Args:
-        limits: of each build.
+        limits: of each request.
+        module: what runs in the process; it calls `serve`.
+        arguments: of the process, besides the limit.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        module: str = "wooly_compiler.build.worker",
+        arguments: Sequence[str] = (),
+    ) -> None:
         self._limits = limits or Limits()
+        self._module = module
+        self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
 
-    def build(self, source: Source, target: Target) -> bytes:
-        """The artifact of a source.
+    def ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
+        """The answer to a request; `target` and `what` are for messages.
 
         Raises:
-            BuildError: the compiler is missing, refuses the source, crashed, or took too long; or the source is too large.
+            BuildError: it is refused, or the process crashed or took too long.
         """
-        if len(source.text) > MAX_SOURCE:
-            raise BuildError(f"a source of {len(source.text)} characters, at most {MAX_SOURCE}")
-        if source.dialect != target.dialect.name:
-            raise BuildError(f"{source.dialect} source for {target.name}")
-        request = {"toolchain": target.toolchain, "arch": target.arch, "source": source.text}
         deadline = time.monotonic() + self._limits.seconds
         process = self._started()
         try:
@@ -73,18 +80,16 @@ class BuildWorker:
         except (EOFError, BrokenPipeError):
             code = process.wait()
             self.close()
-            raise BuildError(f"the compiler for {target.name} crashed (exit {code}) on {source.name}") from None
+            raise BuildError(f"the compiler for {target} crashed (exit {code}) on {what}") from None
         except TimeoutError:
             self.close()
-            raise BuildError(
-                f"the compiler for {target.name} took more than {self._limits.seconds:g} s on {source.name}"
-            ) from None
+            raise BuildError(f"the compiler for {target} took more than {self._limits.seconds:g} s on {what}") from None
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "wooly_compiler.build.worker", str(self._limits.memory)],
+                [sys.executable, "-m", self._module, str(self._limits.memory), *self._arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -123,32 +128,46 @@ class BuildWorker:
                     assert stream is not None
                     stream.close()
 
-    def __enter__(self) -> BuildWorker:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-def serve(memory: int) -> None:
+class BuildWorker(WorkerProcess):
+    """Builds sources, one at a time."""
+
+    def __enter__(self) -> BuildWorker:
+        return self
+
+    def build(self, source: Source, target: Target) -> bytes:
+        """The artifact of a source.
+
+        Raises:
+            BuildError: the compiler is missing, refuses the source, crashed, or took too long; or the source is too large.
+        """
+        if len(source.text) > MAX_SOURCE:
+            raise BuildError(f"a source of {len(source.text)} characters, at most {MAX_SOURCE}")
+        if source.dialect != target.dialect.name:
+            raise BuildError(f"{source.dialect} source for {target.name}")
+        request = {"toolchain": target.toolchain, "arch": target.arch, "source": source.text}
+        return self.ask(request, target.name, source.name)
+
+
+def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes]) -> None:
     """Answer requests until the input ends: the worker's main loop."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a compiler prints is no answer
-    from wooly_compiler.build.toolchains import BUILDERS, default_signals, missing
+    from wooly_compiler.build.toolchains import default_signals
 
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
         artifact = b""
         try:
-            why = missing(request["toolchain"])
-            if why:
-                raise BuildError(why)
             default_signals()
-            artifact = BUILDERS[request["toolchain"]](request["source"], request["arch"])
+            artifact = answer_to(request)
             answer: dict[str, Any] = {"nbytes": len(artifact)}
-        except BuildError as e:
+        except WisError as e:
             answer = {"error": str(e)}
         except MemoryError:
             answer = {"error": f"the compiler wanted more than {memory} bytes"}
@@ -156,5 +175,14 @@ def serve(memory: int) -> None:
         answers.flush()
 
 
+def _build(request: dict[str, Any]) -> bytes:
+    from wooly_compiler.build.toolchains import BUILDERS, missing
+
+    why = missing(request["toolchain"])
+    if why:
+        raise BuildError(why)
+    return BUILDERS[request["toolchain"]](request["source"], request["arch"])
+
+
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), _build)

@@ -15,9 +15,8 @@ from typing import Final
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.builder import KernelBuilder, Value
 from wooly_wis.kernel.ir import Apply, Array, Block, Const, Kernel, Load, Param, Scalar, Store, has_lanes, walk
+from wooly_wis.plan import STATUS, KernelStep, LibraryStep, Step
 from wooly_wis.program import Role
-
-from wooly_compiler.plan import STATUS, KernelStep, LibraryStep, Step
 
 NAME = "batch"
 

@@ -7,16 +7,17 @@ brings together what two groups computed, the earlier one moves into the later o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from wooly_wis.plan import Line, line_text
 from wooly_wis.program import Role
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.rows import emit, folded_dims
-from wooly_compiler.unit import Line, Unit, line_text
+from wooly_compiler.unit import Unit
 
 NAME = "fuse"
 
@@ -43,7 +44,14 @@ class Group:
         self.writes |= {a.slot for a in line.writes()}
 
 
-def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None, checks: bool = False) -> list[Group]:
+def run(
+    unit: Unit,
+    *,
+    fusing: bool = True,
+    params: Sequence[Any] | None = None,
+    checks: bool = False,
+    refuse: Callable[[Line], str] = lambda line: "",
+) -> list[Group]:
     """The groups of a unit.
 
     Args:
@@ -51,12 +59,13 @@ def run(unit: Unit, *, fusing: bool = True, params: Sequence[Any] | None = None,
         fusing: without it, each line is a group of its own.
         params: those of a run, if known.
         checks: whether kernels may complain of an index.
+        refuse: why a line is to be the library's; empty if it may be a kernel.
     """
     groups: list[Group] = []
     last_write: dict[int, int] = {}
     last_touch: dict[int, int] = {}
     for line in unit.lines:
-        alone = _alone(line, params, checks)
+        alone = _alone(line, params, checks, refuse(line))
         sources = {last_write[a.slot] for a in line.reads() if a.slot in last_write}
         at = None
         if alone.graph is not None and fusing:
@@ -102,11 +111,12 @@ def _merge(groups: list[Group], source: int, target: int) -> bool:
     return True
 
 
-def _alone(line: Line, params: Sequence[Any] | None, checks: bool) -> Group:
+def _alone(line: Line, params: Sequence[Any] | None, checks: bool, why: str) -> Group:
     """A group of one line."""
-    why = ""
     graph: Graph | None = None
     try:
+        if why:
+            raise UnsupportedError(why)
         space, folded = folded_dims(line.form)
         graph = Graph(space, folded, params, checks)
         emit(graph, line)

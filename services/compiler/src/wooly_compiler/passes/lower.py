@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from wooly_wis.program import Role
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Line, Plan, Step, fills
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.passes import batch
 from wooly_compiler.passes.fuse import Group
-from wooly_compiler.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan, Step
 from wooly_compiler.rows import emit, folded_dims
 from wooly_compiler.schedule import schedule
-from wooly_compiler.unit import Line, Unit
+from wooly_compiler.unit import Unit
 
 NAME = "lower"
 
@@ -34,7 +33,7 @@ def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
         computing = batch.run(computing)
     assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
     steps = tuple(_with_memory(unit, computing))
-    return Plan(unit.program, unit, steps, dict(unit.removed), frozenset(temporaries), assumed)
+    return Plan(unit.program, unit.facts, steps, dict(unit.removed), frozenset(temporaries), assumed)
 
 
 def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:
@@ -125,20 +124,7 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
         for slot in sorted(s for s in _slots(step) if s in unit.allocs and first[s] == k):
             nbytes = unit.facts.slot_alloc[slot]
             assert nbytes is not None
-            found.append(AllocStep(slot, nbytes, not _fills(step, slot, nbytes)))
+            found.append(AllocStep(slot, nbytes, not fills(step, slot, nbytes)))
         found.append(step)
         found += [FreeStep(s) for s in sorted(_slots(step)) if s in unit.frees and last[s] == k]
     return found
-
-
-def _fills(step: Step, slot: int, nbytes: int) -> bool:
-    """Whether a step writes every byte of a slot that it is the first to touch: at once, or in parts of one instruction."""
-    lines = step.lines if isinstance(step, KernelStep) else (step.line,) if isinstance(step, LibraryStep) else ()
-    users = [(line, a) for line in lines for a in line.accesses if a.slot == slot]
-    first = users[0][0].origin if users else None
-    written = 0
-    for line, a in users:
-        if line.origin != first or a.role is not Role.OUT or a.view is None:
-            break
-        written += a.view.numel * a.view.dtype.itemsize
-    return written == nbytes

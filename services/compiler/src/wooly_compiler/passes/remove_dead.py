@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wooly_wis.optable import TABLE, Family
+from wooly_wis.plan import Line
 from wooly_wis.promotion import NumberKind, kind_of
 
-from wooly_compiler.unit import Line, Unit
+from wooly_compiler.unit import Unit
 
 NAME = "remove-dead"
 

@@ -9,9 +9,10 @@ from collections import Counter
 from dataclasses import replace
 
 from wooly_wis.optable import TABLE
+from wooly_wis.plan import Line
 from wooly_wis.program import Role
 
-from wooly_compiler.unit import Line, Unit
+from wooly_compiler.unit import Unit
 
 NAME = "remove-redundant"
 

@@ -11,9 +11,10 @@ from typing import Final
 
 from wooly_wis.dtypes import DType
 from wooly_wis.optable import TABLE, Family
+from wooly_wis.plan import Line
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
-from wooly_compiler.unit import Line, Unit
+from wooly_compiler.unit import Unit
 
 NAME = "split-bias"
 

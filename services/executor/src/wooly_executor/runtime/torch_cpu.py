@@ -65,7 +65,7 @@ HOT = 16
 class _Frame:
     """The state of one run."""
 
-    __slots__ = ("bases", "bindings", "buffers", "outcome", "params", "registers")
+    __slots__ = ("bases", "bindings", "buffers", "elsewhere_ns", "kernel_ns", "outcome", "params", "registers")
 
     def __init__(
         self, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any], n_registers: int
@@ -76,6 +76,9 @@ class _Frame:
         self.registers: list[Any] = [None] * n_registers
         self.bases: list[Any] = [None] * len(bindings)
         self.outcome = Outcome()
+        #: Device time of generated kernels; and what of it was not this thread's.
+        self.kernel_ns = 0
+        self.elsewhere_ns = 0
 
 
 Step = Callable[[_Frame], None]
@@ -83,17 +86,73 @@ _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A generated kernel, ready to run.
+
+    Attributes:
+        run: runs it on the addresses of its arrays and the params of the run; gives the device time that was not this thread's.
+        slots: per array.
+        dtypes: per array.
+    """
+
+    run: Callable[[list[int], Sequence[Any]], int]
+    slots: tuple[int, ...]
+    dtypes: tuple[DType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One thing that a program does: an instruction, or a kernel for several.
+
+    Attributes:
+        at: the instruction that it is, or the first of those.
+        first_param: where its params begin.
+        launch: the kernel, in place of an instruction.
+        lines: what the kernel does, as forms on slots.
+        dirty: of an `alloc`: the memory need not be zero, as the next to touch it fills it.
+    """
+
+    at: int
+    form: Form
+    slots: tuple[int, ...]
+    first_param: int
+    launch: Launch | None = None
+    lines: tuple[tuple[Form, tuple[int, ...]], ...] = ()
+    dirty: bool = False
+
+    def writes(self) -> tuple[int, ...]:
+        """The slots that it writes."""
+        done = self.lines or ((self.form, self.slots),)
+        return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
+
+
+def acts_of(program: Program) -> list[Act]:
+    """A program's instructions."""
+    found: list[Act] = []
+    first_param = 0
+    for i, instruction in enumerate(program.body):
+        form = program.forms[instruction.form]
+        found.append(Act(i, form, instruction.slots, first_param))
+        first_param += len(form.params)
+    return found
+
+
 @dataclass(slots=True)
 class PreparedProgram:
     """A program as steps.
 
     Attributes:
+        acts: what it does, each one or more steps.
+        by_kernel: how many of its computing instructions are done by generated kernels; None: it is no plan's.
+        by_library: how many, of a plan, by the library.
         steps: what to do, in order.
-        owner: per step, the instruction that it belongs to.
+        owner: per step, the act that it belongs to.
+        where: per step, the instruction before which runs may be stopped there; rising.
         kept: (slot, register, view, nbytes) of buffers that the program leaves behind, adopted from a register.
         made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
         dropped: slots bound from outside that the program frees.
-        writes: per instruction, the slots that it writes.
+        writes: per act, the slots that it writes.
         traces: per step, what it does, where that is known.
         slot_of: slot per register.
         runs: how often it was run.
@@ -106,8 +165,12 @@ class PreparedProgram:
 
     program: Program
     facts: ProgramFacts
+    acts: list[Act]
+    by_kernel: int | None = None
+    by_library: int = 0
     steps: list[Step] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
+    where: list[int] = field(default_factory=list)
     n_registers: int = 0
     kept: list[tuple[int, int, View, int]] = field(default_factory=list)
     made: list[tuple[int, int]] = field(default_factory=list)
@@ -124,22 +187,22 @@ class PreparedProgram:
 
     def heat(self) -> None:
         """Put steps together where that is worth it."""
-        program, owner = self.program, [*self.owner, len(self.program.body)]
+        owner = [*self.owner, len(self.acts)]
         last_use: dict[int, int] = {}
-        for i, instruction in enumerate(program.body):
-            if program.forms[instruction.form].opcode != "free":
-                last_use.update(dict.fromkeys(instruction.slots, i))
+        for i, act in enumerate(self.acts):
+            if act.form.opcode != "free":
+                last_use.update(dict.fromkeys(act.slots, i))
         forever = {register_name(r) for _, r, _, _ in self.kept} | {memory_name(s) for s, _ in self.made}
 
         def needed_after(name: str, step: int) -> bool:
             slot = self.slot_of[int(name[1:])] if name[0] == "r" else int(name[1:])
             return name in forever or last_use.get(slot, -1) >= owner[step]
 
-        stops = {bisect_left(self.owner, edge) for edge in self.edges}
+        stops = {bisect_left(self.where, edge) for edge in self.edges}
         found = compile_steps(self.traces, self.steps, needed_after, stops)
         if found is not None:
             self.gathers, self.hot, self.begins = found
-            self.places = [self.owner[step] for step in self.begins]
+            self.places = [self.where[step] for step in self.begins]
 
 
 class TorchCpuRuntime:
@@ -173,7 +236,7 @@ class TorchCpuRuntime:
         Raises:
             OperationError: an operator is not available here.
         """
-        return _Preparation(program, facts).finish()
+        return prepare_acts(program, facts, acts_of(program))
 
     def rates(self) -> Rates:
         """How fast torch is here, for what it is given to expect: see `Rates`."""
@@ -205,7 +268,7 @@ class StepExecution:
     ) -> None:
         self._prepared = prepared
         self._frame = _Frame(buffers, bindings, params, prepared.n_registers)
-        self._steps, self._places = prepared.steps, prepared.owner
+        self._steps, self._places = prepared.steps, prepared.where
         self._at = 0
         self.ended = False
         if prepared.hot:
@@ -220,14 +283,20 @@ class StepExecution:
     def advance(self, edges: Sequence[int]) -> list[int]:
         """See `Execution.advance`."""
         times = []
+        frame = self._frame
         last = time.thread_time_ns()
         for edge in edges:
             if not self.ended:
                 self._go(edge)
             now = time.thread_time_ns()
-            times.append(now - last)
-            last = now
+            times.append(now - last + frame.elsewhere_ns)
+            last, frame.elsewhere_ns = now, 0
         return times
+
+    @property
+    def kernel_ns(self) -> int:
+        """Device time of generated kernels so far."""
+        return self._frame.kernel_ns
 
     def _go(self, edge: int) -> None:
         prepared, frame, begin = self._prepared, self._frame, self._at
@@ -261,7 +330,7 @@ class StepExecution:
     def _fail(self, prepared: PreparedProgram, frame: _Frame, first: int, step: int, cause: Exception) -> None:
         """Report the failure of a step and poison what the program should have written from the step `first` on."""
         outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
-        outcome.failed_at = prepared.owner[step] if step >= 0 else 0
+        outcome.failed_at = prepared.acts[prepared.owner[step]].at if step >= 0 else 0
         at = prepared.owner[first] if first >= 0 else 0
         if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
             outcome.error = str(cause)
@@ -316,39 +385,57 @@ def _cpu_name() -> str:
     return platform.processor() or f"CPU ({os.cpu_count()} cores)"
 
 
+def prepare_acts(program: Program, facts: ProgramFacts, acts: list[Act]) -> PreparedProgram:
+    """The steps of what a program does.
+
+    Args:
+        program: verified.
+        facts: what its verifier found.
+        acts: its instructions, or a plan's steps.
+
+    Raises:
+        OperationError: an operator is not available here.
+    """
+    return _Preparation(program, facts, acts).finish()
+
+
 class _Preparation:
     """Builds the steps of one program."""
 
-    def __init__(self, program: Program, facts: ProgramFacts) -> None:
-        self.out = PreparedProgram(program, facts)
+    def __init__(self, program: Program, facts: ProgramFacts, acts: list[Act]) -> None:
+        self.out = PreparedProgram(program, facts, acts)
         self._register_of: dict[tuple[int, View], int] = {}
         self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: dict[int, torch.dtype] = {}
         self._first_param = 0
-        #: Per instruction whose `out=` nobody has seen yet: that operand, and the call that makes it.
+        #: Per act whose `out=` nobody has seen yet: that operand, and the call that makes it.
         self._anew: dict[int, tuple[int, LibraryCall]] = {}
 
     def finish(self) -> PreparedProgram:
         out, facts = self.out, self.out.facts
         self._first_use = self._first_uses()
         freed: list[int] = []
-        for i, instruction in enumerate(out.program.body):
-            form = out.program.forms[instruction.form]
-            if form.opcode == "free":
-                freed.append(instruction.slots[0])
+        place, places = 0, []
+        for i, act in enumerate(out.acts):
+            if act.form.opcode == "free":
+                freed.append(act.slots[0])
             else:
                 if freed:  # one step for several in a row: most operators are followed by some
                     self._free(freed)
                     freed = []
-                self._instruction(i, form, instruction.slots)
+                self._first_param = act.first_param
+                if act.launch is not None:
+                    self._launch(act, act.launch)
+                else:
+                    self._instruction(i, act)
             out.owner += [i] * (len(out.steps) - len(out.owner))
-            out.writes.append(
-                tuple([s for o, s in zip(form.operands, instruction.slots, strict=True) if o.role is not Role.IN])
-            )
-            self._first_param += len(form.params)
+            out.writes.append(act.writes())
+            place = max(place, act.at)
+            places.append(place)
         self._free(freed)
-        out.owner += [len(out.program.body) - 1] * (len(out.steps) - len(out.owner))
+        out.owner += [len(out.acts) - 1] * (len(out.steps) - len(out.owner))
+        out.where = [places[k] for k in out.owner]
         for slot, nbytes in enumerate(facts.slot_alloc):
             if nbytes is None:
                 if facts.slot_freed[slot]:
@@ -362,13 +449,12 @@ class _Preparation:
         return out
 
     def _first_uses(self) -> dict[int, tuple[int, int]]:
-        """For every slot that the program allocates: instruction and operand of its first use after the alloc."""
-        program = self.out.program
+        """For every slot that the program allocates: act and operand of its first use after the alloc."""
         first: dict[int, tuple[int, int]] = {}
-        for i, instruction in enumerate(program.body):
-            if program.forms[instruction.form].opcode == "alloc":
+        for i, act in enumerate(self.out.acts):
+            if act.form.opcode == "alloc":
                 continue
-            for k, slot in enumerate(instruction.slots):
+            for k, slot in enumerate(act.slots):
                 first.setdefault(slot, (i, k))
         return first
 
@@ -426,8 +512,16 @@ class _Preparation:
             self._step(from_buffer, Gather(register))
         return register
 
-    def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype) -> None:
+    def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
         self._based[slot] = dtype
+        if dirty:
+            numel = -(-nbytes // dtype.itemsize)
+
+            def take(f: _Frame) -> None:
+                f.bases[slot] = torch.empty(numel, dtype=dtype)
+
+            self._step(take)
+            return
 
         def make(f: _Frame) -> None:
             f.bases[slot] = zeroed(nbytes, dtype)
@@ -436,9 +530,33 @@ class _Preparation:
 
     # -- instructions ------------------------------------------------------------------------------------------------
 
-    def _instruction(self, i: int, form: Form, slots: tuple[int, ...]) -> None:
+    def _launch(self, act: Act, launch: Launch) -> None:
+        """A generated kernel on the memory of its slots."""
+        views = {s: o.view for f, on in act.lines for o, s in zip(f.operands, on, strict=True)}
+        registers: list[tuple[bool, int]] = []
+        for slot in launch.slots:
+            adopted = self._adopted.get(slot)
+            if adopted is not None:
+                registers.append((True, adopted[0]))
+            elif slot in self._based:
+                registers.append((False, slot))
+            else:
+                registers.append((True, self._operand(slot, _known(views.get(slot)))))
+        kernel, clock = launch.run, time.thread_time_ns
+
+        def run(f: _Frame) -> None:
+            begun, r, b = clock(), f.registers, f.bases
+            at = [(r if known else b)[k].untyped_storage().data_ptr() for known, k in registers]
+            elsewhere = kernel(at, f.params)
+            f.elsewhere_ns += elsewhere
+            f.kernel_ns += clock() - begun + elsewhere
+
+        self._step(run)
+
+    def _instruction(self, i: int, act: Act) -> None:
+        form, slots = act.form, act.slots
         if form.opcode == "alloc":
-            self._alloc(slots[0])
+            self._alloc(slots[0], act.dirty)
         elif form.opcode == "copy":
             src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
 
@@ -458,14 +576,19 @@ class _Preparation:
         else:
             self._compute(form, slots, self._anew.get(i))
 
-    def _alloc(self, slot: int) -> None:
-        facts, program = self.out.facts, self.out.program
+    def _alloc(self, slot: int, dirty: bool) -> None:
+        facts, acts = self.out.facts, self.out.acts
         nbytes = facts.slot_alloc[slot]
         assert nbytes is not None
         first = self._first_use.get(slot)
         dtype = torch.uint8
-        if first is not None:
-            form = program.forms[program.body[first[0]].form]
+        launch = acts[first[0]].launch if first is not None else None
+        if first is not None and launch is not None:
+            made_of = launch.dtypes[launch.slots.index(slot)] if slot in launch.slots else DType.U8
+            if nbytes % made_of.itemsize == 0:
+                dtype = TORCH_DTYPE[made_of]
+        elif first is not None:
+            form = acts[first[0]].form
             operand = form.operands[first[1]]
             view = operand.view
             if view is not None:
@@ -478,7 +601,7 @@ class _Preparation:
                     return
                 if nbytes % view.dtype.itemsize == 0:
                     dtype = TORCH_DTYPE[view.dtype]
-        self._make_base(slot, nbytes, dtype)
+        self._make_base(slot, nbytes, dtype, dirty)
 
     def _free(self, slots: Sequence[int]) -> None:
         registers = [r for slot in slots for r in self._registers_of.pop(slot, ())]

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -21,6 +21,9 @@ from wooly.cli.monitor import memory_line, print_top, watch_top
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
+
+if TYPE_CHECKING:
+    from wooly_wis.messages import GpuState, JitMode, WorkDone
 
 app = typer.Typer(
     name="wooly",
@@ -147,7 +150,7 @@ def up(
         typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
     ] = None,
 ) -> None:
-    """Start a local stack: nats-server, router, scheduler and executors, kept running until `wooly down`."""
+    """Start a local stack: nats-server, router, scheduler, executors and a compiler, kept running until `wooly down`."""
     settings, module = _settings(), _stack_module()
     try:
         with err.status("starting nats-server, router, scheduler and executors…"):
@@ -264,16 +267,27 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print it once instead of every second.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show live what every GPU, tenant and session does, as the scheduler follows it. Ctrl-C ends it."""
+    """Show live what every GPU, tenant and session does, as the scheduler follows it, and who computes. Ctrl-C ends it."""
     try:
         controller = connect(_settings())
+
+        def read() -> tuple[list[GpuState], dict[str, WorkDone]]:
+            return controller.gpus(), {n.executor_id: n.work for n in controller.nodes().nodes}
+
         try:
             if as_json:
-                print(json.dumps({"gpus": [g.model_dump(mode="json") for g in controller.gpus()]}))
+                gpus, work = read()
+                rows = [
+                    g.model_dump(mode="json") | {"work": work[g.executor_id].model_dump(mode="json")}
+                    if g.executor_id in work
+                    else g.model_dump(mode="json")
+                    for g in gpus
+                ]
+                print(json.dumps({"gpus": rows}))
             elif once or not out.is_terminal:
-                print_top(out, controller.gpus())
+                print_top(out, *read())
             else:
-                watch_top(out, controller.gpus)
+                watch_top(out, read)
         finally:
             controller.close()
     except WoolyError as e:
@@ -562,16 +576,39 @@ def _check_round_trip() -> str:
 @app.command()
 def disasm(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A program in WIS's binary form.")],
+    passes: Annotated[
+        bool, typer.Option("--passes", help="Print what each pass of the compiler makes of it, too (asks a compiler).")
+    ] = False,
+    jit: Annotated[
+        str, typer.Option(help="With --passes: exact, only kernels with the library's own bits; or full.")
+    ] = "full",
+    target: Annotated[str, typer.Option(help="With --passes: what to compile for; any CPU by default.")] = "",
+    as_json: Json = False,
 ) -> None:
     """Print a WIS program as assembly."""
     from wooly_wis.assembly import disassemble
     from wooly_wis.codec import decode_program
     from wooly_wis.errors import WisError
 
+    if jit not in ("exact", "full"):
+        raise _fail(ControlError(f"--jit {jit}: there are exact and full"))
+    raw = file.read_bytes()
     try:
-        print(disassemble(decode_program(file.read_bytes())), end="")
-    except WisError as e:
+        stages = [("program", disassemble(decode_program(raw)))]
+        if passes:
+            controller = connect(_settings())
+            try:
+                stages += controller.passes(raw, target, cast("JitMode", jit))
+            finally:
+                controller.close()
+    except (WisError, WoolyError) as e:
         raise _fail(e) from e
+    if as_json:
+        print(json.dumps({"stages": [{"pass": name, "text": text} for name, text in stages]}))
+    elif not passes:
+        print(stages[0][1], end="")
+    else:
+        print("\n".join([f"; {'after ' if k else ''}{name}\n{text}" for k, (name, text) in enumerate(stages)]), end="")
 
 
 @app.command()

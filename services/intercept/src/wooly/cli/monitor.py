@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from wooly_wis.messages import GpuSession, GpuState, MemoryState, SessionMemory
+from wooly_wis.messages import GpuSession, GpuState, MemoryState, SessionMemory, WorkDone
 
 from wooly.errors import WoolyError
 
@@ -18,32 +18,35 @@ EVERY_S = 1.0
 SHOWN = 30
 
 
-def print_top(console: Console, gpus: list[GpuState]) -> None:
-    """Print it once."""
-    console.print(_screen(gpus))
+Work = Mapping[str, WorkDone]
 
 
-def watch_top(console: Console, read: Callable[[], list[GpuState]]) -> None:
+def print_top(console: Console, gpus: list[GpuState], work: Work) -> None:
+    """Print it once. `work`: who did how much, per executor."""
+    console.print(_screen(gpus, work))
+
+
+def watch_top(console: Console, read: Callable[[], tuple[list[GpuState], Work]]) -> None:
     """Show it every second until Ctrl-C. A scheduler that is away for a while is waited for."""
-    with Live(_screen(read()), console=console, screen=True, auto_refresh=False) as live:
+    with Live(_screen(*read()), console=console, screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(EVERY_S)
                 try:
-                    live.update(_screen(read()), refresh=True)
+                    live.update(_screen(*read()), refresh=True)
                 except WoolyError as e:
                     live.update(Text(f"{e}\n(trying again)", style="red"), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _screen(gpus: list[GpuState]) -> RenderableType:
+def _screen(gpus: list[GpuState], work: Work) -> RenderableType:
     if not gpus:
         return Text("no GPU is followed yet: none has run anything since the scheduler knows of them")
-    return Group(*[part for gpu in gpus for part in _gpu(gpu)])
+    return Group(*[part for gpu in gpus for part in _gpu(gpu, work.get(gpu.executor_id))])
 
 
-def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
+def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
     windows = "/".join(_time(w) for w in gpu.windows_ns) or "-"
     yield Text.assemble(
         (gpu.executor_id, "bold"),
@@ -53,6 +56,8 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
     )
     if gpu.memory is not None:
         yield Text(f"  memory {memory_line(gpu.memory)}")
+    if work is not None:
+        yield Text(f"  {work_line(work)}")
     if gpu.lost:
         yield Text(f"  its journal is not followed: {gpu.lost}", style="yellow")
     if gpu.violations:
@@ -115,6 +120,20 @@ def _gpu(gpu: GpuState) -> Iterable[RenderableType]:
         yield table
     if gpu.open_sessions > SHOWN:
         yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
+
+
+def work_line(work: WorkDone) -> str:
+    """Who did which share of the instructions, and of the device's time."""
+    instructions = work.kernel_instructions, work.library_instructions, work.tier0_instructions
+    times = work.kernel_ns, work.library_ns, work.tier0_ns
+
+    def share(parts: tuple[int, ...], k: int) -> str:
+        return _percent(round(1000 * parts[k] / sum(parts))) if sum(parts) else "-"
+
+    names = "generated kernels", "library calls", "tier 0"
+    shares = [f"{name} {share(instructions, k)} ({share(times, k)} of the time)" for k, name in enumerate(names)]
+    bad = f"  {work.rejected} bad artifacts" if work.rejected else ""
+    return f"instructions: {'  '.join(shares)}{bad}"
 
 
 def _tenants(sessions: Iterable[GpuSession]) -> list[str]:

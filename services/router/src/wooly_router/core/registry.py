@@ -73,6 +73,7 @@ class Registry:
                 memory_used=s.heartbeat.memory_used,
                 utilization=s.heartbeat.utilization,
                 memory=_listed(s.heartbeat),
+                work=s.heartbeat.work,
             )
             for k, s in sorted(self._seen.items())
         )

@@ -1,0 +1,201 @@
+"""Inference of a Llama and of a BERT at tier 0, with exact plans and with full ones: time, who does how much, and the bits.
+
+A local stack with a compiler of its own, a cold cache, and for every way a process. The baseline of a time is local eager
+PyTorch, both with one thread. "First" is the first call, "steady" comes when no program is left at tier 0, or after a minute and
+a half. Shares are of the executor's counters at steady state.
+
+Run: .venv/bin/python bench/tiers.py [--json] [--only llama|bert|mlp] [--repeat N]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+JITS = ("0", "exact", "full")
+SETTLING_S = 90.0
+SHOWN = {"instructions": "instructions", "ns": "time"}
+
+
+def row(name, unit, ours, baseline, goal, *, higher_is_better=False):
+    """One result; the ratio says how many times longer than the baseline we take."""
+    ratio = ours / baseline if baseline else None
+    value = ours if ratio is None else ratio
+    ok = None if goal is None else (value >= goal if higher_is_better else value <= goal)
+    shown = {
+        k: round(v, 3) if v is not None else None
+        for k, v in {"ours": ours, "baseline": baseline, "ratio": ratio}.items()
+    }
+    return {"name": name, "unit": unit, **shown, "goal": goal, "ok": ok}
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------------
+
+
+def llama(torch):
+    """8 tokens of a Llama of 4 layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=256,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    ids = torch.randint(1000, (1, 16))
+    options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    return model, ids, lambda model, ids: model.generate(ids, **options), 8
+
+
+def bert(torch):
+    """A batch of 8 times 128 tokens through a BERT of 4 layers."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=1000, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=1024
+    )
+    model = BertModel(config).eval()
+    return model, torch.randint(1000, (8, 128)), lambda model, ids: model(ids).last_hidden_state, 1
+
+
+def mlp(torch):
+    """A wide layer with its activation and residual, in place of a model: work that kernels are for."""
+
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.scale = torch.nn.LayerNorm(1024), torch.nn.Parameter(torch.rand(1024))
+
+        def forward(self, x):
+            y = self.norm(x * self.scale + 0.5) * 2 - x
+            return torch.nn.functional.gelu(y) + torch.relu(x) * self.scale
+
+    return Wide().eval(), torch.randn(2048, 1024), lambda model, x: model(x), 1
+
+
+MODELS = {"llama": llama, "bert": bert, "mlp": mlp}
+
+
+def best(function, repeat):
+    found = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - started)
+    return min(found) * 1e3
+
+
+def child(name, repeat):
+    """One way to run one model: a line of JSON."""
+    import torch
+    from wooly import api
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, given, call, per = MODELS[name](torch)
+    with torch.inference_mode():
+        expected = call(model, given)
+        local = best(lambda: call(model, given), repeat)
+        api.enable()
+        ours, x = model.to("cuda"), given.to("cuda")
+
+        def once():
+            return call(ours, x).cpu()
+
+        first = best(once, 1)
+        answer = once()
+        deadline = time.monotonic() + SETTLING_S
+        while os.environ["WOOLYAI_JIT"] != "0" and tier0_per_call(once) and time.monotonic() < deadline:
+            once()
+        begun = work()
+        steady = best(once, repeat)
+        done = {k: v - begun[k] for k, v in work().items()}
+        same = torch.equal(once(), expected) and torch.equal(answer, expected)
+    print(json.dumps({"local": local / per, "first": first, "steady": steady / per, "work": done, "same": same}))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def work():
+    from wooly import api
+
+    return api._attached.links[0].stats()["work"]
+
+
+def tier0_per_call(call):
+    begun = work()
+    call()
+    return work()["tier0_instructions"] - begun["tier0_instructions"]
+
+
+# -- here --------------------------------------------------------------------------------------------------------------------
+
+
+def measured(name, jit, repeat, url):
+    env = os.environ | {"WOOLYAI_JIT": jit, "WOOLYAI_CONTROLLER_URL": url}
+    argv = [sys.executable, __file__, "--child", name, "--repeat", str(repeat)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def bench(name, repeat, url):
+    unit = "ms/token" if name == "llama" else "ms"
+    for jit in JITS:
+        found = measured(name, jit, repeat, url)
+        yield row(f"{name}, {jit}: steady", unit, found["steady"], found["local"], None)
+        yield row(f"{name}, {jit}: first", "ms", found["first"], None, None)
+        goal = None if jit == "full" else 1.0
+        yield row(f"{name}, {jit}: has the library's bits", "", float(found["same"]), None, goal, higher_is_better=True)
+        for what in ("instructions", "ns"):
+            total = sum(found["work"][f"{who}_{what}"] for who in ("kernel", "library", "tier0")) or 1
+            for who in ("kernel", "library", "tier0"):
+                goal = 2.0 if (who, what) == ("tier0", "instructions") and jit != "0" and name != "mlp" else None
+                share = 100 * found["work"][f"{who}_{what}"] / total
+                yield row(f"{name}, {jit}: {who}, share of {SHOWN[what]}", "%", share, None, goal)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--only", choices=MODELS)
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--child", choices=MODELS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.child, args.repeat)
+    from wooly_local.stack import start_stack
+
+    os.environ["OMP_NUM_THREADS"] = "1"
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="wooly-bench-") as folder:
+        os.environ["WOOLY_COMPILER_STATE_DIR"] = str(Path(folder) / "compiler")
+        stack = start_stack(Path(folder) / "stack")
+        try:
+            for name in MODELS:
+                if args.only in (None, name):
+                    rows += bench(name, args.repeat, stack.nats_url)
+        finally:
+            stack.stop()
+    if args.json:
+        print(json.dumps(rows))
+        return
+    table = Table("name", "unit", "ours", "local", "ratio", "goal", "ok")
+    for r in rows:
+        table.add_row(
+            *["" if r[k] is None else str(r[k]) for k in ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")]
+        )
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,458 @@
+"""What an executor runs instead of a program: steps in order, each a generated kernel or an instruction for the library.
+
+A plan keeps the program's slots and params, so a run binds it as it would the program. The compiler makes plans and the executor
+takes them; both hold them to the laws here. An executor does so before it uses one, for a plan comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+from wooly_wis.assembly import disassemble
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import PlanError, VerifyError
+from wooly_wis.kernel import laws
+from wooly_wis.kernel.ir import Kernel
+from wooly_wis.kernel.text import digest
+from wooly_wis.program import Form, Instruction, ParamKind, Program, Role, View
+from wooly_wis.verifier import ProgramFacts, Verifier
+
+#: Stands for a slot where a kernel is given a word of the run, an i32 that is 0 at first. A kernel that finds an index out of
+#: range writes there which line of its step complains, counted from 1.
+STATUS: Final = -1
+
+#: The dtype as which a kernel is given a param.
+PARAM_DTYPE: Mapping[ParamKind, DType] = {
+    ParamKind.F64: DType.F64,
+    ParamKind.I64: DType.I64,
+    ParamKind.BOOL: DType.BOOL,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One operand of a line."""
+
+    slot: int
+    view: View | None
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An instruction that computes.
+
+    Attributes:
+        form: what it does.
+        slots: on which slots.
+        first_param: where its params begin among those of the run.
+        origin: the index in the program of the instruction that it is, or is a part of.
+        part: which part.
+    """
+
+    form: Form
+    slots: tuple[int, ...]
+    first_param: int
+    origin: int
+    part: int = 0
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """Its operands."""
+        return tuple([Access(s, o.view, o.role) for s, o in zip(self.slots, self.form.operands, strict=True)])
+
+    def reads(self) -> list[Access]:
+        """What it reads."""
+        return [a for a in self.accesses if a.role is not Role.OUT]
+
+    def writes(self) -> list[Access]:
+        """What it writes."""
+        return [a for a in self.accesses if a.role is not Role.IN]
+
+
+def conflicts(first: Line, second: Line) -> bool:
+    """Whether two lines must stay in order: one writes a slot that the other uses."""
+    a, b = {x.slot for x in first.writes()}, {x.slot for x in second.writes()}
+    return bool(a & set(second.slots)) or bool(b & set(first.slots))
+
+
+def line_text(line: Line) -> str:
+    """A line as the assembly writes it."""
+    return disassemble(Program((line.form,), (Instruction(0, line.slots),))).split("\n")[1]
+
+
+@dataclass(frozen=True, slots=True)
+class AllocStep:
+    """Memory for a slot. `zero`: somebody may read what no step writes."""
+
+    slot: int
+    nbytes: int
+    zero: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FreeStep:
+    """A slot ends."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class KernelStep:
+    """Run a kernel.
+
+    Attributes:
+        slots: per array of the kernel, the slot whose first bytes it is, or `STATUS`.
+        params: per scalar of the kernel, its index among the run's params.
+        lines: the instructions that it does, in the program's order.
+    """
+
+    kernel: Kernel
+    slots: tuple[int, ...]
+    params: tuple[int, ...]
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryStep:
+    """Run an instruction through the device's library. `why`: why there is no kernel for it."""
+
+    line: Line
+    why: str
+
+
+Step = AllocStep | FreeStep | KernelStep | LibraryStep
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled program.
+
+    Attributes:
+        program: where it came from.
+        facts: what its verifier found.
+        steps: what to do, in order.
+        removed: per instruction that nothing does, why.
+        temporaries: slots whose bytes never exist: their values stay within a kernel.
+        assumed: params that the kernels were made for, with their values; a run with others needs another plan.
+    """
+
+    program: Program
+    facts: ProgramFacts
+    steps: tuple[Step, ...]
+    removed: Mapping[int, str]
+    temporaries: frozenset[int]
+    assumed: Mapping[int, Any] = field(default_factory=dict)
+
+    def fits(self, params: Sequence[Any]) -> bool:
+        """Whether the plan is for a run with these params."""
+        return all(params[k] == v for k, v in self.assumed.items())
+
+    @cached_property
+    def kernels(self) -> tuple[Kernel, ...]:
+        """The different kernels, in the order of first use."""
+        found: dict[bytes, Kernel] = {}
+        for s in self.steps:
+            if isinstance(s, KernelStep):
+                found.setdefault(digest(s.kernel), s.kernel)
+        return tuple(found.values())
+
+    def share(self) -> float:
+        """The part of the computing instructions that generated kernels do (those removed count as done by them)."""
+        by_library = sum(isinstance(s, LibraryStep) for s in self.steps)
+        total = len(self.removed) + by_library + sum(len(s.lines) for s in self.steps if isinstance(s, KernelStep))
+        return 1 - by_library / total if total else 1.0
+
+
+def text(plan: Plan) -> str:
+    """One line per step; kernels by their names, with the instructions that they do."""
+    shown: list[str] = []
+    for s in plan.steps:
+        match s:
+            case AllocStep():
+                shown.append(f"alloc %{s.slot} {s.nbytes} bytes{', zero' if s.zero else ''}")
+            case FreeStep():
+                shown.append(f"free %{s.slot}")
+            case KernelStep():
+                arrays = ", ".join(f"{a.name}=%{slot}" for a, slot in zip(s.kernel.arrays, s.slots, strict=True))
+                scalars = "".join(f", {p.name}=${at}" for p, at in zip(s.kernel.scalars, s.params, strict=True))
+                shown.append(f"kernel {s.kernel.name} {digest(s.kernel).hex()[:12]} ({arrays}{scalars})")
+                shown += [f"    {line.origin:5}  {line_text(line)}" for line in s.lines]
+            case LibraryStep():
+                shown.append(f"library ({s.why})")
+                shown.append(f"    {s.line.origin:5}  {line_text(s.line)}")
+    shown += [f"removed {k}: {why}" for k, why in sorted(plan.removed.items())]
+    if plan.temporaries:
+        shown.append("never in memory: " + ", ".join(f"%{s}" for s in sorted(plan.temporaries)))
+    return "\n".join(shown) + "\n"
+
+
+# -- laws ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlanLaw:
+    """A law of plans."""
+
+    name: str
+    says: str
+    check: Callable[[Plan], str | None]
+
+
+def _done(step: Step) -> tuple[Line, ...]:
+    return step.lines if isinstance(step, KernelStep) else (step.line,) if isinstance(step, LibraryStep) else ()
+
+
+def _opcode(plan: Plan, instruction: int) -> str:
+    return plan.program.forms[plan.program.body[instruction].form].opcode
+
+
+def _covers(plan: Plan) -> str | None:
+    parts: dict[int, list[int]] = {}
+    for step in plan.steps:
+        for line in _done(step):
+            parts.setdefault(line.origin, []).append(line.part)
+    for k in range(len(plan.program.body)):
+        found = sorted(parts.pop(k, ()))
+        if _opcode(plan, k) in ("alloc", "free"):
+            if found:
+                return f"instruction {k} is done, though it is about memory"
+        elif k in plan.removed:  # or some parts of it
+            if len(set(found)) != len(found):
+                return f"a part of instruction {k} is done twice"
+        elif not found:
+            return f"instruction {k} is not done"
+        elif found != list(range(len(found))):
+            return f"a part of instruction {k} is done twice, or not at all"
+    return f"there is no instruction {min(parts)}" if parts else None
+
+
+def _lines(plan: Plan) -> str | None:
+    program, facts, kinds = plan.program, plan.facts, plan.program.param_kinds
+    verifier = Verifier()
+    for step in plan.steps:
+        for line in _done(step):
+            instruction = program.body[line.origin]
+            form = program.forms[instruction.form]
+            where = f"instruction {line.origin}"
+            try:
+                ends = verifier.verify_form(line.form)
+            except VerifyError as e:
+                return f"{where} is done as what is no instruction: {e}"
+            if len(line.slots) != len(ends) or any(not 0 <= s < len(facts.slot_bytes) for s in line.slots):
+                return f"{where} is done on slots that there are not"
+            for slot, end in zip(line.slots, ends, strict=True):
+                if end > _nbytes(facts, slot):
+                    return f"{where} reaches byte {end} of slot {slot}"
+            if line.form.opcode in ("alloc", "free"):
+                return f"{where} is done as {line.form.opcode}"
+            if line.form.opcode == "extern" and line.form.attr("name") != form.attr("name"):
+                return f"{where} is done as another call of the library"
+            if kinds[line.first_param : line.first_param + len(line.form.params)] != line.form.params:
+                return f"{where} is given params of other kinds"
+            may = {s for s, o in zip(instruction.slots, form.operands, strict=True) if o.role is not Role.IN}
+            if not {a.slot for a in line.writes()} <= may:
+                return f"{where} would write what it does not write"
+    return None
+
+
+def _nbytes(facts: ProgramFacts, slot: int) -> int:
+    """The least that a slot has."""
+    have = facts.slot_alloc[slot]
+    return facts.slot_bytes[slot] if have is None else have
+
+
+def _ordered(plan: Plan) -> str | None:
+    done = [(k, line) for k, s in enumerate(plan.steps) for line in _done(s)]
+    by_slot: dict[int, list[tuple[int, Line]]] = {}
+    for k, line in done:
+        for slot in set(line.slots):
+            by_slot.setdefault(slot, []).append((k, line))
+    for slot, users in by_slot.items():
+        latest: tuple[int, Line] | None = None
+        reads: tuple[int, Line] | None = None
+        for k, line in sorted(users, key=lambda u: u[1].origin):
+            writing = any(a.slot == slot and a.role is not Role.IN for a in line.accesses)
+            for before in (latest, reads if writing else None):
+                if before is not None and before[0] > k and conflicts(before[1], line):
+                    return f"instruction {line.origin} runs before instruction {before[1].origin}, which it depends on"
+            if writing:
+                latest = (k, line) if latest is None or k >= latest[0] else latest
+            else:
+                reads = (k, line) if reads is None or k >= reads[0] else reads
+    return None
+
+
+def _memory(plan: Plan) -> str | None:
+    facts = plan.facts
+    allocs = {s for s, n in enumerate(facts.slot_alloc) if n is not None}
+    frees = {s for s, gone in enumerate(facts.slot_freed) if gone}
+    live = {s for s in range(len(facts.slot_bytes)) if s not in allocs}
+    made: set[int] = set()
+    unwritten: set[int] = set()
+    for step in plan.steps:
+        match step:
+            case AllocStep():
+                if step.slot not in allocs or step.slot in made or step.nbytes != facts.slot_alloc[step.slot]:
+                    return f"slot {step.slot} is not allocated as the program does"
+                live.add(step.slot)
+                made.add(step.slot)
+                if not step.zero:
+                    unwritten.add(step.slot)
+            case FreeStep():
+                if step.slot not in frees or step.slot not in live:
+                    return f"slot {step.slot} is freed, which the program does not do or not here"
+                live.discard(step.slot)
+            case KernelStep() | LibraryStep():
+                slots = set(step.slots) - {STATUS} if isinstance(step, KernelStep) else set(step.line.slots)
+                unsized = {a.slot for line in _done(step) for a in line.accesses if a.view is None}
+                missing = slots - live - unsized
+                live |= unsized
+                if missing:
+                    return f"instruction {_done(step)[0].origin} uses slot {min(missing)}, which has no memory"
+                for slot in slots & unwritten:
+                    if not fills(step, slot, facts.slot_alloc[slot] or 0):
+                        return f"slot {slot} is not zeroed, and its first user does not fill it"
+                unwritten -= slots
+    if live & allocs != allocs - frees or frees - allocs & live or unwritten & live:
+        return "the slots that are left are not the program's"
+    return None
+
+
+def fills(step: Step, slot: int, nbytes: int) -> bool:
+    """Whether a step, the first to touch a slot, writes all of it: at once, or as parts of one instruction, side by side."""
+    users = [(line, a) for line in _done(step) for a in line.accesses if a.slot == slot]
+    first = users[0][0].origin if users else None
+    views: list[View] = []
+    for line, a in users:
+        if line.origin != first or a.role is not Role.OUT or a.view is None:
+            break
+        views.append(a.view)
+    whole = _side_by_side(views)
+    return whole is not None and whole.offset == 0 and _dense(whole) and whole.numel * whole.dtype.itemsize == nbytes
+
+
+def _side_by_side(views: Sequence[View]) -> View | None:
+    """The view of what some views see together, if each goes on along one dimension where the one before it ends."""
+    if not views:
+        return None
+    first, sizes = views[0], list(views[0].sizes)
+    along = next((d for v in views[1:] for d, (m, n) in enumerate(zip(sizes, v.sizes, strict=False)) if m != n), None)
+    for v in views[1:]:
+        if (v.dtype, v.strides) != (first.dtype, first.strides):
+            return None
+        if along is None:  # all of one size: the second says along which they lie
+            step = (v.offset - first.offset) // first.dtype.itemsize
+            along = next((d for d, (n, s) in enumerate(zip(sizes, v.strides, strict=True)) if n * s == step), None)
+        if along is None or v.offset != first.offset + sizes[along] * first.strides[along] * first.dtype.itemsize:
+            return None
+        if any(m != n for d, (m, n) in enumerate(zip(sizes, v.sizes, strict=True)) if d != along):
+            return None
+        sizes[along] += v.sizes[along]
+    return View(first.dtype, tuple(sizes), first.strides, first.offset)
+
+
+def _dense(view: View) -> bool:
+    """Whether a view sees each element of a stretch of memory once."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(view.sizes, view.strides, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _bounds(plan: Plan) -> str | None:
+    kinds = plan.program.param_kinds
+    for step in plan.steps:
+        if not isinstance(step, KernelStep):
+            continue
+        kernel = step.kernel
+        if not step.lines or len(step.slots) != len(kernel.arrays) or len(step.params) != len(kernel.scalars):
+            return f"kernel {kernel.name} is given too little or too much"
+        for a, slot in zip(kernel.arrays, step.slots, strict=True):
+            if slot == STATUS:
+                if a.numel != 1 or a.dtype is not DType.I32:
+                    return f"kernel {kernel.name} takes more than a word for its status"
+                continue
+            if not 0 <= slot < len(plan.facts.slot_bytes) or a.numel * a.dtype.itemsize > _nbytes(plan.facts, slot):
+                return f"kernel {kernel.name} reaches beyond slot {slot}"
+        for s, at in zip(kernel.scalars, step.params, strict=True):
+            if not 0 <= at < len(kinds) or PARAM_DTYPE.get(kinds[at]) is not s.dtype:
+                return f"kernel {kernel.name} is given param {at} as {s.dtype.label}"
+        may = {STATUS} | {a.slot for line in step.lines for a in line.writes()}
+        if any(a.role is not Role.IN and slot not in may for a, slot in zip(kernel.arrays, step.slots, strict=True)):
+            return f"kernel {kernel.name} writes what its instructions do not write"
+    return None
+
+
+def _peak(plan: Plan) -> str | None:
+    facts, program = plan.facts, plan.program
+    held = most = 0
+    for i in program.body:
+        opcode = program.forms[i.form].opcode
+        if opcode == "alloc":
+            held += facts.slot_alloc[i.slots[0]] or 0
+            most = max(most, held)
+        elif opcode == "free":
+            held -= facts.slot_alloc[i.slots[0]] or 0
+    held = peak = 0
+    for step in plan.steps:
+        if isinstance(step, AllocStep):
+            held += step.nbytes
+            peak = max(peak, held)
+        elif isinstance(step, FreeStep):
+            held -= facts.slot_alloc[step.slot] or 0
+    return f"it holds {peak} bytes at a time, the program {most}" if peak > most else None
+
+
+def _overlap(plan: Plan) -> str | None:
+    for step in plan.steps:
+        if isinstance(step, KernelStep):
+            written = {s for a, s in zip(step.kernel.arrays, step.slots, strict=True) if a.role is not Role.IN}
+            for slot in written:
+                if step.slots.count(slot) > 1:
+                    return f"kernel {step.kernel.name} is given slot {slot} twice and writes it"
+    return None
+
+
+def _kernels(plan: Plan) -> str | None:
+    for kernel in plan.kernels:
+        try:
+            laws.verify(kernel)
+        except laws.KernelError as e:
+            return f"kernel {kernel.name}: {e}"
+    return None
+
+
+def _assumed(plan: Plan) -> str | None:
+    wrong = [k for k in plan.assumed if not 0 <= k < len(plan.program.param_kinds)]
+    return f"there is no param {wrong[0]}" if wrong else None
+
+
+PLAN_LAWS: tuple[PlanLaw, ...] = (
+    PlanLaw("covers", "Every instruction that computes is removed for a reason, or all its parts are done, once.", _covers),
+    PlanLaw("lines", "A line is an instruction within its slots, and writes only what the program's instruction does.", _lines),
+    PlanLaw("order", "What depends on an instruction runs in its step or later.", _ordered),
+    PlanLaw("bounds", "A kernel reaches no further than its slots, and writes only what its lines write.", _bounds),
+    PlanLaw("memory", "Slots have memory while they are used, begin clean, and what is left are the program's results.", _memory),
+    PlanLaw("peak", "A plan holds no more memory at a time than its program, which is what sessions have room for.", _peak),
+    PlanLaw("overlap", "A kernel is not given a slot twice that it writes.", _overlap),
+    PlanLaw("kernels", "Every kernel obeys the laws of kernel IR.", _kernels),
+    PlanLaw("assumed", "What a plan assumes are params of a run.", _assumed),
+)  # fmt: skip
+
+
+def verify(plan: Plan) -> None:
+    """Check a plan.
+
+    Raises:
+        PlanError: names the law.
+    """
+    for law in PLAN_LAWS:
+        complaint = law.check(plan)
+        if complaint is not None:
+            raise PlanError(complaint, law=law.name)

@@ -1,0 +1,15 @@
+"""`python -m wooly_compiler`: the compiler's process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.nice(
+    10
+)  # compiling is for later, what runs is for now; and importing is most of what is done where nothing is compiled
+
+from wooly_compiler.app import main  # noqa: E402
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Answers for artifacts: from disk, from the bucket, or made by a worker; each is made once however many ask."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import hashlib
+import json
+import logging
+import zlib
+from pathlib import Path
+from typing import Any
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.errors import RefusedError
+from wooly_bus.streams import StreamError
+from wooly_wis.artifact import DIGEST_SIZE, Key
+from wooly_wis.codec import digest
+from wooly_wis.errors import WisError
+from wooly_wis.messages import (
+    CompileProgramReply,
+    CompileProgramRequest,
+    ExplainProgramReply,
+    ExplainProgramRequest,
+)
+
+from wooly_compiler.build.worker import Limits, WorkerProcess
+from wooly_compiler.errors import CompilerError
+from wooly_compiler.settings import CompilerSettings
+from wooly_compiler.version import version
+
+log = logging.getLogger("wooly.compiler")
+QUEUE = "compiler"
+KEPT_S = 14 * 86400.0
+KEPT_BYTES = 8 << 30
+#: Refusals remembered: the same program is refused again without another try.
+REFUSALS = 4096
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except binascii.Error as e:
+        raise RefusedError("compiler.request", f"the program is no base64: {e}") from e
+
+
+class CompilerActor:
+    """Owns the workers. Connect it with `serve_families` once NATS is there.
+
+    Args:
+        settings: where things are kept, what compiling may take.
+        app: the service's connection.
+    """
+
+    def __init__(self, settings: CompilerSettings, app: ServiceApp) -> None:
+        self._settings = settings
+        self._app = app
+        self._dir = settings.state_dir / "artifacts"
+        limits = Limits(settings.build_s, settings.build_memory)
+        self._workers: asyncio.Queue[WorkerProcess] = asyncio.Queue()
+        for _ in range(settings.workers):
+            self._workers.put_nowait(WorkerProcess(limits, "wooly_compiler.worker", (str(settings.state_dir),)))
+        self._making: dict[str, asyncio.Task[None]] = {}
+        self._refused: dict[str, str] = {}
+        self._blobs: BlobStore | None = None
+
+    async def families(self) -> list[str]:
+        """For which targets code can be built here; asks a worker."""
+        found: list[str] = json.loads(await self._ask({"what": "targets"}, "any target", "nothing"))
+        return found
+
+    def serve(self, families: list[str]) -> None:
+        """Listen, before the app runs."""
+        for family in families:
+            subject = subjects.compiler_program_compile(family)
+            self._app.serve(subject, CompileProgramRequest, self.on_compile_program, queue=QUEUE)
+        self._app.serve(subjects.COMPILER_PROGRAM_EXPLAIN, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
+
+    async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
+        """See that there is an artifact."""
+        raw = _bytes(request.program)
+        decided = tuple([(k, bytes.fromhex(w)) for k, w in request.decided])
+        key = Key(digest(raw), request.target, request.mode, decided)
+        mine = version()
+        name = key.name(mine)
+        if name in self._refused:
+            raise RefusedError("compiler.refused", self._refused[name])
+        task = self._making.get(name)
+        if task is None:
+            work = self._make(raw, key, name, anew=request.rejected == mine)
+            task = self._making[name] = asyncio.create_task(work)
+            task.add_done_callback(lambda _: self._making.pop(name, None))
+        done, _ = await asyncio.wait((task,), timeout=self._settings.patience_s)
+        if not done:
+            return CompileProgramReply(state="building", compiler=mine)
+        try:
+            task.result()
+        except WisError as e:
+            raise RefusedError("compiler.refused", str(e)[:4000]) from e
+        return CompileProgramReply(state="ready", compiler=mine, name=name)
+
+    async def on_explain_program(self, request: ExplainProgramRequest) -> ExplainProgramReply:
+        """The text after every pass."""
+        what = {
+            "what": "passes",
+            "program": _bytes(request.program).hex(),
+            "target": request.target,
+            "mode": request.mode,
+            "decided": request.decided,
+        }
+        try:
+            found = await self._ask(what, request.target or "any CPU", "a program to be explained")
+        except WisError as e:
+            raise RefusedError("compiler.refused", str(e)[:4000]) from e
+        packed = base64.b64encode(zlib.compress(found, 9)).decode()
+        if len(packed) > 900_000:
+            raise RefusedError("compiler.too_large", f"the text after every pass has {len(found):,} bytes")
+        return ExplainProgramReply(compiler=version(), stages=packed)
+
+    async def stop(self) -> None:
+        """End the workers."""
+        for task in list(self._making.values()):
+            task.cancel()
+        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        while not self._workers.empty():
+            self._workers.get_nowait().close()
+
+    # -- work --------------------------------------------------------------------------------------------------------
+
+    async def _make(self, raw: bytes, key: Key, name: str, *, anew: bool) -> None:
+        """Have the artifact in the bucket.
+
+        Raises:
+            WisError: it cannot be made.
+        """
+        path = self._dir / name
+        blobs = self._store()
+        if not anew:
+            if await self._stored(blobs, name) is not None:
+                return
+            made = await asyncio.to_thread(_read, path)
+            if made is not None:
+                await self._put(blobs, name, made)
+                return
+        request = {
+            "what": "artifact",
+            "program": raw.hex(),
+            "digest": key.program.hex(),
+            "target": key.target,
+            "mode": key.mode,
+            "decided": [[k, w.hex()] for k, w in key.decided],
+            "compiler": version(),
+        }
+        what = f"program {key.program.hex()[:16]}"
+        try:
+            made = await self._ask(request, key.target, what)
+        except WisError as e:
+            log.warning("%s for %s: %s", what, key.target, e)
+            if len(self._refused) >= REFUSALS:
+                self._refused.pop(next(iter(self._refused)))
+            self._refused[name] = str(e)[:4000]
+            raise
+        log.info("%s for %s (%s): %d bytes", what, key.target, key.mode, len(made))
+        await asyncio.to_thread(_write, path, made)
+        await self._put(blobs, name, made)
+
+    def _store(self) -> BlobStore:
+        if self._blobs is None:
+            js = self._app.jetstream()
+            self._blobs = BlobStore(js, ARTIFACTS, max_age_s=KEPT_S, max_bytes=KEPT_BYTES)
+        return self._blobs
+
+    async def _stored(self, blobs: BlobStore, name: str) -> bytes | None:
+        with contextlib.suppress(StreamError):
+            found = await blobs.get(name)
+            if found is not None and whole(found):
+                return found
+        return None
+
+    async def _put(self, blobs: BlobStore, name: str, data: bytes) -> None:
+        try:
+            await blobs.put(name, data)
+        except StreamError as e:
+            raise CompilerError(f"the artifact cannot be handed over: {e}") from e
+
+    async def _ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
+        worker = await self._workers.get()
+        asking = asyncio.ensure_future(asyncio.to_thread(worker.ask, request, target, what))
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            worker.close()  # a compiler that nobody waits for ends now
+            await asyncio.wait((asking,))
+            raise
+        finally:
+            self._workers.put_nowait(worker)
+
+
+def whole(data: bytes) -> bool:
+    """Whether all of an artifact is there: its last bytes are the digest of those before."""
+    return len(data) > DIGEST_SIZE and digest(data[:-DIGEST_SIZE]) == data[-DIGEST_SIZE:]
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return data if whole(data) else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{hashlib.blake2b(data, digest_size=4).hexdigest()}.part")
+    part.write_bytes(data)
+    part.rename(path)

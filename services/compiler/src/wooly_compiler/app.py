@@ -1,0 +1,51 @@
+"""Wires the compiler's process: settings, NATS, workers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pydantic import ValidationError
+from wooly_bus.app import ServiceApp, until_signalled
+from wooly_bus.errors import BusError
+from wooly_bus.tracing import setup_tracing
+
+from wooly_compiler.actor import CompilerActor
+from wooly_compiler.errors import CompilerError
+from wooly_compiler.settings import CompilerSettings
+from wooly_compiler.version import version
+
+log = logging.getLogger("wooly.compiler")
+
+
+async def serve(settings: CompilerSettings) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        BusConnectError: NATS does not answer.
+        CompilerError: the worker does not.
+    """
+    app = ServiceApp("compiler", settings.nats_url)
+    actor = CompilerActor(settings, app)
+    try:
+        families = await actor.families()
+        actor.serve(families)
+        async with app.running():
+            log.info("compiler %s builds for %s", version(), ", ".join(families) or "nothing: no driver is installed")
+            await until_signalled()
+    finally:
+        await actor.stop()
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = CompilerSettings()
+        setup_tracing("compiler")
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        asyncio.run(serve(settings))
+    except (BusError, CompilerError, ValidationError, OSError) as e:
+        log.error("the compiler ends: %s", e)
+        return 1
+    return 0

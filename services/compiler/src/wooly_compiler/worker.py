@@ -1,0 +1,48 @@
+"""The process that compiles programs, with limits: what a program or a vendor's compiler does to it ends there.
+
+    python -m wooly_compiler.worker BYTES CACHE
+
+A request is one of `artifact` (its answer is the artifact), `passes` (the text after every pass) and `targets` (what can be
+built here).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from wooly_wis.artifact import Key, decided_values
+from wooly_wis.codec import decode_program
+from wooly_wis.verifier import verify_program
+
+from wooly_compiler.build.worker import serve
+
+
+def answer(request: dict[str, Any]) -> bytes:
+    """What a request asks for."""
+    from wooly_compiler import artifacts
+    from wooly_compiler.pipeline import Trace
+
+    if request["what"] == "targets":
+        return json.dumps(artifacts.families()).encode()
+    raw = bytes.fromhex(request["program"])
+    decided = tuple([(int(k), bytes.fromhex(w)) for k, w in request["decided"]])
+    if request["what"] == "passes":
+        program = decode_program(raw)
+        verify_program(program)
+        trace = Trace()
+        target = request["target"] or artifacts.ANY_CPU
+        known = decided_values(program, decided) if decided else None
+        artifacts.plan_of(program, target, request["mode"], known, trace)
+        return json.dumps(trace.stages).encode()
+    key = Key(bytes.fromhex(request["digest"]), request["target"], request["mode"], decided)
+    return artifacts.make(raw, key, request["compiler"], Path(sys.argv[2]) / "kernels")
+
+
+if __name__ == "__main__":
+    from wooly_compiler.build import pocl
+
+    pocl.prepare(Path(sys.argv[2]) / "pocl")
+    serve(int(sys.argv[1]), answer)

@@ -1,0 +1,186 @@
+"""The compiler as a service, with a real NATS and real workers: asked, asked at once by many, crashed, refused, explained."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import zlib
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.errors import NoResponderError, RefusedError
+from wooly_compiler.actor import CompilerActor, whole
+from wooly_compiler.build import pocl
+from wooly_compiler.settings import CompilerSettings
+from wooly_compiler.version import version
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_testkit.tape import Tape
+from wooly_wis.artifact import decode_artifact, family, key_of
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.messages import (
+    CompileProgramReply,
+    CompileProgramRequest,
+    ExplainProgramReply,
+    ExplainProgramRequest,
+)
+from wooly_wis.plan import KernelStep
+from wooly_wis.verifier import verify_program
+
+pytestmark = pytest.mark.connected
+F32 = DType.F32
+
+
+@pytest.fixture
+def nats():
+    with start_nats_server() as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def service(url, folder, **settings):
+    app = ServiceApp("compiler", url)
+    actor = CompilerActor(CompilerSettings(nats_url=url, state_dir=folder, **settings), app)
+    actor.serve(await actor.families())
+    try:
+        async with app.running():
+            yield actor
+    finally:
+        await actor.stop()
+
+
+@contextlib.asynccontextmanager
+async def client(url):
+    async with ServiceApp("test", url).running() as app:
+        yield app
+
+
+def program(n=1 << 17, exponent=2.0):
+    t = Tape()
+    x, w = t.input(F32, n), t.input(F32, n)
+    t.op("pow", t.op("mul", x, w), exponent)
+    return t.program()[0], t.params
+
+
+def request(found, mode="exact", target=None, **more):
+    made, params = found
+    key = key_of(made, target or pocl.target(1), mode, params)
+    raw = base64.b64encode(encode_program(made)).decode()
+    decided = tuple([(k, w.hex()) for k, w in key.decided])
+    return CompileProgramRequest(program=raw, target=key.target, mode=mode, decided=decided, **more), key
+
+
+async def ask(app, message):
+    subject = subjects.compiler_program_compile(family(message.target))
+    return await app.request(subject, message, CompileProgramReply, timeout=60)
+
+
+async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(nats, tmp_path):
+    found = program()
+    message, key = request(found)
+    async with service(nats, tmp_path), client(nats) as app:
+        reply = await ask(app, message)
+        assert (reply.state, reply.compiler, reply.name) == ("ready", version(), key.name(version()))
+        data = await BlobStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(reply.name)
+    artifact = decode_artifact(data, key, version(), found[0], verify_program(found[0]))
+    (step,) = [s for s in artifact.plan.steps if isinstance(s, KernelStep)]
+    assert len(step.lines) == 2 and artifact.plan.assumed == {0: 2.0}
+
+
+async def test_many_who_ask_at_once_get_one_artifact(nats, tmp_path):
+    message, _ = request(program())
+    async with service(nats, tmp_path) as actor, client(nats) as app:
+        asked = []
+        real = actor._ask
+
+        async def counted(*args):
+            asked.append(args)
+            return await real(*args)
+
+        actor._ask = counted
+        replies = await asyncio.gather(*[ask(app, message) for _ in range(8)])
+        assert {r.name for r in replies} == {replies[0].name} and len(asked) == 1
+        assert (await ask(app, message)).name == replies[0].name and len(asked) == 1
+        anew = message.model_copy(update={"rejected": version()})
+        assert (await ask(app, anew)).state == "ready" and len(asked) == 2  # somebody found it bad
+
+
+async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone(nats, tmp_path):
+    message, _ = request(program())
+    async with service(nats, tmp_path), client(nats) as app:
+        name = (await ask(app, message)).name
+    with start_nats_server() as other:
+        async with service(other, tmp_path) as actor, client(other) as app:
+            actor._ask = None  # no worker is asked
+            assert (await ask(app, message)).name == name
+            store = BlobStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
+            assert whole(await store.get(name))
+            assert await store.get("nothing") is None
+
+
+async def test_slow_compiler_says_that_it_is_at_work(nats, tmp_path):
+    message, _ = request(program())
+    async with service(nats, tmp_path, patience_s=0.1), client(nats) as app:
+        assert (await ask(app, message)).state == "building"
+        while (reply := await ask(app, message)).state == "building":
+            await asyncio.sleep(0.1)
+        assert reply.state == "ready"
+
+
+async def test_program_that_breaks_a_law_is_refused_and_refused_again(nats, tmp_path):
+    message, _ = request(program())
+    bad = message.model_copy(update={"program": base64.b64encode(b"no program").decode()})
+    other = message.model_copy(update={"decided": ((5, bytes(8).hex()),)})
+    async with service(nats, tmp_path), client(nats) as app:
+        for wrong in (bad, bad, other):
+            with pytest.raises(RefusedError) as caught:
+                await ask(app, wrong)
+            assert caught.value.code == "compiler.refused"
+        assert (await ask(app, message)).state == "ready"
+
+
+async def test_target_of_another_driver_finds_nobody(nats, tmp_path):
+    message, _ = request(program(), target="opencl:000000000000-x1")
+    async with service(nats, tmp_path), client(nats) as app:
+        with pytest.raises(NoResponderError):
+            await ask(app, message)
+
+
+async def test_compiling_that_takes_too_long_is_one_programs_error(nats, tmp_path):
+    slow, _ = request(program())
+    async with service(nats, tmp_path, build_s=20.0) as actor, client(nats) as app:
+        actor._workers._queue[0]._limits = type(actor._workers._queue[0]._limits)(0.01, 16 << 30)
+        with pytest.raises(RefusedError, match=r"took more than 0\.01 s on program"):
+            await ask(app, slow)
+        actor._workers._queue[0]._limits = type(actor._workers._queue[0]._limits)(60, 16 << 30)
+        assert (await ask(app, request(program(n=1 << 18))[0])).state == "ready"
+
+
+async def test_worker_that_is_killed_is_one_programs_error(nats, tmp_path):
+    async with service(nats, tmp_path) as actor, client(nats) as app:
+        worker = actor._workers._queue[0]
+        asking = asyncio.create_task(ask(app, request(program())[0]))
+        while actor._workers.qsize():
+            await asyncio.sleep(0.001)
+        worker._process.kill()
+        with pytest.raises(RefusedError, match=r"crashed \(exit -9\) on program"):
+            await asking
+        assert (await ask(app, request(program(n=1 << 18))[0])).state == "ready"
+
+
+async def test_every_pass_is_explained(nats, tmp_path):
+    made, _ = program()
+    raw = base64.b64encode(encode_program(made)).decode()
+    async with service(nats, tmp_path), client(nats) as app:
+        reply = await app.request(
+            subjects.COMPILER_PROGRAM_EXPLAIN,
+            ExplainProgramRequest(program=raw, mode="exact"),
+            ExplainProgramReply,
+            timeout=60,
+        )
+    stages = json.loads(zlib.decompress(base64.b64decode(reply.stages)))
+    names = [name for name, _ in stages]
+    assert names == ["resolve-views", "expand", "remove-redundant", "remove-dead", "fuse", "weigh", "lower"]
+    assert "powers are the library's" in stages[-1][1]  # of an exponent that nobody named

@@ -1,0 +1,296 @@
+"""Gets plans: from disk, or by asking the compilers over NATS; checked and loaded off the device's thread.
+
+Artifacts are kept in a folder under the name of their key. With no compiler in reach, those of the one last heard of are used.
+What is not there is asked for again later, and tier 0 goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.streams import StreamError
+from wooly_wis.artifact import Artifact, Key, decode_artifact, family
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.errors import WisError
+from wooly_wis.messages import ArtifactRejected, CompileProgramReply, CompileProgramRequest
+from wooly_wis.program import Program
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.errors import ExecutorError
+from wooly_executor.runtime.torch_cpu import PreparedProgram
+from wooly_executor.tiers import Wanted
+
+log = logging.getLogger("wooly.executor")
+#: Programs that are asked for at the same time.
+AT_ONCE = 4
+#: Seconds before a compiler that was away is asked again, at first and at last.
+PAUSES_S = (1.0, 30.0)
+#: Requests without an answer after which a session of mode `full` waits no longer.
+PATIENCE = 3
+#: Bytes of programs that are asked for: what fits a message.
+LARGEST = 640 << 10
+#: Bytes of artifacts kept on disk; the oldest go first.
+DISK_BYTES = 4 << 30
+_VERSION = "compiler"
+
+
+class Loads(Protocol):
+    """A runtime that runs plans."""
+
+    def target(self) -> str:
+        """What code must be built for."""
+        ...
+
+    def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
+        """A program as its plan's steps."""
+        ...
+
+
+class BadArtifactError(ExecutorError):
+    """What a compiler made cannot be used."""
+
+    code = "executor.bad_artifact"
+
+
+class ArtifactCache:
+    """Artifacts on disk. What cannot be read is as if it were not there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = 0
+
+    def read(self, name: str) -> bytes | None:
+        """An artifact's bytes."""
+        try:
+            return (self._folder / name).read_bytes()
+        except OSError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep an artifact's bytes, in one step."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = self._folder / f"{name}.{id(data):x}.part"
+            part.write_bytes(data)
+            part.rename(self._folder / name)
+        except OSError as e:
+            log.warning("an artifact is not kept: %s", e)
+            return
+        self._written += len(data)
+        if self._written > DISK_BYTES // 16:
+            self._written = 0
+            self._shrink()
+
+    def drop(self, name: str) -> None:
+        """Forget an artifact."""
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
+
+    def _shrink(self) -> None:
+        with contextlib.suppress(OSError):
+            found = sorted(
+                (p.stat().st_mtime, p.stat().st_size, p) for p in self._folder.iterdir() if p.name != _VERSION
+            )
+            total = sum(size for _, size, _ in found)
+            for _, size, path in found:
+                if total <= DISK_BYTES:
+                    return
+                path.unlink()
+                total -= size
+
+    @property
+    def compiler(self) -> str:
+        """Version of the compiler that was last heard of; empty if none was."""
+        found = self.read(_VERSION)
+        return found.decode("ascii", "replace") if found is not None and len(found) <= 128 else ""
+
+    @compiler.setter
+    def compiler(self, version: str) -> None:
+        if version != self.compiler:
+            self.write(_VERSION, version.encode())
+
+
+class PlanSource:
+    """Serves a device loop's `Tiers`, for ever.
+
+    Args:
+        app: NATS.
+        loop: whose.
+        runtime: who will run the plans.
+        executor_id: the executor's name.
+        folder: where artifacts are kept.
+        timeout_s: how long one request may take; a compiler that needs longer says so in time.
+    """
+
+    def __init__(
+        self,
+        app: ServiceApp,
+        loop: DeviceLoop,
+        runtime: Loads,
+        executor_id: str,
+        folder: Path,
+        timeout_s: float = 20.0,
+    ) -> None:
+        assert loop.tiers is not None
+        self._app = app
+        self._loop = loop
+        self._tiers = loop.tiers
+        self._runtime = runtime
+        self._id = executor_id
+        self._cache = ArtifactCache(folder)
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._timeout_s = timeout_s
+        self._target = ""
+        self._silent = False
+        self._blobs: BlobStore | None = None
+        self._heard: asyncio.Event = asyncio.Event()
+        events = asyncio.get_running_loop()
+        self._tiers.on_wanted = lambda: events.call_soon_threadsafe(self._heard.set)
+
+    async def run(self) -> None:
+        """Get what is wanted, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                while not self._tiers.wanted.empty():
+                    entry = self._tiers.wanted.get_nowait()
+                    if entry is not None:
+                        tasks.create_task(self._serve(entry))
+                await self._heard.wait()
+                self._heard.clear()
+
+    async def _serve(self, entry: Wanted) -> None:
+        """Get one plan, and hand it over."""
+        what = f"program {entry.digest.hex()[:16]}"
+        prepared: PreparedProgram | None = None
+        why, final = "", True
+        try:
+            prepared = await self._plan(entry)
+        except BusError as e:  # of mode `full`: nobody answered for long
+            why, final = f"WOOLYAI_JIT=full, and no compiler answers ({e}); `wooly up` starts one", False
+        except (ExecutorError, WisError) as e:
+            why = str(e)
+            log.warning("%s stays at tier 0: %s", what, e)
+        except Exception as e:
+            why = f"{type(e).__name__}: {e}"
+            log.exception("%s stays at tier 0", what)
+        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
+
+    async def _plan(self, entry: Wanted) -> PreparedProgram | None:
+        """The plan, ready to run; None if the compilers say that there is none.
+
+        Raises:
+            BusError: nobody answers, and a session waits.
+            ExecutorError: OpenCL does not come up, or what was made cannot be used.
+        """
+        if not self._target:
+            self._target = await asyncio.to_thread(self._runtime.target)
+        key = Key(entry.digest, self._target, entry.mode, entry.decided)
+        compiler = self._cache.compiler
+        if compiler:
+            prepared = await self._from_disk(entry, key, compiler)
+            if prepared is not None:
+                return prepared
+        raw = await asyncio.to_thread(encode_program, entry.program)
+        if len(raw) > LARGEST or digest(raw) != entry.digest:
+            log.info("program %s stays at tier 0: it has %d bytes", entry.digest.hex()[:16], len(raw))
+            return None
+        rejected = ""
+        for _ in range(2):
+            found = await self._from_compiler(key, raw, rejected, patient=entry.mode == "exact")
+            if found is None:
+                return None
+            compiler, data = found
+            try:
+                prepared = await asyncio.to_thread(self._load, data, key, compiler, entry)
+            except (ExecutorError, WisError) as e:
+                await self._reject(key, compiler, str(e))
+                rejected = compiler
+                continue
+            await asyncio.to_thread(self._cache.write, key.name(compiler), data)
+            return prepared
+        raise BadArtifactError("what the compiler made is bad, twice")
+
+    async def _from_disk(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
+        name = key.name(compiler)
+        data = await asyncio.to_thread(self._cache.read, name)
+        if data is None:
+            return None
+        try:
+            return await asyncio.to_thread(self._load, data, key, compiler, entry)
+        except (ExecutorError, WisError) as e:
+            await self._reject(key, compiler, f"kept on disk: {e}")
+            self._cache.drop(name)
+            return None
+
+    def _load(self, data: bytes, key: Key, compiler: str, entry: Wanted) -> PreparedProgram:
+        artifact = decode_artifact(data, key, compiler, entry.program, entry.facts)
+        return self._runtime.load(artifact, entry.program, entry.facts)
+
+    async def _from_compiler(self, key: Key, raw: bytes, rejected: str, *, patient: bool) -> tuple[str, bytes] | None:
+        """Version of the compiler and what it made; None if it refuses the program."""
+        request = CompileProgramRequest(
+            program=base64.b64encode(raw).decode(),
+            target=key.target,
+            mode=key.mode,
+            decided=tuple([(k, w.hex()) for k, w in key.decided]),
+            rejected=rejected,
+        )
+        subject = subjects.compiler_program_compile(family(key.target))
+        clock = asyncio.get_running_loop().time
+        pause, silent_since = PAUSES_S[0], clock()
+        while True:
+            try:
+                async with self._turns:
+                    reply = await self._app.request(subject, request, CompileProgramReply, timeout=self._timeout_s)
+                    self._silent = False
+                    if reply.state == "building":
+                        silent_since = clock()
+                        continue
+                    self._cache.compiler = reply.compiler
+                    data = await self._store().get(reply.name)
+                if data is not None:
+                    return reply.compiler, data
+                problem: BusError = StreamError(f"the artifact {reply.name} is not where it should be")
+            except RefusedError as e:
+                log.info("program %s stays at tier 0: %s", key.program.hex()[:16], e)
+                return None
+            except BusError as e:
+                problem = e
+            if not self._silent:
+                log.info("no plans for now: %s", problem)
+                self._silent = True
+            if not patient and clock() - silent_since > PATIENCE * self._timeout_s:
+                raise problem
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, PAUSES_S[1] if patient else 2.0)
+
+    def _store(self) -> BlobStore:
+        if self._blobs is None:
+            self._blobs = BlobStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
+        return self._blobs
+
+    async def _reject(self, key: Key, compiler: str, reason: str) -> None:
+        """Say that an artifact is bad."""
+        program = key.program.hex()
+        log.warning("a bad artifact of program %s by compiler %s: %s", program[:16], compiler, reason)
+        self._loop.work.rejected += 1
+        message = ArtifactRejected(
+            executor_id=self._id,
+            program=program,
+            target=key.target,
+            mode=key.mode,
+            compiler=compiler[:128],
+            reason=reason[:4096],
+        )
+        with contextlib.suppress(BusError, OSError):
+            await self._app.publish(subjects.EXECUTOR_ARTIFACT_REJECTED, message)

@@ -1,0 +1,231 @@
+"""The embedded default: generated kernels through OpenCL on the CPU (PoCL), torch as the library on the same memory.
+
+Nothing is copied: a plan's kernels are launched on the addresses of torch's tensors, its library steps are those of `torch_cpu`,
+and so is tier 0. PoCL offers the CPU twice: `basic` runs a kernel in the thread that launches it, for 2 us; `pthread` has all
+cores take part, which costs 40 us. OpenCL is first touched when there is something to load, or somebody asks for `target`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from wooly_wis.artifact import POCL_UNITS, Artifact, Code, pocl_target
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel.ir import Kernel
+from wooly_wis.kernel.text import digest
+from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+from wooly_wis.program import Form, Operand, Role, View
+
+from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.runtime.torch_cpu import HOT, Act, Launch, PreparedProgram, TorchCpuRuntime, prepare_acts
+
+#: Launches at most whose arrays' addresses are remembered as OpenCL buffers.
+WRAPPED = 4096
+#: Kernels kept, of all programs.
+KERNELS_KEPT = 8192
+_NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
+_Run = Callable[[list[int], Sequence[Any]], int]
+
+
+def missing() -> str:
+    """What is missing for OpenCL kernels on this machine, as far as can be told without using it; empty if nothing is."""
+    if importlib.util.find_spec("pyopencl") is None:
+        return "the module pyopencl is not installed: pip install 'pyopencl[pocl]'"
+    return ""
+
+
+class OpenClRuntime(TorchCpuRuntime):
+    """torch on the CPU, and generated kernels beside it.
+
+    Args:
+        cache: folder in which PoCL keeps its files.
+        hot: see `TorchCpuRuntime`.
+        sure: fail at once if a driver is missing, and not when the first kernel is loaded.
+
+    Raises:
+        MissingDriverError: says what is missing and how to get it.
+    """
+
+    def __init__(self, cache: Path | None = None, hot: int = HOT, *, sure: bool = False) -> None:
+        super().__init__(hot)
+        why = missing()
+        if why:
+            raise MissingDriverError(f"the runtime 'opencl' cannot run here: {why}")
+        self._cache = cache
+        self._opening = threading.Lock()
+        self._units: tuple[_Unit, ...] = ()
+        self._kernels: dict[tuple[bytes, int, bytes], _Run] = {}
+        if sure:
+            self._open()
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runtime.facts`."""
+        return super().facts() | {"runtime": "opencl"}
+
+    def target(self) -> str:
+        """What code must be built for, to run here.
+
+        Raises:
+            MissingDriverError: OpenCL does not come up.
+        """
+        units = self._open()
+        return pocl_target(torch.get_num_threads(), units[0].platform, [u.name for u in units])
+
+    def load(self, artifact: Artifact, program: Any, facts: Any) -> PreparedProgram:
+        """A program as its plan's steps. May be called by any thread.
+
+        Raises:
+            OperationError: the driver does not take the code.
+            MissingDriverError: OpenCL does not come up.
+        """
+        plan, units = artifact.plan, self._open()
+        runs: dict[bytes, _Run] = {}
+        for kernel, code in zip(plan.kernels, artifact.codes, strict=True):
+            name = digest(kernel)
+            key = name, code.unit, code.code
+            known = self._kernels.get(key)
+            if known is None:
+                known = units[code.unit].load(kernel, code)
+                if len(self._kernels) >= KERNELS_KEPT:
+                    self._kernels.clear()
+                self._kernels[key] = known
+            runs[name] = known
+        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs))
+        computing = sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
+        origins = {s.line.origin for s in plan.steps if isinstance(s, LibraryStep)}
+        prepared.by_library, prepared.by_kernel = len(origins), computing - len(origins)
+        prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
+        return prepared
+
+    def _open(self) -> tuple[_Unit, ...]:
+        with self._opening:
+            if not self._units:
+                self._units = _open_units(self._cache, torch.get_num_threads())
+            return self._units
+
+
+def acts_of_plan(plan: Plan, runs: dict[bytes, _Run]) -> list[Act]:
+    """A verified plan's steps as acts. `runs`: per digest of a kernel, what runs it."""
+    found: list[Act] = []
+    at = 0
+    for step in plan.steps:
+        match step:
+            case AllocStep():
+                view = View(DType.U8, (step.nbytes,), (1,))
+                form = Form("alloc", (Operand(Role.OUT, view),))
+                found.append(Act(at, form, (step.slot,), 0, dirty=not step.zero))
+            case FreeStep():
+                found.append(Act(at, Form("free", (Operand(Role.IN, None),)), (step.slot,), 0))
+            case LibraryStep():
+                line = step.line
+                at = line.origin
+                found.append(Act(at, line.form, line.slots, line.first_param))
+            case KernelStep():
+                first = step.lines[0]
+                at = first.origin
+                launch = Launch(
+                    _with_params(runs[digest(step.kernel)], step.params),
+                    step.slots,
+                    tuple([a.dtype for a in step.kernel.arrays]),
+                )
+                lines = tuple([(line.form, line.slots) for line in step.lines])
+                found.append(Act(at, first.form, step.slots, first.first_param, launch, lines))
+    return found
+
+
+def _with_params(run: _Run, params: tuple[int, ...]) -> _Run:
+    """`run`, given only some params of the program's."""
+    if not params:
+        return lambda at, given: run(at, ())
+    return lambda at, given: run(at, [given[p] for p in params])
+
+
+class _Unit:
+    """One of PoCL's devices, with an in-order queue."""
+
+    def __init__(self, cl: Any, device: Any, alone: bool) -> None:
+        self._cl = cl
+        self._device = device
+        self._alone = alone
+        self.name: str = device.name.strip()
+        self.platform = f"{device.platform.name} {device.platform.version}"
+        self._context = cl.Context([device])
+        profiling = 0 if alone else cl.command_queue_properties.PROFILING_ENABLE
+        self._queue = cl.CommandQueue(self._context, properties=profiling)
+        self._buffers: dict[int, tuple[int, Any]] = {}
+
+    def load(self, kernel: Kernel, code: Code) -> _Run:
+        """What runs a kernel's code.
+
+        Raises:
+            OperationError: the driver does not take it.
+        """
+        cl = self._cl
+        try:
+            program = cl.Program(self._context, [self._device], [code.code]).build()
+            entry = cl.Kernel(program, code.entry)
+            if entry.num_args != len(kernel.arrays) + len(kernel.scalars):
+                raise OperationError(f"the code of kernel {kernel.name} takes {entry.num_args} arguments")
+            entry.set_scalar_arg_dtypes([None] * len(kernel.arrays) + [_NUMPY[s.dtype] for s in kernel.scalars])
+        except (cl.Error, ValueError) as e:
+            raise OperationError(f"the driver does not take the code of kernel {kernel.name}: {str(e)[:500]}") from e
+        sizes = [a.numel * a.dtype.itemsize for a in kernel.arrays]
+        total, local = (code.groups * code.threads,), (code.threads,)
+        queue, buffers, wrap, alone = self._queue, self._buffers, self._wrap, self._alone
+
+        def run(at: list[int], scalars: Sequence[Any]) -> int:
+            arrays = []
+            for address, nbytes in zip(at, sizes, strict=True):
+                known = buffers.get(address)
+                arrays.append(known[1] if known is not None and known[0] >= nbytes else wrap(address, nbytes))
+            event = entry(queue, total, local, *arrays, *scalars)
+            queue.finish()
+            if alone:
+                return 0
+            return max(event.profile.end - event.profile.start, 0)
+
+        return run
+
+    def _wrap(self, address: int, nbytes: int) -> Any:
+        """A buffer on memory that torch owns. It does not keep it alive; where it is gone, its address is not used either."""
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
+        made = self._cl.Buffer(self._context, flags, hostbuf=np.frombuffer(memory, np.uint8))
+        if len(self._buffers) >= WRAPPED:
+            self._buffers.clear()
+        self._buffers[address] = nbytes, made
+        return made
+
+
+def _open_units(cache: Path | None, threads: int) -> tuple[_Unit, ...]:
+    """PoCL's devices, in the order of `POCL_UNITS`.
+
+    Raises:
+        MissingDriverError: it is not there, or is another one.
+    """
+    os.environ["POCL_DEVICES"] = " ".join(POCL_UNITS)
+    os.environ["POCL_MAX_PTHREAD_COUNT"] = str(threads)
+    if cache is not None:
+        os.environ["POCL_CACHE_DIR"] = str(cache)
+    try:
+        import pyopencl as cl
+
+        platforms = cl.get_platforms()
+    except Exception as e:  # what a driver raises is its own
+        why = f"OpenCL does not come up here: {type(e).__name__}: {e}; pip install 'pyopencl[pocl]' brings PoCL"
+        raise MissingDriverError(why) from e
+    named = {d.name.split("-")[0]: d for p in platforms if "Portable" in p.name for d in p.get_devices()}
+    if not named.keys() >= set(POCL_UNITS):
+        have = ", ".join(f"{p.name} ({', '.join(d.name for d in p.get_devices())})" for p in platforms) or "nothing"
+        raise MissingDriverError(
+            f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, OpenCL here has {have}; pip install 'pyopencl[pocl]'"
+        )
+    return tuple([_Unit(cl, named[name], alone=name == POCL_UNITS[0]) for name in POCL_UNITS])

@@ -1,0 +1,197 @@
+"""Which way a program runs: as it is (tier 0), or as the plan that a compiler made of it; and who did how much of the work.
+
+    tiers.choose(ready, jit, params)       what to run now, by the device loop's thread, between runs
+    tiers.wanted.get()                     what somebody should get a plan for, by another thread
+    tiers.took(wanted, prepared)           a plan is there (or will not be), in the loop's thread again
+
+A plan of mode `exact` has the library's own bits, so it is taken up between any two runs. One of mode `full` has not: there a
+session runs none of its programs before it is known whether there is a plan, and then always that way. ADR 14 says why.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+from wooly_wis.artifact import Mode, deciding_params, word
+from wooly_wis.program import Program
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.errors import NoCompilerError
+from wooly_executor.programs import ReadyProgram
+from wooly_executor.runtime.torch_cpu import PreparedProgram
+
+#: How a session wants its programs to run: as the library does, with kernels of the same bits, with all kernels.
+Jit = Literal["0", "exact", "full"]
+#: Runs after which a plan of mode `exact` is asked for: most programs are run once or twice.
+OFTEN = 16
+#: Programs of which it is known whether there is a plan.
+KEPT = 8192
+
+
+class State(Enum):
+    """What is known of a plan."""
+
+    NEW = "new"
+    WANTED = "wanted"
+    READY = "ready"
+    NONE = "none"
+
+
+@dataclass(eq=False, slots=True)
+class Wanted:
+    """A plan that is asked for.
+
+    Attributes:
+        decided: values of the params on which the computation hangs, as words.
+        state: what is known.
+        runs: how often it was run without.
+        prepared: the plan, ready to run.
+        why: why there is none.
+        waiting: to be called once more is known.
+    """
+
+    digest: bytes
+    program: Program
+    facts: ProgramFacts
+    mode: Mode
+    decided: tuple[tuple[int, bytes], ...]
+    state: State = State.NEW
+    runs: int = 0
+    prepared: PreparedProgram | None = None
+    why: str = ""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Work:
+    """Who did how much: computing instructions, and device time in ns. `rejected`: plans that were bad."""
+
+    kernel_instructions: int = 0
+    library_instructions: int = 0
+    tier0_instructions: int = 0
+    kernel_ns: int = 0
+    library_ns: int = 0
+    tier0_ns: int = 0
+    rejected: int = 0
+
+    def ran(self, prepared: Any, computing: int, gpu_ns: int, kernel_ns: int) -> None:
+        """A program ran to its end, or to its failure."""
+        by_kernel = getattr(prepared, "by_kernel", None)
+        if by_kernel is None:
+            self.tier0_instructions += computing
+            self.tier0_ns += gpu_ns
+            return
+        self.kernel_instructions += by_kernel
+        self.library_instructions += prepared.by_library
+        self.kernel_ns += kernel_ns
+        self.library_ns += max(gpu_ns - kernel_ns, 0)
+
+    def to_json(self) -> dict[str, int]:
+        """Its numbers by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def choose(tiers: Tiers | None, ready: ReadyProgram, jit: Jit, params: Sequence[Any]) -> Any:
+    """What to run for a program; see `Tiers.choose`. Without tiers, all programs run as they are.
+
+    Raises:
+        NoCompilerError: the session wants no program to run as it is.
+    """
+    if tiers is not None:
+        return tiers.choose(ready, jit, params)
+    if jit == "full":
+        raise NoCompilerError(
+            "WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers; this executor has none. Not so WOOLYAI_JIT=exact"
+        )
+    return ready.prepared
+
+
+class Tiers:
+    """Owned by the device loop's thread, but for `wanted`."""
+
+    def __init__(self) -> None:
+        self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self.on_wanted: Callable[[], None] = lambda: None
+        self._known: OrderedDict[tuple[bytes, str, tuple[tuple[int, bytes], ...]], Wanted] = OrderedDict()
+        self._deciding: dict[bytes, tuple[int, ...]] = {}
+
+    def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any]) -> Any:
+        """What to run for a program.
+
+        Raises:
+            NoCompilerError: of mode `full`, nobody could say whether there is a plan. Asked again, it is asked for again.
+        """
+        if jit == "0" or not ready.computing:
+            return ready.prepared
+        entry = self._entry(ready, jit, params)
+        if entry.state is State.READY:
+            plan = entry.prepared
+            assert plan is not None
+            plan.edges = ready.prepared.edges
+            return plan
+        if jit == "full" and entry.state is not State.NONE:
+            why, entry.why, entry.state = entry.why, "", State.NEW
+            raise NoCompilerError(why or "no plan was waited for")
+        entry.runs += 1
+        if entry.runs >= OFTEN and entry.state is State.NEW:
+            self._want(entry)
+        return ready.prepared
+
+    def awaits(self, ready: ReadyProgram, params: Sequence[Any], then: Callable[[], None]) -> bool:
+        """Whether a session of mode `full` has to wait before it may run a program; then `then` is called when it is over."""
+        entry = self._entry(ready, "full", params)
+        if entry.state in (State.READY, State.NONE) or entry.why:
+            return False
+        entry.waiting.append(then)
+        if entry.state is State.NEW:
+            self._want(entry)
+        return True
+
+    def took(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
+        """A plan is there; or there is none, and why.
+
+        Args:
+            entry: what was asked for.
+            prepared: the plan.
+            why: why there is none.
+            final: there never will be; else the next run asks again.
+        """
+        if prepared is not None:
+            entry.prepared, entry.state = prepared, State.READY
+        else:
+            entry.state, entry.why = (State.NONE, "") if final else (State.WANTED, why)
+            if not final and entry.mode == "exact":
+                entry.state, entry.runs = State.NEW, 0
+        waiting, entry.waiting = entry.waiting, []
+        for then in waiting:
+            then()
+
+    def _want(self, entry: Wanted) -> None:
+        entry.state = State.WANTED
+        self.wanted.put(entry)
+        self.on_wanted()
+
+    def _entry(self, ready: ReadyProgram, mode: Mode, params: Sequence[Any]) -> Wanted:
+        name = ready.digest
+        deciding = self._deciding.get(name)
+        if deciding is None:
+            if len(self._deciding) >= KEPT:
+                self._deciding.clear()
+            deciding = self._deciding[name] = deciding_params(ready.prepared.program)
+        decided = tuple([(k, word(ready.kinds[k], params[k])) for k in deciding]) if deciding else ()
+        key = name, mode, decided
+        entry = self._known.get(key)
+        if entry is None:
+            entry = self._known[key] = Wanted(name, ready.prepared.program, ready.facts, mode, decided)
+            if not ready.computing:
+                entry.state = State.NONE
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+        return entry

@@ -1,0 +1,370 @@
+"""Plans over NATS, with real processes: they are taken up, kept, refused, waited for; nothing waits where nothing has to."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.channel import ChannelClosedError, Endpoint
+from wooly_bus.errors import NoResponderError
+from wooly_bus.rpc import ControlClient
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_testkit.tape import Tape
+from wooly_wis.artifact import family
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.messages import (
+    ArtifactRejected,
+    CompileProgramReply,
+    CompileProgramRequest,
+    ExecutorHeartbeat,
+    HostSessionReply,
+    HostSessionRequest,
+)
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
+N = 1 << 17
+WAIT_S = 90
+
+
+def clean(**more):
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLY_EXECUTOR_", "WOOLY_COMPILER_"))}
+    return kept | {"OMP_NUM_THREADS": "1"} | more
+
+
+def waited(condition, what):
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+
+
+class World:
+    """NATS, and processes that are started and ended as a test likes."""
+
+    def __init__(self, url, folder):
+        self.url, self.folder = url, folder
+        self.control = ControlClient(url)
+        self.processes, self.clients, self.sessions = [], [], 0
+
+    def start(self, module, log, **env):
+        with (self.folder / log).open("ab") as out:
+            process = subprocess.Popen([sys.executable, "-m", module], env=clean(**env), stdout=out, stderr=out)
+        self.processes.append(process)
+        return process
+
+    def executor(self, name="x", state="executor", timeout_s=20.0):
+        process = self.start(
+            "wooly_executor",
+            f"{name}.log",
+            WOOLY_EXECUTOR_NATS_URL=self.url,
+            WOOLY_EXECUTOR_ID=name,
+            WOOLY_EXECUTOR_STATE_DIR=str(self.folder / state),
+            WOOLY_EXECUTOR_HEARTBEAT_S="0.1",
+            WOOLY_EXECUTOR_COMPILER_TIMEOUT_S=str(timeout_s),
+        )
+        request = HostSessionRequest(session_id="probe", token="", tenant="t", priority=2, lease_s=60)
+
+        def answers():
+            with contextlib.suppress(NoResponderError):
+                return self.control.request(subjects.executor_session_open(name), request, HostSessionReply)
+
+        waited(answers, "the executor does not answer")
+        return process
+
+    def compiler(self, state="compiler"):
+        log = f"compiler-{len(self.processes)}.log"
+        process = self.start(
+            "wooly_compiler",
+            log,
+            WOOLY_COMPILER_NATS_URL=self.url,
+            WOOLY_COMPILER_STATE_DIR=str(self.folder / state),
+        )
+        waited(lambda: "builds for opencl" in (self.folder / log).read_text(), "the compiler does not come up")
+        return process
+
+    def log(self, name="x"):
+        return (self.folder / f"{name}.log").read_text()
+
+    def session(self, wis, jit, name="x"):
+        self.sessions += 1
+        session_id = f"s{self.sessions}"
+        request = HostSessionRequest(session_id=session_id, token="t", tenant="t", priority=2, lease_s=600)
+        opened = self.control.request(subjects.executor_session_open(name), request, HostSessionReply)
+        client = wis.client(Endpoint.parse(opened.endpoints[0]), session_id, "t", jit=jit)
+        self.clients.append(client)
+        return client
+
+    def close(self):
+        for client in self.clients:
+            client.channel.close()
+        self.control.close()
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def world(tmp_path):
+    with start_nats_server() as url:
+        made = World(url, tmp_path)
+        yield made
+        made.close()
+
+
+def chain():
+    """A program whose plan has kernels: y = relu((x * w + x) * 3), and something that no exact kernel does."""
+    t = Tape()
+    x, w = t.input(DType.F32, N), t.input(DType.F32, N)
+    a = t.op("mul", x, w)
+    b = t.op("add", a, x)
+    t.free(a)
+    t.op("mul", b, 3.0, into=b)
+    y = t.op("relu", b)
+    t.free(b)
+    e = t.op("exp", w)
+    t.op("add", x, 1.0, into=x)
+    program, slots = t.program()
+    return encode_program(program), {k: slots[v.slot] for k, v in {"x": x, "w": w, "y": y, "e": e}.items()}, t.params
+
+
+class Script:
+    """Runs the chain again and again in one session, on what it left."""
+
+    def __init__(self, client):
+        self.client = client
+        self.raw, self.slots, params = chain()
+        self.params = struct.pack(f"<{len(params)}d", *params)
+        self.n = max(self.slots.values()) + 10
+        self.made, self.ran, self.answers = 100, 0, []
+        values = [((7 * k) % 1000) / 500 - 1 for k in range(N)]
+        client.make(self.slots["x"], *values)
+        client.make(self.slots["w"], *reversed(values))
+
+    def step(self):
+        names = {self.slots["x"]: self.slots["x"], self.slots["w"]: self.slots["w"]}
+        n = self.raw_slots()
+        bindings = [names.get(s, self.made + s) for s in range(n)]
+        y, e = bindings[self.slots["y"]], bindings[self.slots["e"]]
+        self.client.run(self.raw, bindings, self.params)
+        self.answers.append((self.client.read(y, 4 * N), self.client.read(e, 4 * N)))
+        self.client.run(*self.frees(y, e))
+        self.made += n
+        self.ran += 1
+
+    def raw_slots(self):
+        from wooly_wis.codec import decode_program
+
+        return decode_program(self.raw).n_slots
+
+    @staticmethod
+    def frees(y, e):
+        from wooly_wis.program import Form, Instruction, Operand, Program, Role
+
+        free = Form("free", (Operand(Role.IN, None),))
+        return encode_program(Program((free,), (Instruction(0, (0,)), Instruction(0, (1,))))), [y, e]
+
+    def work(self):
+        return self.client.stats()["work"]
+
+    def until(self, name, at_least=1):
+        """Run until a counter is that high. Returns how many runs it took."""
+
+        def high():
+            self.step()
+            return self.work()[name] >= at_least
+
+        waited(high, f"{name} stays below {at_least}: {self.work()}")
+        return self.ran
+
+
+def test_plan_is_taken_up_between_runs_with_the_same_bits(world, wis):
+    world.executor()
+    world.compiler()
+    mine = Script(world.session(wis, "exact"))
+    ran = mine.until("kernel_instructions")
+    for _ in range(20):
+        mine.step()
+    work = mine.work()
+    assert work["kernel_instructions"] % 5 == 0 and work["library_instructions"] == work["kernel_instructions"] // 5
+    assert ran > 16 and work["tier0_instructions"] >= 16 * 6 and work["rejected"] == 0
+    assert work["kernel_ns"] > 0 and work["library_ns"] > 0 and work["tier0_ns"] > 0
+    plain = Script(world.session(wis, "0"))
+    for _ in mine.answers:
+        plain.step()
+    assert plain.answers == mine.answers and plain.work()["kernel_instructions"] == 0
+
+
+def test_what_was_compiled_survives_a_restart_of_everything(world, wis):
+    executor, compiler = world.executor(), world.compiler()
+    Script(world.session(wis, "exact")).until("kernel_instructions")
+    for process in (executor, compiler):
+        process.kill()
+        process.wait()
+    world.executor()  # from its own disk: there is no compiler
+    Script(world.session(wis, "exact")).until("kernel_instructions")
+    world.executor("other", "empty")
+    world.compiler()  # from the compiler's, or from the bucket: nothing is compiled
+    Script(world.session(wis, "exact", "other")).until("kernel_instructions")
+    logs = [p.read_text() for p in world.folder.glob("compiler-*.log")]
+    assert sorted(log.count("(exact):") for log in logs) == [0, 1]
+
+
+def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world, wis):
+    world.executor(timeout_s=2)
+    compiler = world.compiler()
+    compiler.send_signal(signal.SIGSTOP)
+    mine = Script(world.session(wis, "exact"))
+    for _ in range(40):  # the request is out, and nobody waits for it
+        mine.step()
+    compiler.kill()
+    compiler.wait()
+    waited(lambda: "no plans for now" in world.log(), "the executor does not notice")
+    assert mine.work()["kernel_instructions"] == 0
+    world.compiler()
+    mine.until("kernel_instructions")
+
+
+class Liar:
+    """A compiler that hands out what it is given, over a bus of its own."""
+
+    def __init__(self, world, make):
+        self.events, self.asked, self.work = [], [], None
+        self._ready, self._world, self._make = threading.Event(), world, make
+        self._stop = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._ready.wait(WAIT_S)
+
+    async def _serve(self):
+        app = ServiceApp("compiler", self._world.url)
+        target = family(OpenClRuntime(sure=True).target())
+        self._stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        self.end = lambda: loop.call_soon_threadsafe(self._stop.set)
+
+        async def compiled(request):
+            self.asked.append(request)
+            store = BlobStore(app.jetstream(), ARTIFACTS, max_age_s=60, max_bytes=1 << 26)
+            await store.put("lie", self._make(request))
+            return CompileProgramReply(state="ready", compiler="liar", name="lie")
+
+        async def rejected(event):
+            self.events.append(event)
+
+        async def beat(event):
+            self.work = event.work
+
+        app.serve(subjects.compiler_program_compile(target), CompileProgramRequest, compiled, queue="compiler")
+        app.listen(subjects.EXECUTOR_ARTIFACT_REJECTED, ArtifactRejected, rejected)
+        app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, beat)
+        async with app.running():
+            self._ready.set()
+            await self._stop.wait()
+
+    def close(self):
+        self.end()
+        self._thread.join()
+
+
+def test_bad_artifact_leaves_the_program_at_tier_0_and_is_reported(world, wis):
+    world.executor()
+    liar = Liar(world, lambda request: b"WOOLYART" + bytes(500))
+    try:
+        mine = Script(world.session(wis, "exact"))
+        for _ in range(20):
+            mine.step()
+        waited(lambda: len(liar.events) == 2, "it is not reported")
+        waited(lambda: liar.work.rejected == 2, "it is not counted")
+        event = liar.events[0]
+        assert event.executor_id == "x" and event.mode == "exact" and event.compiler == "liar"
+        assert "artifact" in event.reason
+        assert [r.rejected for r in liar.asked] == ["", "liar"]  # it had a second chance
+        for _ in range(20):
+            mine.step()
+        assert mine.work()["kernel_instructions"] == 0 and mine.work()["tier0_instructions"] == 40 * 6
+        assert len(liar.asked) == 2
+    finally:
+        liar.close()
+
+
+def test_artifact_broken_on_disk_is_got_anew(world, wis):
+    executor = world.executor()
+    world.compiler()
+    first = Script(world.session(wis, "exact"))
+    first.until("kernel_instructions")
+    executor.kill()
+    executor.wait()
+    kept = [p for p in (world.folder / "executor" / "artifacts").iterdir() if p.name != "compiler"]
+    assert kept
+    for path in kept:
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    world.executor()
+    again = Script(world.session(wis, "exact"))
+    again.until("kernel_instructions")
+    assert "kept on disk: an artifact that was changed or cut on its way" in world.log()
+
+
+def test_full_waits_for_every_plan_and_gives_the_same_bits_each_time(world, wis):
+    world.executor()
+    world.compiler()
+    runs = []
+    for _ in range(2):
+        mine = Script(world.session(wis, "full"))
+        for _ in range(6):
+            mine.step()
+        work = mine.work()
+        assert work["tier0_instructions"] == 0 and work["kernel_instructions"] == 6 * 6
+        runs.append(mine.answers)
+    assert runs[0] == runs[1]
+    plain = Script(world.session(wis, "0"))
+    plain.step()
+    y, e = plain.answers[0]
+    assert y == runs[0][0][0] and e != runs[0][0][1]  # another exp
+
+
+def test_full_without_a_compiler_fails_and_says_what_to_do(world, wis):
+    world.executor(timeout_s=0.3)
+    client = world.session(wis, "full")
+    other = Script(world.session(wis, "exact"))
+    with pytest.raises(wis.error, match=r"WOOLYAI_JIT=full, and no compiler answers .*`wooly up` starts one") as caught:
+        Script(client)
+        client.sync()
+    assert caught.value.code == "executor.no_compiler"
+    other.step()  # nobody else has waited
+
+
+@pytest.mark.parametrize("jit", ["0", "exact", "full"])
+def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(executor, wis, jit):
+    endpoint = Endpoint.parse(executor.endpoints[0])
+    client = wis.client(endpoint, executor.session_id, executor.token, jit=jit)
+    if jit == "full":
+        with pytest.raises(wis.error, match="WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers"):
+            client.make(1, 1, 2)
+            client.sync()
+    else:
+        client.make(1, 1, 2)
+        assert client.floats(1, 2) == [1, 2]
+    client.close()
+
+
+@pytest.mark.parametrize("jit", ["yes", "", 1, None, ["exact"]])
+def test_unknown_way_to_run_is_refused(executor, wis, jit):
+    with pytest.raises(ChannelClosedError):
+        wis.client(Endpoint.parse(executor.endpoints[0]), executor.session_id, executor.token, jit=jit)

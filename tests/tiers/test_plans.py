@@ -1,0 +1,264 @@
+"""A program as it is and as a plan: the same bits where promised, whenever the switch is made and wherever programs are cut."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from wooly_executor.runtime.buffers import Buffer
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import RuleError
+from wooly_wis.plan import KernelStep
+from wooly_wis.program import Instruction, ParamKind, Program
+
+F32, BF16, I64, I32, BOOL = DType.F32, DType.BF16, DType.I64, DType.I32, DType.BOOL
+#: Large enough that a kernel in place of two calls is a gain.
+ROWS, COLUMNS = 16, 8209
+EXACT = ("neg", "abs", "reciprocal", "rsqrt", "relu", "sign", "floor", "isnan", "logical_not")
+SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
+BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "ge", "logical_or")
+FOLDS = ("sum", "mean", "amax", "any")
+PER_EXAMPLE = settings(
+    max_examples=12,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # each example builds several kernels
+)
+
+
+@st.composite
+def tapes(draw, operations=EXACT + SMOOTH, dtypes=(F32, F32, BF16, I64, I32, BOOL)):
+    """A tape, and which kinds of tensor it is given."""
+    t = Tape()
+    shapes = [(ROWS, COLUMNS), (ROWS, COLUMNS), (COLUMNS,), (ROWS, 1)]
+    live = [t.input(draw(st.sampled_from(dtypes)), *shapes[0])]
+    live += [
+        t.input(draw(st.sampled_from(dtypes)), *draw(st.sampled_from(shapes))) for _ in range(draw(st.integers(0, 3)))
+    ]
+    inputs = list(live)
+    for _ in range(draw(st.integers(3, 14))):
+        kind = draw(
+            st.sampled_from(
+                ["unary", "unary", "binary", "binary", "number", "fold", "cast", "place", "softmax", "free"]
+            )
+        )
+        a, b = draw(st.sampled_from(live)), draw(st.sampled_from(live))
+        try:
+            if kind == "unary":
+                live.append(t.op(draw(st.sampled_from(operations)), a))
+            elif kind == "binary":
+                live.append(t.op(draw(st.sampled_from(BINARY)), a, b))
+            elif kind == "number" and a.view.dtype is not BOOL:
+                live.append(
+                    t.op(draw(st.sampled_from(["add", "mul", "pow", "lt"])), a, draw(st.sampled_from([2, 0.5, 3.0])))
+                )
+            elif kind == "fold":
+                live.append(t.op(draw(st.sampled_from(FOLDS)), a, (-1,), True))
+            elif kind == "cast":
+                live.append(t.copy(a, draw(st.sampled_from(dtypes))))
+            elif kind == "place" and a.view.dtype is not BOOL:
+                t.op(draw(st.sampled_from(["mul", "add"])), a, 2, into=a)
+            elif kind == "softmax" and a.view.dtype in (F32, BF16):
+                live.append(t.op("softmax", a, -1))
+            elif kind == "free" and a not in inputs:
+                t.free(a)
+                live.remove(a)
+        except RuleError:
+            continue
+    return t, inputs
+
+
+def given_to(tape, inputs, sample):
+    program, slots = tape.program()
+    contents = {slots[x.slot]: sample(x.view.dtype, x.view.numel, x.slot) for x in inputs if x.slot in slots}
+    return program, contents
+
+
+@given(made=tapes())
+@PER_EXAMPLE
+def test_exact_plan_of_any_program_has_the_librarys_bits(compiled, sample, made):
+    tape, inputs = made
+    program, contents = given_to(tape, inputs, sample)
+    if not program.body:
+        return
+    before = compiled.run(compiled.ready(program).prepared, contents, tape.params)
+    if before[1] is not None:  # the library does not take it, and says so
+        return
+    prepared, _ = compiled.plan(program, tape.params, "exact")
+    assert compiled.run(prepared, contents, tape.params) == before
+    for _ in range(3):  # until its library steps are put together
+        assert compiled.run(prepared, contents, tape.params) == before
+    edges = range(1, len(program.body), 2)
+    assert compiled.run(prepared, contents, tape.params, edges) == before
+
+
+@given(made=tapes(operations=SMOOTH[:7], dtypes=(F32,)))
+@PER_EXAMPLE
+def test_full_plan_is_as_close_to_the_library_as_its_functions_are(compiled, made):
+    tape, inputs = made
+    generator = torch.Generator().manual_seed(1)
+    program, contents = given_to(tape, inputs, lambda dtype, n, seed: torch.rand(n, generator=generator) + 0.5)
+    if not program.body:
+        return
+    prepared, _ = compiled.plan(program, tape.params, "full")
+    runs = []
+    for way in (compiled.ready(program).prepared, prepared):
+        buffers = {slot: Buffer(t.nbytes, t.clone()) for slot, t in contents.items()}
+        with torch.inference_mode():
+            compiled.runtime.run(way, buffers, list(range(program.n_slots)), tape.params)
+        runs.append(buffers)
+    assert runs[0].keys() == runs[1].keys()
+    for slot, b in runs[0].items():
+        ours, theirs = runs[1][slot].base.reshape(-1), b.base.reshape(-1)
+        if theirs.dtype is torch.float32:
+            whole = theirs.isfinite()
+            scale = float(theirs[whole].abs().max()) if whole.any() else 1.0
+            torch.testing.assert_close(ours.view(torch.float32), theirs, rtol=1e-3, atol=1e-4 * scale, equal_nan=True)
+
+
+def cut(program, params, at):
+    """Two programs that are this one; for each its params, and the whole's slot per slot."""
+    found, used = [], 0
+    for body in (program.body[:at], program.body[at:]):
+        forms, slots, mine = {}, {}, []
+        for i in body:
+            form = program.forms[i.form]
+            index = forms.setdefault(form, len(forms))
+            mine.append(Instruction(index, tuple([slots.setdefault(s, len(slots)) for s in i.slots])))
+        piece = Program(tuple(forms), tuple(mine))
+        n = len(piece.param_kinds)
+        found.append((piece, params[used : used + n], list(slots)))
+        used += n
+    return found
+
+
+@given(made=tapes(), where=st.floats(0.1, 0.9))
+@PER_EXAMPLE
+def test_full_plans_have_the_same_bits_wherever_a_program_is_cut(compiled, sample, bits, made, where):
+    tape, inputs = made
+    program, contents = given_to(tape, inputs, sample)
+    if len(program.body) < 2:
+        return
+    whole, _ = compiled.plan(program, tape.params, "full")
+    expected = compiled.run(whole, contents, tape.params)
+    if expected[1] is not None:
+        return
+    buffers = {slot: Buffer(t.nbytes, t.clone()) for slot, t in contents.items()}
+    for piece, params, slots in cut(program, tape.params, max(1, int(len(program.body) * where))):
+        prepared, _ = compiled.plan(piece, params, "full")
+        with torch.inference_mode():
+            outcome = compiled.runtime.run(prepared, buffers, slots, params)
+        assert outcome.failed_at is None
+    assert {slot: bits(b) for slot, b in buffers.items()} == expected[0]
+
+
+# -- the switch ----------------------------------------------------------------------------------------------------------
+
+
+def training():
+    """A step of an optimizer, with state that goes on from step to step."""
+    t = Tape()
+    p, g, m = (t.input(F32, ROWS, COLUMNS) for _ in range(3))
+    t.op("mul", m, 0.9, into=m)
+    scaled = t.op("mul", g, 0.1)
+    t.op("add", m, scaled, into=m)
+    t.free(scaled)
+    size = t.op("sum", m, (-1,), True)
+    d = t.op("abs", m)
+    shifted = t.op("add", d, 1e-3)
+    t.free(d)
+    step = t.op("div", m, shifted)
+    t.free(shifted)
+    t.op("sub", p, step, into=p)
+    t.free(step)
+    small = t.op("mul", size, 1e-5)
+    t.free(size)
+    e = t.op("exp", small)
+    t.free(small)
+    t.op("mul", p, e, into=p)
+    t.free(e)
+    t.op("relu", p, into=None)
+    return t, (p, g, m)
+
+
+def test_switch_at_every_step_gives_the_same_bits(compiled, bits):
+    tape, inputs = training()
+    program, slots = tape.program()
+    contents = {
+        slots[x.slot]: torch.randn(x.view.numel, generator=torch.Generator().manual_seed(x.slot)) for x in inputs
+    }
+    steps, n = 8, program.n_slots
+    kept = [s for s in range(n) if s not in contents]
+
+    def script(switch):
+        buffers = {slot: Buffer(t.nbytes, t.clone()) for slot, t in contents.items()}
+        seen = []
+        prepared, plan = compiled.plan(program, tape.params, "exact")
+        assert any(isinstance(s, KernelStep) for s in plan.steps)
+        for k in range(steps):
+            for slot in kept:
+                buffers.pop(slot, None)
+            way = prepared if k >= switch else compiled.ready(program).prepared
+            with torch.inference_mode():
+                outcome = compiled.runtime.run(way, buffers, list(range(n)), tape.params)
+            assert outcome.failed_at is None
+            assert all(b.base.isfinite().all() for b in buffers.values())
+            seen.append({slot: bits(b) for slot, b in buffers.items()})
+        return seen
+
+    never = script(steps)
+    for switch in range(steps):
+        for a, b in zip(never, script(switch), strict=True):
+            assert a == b
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------
+
+
+def test_failing_step_of_a_plan_poisons_what_it_and_later_ones_should_have_written(compiled):
+    t = Tape()
+    x, index = t.input(F32, ROWS, COLUMNS), t.input(I64, 4)
+    y = t.op("add", t.op("mul", x, 2.0), 1.0)
+    z = t.op("embedding", x, index)
+    w = t.op("mul", t.op("abs", z), y.seen((4, COLUMNS), (COLUMNS, 1)))
+    program, slots = t.program()
+    prepared, plan = compiled.plan(program, t.params, "exact")
+    assert sum(isinstance(s, KernelStep) for s in plan.steps) >= 1
+    contents = {slots[x.slot]: torch.ones(ROWS * COLUMNS), slots[index.slot]: torch.full((4,), 99)}
+    left, failed_at, error = compiled.run(prepared, contents, t.params)
+    tier0 = compiled.run(compiled.ready(program).prepared, contents, t.params)
+    assert failed_at == tier0[1] and error == tier0[2] and "index out of range" in error
+    assert left[slots[w.slot]] == error and left[slots[z.slot]] == error
+    assert left[slots[y.slot]] == tier0[0][slots[y.slot]] and left[slots[x.slot]] == tier0[0][slots[x.slot]]
+
+
+def test_plan_on_poisoned_memory_reports_why_it_is(compiled):
+    tape, inputs = training()
+    program, slots = tape.program()
+    prepared, _ = compiled.plan(program, tape.params, "exact")
+    for _ in range(4):
+        buffers = {slots[x.slot]: Buffer(4 * x.view.numel, torch.zeros(x.view.numel)) for x in inputs}
+        buffers[slots[inputs[1].slot]] = Buffer(4 * ROWS * COLUMNS, None, None, "lost to an earlier failure")
+        with torch.inference_mode():
+            outcome = compiled.runtime.run(prepared, buffers, list(range(program.n_slots)), tape.params)
+        assert outcome.failed_at is not None and outcome.error == "lost to an earlier failure"
+        assert buffers[slots[inputs[0].slot]].poison == "lost to an earlier failure"
+
+
+def test_results_are_counted_by_who_makes_them(compiled):
+    tape, _ = training()
+    program, _ = tape.program()
+    prepared, plan = compiled.plan(program, tape.params, "exact")
+    by_kernels = sum(len(s.lines) for s in plan.steps if isinstance(s, KernelStep))
+    assert (prepared.by_kernel, prepared.by_library) == (by_kernels, 12 - by_kernels) and by_kernels >= 8
+
+
+@pytest.mark.parametrize("kind", [ParamKind.I64, ParamKind.F64])
+def test_plan_is_for_the_exponents_of_its_key(compiled, kind):
+    t = Tape()
+    x = t.input(F32, ROWS, COLUMNS)
+    t.op("mul", t.op("pow", x, 2 if kind is ParamKind.I64 else 2.0), x)
+    program, _ = t.program()
+    square, cube = (compiled.artifact(program, [v, *t.params[1:]], "exact")[1] for v in t.params[:1] + [3])
+    assert square.decided != cube.decided and square.name("c") != cube.name("c")
