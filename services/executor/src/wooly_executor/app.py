@@ -53,6 +53,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
+        actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         watching = [asyncio.create_task(actor.watch()), asyncio.create_task(journal.run())]
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
@@ -63,6 +64,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
                 task.result()
             task.cancel()
         await asyncio.wait(watching)
+        await actor.jobs.stop()
         with contextlib.suppress(StreamError, TimeoutError):
             await asyncio.wait_for(journal.publish(), LAST_WORDS_S)
 

@@ -28,6 +28,7 @@ from wooly_wis.messages import (
     HostSessionRequest,
     RenewSessionReply,
     RenewSessionRequest,
+    RunJobRequest,
     SessionClosed,
     SessionPolicy,
     SteerSessionReply,
@@ -36,6 +37,7 @@ from wooly_wis.messages import (
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
+from wooly_executor.jobs import Jobs
 from wooly_executor.settings import ExecutorSettings
 
 T = TypeVar("T")
@@ -79,6 +81,8 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
         app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.alone(self.on_steer_session))
         app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.alone(self.on_end_epoch))
+        self.jobs = Jobs(loop, settings.id)
+        app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
         app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
 
@@ -140,7 +144,8 @@ class ExecutorActor(Actor):
         return RenewSessionReply(lease_s=known[1])
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session."""
+        """End a session, or a job."""
+        self.jobs.cancel(request.session_id)
         closed = await self._close(request.session_id, request.reason or "closed by the router")
         return CloseSessionReply(closed=closed)
 
@@ -186,7 +191,7 @@ class ExecutorActor(Actor):
             pid=os.getpid(),
             device=DeviceFacts(**{**self._loop.runtime.facts(), "total_memory": self._loop.memory}),
             endpoints=self._endpoints,
-            sessions=tuple([s for s, _ in sessions]),
+            sessions=tuple(dict.fromkeys([*[s for s, _ in sessions], *self.jobs.sessions()])),
             memory_used=sum(b for _, b in sessions),
             utilization=min(1.0, max(0.0, share)),
         )

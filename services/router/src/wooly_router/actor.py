@@ -259,31 +259,20 @@ class RouterActor:
         failed: dict[str, BusError],
     ) -> list[SessionPolicy | None] | None:
         """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
-        declared: dict[str, Any] = {
-            "weight": request.weight,
-            "service_ns": request.service_ns,
-            "objective_ns": request.objective_ns,
-        }
-
-        async def admit(executor_id: str) -> AdmitSessionReply:
-            ask = AdmitSessionRequest(
+        asks = [
+            AdmitSessionRequest(
                 session_id=session_id,
-                executor_id=executor_id,
+                executor_id=e.executor_id,
                 tenant=request.tenant,
                 priority=request.priority,
+                weight=request.weight,
+                service_ns=request.service_ns,
+                objective_ns=request.objective_ns,
                 interval_ns=request.interval_ns,
-                **declared,
             )
-            try:
-                return await self._app.request(
-                    subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
-                )
-            except BusError as e:
-                if not isinstance(e, NoResponderError):
-                    log.warning("session %s is opened without the scheduler: %s", session_id, e)
-                return AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=request.priority, **declared))
-
-        replies = await asyncio.gather(*[admit(e.executor_id) for e in executors])
+            for e in executors
+        ]
+        replies = await asyncio.gather(*[self.admit(ask) for ask in asks])
         refused = {
             e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
         }
@@ -291,6 +280,20 @@ class RouterActor:
             log.warning("session %s is not admitted: %s", session_id, reason)
             failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
         return None if refused else [reply.policy for reply in replies]
+
+    async def admit(self, ask: AdmitSessionRequest) -> AdmitSessionReply:
+        """What the scheduler says; where there is none, everything is admitted as it declares itself."""
+        try:
+            return await self._app.request(
+                subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
+            )
+        except BusError as e:
+            if not isinstance(e, NoResponderError):
+                log.warning("session %s is opened without the scheduler: %s", ask.session_id, e)
+            policy = SessionPolicy(
+                priority=ask.priority, weight=ask.weight, service_ns=ask.service_ns, objective_ns=ask.objective_ns
+            )
+            return AdmitSessionReply(admitted=True, policy=policy)
 
     # -- living ------------------------------------------------------------------------------------------------------
 

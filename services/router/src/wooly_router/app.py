@@ -20,10 +20,12 @@ from wooly_bus.tracing import setup_tracing
 
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
+from wooly_router.jobs import JobActor
 from wooly_router.rest import create_api
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
+from wooly_router.tasks import TaskActor
 
 log = logging.getLogger("wooly.router")
 
@@ -48,7 +50,9 @@ async def serve(settings: RouterSettings) -> None:
     app = ServiceApp("router", settings.nats_url)
     actor = RouterActor(settings, app, world)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
-    duties = Duties(app, actor, leadership)
+    jobs = JobActor(app, actor)
+    TaskActor(app, actor, jobs)
+    duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
     server = _Server(uvicorn.Config(create_api(actor), log_level="warning", access_log=False, lifespan="off"))
@@ -58,7 +62,9 @@ async def serve(settings: RouterSettings) -> None:
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
             log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
-            await _first_end(server, listener, leadership.run(), duties.run())
+            await _first_end(
+                server, listener, leadership.run(), duties.run(), jobs.take_commands(), jobs.take_reports()
+            )
     finally:
         port_file.unlink(missing_ok=True)
         listener.close()
