@@ -301,7 +301,7 @@ class HostSessionReply(Message):
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event)."""
+    """A session ended on its executor (event). An empty reason: its client closed it, in order."""
 
     session_id: SessionId
     executor_id: Id

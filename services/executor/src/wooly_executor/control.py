@@ -69,9 +69,9 @@ class ExecutorActor(Actor):
         self._endpoints = tuple(endpoints)
         self._clock = clock
         self._leases: dict[str, tuple[float, float, str]] = {}
-        self._closed: asyncio.Queue[str] = asyncio.Queue()
+        self._closed: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         events = asyncio.get_running_loop()
-        loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
+        loop.on_closed = lambda *closed: events.call_soon_threadsafe(self._closed.put_nowait, closed)
         self._asked: Future[list[tuple[str, int]]] | None = None
         self._last_sessions: list[tuple[str, int]] = []
         self._busy_ns = 0
@@ -198,9 +198,9 @@ class ExecutorActor(Actor):
 
     async def _report_closed(self) -> None:
         while True:
-            session_id = await self._closed.get()
+            session_id, reason = await self._closed.get()
             self._leases.pop(session_id, None)
             await self._app.publish(
                 subjects.EXECUTOR_SESSION_CLOSED,
-                SessionClosed(session_id=session_id, executor_id=self._settings.id),
+                SessionClosed(session_id=session_id, executor_id=self._settings.id, reason=reason[:4096]),
             )

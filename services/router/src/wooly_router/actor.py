@@ -366,11 +366,11 @@ class RouterActor:
             await self.close_on([p.executor_id for p in record.parts], record.id, reason)
         return ended
 
-    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed") -> None:
         """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         async with self.world.database.writing() as s:
-            lost = await self.world.tasks.move(s, record.id, "failed", reason, self.clock(), only_from=["started"])
+            lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
         if lost and others:
             closing = asyncio.create_task(self.close_on(others, record.id, f"it ended on executor {executor_id}"))
             self._closing.add(closing)
@@ -416,8 +416,12 @@ class RouterActor:
         """An executor ended its part of a session, and with it the session."""
         record = await self.world.tasks.get(event.session_id)
         if record is not None and record.kind == "session" and record.state == "started":
-            why = event.reason or "its client left without a word"
-            await self.lose_part(record, event.executor_id, f"it ended on executor {event.executor_id}: {why}")
+            if event.reason:
+                await self.lose_part(
+                    record, event.executor_id, f"it ended on executor {event.executor_id}: {event.reason}"
+                )
+            else:
+                await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
     # -- duties of the leader ----------------------------------------------------------------------------------------
 
