@@ -11,6 +11,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
+from nats.js import JetStreamContext
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
@@ -62,6 +63,10 @@ class JobActor:
         self._tasks, self._world = router.world.tasks, router.world
         self._missing: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Event()
+
+    def jetstream(self) -> JetStreamContext:
+        """Where blobs are."""
+        return self._app.jetstream()
 
     async def prepare(self) -> None:
         """Have what submitters expect to be there: the queue, the events, the default tenant's blobs. Until JetStream has it."""

@@ -31,7 +31,7 @@ class TaskActor:
     """Everybody's tasks."""
 
     def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
-        self._app, self._router, self._jobs = app, router, jobs
+        self._app, self._router, self.jobs = app, router, jobs
         self._tasks = router.world.tasks
         app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, self.on_tasks, queue="router")
         app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self.on_task, queue="router")
@@ -68,7 +68,7 @@ class TaskActor:
         task = await self._get(request.task_id, request.tenant)
         reason = request.reason or "cancelled on request"
         if task.kind == "job":
-            await self._jobs.end(task, "cancelled", reason)
+            await self.jobs.end(task, "cancelled", reason)
         else:
             await self._router.end(task, "cancelled", reason)
         return await self.on_task(request)
