@@ -228,7 +228,7 @@ def test_nodes_and_status_in_json_and_rest(stack):
     status = json.loads(run("status", "--json", stack=stack).stdout)
     assert status["state"] == "up"
     with urllib.request.urlopen(f"{stack.rest_url}/api/v1/nodes") as answer:
-        assert json.load(answer)["nodes"][0]["executor_id"] == "local-0"
+        assert json.load(answer)["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
     with urllib.request.urlopen(f"{stack.rest_url}/healthz") as answer:
         assert json.load(answer) == {"status": "ok", "executors": 1}
 

@@ -19,6 +19,9 @@ FUNCTIONS = [
     subjects.executor_session_steer,
     subjects.executor_epoch_end,
     subjects.executor_journaled,
+    subjects.executor_job_run,
+    subjects.executor_job_ended,
+    subjects.router_task_changed,
 ]
 
 
@@ -71,3 +74,9 @@ def test_subject_strings_live_in_subjects_only():
     assert len(sources) > 20
     offenders = [str(p) for p in sources if p.name != "subjects.py" and "wooly.v1." in p.read_text(encoding="utf-8")]
     assert offenders == []
+
+
+def test_tenant_of_any_name_has_one_token_of_its_own():
+    names = ["a", "a.b", "a*", ">", "a b", "%", "a%2Eb", "ü\n"]
+    subjects_ = {subjects.router_task_changed(n) for n in names}
+    assert len(subjects_) == len(names) and all(GRAMMAR.fullmatch(s) for s in subjects_)

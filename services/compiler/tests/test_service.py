@@ -9,7 +9,7 @@ import zlib
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_compiler.actor import CompilerActor, whole
 from wooly_compiler.build import pocl
@@ -83,7 +83,7 @@ async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(nats, tmp_path):
     async with service(nats, tmp_path), client(nats) as app:
         reply = await ask(app, message)
         assert (reply.state, reply.compiler, reply.name) == ("ready", version(), key.name(version()))
-        data = await BlobStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(reply.name)
+        data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(reply.name)
     artifact = decode_artifact(data, key, version(), found[0], verify_program(found[0]))
     (step,) = [s for s in artifact.plan.steps if isinstance(s, KernelStep)]
     assert len(step.lines) == 2 and artifact.plan.assumed == {0: 2.0}
@@ -115,7 +115,7 @@ async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone
         async with service(other, tmp_path) as actor, client(other) as app:
             actor._ask = None  # no worker is asked
             assert (await ask(app, message)).name == name
-            store = BlobStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
+            store = ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
             assert whole(await store.get(name))
             assert await store.get("nothing") is None
 

@@ -215,7 +215,7 @@ class Device:
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
-    def on_closed(self, session_id):
+    def on_closed(self, session_id, reason):
         with self.changed:
             self.closed.append(session_id)
             self.changed.notify_all()

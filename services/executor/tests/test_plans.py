@@ -13,7 +13,7 @@ import time
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.channel import ChannelClosedError, Endpoint
 from wooly_bus.errors import NoResponderError
 from wooly_bus.rpc import ControlClient
@@ -259,7 +259,7 @@ class Liar:
 
         async def compiled(request):
             self.asked.append(request)
-            store = BlobStore(app.jetstream(), ARTIFACTS, max_age_s=60, max_bytes=1 << 26)
+            store = ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=60, max_bytes=1 << 26)
             await store.put("lie", self._make(request))
             return CompileProgramReply(state="ready", compiler="liar", name="lie")
 

@@ -10,6 +10,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
+from wooly_router.jobs import JobActor
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
@@ -24,6 +25,8 @@ from wooly_wis.messages import (
     OpenSessionRequest,
     RenewSessionReply,
     RenewSessionRequest,
+    RunJobReply,
+    RunJobRequest,
 )
 
 DEVICE = DeviceFacts(name="device", vendor="cpu", runtime="cpu", total_memory=1000, cores=1)
@@ -42,17 +45,25 @@ class FakeExecutor:
 
     def __init__(self, app, name):
         self.app, self.name = app, name
-        self.sessions, self.closed = {}, []
+        self.sessions, self.closed, self.jobs = {}, [], []
         self.refuse = None
         app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
         app.serve(subjects.executor_session_renew(name), RenewSessionRequest, self.on_renew)
         app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
+        app.serve(subjects.executor_job_run(name), RunJobRequest, self.on_run_job)
 
     async def on_open(self, request):
         if self.refuse:
             raise self.refuse
         self.sessions[request.session_id] = request
         return HostSessionReply(endpoints=(f"unix:///tmp/{self.name}.sock",))
+
+    async def on_run_job(self, request):
+        if self.refuse:
+            raise self.refuse
+        self.jobs.append(request)
+        self.sessions[request.session_id] = request
+        return RunJobReply()
 
     async def on_renew(self, request):
         if request.session_id not in self.sessions:
@@ -78,7 +89,7 @@ class FakeExecutor:
 
 
 class AlwaysLeader:
-    held = True
+    held, alone = True, False
 
 
 @dataclasses.dataclass
@@ -89,6 +100,7 @@ class Rig:
     actor: RouterActor
     clock: Clock
     executors: list[FakeExecutor]
+    jobs: JobActor
 
     async def beat(self):
         for executor in self.executors:
@@ -109,7 +121,7 @@ class Rig:
         return other
 
     def duties(self):
-        return Duties(self.app, self.actor, AlwaysLeader())
+        return Duties(self.app, self.actor, self.jobs, AlwaysLeader())
 
     ask = staticmethod(lambda **wanted: ask(**wanted))
 
@@ -146,7 +158,7 @@ def rig(nats_server, settings):
         world, clock = World(Database(settings.database()), settings.cluster()), Clock()
         app = ServiceApp("test", url)
         actor = RouterActor(settings, app, world, clock)
-        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names])
+        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], JobActor(app, actor))
         await actor.resume()
         try:
             async with app.running():

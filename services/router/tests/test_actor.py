@@ -343,13 +343,19 @@ async def test_overcommit_of_cluster_and_node_reaches_placement_and_executor(rig
 async def test_executor_s_news_of_an_end_is_taken(rig):
     async with rig("a") as r:
         opened = await r.open()
-        event = SessionClosed(session_id=opened.session_id, executor_id="a")
+        event = SessionClosed(session_id=opened.session_id, executor_id="a", reason="the device is on fire")
         await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
         await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
         deadline = asyncio.get_running_loop().time() + 5
         while await r.sessions():
             assert asyncio.get_running_loop().time() < deadline
             await asyncio.sleep(0.01)
+        task = await r.tasks.get(opened.session_id)
+        assert task.state == "failed" and "on fire" in task.reason
+        again = await r.open()
+        await r.actor.on_session_closed(SessionClosed(session_id=again.session_id, executor_id="a"))
+        task = await r.tasks.get(again.session_id)
+        assert (task.state, task.reason) == ("completed", "closed by its client")
 
 
 async def test_restarted_router_gives_sessions_a_whole_lease(rig):

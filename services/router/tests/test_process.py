@@ -97,7 +97,8 @@ async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
         renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             node = (await http.get("/api/v1/nodes")).json()["nodes"][0]
-            assert (node["executor_id"], node["state"], node["device"]["name"]) == ("a", "alive", "device")
+            assert (node["node_id"], node["state"], node["tasks"]) == ("host", "active", 1)
+            assert [(g["executor_id"], g["device"]["name"]) for g in node["gpus"]] == [("a", "device")]
             listed = await http.get("/api/v1/sessions")
             assert [s["session_id"] for s in listed.json()["sessions"]] == [opened.session_id]
             assert listed.json()["sessions"][0]["program"] == "train.py" and opened.token not in listed.text

@@ -32,6 +32,9 @@ class Leadership:
 
     Without JetStream everybody leads: each does the work, and what they do must allow for it (see above).
 
+    Attributes:
+        alone: there is no JetStream.
+
     Args:
         app: the connection, inside `running`.
         role: what is led; one token.
@@ -46,13 +49,13 @@ class Leadership:
         self._app, self._role, self._holder, self._ttl_s, self._clock = app, role, holder, ttl_s, clock
         self._until = 0.0
         self._revision = 0
-        self._alone = False
+        self.alone = False
         self._bucket: KeyValue | None = None
 
     @property
     def held(self) -> bool:
         """Whether we are the leader now."""
-        return self._alone or self._clock() < self._until
+        return self.alone or self._clock() < self._until
 
     async def run(self) -> None:
         """Get and keep the lease, for ever. It is given up when this is cancelled."""
@@ -72,16 +75,16 @@ class Leadership:
                 self._revision = await bucket.update(self._role, self._holder.encode(), self._revision)
             else:
                 self._revision = await bucket.create(self._role, self._holder.encode())
-            self._until, self._alone = asked + self._ttl_s, False
+            self._until, self.alone = asked + self._ttl_s, False
         except KeyWrongLastSequenceError:  # another one has it
-            self._revision, self._until, self._alone = 0, 0.0, False
+            self._revision, self._until, self.alone = 0, 0.0, False
         except (nats.errors.Error, JetStreamError, OSError) as e:
             self._bucket = None
             if (
                 isinstance(e, (ServiceUnavailableError, nats.errors.NoRespondersError))
                 or getattr(e, "err_code", 0) in _ABSENT
             ):
-                self._alone = True  # any other trouble ends with the lease
+                self.alone = True  # any other trouble ends with the lease
         if self.held != led:
             log.info("%s is %s leader of %s", self._holder, "the" if self.held else "no more the", self._role)
 
@@ -95,7 +98,7 @@ class Leadership:
         return self._bucket
 
     async def _give_up(self) -> None:
-        revision, self._revision, self._until, self._alone = self._revision, 0, 0.0, False
+        revision, self._revision, self._until, self.alone = self._revision, 0, 0.0, False
         if revision and self._bucket is not None:
             with contextlib.suppress(nats.errors.Error, JetStreamError, OSError, TimeoutError):  # it ends by itself too
                 await asyncio.wait_for(self._bucket.delete(self._role, last=revision), 1.0)

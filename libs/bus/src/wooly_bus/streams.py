@@ -33,6 +33,30 @@ async def ensure_stream(js: JetStreamContext, name: str, *subjects: str, max_age
         max_age=max_age_s,
         max_bytes=max_bytes,
     )
+    await _ensure(js, config)
+
+
+async def ensure_queue(js: JetStreamContext, name: str, *subjects: str, max_bytes: int) -> None:
+    """Have a stream that keeps each message until it has been taken; when it is full it refuses more. See `queue_reader`.
+
+    Raises:
+        StreamError: JetStream does not answer, or refuses.
+    """
+    await _ensure(
+        js,
+        StreamConfig(
+            name=name,
+            subjects=list(subjects),
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.NEW,
+            max_bytes=max_bytes,
+        ),
+    )
+
+
+async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
+    name = config.name or ""
     try:
         try:
             await js.stream_info(name)

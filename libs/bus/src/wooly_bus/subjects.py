@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import quote
 
 PREFIX = "wooly.v1"
 
@@ -20,6 +21,19 @@ EXECUTOR_MEMORY_EVENTS = f"{PREFIX}.evt.executor.memory.borne.*"
 EXECUTOR_MEMORY_STREAM = "WOOLY_EVT_MEMORY"
 EXECUTOR_ARTIFACT_REJECTED = f"{PREFIX}.evt.executor.artifact.rejected"
 COMPILER_PROGRAM_EXPLAIN = f"{PREFIX}.rpc.compiler.program.explain"
+#: Where anybody submits jobs (`SubmitJob`), and the stream that keeps them until a router has taken them in.
+ROUTER_JOB_SUBMIT = f"{PREFIX}.cmd.router.job.submit"
+ROUTER_COMMAND_STREAM = "WOOLY_CMD_ROUTER"
+ROUTER_TASK_LIST = f"{PREFIX}.rpc.router.task.list"
+ROUTER_TASK_GET = f"{PREFIX}.rpc.router.task.get"
+ROUTER_TASK_CANCEL = f"{PREFIX}.rpc.router.task.cancel"
+ROUTER_TASK_PRIORITIZE = f"{PREFIX}.rpc.router.task.prioritize"
+#: What becomes of tasks (`TaskChanged`), by tenant, and the stream that keeps it.
+ROUTER_TASKS_CHANGED = f"{PREFIX}.evt.router.task.changed.*"
+ROUTER_EVENT_STREAM = "WOOLY_EVT_ROUTER"
+#: How attempts at jobs ended (`JobEnded`), by executor, and the stream that keeps it until a router has taken it in.
+EXECUTOR_JOBS_ENDED = f"{PREFIX}.evt.executor.job.ended.*"
+EXECUTOR_JOB_STREAM = "WOOLY_EVT_EXECUTORJOB"
 SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
@@ -70,6 +84,21 @@ def executor_memory_borne(executor_id: str) -> str:
 def compiler_program_compile(family: str) -> str:
     """Where artifacts are asked for, for a family of targets: whoever can build for it listens there."""
     return f"{PREFIX}.rpc.compiler.program.compile.{_id(family)}"
+
+
+def executor_job_run(executor_id: str) -> str:
+    """Where an executor takes jobs."""
+    return f"{PREFIX}.rpc.executor.job.run.{_id(executor_id)}"
+
+
+def executor_job_ended(executor_id: str) -> str:
+    """Where an executor says how an attempt at a job ended."""
+    return f"{PREFIX}.evt.executor.job.ended.{_id(executor_id)}"
+
+
+def router_task_changed(tenant: str) -> str:
+    """Where a tenant hears what becomes of its tasks. What cannot be part of a subject is percent-encoded."""
+    return f"{PREFIX}.evt.router.task.changed.{quote(tenant, safe='').replace('.', '%2E')}"
 
 
 def executor_tunnel(executor_id: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -399,7 +399,7 @@ class HostSessionReply(Message):
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event)."""
+    """A session ended on its executor (event). An empty reason: its client closed it, in order."""
 
     session_id: SessionId
     executor_id: Id
@@ -489,6 +489,189 @@ class ArtifactRejected(Message):
     mode: JitMode
     compiler: str = Field(max_length=128)
     reason: str = Field(max_length=4096)
+
+
+TaskState = Literal["pending", "started", "completed", "failed", "cancelled"]
+#: The id of a job, chosen by who submits it: random, for nobody else may have it.
+JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,48}$")]
+
+
+class Blob(Message):
+    """Bytes in the tenant's object store, as the content of one tensor of a signature."""
+
+    name: Name
+    digest: Digest
+
+
+class SubmitJob(Message):
+    """Run a module (command to the router, over JetStream: once it is acknowledged, it will be run or the reason told).
+
+    Module, constants and inputs are blobs of the tenant's. Sent again with the same `job_id`, it changes nothing.
+
+    Attributes:
+        module: digest of the module's bytes.
+        inputs: a blob for each input of its signature.
+        required_vram: bytes; what the module's buffers need if not given.
+        noswap: it must not be swapped out.
+        deadline_s: seconds from its submission after which it fails.
+        attempts: how often it is tried if executors are lost; None: as the cluster says.
+    """
+
+    job_id: JobId
+    tenant: Name = "default"
+    credential: str = Field(default="", max_length=65536)
+    name: str = Field(default="", max_length=1024)
+    module: Digest
+    inputs: tuple[Blob, ...] = Field(default=(), max_length=4096)
+    priority: int = Field(default=2, ge=0, le=4)
+    weight: int = Field(default=1, ge=1, le=1 << 20)
+    required_vram: int | None = Field(default=None, gt=0, lt=1 << 63)
+    gpu_mode: Literal["shared", "exclusive"] = "shared"
+    node_groups: tuple[Name, ...] = Field(default=(), max_length=64)
+    vendor: str = Field(default="", max_length=64)
+    arch: str = Field(default="", max_length=64)
+    noswap: bool = False
+    deadline_s: float | None = Field(default=None, gt=0, le=1e9, allow_inf_nan=False)
+    attempts: int | None = Field(default=None, ge=1, le=100)
+
+
+class JobOutput(Message):
+    """A result of a job: a dense tensor, in a blob of the tenant's. `dtype` by its label in WIS."""
+
+    name: str = Field(max_length=255)
+    dtype: str
+    sizes: tuple[int, ...] = Field(max_length=64)
+    digest: Digest
+    nbytes: Bytes
+
+
+class RunJobRequest(Message):
+    """The router gives an executor a job. It is a session of its own there, called `session_id`, and ends with a `JobEnded`."""
+
+    task_id: SessionId
+    attempt: int = Field(ge=1)
+    session_id: SessionId
+    tenant: Name
+    module: Digest
+    inputs: tuple[Blob, ...] = Field(default=(), max_length=4096)
+    policy: SessionPolicy
+    quota: int | None = Field(default=None, gt=0, lt=1 << 63)
+    swap: bool = True
+    overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
+
+
+class RunJobReply(Message):
+    """The executor took it."""
+
+
+class JobEnded(Message):
+    """How an attempt at a job ended (event, in JetStream). `lost`: through no fault of its own; another attempt may do better."""
+
+    task_id: SessionId
+    attempt: int = Field(ge=1)
+    executor_id: Id
+    state: Literal["completed", "failed", "lost"]
+    reason: str = Field(default="", max_length=4096)
+    outputs: tuple[JobOutput, ...] = Field(default=(), max_length=4096)
+
+
+class TaskChanged(Message):
+    """One step of a task's story (event, in JetStream). `number` counts its steps from 1; `at`: seconds since the epoch."""
+
+    task_id: SessionId
+    tenant: Name
+    kind: Literal["session", "job"]
+    name: str = Field(default="", max_length=1024)
+    number: int = Field(ge=1)
+    at: float
+    state: TaskState
+    reason: str = Field(default="", max_length=4096)
+    outputs: tuple[JobOutput, ...] = ()
+
+
+class TaskInfo(Message):
+    """A session or a job. Times in seconds since the epoch.
+
+    `placement` says why it is where it is, or why it waits; see `wooly_router.core.placement`.
+    """
+
+    task_id: SessionId
+    kind: Literal["session", "job"]
+    tenant: Name
+    name: str
+    client_host: str
+    state: TaskState
+    reason: str
+    priority: int
+    gpu_mode: Literal["shared", "exclusive"]
+    gpu_count: int
+    required_vram: int | None
+    noswap: bool
+    node_groups: tuple[str, ...]
+    executors: tuple[str, ...]
+    nodes: tuple[str, ...]
+    attempt: int
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    deadline_at: float | None
+    placement: dict[str, Any] = {}
+    outputs: tuple[JobOutput, ...] = ()
+
+
+class TaskStep(Message):
+    """One step of a task's story."""
+
+    number: int
+    at: float
+    state: TaskState
+    reason: str
+
+
+class TasksRequest(Message):
+    """Ask the router for tasks, newest first. `after`: the cursor of the page before."""
+
+    tenant: Name | None = None
+    credential: str = Field(default="", max_length=65536)
+    states: tuple[TaskState, ...] = ()
+    kind: Literal["session", "job"] | None = None
+    priority: int | None = Field(default=None, ge=0, le=4)
+    executor_id: Id | None = None
+    text: str | None = Field(default=None, max_length=256)
+    limit: int = Field(default=100, ge=1, le=200)
+    after: str = Field(default="", max_length=128)
+
+
+class TasksReply(Message):
+    """A page of tasks. With a `next`, there is more."""
+
+    tasks: tuple[TaskInfo, ...]
+    next: str = ""
+
+
+class TaskRequest(Message):
+    """One task: tell of it, or cancel it."""
+
+    task_id: SessionId
+    tenant: Name | None = None
+    credential: str = Field(default="", max_length=65536)
+    reason: str = Field(default="", max_length=1024)
+
+
+class TaskReply(Message):
+    """A task and its story."""
+
+    task: TaskInfo
+    story: tuple[TaskStep, ...] = ()
+
+
+class PrioritizeTaskRequest(Message):
+    """Give a task another class, in the queue and on its devices."""
+
+    task_id: SessionId
+    tenant: Name | None = None
+    credential: str = Field(default="", max_length=65536)
+    priority: int = Field(ge=0, le=4)
 
 
 class ErrorReply(Message):

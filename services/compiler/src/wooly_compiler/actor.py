@@ -15,7 +15,7 @@ from typing import Any
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import StreamError
 from wooly_wis.artifact import DIGEST_SIZE, Key
@@ -66,7 +66,7 @@ class CompilerActor:
             self._workers.put_nowait(WorkerProcess(limits, "wooly_compiler.worker", (str(settings.state_dir),)))
         self._making: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, str] = {}
-        self._blobs: BlobStore | None = None
+        self._blobs: ArtifactStore | None = None
 
     async def families(self) -> list[str]:
         """For which targets code can be built here; asks a worker."""
@@ -168,20 +168,20 @@ class CompilerActor:
         await asyncio.to_thread(_write, path, made)
         await self._put(blobs, name, made)
 
-    def _store(self) -> BlobStore:
+    def _store(self) -> ArtifactStore:
         if self._blobs is None:
             js = self._app.jetstream()
-            self._blobs = BlobStore(js, ARTIFACTS, max_age_s=KEPT_S, max_bytes=KEPT_BYTES)
+            self._blobs = ArtifactStore(js, ARTIFACTS, max_age_s=KEPT_S, max_bytes=KEPT_BYTES)
         return self._blobs
 
-    async def _stored(self, blobs: BlobStore, name: str) -> bytes | None:
+    async def _stored(self, blobs: ArtifactStore, name: str) -> bytes | None:
         with contextlib.suppress(StreamError):
             found = await blobs.get(name)
             if found is not None and whole(found):
                 return found
         return None
 
-    async def _put(self, blobs: BlobStore, name: str, data: bytes) -> None:
+    async def _put(self, blobs: ArtifactStore, name: str, data: bytes) -> None:
         try:
             await blobs.put(name, data)
         except StreamError as e:

@@ -70,6 +70,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
+        actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         borne = BornePublisher(app.jetstream(), loop, settings.id)
         watching = [asyncio.create_task(run) for run in (actor.watch(), journal.run(), borne.run())]
@@ -85,6 +86,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
                 task.result()
             task.cancel()
         await asyncio.wait(watching)
+        await actor.jobs.stop()
         with contextlib.suppress(StreamError, TimeoutError):
             await asyncio.wait_for(asyncio.gather(journal.publish(), borne.publish()), LAST_WORDS_S)
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import ARTIFACTS, BlobStore
+from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError
 from wooly_wis.artifact import Artifact, Key, decode_artifact, family
@@ -152,7 +152,7 @@ class PlanSource:
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
-        self._blobs: BlobStore | None = None
+        self._blobs: ArtifactStore | None = None
         self._heard: asyncio.Event = asyncio.Event()
         events = asyncio.get_running_loop()
         self._tiers.on_wanted = lambda: events.call_soon_threadsafe(self._heard.set)
@@ -274,9 +274,9 @@ class PlanSource:
             await asyncio.sleep(pause)
             pause = min(2 * pause, PAUSES_S[1] if patient else 2.0)
 
-    def _store(self) -> BlobStore:
+    def _store(self) -> ArtifactStore:
         if self._blobs is None:
-            self._blobs = BlobStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
+            self._blobs = ArtifactStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
         return self._blobs
 
     async def _reject(self, key: Key, compiler: str, reason: str) -> None:

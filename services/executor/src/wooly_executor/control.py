@@ -29,6 +29,7 @@ from wooly_wis.messages import (
     MemoryState,
     RenewSessionReply,
     RenewSessionRequest,
+    RunJobRequest,
     SessionClosed,
     SessionPolicy,
     SteerSessionReply,
@@ -38,6 +39,7 @@ from wooly_wis.messages import (
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
+from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
 from wooly_executor.settings import ExecutorSettings
 
@@ -70,9 +72,9 @@ class ExecutorActor(Actor):
         self._endpoints = tuple(endpoints)
         self._clock = clock
         self._leases: dict[str, tuple[float, float, str]] = {}
-        self._closed: asyncio.Queue[str] = asyncio.Queue()
+        self._closed: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         events = asyncio.get_running_loop()
-        loop.on_closed = lambda session_id: events.call_soon_threadsafe(self._closed.put_nowait, session_id)
+        loop.on_closed = lambda *closed: events.call_soon_threadsafe(self._closed.put_nowait, closed)
         self._asked: Future[tuple[list[str], MemoryState]] | None = None
         self._last: tuple[list[str], MemoryState] = ([], MemoryState(capacity=loop.vram.capacity))
         self._busy_ns = 0
@@ -82,6 +84,8 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
         app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.alone(self.on_steer_session))
         app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.alone(self.on_end_epoch))
+        self.jobs = Jobs(loop, settings.id)
+        app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
         app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
 
@@ -152,7 +156,8 @@ class ExecutorActor(Actor):
         return RenewSessionReply(lease_s=known[1])
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session."""
+        """End a session, or a job."""
+        self.jobs.cancel(request.session_id)
         closed = await self._close(request.session_id, request.reason or "closed by the router")
         return CloseSessionReply(closed=closed)
 
@@ -198,7 +203,7 @@ class ExecutorActor(Actor):
             pid=os.getpid(),
             device=DeviceFacts(**{**self._loop.runtime.facts(), "total_memory": self._loop.memory}),
             endpoints=self._endpoints,
-            sessions=tuple(sessions),
+            sessions=tuple(dict.fromkeys([*sessions, *self.jobs.sessions()])),
             memory_used=memory.own + memory.contents,
             utilization=min(1.0, max(0.0, share)),
             memory=memory,
@@ -207,9 +212,9 @@ class ExecutorActor(Actor):
 
     async def _report_closed(self) -> None:
         while True:
-            session_id = await self._closed.get()
+            session_id, reason = await self._closed.get()
             self._leases.pop(session_id, None)
             await self._app.publish(
                 subjects.EXECUTOR_SESSION_CLOSED,
-                SessionClosed(session_id=session_id, executor_id=self._settings.id),
+                SessionClosed(session_id=session_id, executor_id=self._settings.id, reason=reason[:4096]),
             )

@@ -74,7 +74,8 @@ class DeviceLoop:
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = Vram(self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed)
-        self.on_closed: Callable[[str], None] = lambda session_id: None
+        #: Told of every session that ends, and why; an empty reason: by its client, in order.
+        self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
         self.busy_ns = 0
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
@@ -140,7 +141,7 @@ class DeviceLoop:
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
-        self.on_closed(session_id)
+        self.on_closed(session_id, reason)
         return True
 
     def sessions(self) -> list[Session]:
@@ -217,7 +218,7 @@ class DeviceLoop:
             if session is not None:
                 if event.reason:
                     log.warning("session %s: %s", session.id, event.reason)
-                self.close_session(session.id, event.reason)
+                self.close_session(session.id, event.reason or "its client is gone")
             return
         if conn.owner is None:
             self._hello(conn, event.kind, event.payload, event.seq)

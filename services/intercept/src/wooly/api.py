@@ -124,15 +124,35 @@ def attach(
         for link in links:
             link.siblings = [other for other in links if other is not link]
             link.sharing = dedup != "off"
-        device.set_count(len(links))
-        for recorder, link in zip(device.devices.active(), links, strict=True):
-            link.name_of = recorder.name_of
-            with recorder.lock:
-                recorder.forget_session()
-                recorder.link = link
+        _adopt(device, links)
         _attached = _Attached(device, links, parts, answered)
         _start_flusher(device, flush_interval_s)
         return device
+
+
+def attach_link(link: Any) -> Device:
+    """Make the device that of a link which is there already, and which may be a recording (`wooly.export`).
+
+    Raises:
+        WoolyError: the process has a session.
+    """
+    global _attached
+    with _lock:
+        if _attached is not None:
+            raise WoolyError("this process has a session on a device; end it first (wooly.disable())")
+        device = register(128)
+        _adopt(device, [link])
+        _attached = _Attached(device, [link], [Part(())], [])
+        return device
+
+
+def _adopt(device: Device, links: list[Link]) -> None:
+    device.set_count(len(links))
+    for recorder, link in zip(device.devices.active(), links, strict=True):
+        link.name_of = recorder.name_of
+        with recorder.lock:
+            recorder.forget_session()
+            recorder.link = link
 
 
 def _connect(

@@ -260,34 +260,23 @@ class RouterActor:
         failed: dict[str, BusError],
     ) -> list[SessionPolicy | None] | None:
         """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
-        declared: dict[str, Any] = {
-            "weight": request.weight,
-            "service_ns": request.service_ns,
-            "objective_ns": request.objective_ns,
-        }
-
-        async def admit(executor_id: str, percent: int) -> AdmitSessionReply:
-            ask = AdmitSessionRequest(
+        asks = [
+            AdmitSessionRequest(
                 session_id=session_id,
-                executor_id=executor_id,
+                executor_id=e.executor_id,
                 tenant=request.tenant,
                 priority=request.priority,
+                weight=request.weight,
+                service_ns=request.service_ns,
+                objective_ns=request.objective_ns,
                 interval_ns=request.interval_ns,
                 required_vram=request.required_vram or 0,
                 swappable=request.swap,
                 overcommit_vram_percent=percent,
-                **declared,
             )
-            try:
-                return await self._app.request(
-                    subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
-                )
-            except BusError as e:
-                if not isinstance(e, NoResponderError):
-                    log.warning("session %s is opened without the scheduler: %s", session_id, e)
-                return AdmitSessionReply(admitted=True, policy=SessionPolicy(priority=request.priority, **declared))
-
-        replies = await asyncio.gather(*[admit(e.executor_id, p) for e, p in zip(executors, percents, strict=True)])
+            for e, percent in zip(executors, percents, strict=True)
+        ]
+        replies = await asyncio.gather(*[self.admit(ask) for ask in asks])
         refused = {
             e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
         }
@@ -295,6 +284,20 @@ class RouterActor:
             log.warning("session %s is not admitted: %s", session_id, reason)
             failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
         return None if refused else [reply.policy for reply in replies]
+
+    async def admit(self, ask: AdmitSessionRequest) -> AdmitSessionReply:
+        """What the scheduler says; where there is none, everything is admitted as it declares itself."""
+        try:
+            return await self._app.request(
+                subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
+            )
+        except BusError as e:
+            if not isinstance(e, NoResponderError):
+                log.warning("session %s is opened without the scheduler: %s", ask.session_id, e)
+            policy = SessionPolicy(
+                priority=ask.priority, weight=ask.weight, service_ns=ask.service_ns, objective_ns=ask.objective_ns
+            )
+            return AdmitSessionReply(admitted=True, policy=policy)
 
     # -- living ------------------------------------------------------------------------------------------------------
 
@@ -367,11 +370,11 @@ class RouterActor:
             await self.close_on([p.executor_id for p in record.parts], record.id, reason)
         return ended
 
-    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+    async def lose_part(self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed") -> None:
         """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""
         others = [p.executor_id for p in record.parts if p.executor_id != executor_id]
         async with self.world.database.writing() as s:
-            lost = await self.world.tasks.move(s, record.id, "failed", reason, self.clock(), only_from=["started"])
+            lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
         if lost and others:
             closing = asyncio.create_task(self.close_on(others, record.id, f"it ended on executor {executor_id}"))
             self._closing.add(closing)
@@ -417,8 +420,12 @@ class RouterActor:
         """An executor ended its part of a session, and with it the session."""
         record = await self.world.tasks.get(event.session_id)
         if record is not None and record.kind == "session" and record.state == "started":
-            why = event.reason or "its client left without a word"
-            await self.lose_part(record, event.executor_id, f"it ended on executor {event.executor_id}: {why}")
+            if event.reason:
+                await self.lose_part(
+                    record, event.executor_id, f"it ended on executor {event.executor_id}: {event.reason}"
+                )
+            else:
+                await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
     # -- duties of the leader ----------------------------------------------------------------------------------------
 

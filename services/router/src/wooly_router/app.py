@@ -20,10 +20,14 @@ from wooly_bus.tracing import setup_tracing
 
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
-from wooly_router.rest import create_api
+from wooly_router.jobs import JobActor
+from wooly_router.rest.access import Access, Buckets
+from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
+from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.world import World
+from wooly_router.tasks import TaskActor
 
 log = logging.getLogger("wooly.router")
 
@@ -48,21 +52,41 @@ async def serve(settings: RouterSettings) -> None:
     app = ServiceApp("router", settings.nats_url)
     actor = RouterActor(settings, app, world)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
-    duties = Duties(app, actor, leadership)
+    jobs = JobActor(app, actor)
+    desk = TaskActor(app, actor, jobs)
+    access = Access(world, settings.auth, Buckets(settings.rate_limit, 4 * settings.rate_limit), actor.clock)
+    duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
-    server = _Server(uvicorn.Config(create_api(actor), log_level="warning", access_log=False, lifespan="off"))
+    server = _Server(
+        uvicorn.Config(create_api(actor, desk, access), log_level="warning", access_log=False, lifespan="off")
+    )
     try:
         await actor.resume()
+        await first_token(settings, world, actor.clock())
         async with app.running():
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
             log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
-            await _first_end(server, listener, leadership.run(), duties.run())
+            await _first_end(
+                server, listener, leadership.run(), duties.run(), jobs.take_commands(), jobs.take_reports()
+            )
     finally:
         port_file.unlink(missing_ok=True)
         listener.close()
         await world.close()
+
+
+async def first_token(settings: RouterSettings, world: World, now: float) -> None:
+    """Where tokens are asked for and there is no tenant yet: an administrator's, in a file that only our user may read."""
+    if settings.auth != "tokens" or await world.tenants.all():
+        return
+    await world.tenants.add(TenantRecord("admin", now, "made at the first start"))
+    _, secret = await world.tenants.add_token("admin", "first", "admin", now)
+    path = settings.state_dir / "admin.token"
+    path.touch(mode=0o600)
+    path.write_text(secret)
+    log.info("the first administrator's token is in %s", path)
 
 
 async def _first_end(server: _Server, listener: socket.socket, *others: Coroutine[Any, Any, None]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
@@ -13,6 +11,7 @@ from wooly_bus.leadership import Leadership
 from wooly_wis.messages import GpusReply, GpusRequest
 
 from wooly_router.actor import RouterActor
+from wooly_router.jobs import JobActor
 from wooly_router.state.nodes import GpuRecord, Sample
 
 log = logging.getLogger("wooly.router")
@@ -26,17 +25,15 @@ FORGET_S = 300.0
 class Duties:
     """The leader's round. Everything it changes is conditional on the state that it saw, so a second leader harms nothing."""
 
-    def __init__(self, app: ServiceApp, actor: RouterActor, leadership: Leadership) -> None:
-        self._app, self._actor, self._leadership = app, actor, leadership
+    def __init__(self, app: ServiceApp, actor: RouterActor, jobs: JobActor, leadership: Leadership) -> None:
+        self._app, self._actor, self._jobs, self._leadership = app, actor, jobs, leadership
         self._kept: dict[str, GpuRecord] = {}
         self._due: dict[str, float] = {}
-        #: What else is done in every round; jobs add theirs.
-        self.more: list[Callable[[], Awaitable[object]]] = []
 
     async def run(self, every_s: float = EVERY_S) -> None:
         """Rounds, for ever. A database that is away for a while is no reason to end."""
         while True:
-            await asyncio.sleep(every_s)
+            await self._jobs.wait(every_s)
             try:
                 await self.listen_to_scheduler()
                 if self._leadership.held:
@@ -49,8 +46,9 @@ class Duties:
         await self.keep_nodes()
         await self._actor.lapse()
         await self._actor.reconcile()
-        for duty in self.more:
-            await duty()
+        await self._jobs.round()
+        if not self._leadership.alone:  # there is JetStream
+            await self._jobs.tell()
         if self._is_due("sample", SAMPLE_S):
             await self.sample()
         if self._is_due("forget", FORGET_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -27,6 +28,10 @@ class RouterSettings(BaseSettings):
         http_host: where REST listens.
         http_port: 0 takes any free port; the one taken is written to `state_dir`/router.port.
         lease_s: how long a session lives without a word from its client.
+        auth: "open": whoever reaches REST may do everything; "tokens": it asks for a tenant's API token. The first one, an
+            administrator's,
+            is written to `state_dir`/admin.token.
+        rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is
             configured once.
@@ -40,6 +45,8 @@ class RouterSettings(BaseSettings):
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
+    auth: Literal["open", "tokens"] = "open"
+    rate_limit: float = Field(default=100.0, gt=0)
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )

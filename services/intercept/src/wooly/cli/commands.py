@@ -1,4 +1,4 @@
-"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, weights, doctor, disasm, version."""
+"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, export, submit, logs, weights, doctor, disasm, version."""
 
 from __future__ import annotations
 
@@ -294,8 +294,140 @@ def top(
         raise _fail(e) from e
 
 
-tasks = typer.Typer(name="tasks", help="Change running sessions; `wooly top` lists them.", no_args_is_help=True)
+@app.command()
+def export(
+    target: Annotated[
+        str, typer.Argument(metavar="SCRIPT:FUNCTION", help="FUNCTION returns what to export, and example inputs.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The file to write; FUNCTION.wism by default.")
+    ] = None,
+    blobs: Annotated[
+        Path | None, typer.Option(help="A folder instead, with a file per blob; prints the module's digest.")
+    ] = None,
+) -> None:
+    """Record a computation as a module that `wooly submit` runs as a job."""
+    from wooly.cli import jobs
+
+    try:
+        jobs.export(target, output, blobs, out)
+    except (WoolyError, NotImplementedError) as e:
+        raise _fail(e) from e
+    sys.stdout.flush()
+    os._exit(0)  # as in `run`: thousands of tensors need not die one by one
+
+
+@app.command()
+def submit(
+    module: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="What `wooly export` wrote.")],
+    inputs: Annotated[
+        list[str] | None, typer.Option("--input", "-i", metavar="NAME=FILE", help="An input: .npy or .pt.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="A name for people.")] = "",
+    priority: Annotated[int | None, typer.Option(min=0, max=4, help="0 (highest) to 4.")] = None,
+    vram: Annotated[int | None, typer.Option(min=1, help="Bytes to reserve; what the module needs by default.")] = None,
+    group: Annotated[list[str] | None, typer.Option(help="Node groups to run in.")] = None,
+    noswap: Annotated[bool, typer.Option("--noswap", help="It must not be swapped out.")] = False,
+    deadline: Annotated[float | None, typer.Option(min=0.001, help="Seconds after which it fails.")] = None,
+    attempts: Annotated[int | None, typer.Option(min=1, max=100, help="Tries, if executors are lost.")] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it has ended; the exit code says how.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Folder for the results; waits for them.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a module as a job. Prints its id."""
+    from wooly.cli import jobs
+
+    settings = _settings()
+    try:
+        url = jobs.with_controller(lambda: connect(settings), lambda c: c.url)
+        code = jobs.submit(
+            settings,
+            url,
+            module,
+            inputs or [],
+            wait,
+            output,
+            as_json,
+            name=name or module.stem,
+            priority=settings.priority if priority is None else priority,
+            weight=settings.weight,
+            required_vram=vram or settings.required_vram,
+            gpu_mode=settings.gpu_mode,
+            node_groups=tuple(group or settings.node_groups),
+            noswap=noswap or not settings.swap_from_vram,
+            deadline_s=deadline,
+            attempts=attempts,
+        )
+    except WoolyError as e:
+        raise _fail(e) from e
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def logs(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until it has ended.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what happened to a task: its states with times and reasons."""
+    code = _with_router(lambda jobs, controller: jobs.logs(controller, task, follow, as_json))
+    if code:
+        raise typer.Exit(code)
+
+
+def _with_router(work: Callable[[Any, Any], Any]) -> Any:
+    from pydantic import ValidationError
+
+    from wooly.cli import jobs
+
+    try:
+        return jobs.with_controller(lambda: connect(_settings()), lambda controller: work(jobs, controller))
+    except ValidationError as e:
+        raise _fail(ControlError(f"that is not the id of a task, or not a state: {e.errors()[0]['input']!r}")) from e
+    except WoolyError as e:
+        raise _fail(e) from e
+
+
+tasks = typer.Typer(name="tasks", help="List tasks (sessions and jobs), or change them.", invoke_without_command=True)
 app.add_typer(tasks)
+Filter = Annotated[
+    list[str] | None, typer.Option("--state", help="pending, started, completed, failed or cancelled; repeat it.")
+]
+
+
+@tasks.callback()
+def list_tasks(
+    context: typer.Context,
+    state: Filter = None,
+    kind: Annotated[str | None, typer.Option(help="session or job.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Of one tenant only.")] = None,
+    text: Annotated[str | None, typer.Option(help="In their ids and names.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="At most so many, the newest.")] = 30,
+    as_json: Json = False,
+) -> None:
+    """List tasks, newest first; or change one with a command below."""
+    if context.invoked_subcommand is None:
+        chosen = {"states": tuple(state or ()), "kind": kind, "tenant": tenant, "text": text, "limit": limit}
+        _with_router(lambda jobs, controller: jobs.list_tasks(controller, out, as_json, **chosen))
+
+
+@tasks.command()
+def cancel(
+    task: Annotated[str, typer.Argument(metavar="TASK", help="The task's id.")],
+    reason: Annotated[str, typer.Option(help="Why, for its story.")] = "",
+    as_json: Json = False,
+) -> None:
+    """End a session or a job."""
+    reply = _with_router(lambda jobs, controller: jobs.cancel(controller, task, reason))
+    if as_json:
+        print(json.dumps(reply.task.model_dump(mode="json")))
+    else:
+        out.print(f"task {task}: {reply.task.state}", highlight=False)
+
+
 SessionArgument = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
 
 
@@ -329,8 +461,15 @@ def priority(
     weight: Annotated[int | None, typer.Option(min=1, max=1 << 20, help="Its share inside the class.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Give a running session another class."""
-    _steer(as_json, session, priority=number, weight=weight)
+    """Give a task another class, also while it waits; a weight needs a running session and the scheduler."""
+    if weight is not None:
+        _steer(as_json, session, priority=number, weight=weight)
+        return
+    reply = _with_router(lambda jobs, controller: jobs.prioritize(controller, session, number))
+    if as_json:
+        print(json.dumps(reply.task.model_dump(mode="json")))
+    else:
+        out.print(f"task {session}: P{reply.task.priority}, {reply.task.state}", highlight=False)
 
 
 @tasks.command()

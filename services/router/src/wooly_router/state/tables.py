@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Index, Integer, String, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    String,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, relationship
 
 
@@ -74,7 +86,7 @@ class LeaseRow(Base):
 
 
 class TaskEventRow(Base):
-    """One step of a task's story."""
+    """One step of a task's story. `told`: it was published as an event."""
 
     __tablename__ = "task_events"
 
@@ -83,6 +95,11 @@ class TaskEventRow(Base):
     at: Mapped[float] = mapped_column(Float)
     state: Mapped[str] = mapped_column(String(16))
     reason: Mapped[str] = mapped_column(Text)
+    told: Mapped[bool] = mapped_column(Boolean)
+
+    __table_args__ = (
+        Index("ix_task_events_untold", "at", sqlite_where=text("NOT told"), postgresql_where=text("NOT told")),
+    )
 
 
 class NodeRow(Base):

@@ -183,8 +183,20 @@ class TaskStore:
     async def _tell(self, s: AsyncSession, task_id: str, at: float, state: str, reason: str) -> None:
         last = select(func.coalesce(func.max(TaskEventRow.number), 0)).where(TaskEventRow.task_id == task_id)
         number = (await s.scalar(last) or 0) + 1
-        values = {"task_id": task_id, "number": number, "at": at, "state": state, "reason": reason[:REASON_CHARS]}
+        values = {
+            "task_id": task_id,
+            "number": number,
+            "at": at,
+            "state": state,
+            "reason": reason[:REASON_CHARS],
+            "told": False,
+        }
         await s.execute(insert(TaskEventRow).values(values))
+
+    async def is_at(self, s: AsyncSession, task_id: str, state: str, attempt: int) -> bool:
+        """Whether a task is in a state and at an attempt; it stays so until the transaction ends."""
+        query = select(TaskRow.id).where(TaskRow.id == task_id, TaskRow.state == state, TaskRow.attempt == attempt)
+        return await s.scalar(query.with_for_update()) is not None
 
     async def take_devices(self, s: AsyncSession, task_id: str, parts: Sequence[PartRecord], **changes: Any) -> None:
         """Give a task other devices than before, and set columns with it."""
@@ -308,6 +320,29 @@ class TaskStore:
         )
         async with self.database.reading() as s:
             return {row[0]: row[1] for row in await s.execute(query)}
+
+    async def untold(self, limit: int = 500) -> list[tuple[TaskRecord, TaskEvent]]:
+        """Steps that were not published yet, oldest first, with their tasks as they are now."""
+        query = (
+            select(TaskEventRow)
+            .where(TaskEventRow.told.is_(False))
+            .order_by(TaskEventRow.at, TaskEventRow.number)
+            .limit(limit)
+        )
+        async with self.database.reading() as s:
+            found = []
+            for r in list(await s.scalars(query)):
+                task = await self.get(r.task_id, s)
+                if task is not None:
+                    found.append((task, TaskEvent(r.number, r.at, r.state, r.reason)))
+            return found
+
+    async def tell(self, steps: Iterable[tuple[str, int]]) -> None:
+        """These steps, (task id, number), were published."""
+        async with self.database.writing() as s:
+            for task_id, number in steps:
+                condition = and_(TaskEventRow.task_id == task_id, TaskEventRow.number == number)
+                await s.execute(update(TaskEventRow).where(condition).values(told=True))
 
     async def story(self, task_id: str) -> list[TaskEvent]:
         """What happened to a task, in order."""

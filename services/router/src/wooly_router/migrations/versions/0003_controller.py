@@ -18,85 +18,87 @@ depends_on = None
 def _tables() -> dict[str, tuple[sa.schema.SchemaItem, ...]]:
     """What each new table is, but `tasks` and `task_parts`, in the order in which they can be made."""
     return {
-    "leases": (
-        sa.Column("task_id", sa.String(64), sa.ForeignKey("tasks.id"), primary_key=True),
-        sa.Column("token", sa.String(128), nullable=False),
-        sa.Column("lease_until", sa.Float, nullable=False, index=True),
-    ),
-    "task_events": (
-        sa.Column("task_id", sa.String(64), sa.ForeignKey("tasks.id"), primary_key=True),
-        sa.Column("number", sa.Integer, primary_key=True),
-        sa.Column("at", sa.Float, nullable=False),
-        sa.Column("state", sa.String(16), nullable=False),
-        sa.Column("reason", sa.Text, nullable=False),
-    ),
-    "nodes": (
-        sa.Column("id", sa.String(255), primary_key=True),
-        sa.Column("wish", sa.String(16), nullable=False),
-        sa.Column("overcommit_vram_percent", sa.Integer, nullable=True),
-        sa.Column("first_seen", sa.Float, nullable=False),
-    ),
-    "gpus": (
-        sa.Column("executor_id", sa.String(128), primary_key=True),
-        sa.Column("node_id", sa.String(255), sa.ForeignKey("nodes.id"), nullable=False, index=True),
-        sa.Column("facts", sa.JSON, nullable=False),
-        sa.Column("last_seen", sa.Float, nullable=False),
-    ),
-    "groups": (
-        sa.Column("name", sa.String(128), primary_key=True),
-        sa.Column("description", sa.String(1024), nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
-    ),
-    "group_members": (
-        sa.Column("group_name", sa.String(128), sa.ForeignKey("groups.name"), primary_key=True),
-        sa.Column("node_id", sa.String(255), primary_key=True, index=True),
-    ),
-    "tenants": (
-        sa.Column("name", sa.String(128), primary_key=True),
-        sa.Column("description", sa.String(1024), nullable=False),
-        sa.Column("disabled", sa.Boolean, nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
-    ),
-    "tokens": (
-        sa.Column("id", sa.String(32), primary_key=True),
-        sa.Column("tenant", sa.String(128), sa.ForeignKey("tenants.name"), nullable=False, index=True),
-        sa.Column("name", sa.String(128), nullable=False),
-        sa.Column("role", sa.String(16), nullable=False),
-        sa.Column("scopes", sa.JSON, nullable=False),
-        sa.Column("secret_hash", sa.String(64), nullable=False),
-        sa.Column("created_at", sa.Float, nullable=False),
-        sa.Column("expires_at", sa.Float, nullable=True),
-        sa.Column("revoked_at", sa.Float, nullable=True),
-        sa.UniqueConstraint("secret_hash"),
-    ),
-    "config": (
-        sa.Column("name", sa.String(64), primary_key=True),
-        sa.Column("value", sa.JSON, nullable=False),
-        sa.Column("updated_at", sa.Float, nullable=False),
-        sa.Column("updated_by", sa.String(255), nullable=False),
-    ),
-    "audit": (
-        sa.Column(
-            "id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True
+        "leases": (
+            sa.Column("task_id", sa.String(64), sa.ForeignKey("tasks.id"), primary_key=True),
+            sa.Column("token", sa.String(128), nullable=False),
+            sa.Column("lease_until", sa.Float, nullable=False, index=True),
         ),
-        sa.Column("at", sa.Float, nullable=False, index=True),
-        sa.Column("actor", sa.String(255), nullable=False),
-        sa.Column("tenant", sa.String(128), nullable=False, index=True),
-        sa.Column("action", sa.String(64), nullable=False),
-        sa.Column("target", sa.String(255), nullable=False),
-        sa.Column("detail", sa.JSON, nullable=False),
-    ),
-    "samples": (
-        sa.Column("at", sa.Float, primary_key=True),
-        sa.Column("executor_id", sa.String(128), primary_key=True),
-        sa.Column("node_id", sa.String(255), nullable=False),
-        sa.Column("utilization", sa.Float, nullable=False),
-        sa.Column("starvation", sa.Float, nullable=False),
-        sa.Column("memory_used", sa.BigInteger, nullable=False),
-        sa.Column("memory_total", sa.BigInteger, nullable=False),
-        sa.Column("sessions", sa.Integer, nullable=False),
-    ),
-}  # fmt: skip
+        "task_events": (
+            sa.Column("task_id", sa.String(64), sa.ForeignKey("tasks.id"), primary_key=True),
+            sa.Column("number", sa.Integer, primary_key=True),
+            sa.Column("at", sa.Float, nullable=False),
+            sa.Column("state", sa.String(16), nullable=False),
+            sa.Column("reason", sa.Text, nullable=False),
+            sa.Column("told", sa.Boolean, nullable=False),
+            sa.Index(
+                "ix_task_events_untold", "at", sqlite_where=sa.text("NOT told"), postgresql_where=sa.text("NOT told")
+            ),
+        ),
+        "nodes": (
+            sa.Column("id", sa.String(255), primary_key=True),
+            sa.Column("wish", sa.String(16), nullable=False),
+            sa.Column("overcommit_vram_percent", sa.Integer, nullable=True),
+            sa.Column("first_seen", sa.Float, nullable=False),
+        ),
+        "gpus": (
+            sa.Column("executor_id", sa.String(128), primary_key=True),
+            sa.Column("node_id", sa.String(255), sa.ForeignKey("nodes.id"), nullable=False, index=True),
+            sa.Column("facts", sa.JSON, nullable=False),
+            sa.Column("last_seen", sa.Float, nullable=False),
+        ),
+        "groups": (
+            sa.Column("name", sa.String(128), primary_key=True),
+            sa.Column("description", sa.String(1024), nullable=False),
+            sa.Column("created_at", sa.Float, nullable=False),
+        ),
+        "group_members": (
+            sa.Column("group_name", sa.String(128), sa.ForeignKey("groups.name"), primary_key=True),
+            sa.Column("node_id", sa.String(255), primary_key=True, index=True),
+        ),
+        "tenants": (
+            sa.Column("name", sa.String(128), primary_key=True),
+            sa.Column("description", sa.String(1024), nullable=False),
+            sa.Column("disabled", sa.Boolean, nullable=False),
+            sa.Column("created_at", sa.Float, nullable=False),
+        ),
+        "tokens": (
+            sa.Column("id", sa.String(32), primary_key=True),
+            sa.Column("tenant", sa.String(128), sa.ForeignKey("tenants.name"), nullable=False, index=True),
+            sa.Column("name", sa.String(128), nullable=False),
+            sa.Column("role", sa.String(16), nullable=False),
+            sa.Column("scopes", sa.JSON, nullable=False),
+            sa.Column("secret_hash", sa.String(64), nullable=False),
+            sa.Column("created_at", sa.Float, nullable=False),
+            sa.Column("expires_at", sa.Float, nullable=True),
+            sa.Column("revoked_at", sa.Float, nullable=True),
+            sa.UniqueConstraint("secret_hash"),
+        ),
+        "config": (
+            sa.Column("name", sa.String(64), primary_key=True),
+            sa.Column("value", sa.JSON, nullable=False),
+            sa.Column("updated_at", sa.Float, nullable=False),
+            sa.Column("updated_by", sa.String(255), nullable=False),
+        ),
+        "audit": (
+            sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True, autoincrement=True),
+            sa.Column("at", sa.Float, nullable=False, index=True),
+            sa.Column("actor", sa.String(255), nullable=False),
+            sa.Column("tenant", sa.String(128), nullable=False, index=True),
+            sa.Column("action", sa.String(64), nullable=False),
+            sa.Column("target", sa.String(255), nullable=False),
+            sa.Column("detail", sa.JSON, nullable=False),
+        ),
+        "samples": (
+            sa.Column("at", sa.Float, primary_key=True),
+            sa.Column("executor_id", sa.String(128), primary_key=True),
+            sa.Column("node_id", sa.String(255), nullable=False),
+            sa.Column("utilization", sa.Float, nullable=False),
+            sa.Column("starvation", sa.Float, nullable=False),
+            sa.Column("memory_used", sa.BigInteger, nullable=False),
+            sa.Column("memory_total", sa.BigInteger, nullable=False),
+            sa.Column("sessions", sa.Integer, nullable=False),
+        ),
+    }
 
 
 def upgrade() -> None:

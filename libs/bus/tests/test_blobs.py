@@ -1,0 +1,92 @@
+"""Blobs and work queues over a real nats-server."""
+
+import asyncio
+import contextlib
+import os
+
+import pytest
+from nats.js.errors import APIError
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import BlobCorruptError, BlobMissingError, BlobStore, bucket_of, put_all
+from wooly_bus.queue_reader import take
+from wooly_bus.streams import ensure_queue, publish
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.module import module_digest
+
+pytestmark = pytest.mark.connected
+
+
+@contextlib.asynccontextmanager
+async def jetstream(url):
+    app = ServiceApp("test", url)
+    async with app.running():
+        yield app.jetstream()
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, 128 << 10, 20 << 20])
+async def test_blob_comes_back_under_its_digest(nats_server, size):
+    data = os.urandom(size)
+    async with jetstream(nats_server) as js:
+        name = await BlobStore(js, f"t{size}").put(memoryview(data))
+        assert name == module_digest(data).hex() == await BlobStore(js, f"t{size}").put(data)
+        again = BlobStore(js, f"t{size}")
+        assert await again.size(name) == size and await again.get(name, size) == data
+
+
+async def test_blobs_of_another_tenant_are_not_there(nats_server):
+    async with jetstream(nats_server) as js:
+        a, b = await put_all(BlobStore(js, "mine"), [b"a", b"b"])
+        with pytest.raises(BlobMissingError, match="no blob"):
+            await BlobStore(js, "yours").get(a, 10)
+        with pytest.raises(BlobCorruptError, match="at most 0"):
+            await BlobStore(js, "mine").get(b, 0)
+
+
+async def test_content_that_its_name_does_not_stand_for_is_refused(nats_server):
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "liar")
+        name = await store.put(b"honest")
+        await store._store.put(name, b"forged")
+        with pytest.raises(BlobCorruptError):
+            await store.get(name, 100)
+
+
+def test_tenants_of_any_names_have_buckets_of_their_own():
+    names = ["a", "a b", "a.b", "a-b", "a_b", "ü", "A" * 65, "A" * 64, "WOOLY", ""]
+    assert len({bucket_of(n) for n in names}) == len(names)
+    assert bucket_of("default") == "WOOLY_BLOBS_default"
+
+
+async def test_queue_gives_each_message_until_it_is_done_and_refuses_what_is_too_much():
+    with start_nats_server() as url:
+        async with jetstream(url) as js:
+
+            async def ensure():
+                await ensure_queue(js, "WOOLY_CMD_TEST", "test.queue", max_bytes=2000)
+
+            await ensure()
+            for i in range(3):
+                await publish(js, "test.queue", b"%d" % i, id=f"m{i}")
+            await publish(js, "test.queue", b"again", id="m0")
+            seen = []
+
+            async def read():
+                async for taken in take(js, "WOOLY_CMD_TEST", "test.queue", "reader", ensure):
+                    seen.append(taken.data)
+                    if seen.count(b"1") == 1 and taken.data == b"1":
+                        await taken.later(0.05)
+                    else:
+                        await taken.done()
+
+            readers = [asyncio.create_task(read()) for _ in range(2)]
+            for _ in range(250):
+                if (await js.stream_info("WOOLY_CMD_TEST")).state.messages == 0:
+                    break
+                await asyncio.sleep(0.02)
+            assert sorted(seen) == [b"0", b"1", b"1", b"2"]
+            for reader in readers:
+                reader.cancel()
+            await asyncio.wait(readers)
+            with pytest.raises(APIError, match="maximum bytes"):
+                for _ in range(10):
+                    await js.publish("test.queue", b"x" * 500)

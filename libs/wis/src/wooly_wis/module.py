@@ -1,0 +1,344 @@
+"""A module: programs, constants, and a signature: a computation that runs without the process that recorded it.
+
+It is straight-line: steps that load a constant or an input into a buffer, or run a program, in order. Buffers are numbers of the
+module's own. Constants are named by digest and travel beside the module, so that modules share them. Outputs are dense.
+
+Layout, little endian; `str8`, `view` and padding as in `codec`:
+
+    module   := "WSM1" u32:n_programs u32:n_constants u32:n_inputs u32:n_outputs u32:n_steps
+                (u32:len program pad4)* constant* input* output* step*
+    constant := digest[32] u64:nbytes
+    input    := str8:name u8:dtype u8:ndim u64:size*
+    output   := str8:name u8:dtype u8:ndim u64:size* u64:buffer u64:byte_offset
+    step     := u8:0 u32:source u64:buffer u64:byte_offset                                  load
+              | u8:1 u32:program u32:n_bind u32:n_param u32:n_free u64:bind* 8-byte:param* u64:free*     run
+
+A load's source counts the constants first, then the inputs. Nothing may follow the last step. `check_module` says whether it can
+run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from wooly_wis.codec import DIGEST_SIZE, MAX_DIMS, decode_program, digest
+from wooly_wis.dtypes import BY_CODE, DType
+from wooly_wis.errors import DecodeError, EncodeError, WisError
+from wooly_wis.verifier import ProgramFacts, verify_program
+
+MAGIC = b"WSM1"
+MAX_MODULE_BYTES = 64 << 20
+_HEADER = struct.Struct("<4sIIIII")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+_CONSTANT = struct.Struct(f"<{DIGEST_SIZE}sQ")
+_LOAD = struct.Struct("<IQQ")
+_RUN = struct.Struct("<IIII")
+
+
+class ModuleError(WisError):
+    """A decoded module cannot run: what is wrong, and in which step."""
+
+    code = "wis.module"
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Bytes that come with the module, by their digest."""
+
+    digest: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A dense tensor of the signature, in row-major order."""
+
+    name: str
+    dtype: DType
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its content."""
+        n = self.dtype.itemsize
+        for size in self.sizes:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Where a result lies at the end."""
+
+    tensor: Tensor
+    buffer: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Put a constant or an input into a buffer, at a byte offset."""
+
+    source: int
+    buffer: int
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a program: a buffer per slot, the words of its params, and what is freed afterwards."""
+
+    program: int
+    bindings: tuple[int, ...]
+    params: bytes = b""
+    frees: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """Programs (canonical bytes), constants, signature, and the steps that tie them together."""
+
+    programs: tuple[bytes, ...]
+    constants: tuple[Constant, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Output, ...]
+    steps: tuple[Load | Run, ...]
+
+    def source_bytes(self, source: int) -> int:
+        """Bytes of what a load's source is."""
+        if source < len(self.constants):
+            return self.constants[source].nbytes
+        return self.inputs[source - len(self.constants)].nbytes
+
+
+def module_digest(raw: bytes) -> bytes:
+    """The name of a module, or of any blob: BLAKE2b of 32 bytes."""
+    return digest(raw)
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _signature(tensor: Tensor) -> bytes:
+    raw = tensor.name.encode()
+    if not raw or len(raw) > 255 or len(tensor.sizes) > MAX_DIMS:
+        raise EncodeError(f"a tensor of the signature needs a name of 1 to 255 bytes and at most {MAX_DIMS} dimensions")
+    head = bytes((len(raw),)) + raw + bytes((tensor.dtype.code, len(tensor.sizes)))
+    return head + struct.pack(f"<{len(tensor.sizes)}Q", *tensor.sizes)
+
+
+def encode_module(module: Module) -> bytes:
+    """Canonical bytes of a module.
+
+    Raises:
+        EncodeError: a name or number is outside what the format can hold.
+    """
+    counts = (len(module.programs), len(module.constants), len(module.inputs), len(module.outputs), len(module.steps))
+    parts = [_HEADER.pack(MAGIC, *counts)]
+    try:
+        for raw in module.programs:
+            parts += [_U32.pack(len(raw)), raw, b"\0" * (-len(raw) % 4)]
+        parts += [_CONSTANT.pack(c.digest, c.nbytes) for c in module.constants]
+        parts += [_signature(t) for t in module.inputs]
+        parts += [_signature(o.tensor) + _U64.pack(o.buffer) + _U64.pack(o.offset) for o in module.outputs]
+        for step in module.steps:
+            if isinstance(step, Load):
+                parts.append(b"\0" + _LOAD.pack(step.source, step.buffer, step.offset))
+                continue
+            head = _RUN.pack(step.program, len(step.bindings), len(step.params) // 8, len(step.frees))
+            bindings = struct.pack(f"<{len(step.bindings)}Q", *step.bindings)
+            parts += [b"\1", head, bindings, step.params, struct.pack(f"<{len(step.frees)}Q", *step.frees)]
+    except struct.error as e:
+        raise EncodeError(f"a number of the module does not fit its field: {e}") from e
+    return b"".join(parts)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """A cursor that refuses to run past its end."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.pos = 0
+
+    def take(self, n: int) -> bytes:
+        start = self.pos
+        if n > len(self.data) - start:
+            raise DecodeError(f"{n} bytes wanted, {len(self.data) - start} left", start)
+        self.pos = start + n
+        return self.data[start : self.pos]
+
+    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack(self.take(layout.size))
+
+    def words(self, count: int) -> tuple[int, ...]:
+        raw = self.take(8 * count)
+        return struct.unpack(f"<{count}Q", raw)
+
+    def tensor(self) -> Tensor:
+        at = self.pos
+        try:
+            name = self.take(self.take(1)[0]).decode()
+        except UnicodeDecodeError as e:
+            raise DecodeError("name is not UTF-8", at) from e
+        if not name:
+            raise DecodeError("a tensor of the signature has no name", at)
+        dtype = BY_CODE.get(self.take(1)[0])
+        ndim = self.take(1)[0]
+        if dtype is None or ndim > MAX_DIMS:
+            raise DecodeError(f"unknown dtype code, or {ndim} dimensions (at most {MAX_DIMS})", at)
+        return Tensor(name, dtype, self.words(ndim))
+
+
+def decode_module(data: bytes) -> Module:
+    """The module that `data` encodes. Says nothing of whether it can run: that is `check_module`'s.
+
+    Raises:
+        DecodeError: `data` is not the canonical encoding of a module.
+    """
+    if len(data) > MAX_MODULE_BYTES:
+        raise DecodeError(f"module of {len(data)} bytes, at most {MAX_MODULE_BYTES}")
+    r = _Reader(data)
+    magic, n_programs, n_constants, n_inputs, n_outputs, n_steps = _HEADER.unpack(r.take(_HEADER.size))
+    if magic != MAGIC:
+        raise DecodeError("not a WIS module of version 1", 0)
+    least = 4 * n_programs + _CONSTANT.size * n_constants + 4 * n_inputs + 20 * n_outputs + 17 * n_steps
+    if least > len(data):
+        raise DecodeError(f"what the header counts cannot fit {len(data)} bytes", 4)
+    programs: list[bytes] = []
+    for _ in range(n_programs):
+        size = r.unpack(_U32)[0]
+        programs.append(r.take(size))
+        if any(r.take(-size % 4)):
+            raise DecodeError("padding is not zero", r.pos)
+    constants = tuple([Constant(*_CONSTANT.unpack(r.take(_CONSTANT.size))) for _ in range(n_constants)])
+    inputs = tuple([r.tensor() for _ in range(n_inputs)])
+    outputs = tuple([Output(r.tensor(), *r.words(2)) for _ in range(n_outputs)])
+    steps = tuple([_step(r) for _ in range(n_steps)])
+    if r.pos != len(data):
+        raise DecodeError("bytes after the module", r.pos)
+    return Module(tuple(programs), constants, inputs, outputs, steps)
+
+
+def _step(r: _Reader) -> Load | Run:
+    at = r.pos
+    kind = r.take(1)[0]
+    if kind == 0:
+        return Load(*r.unpack(_LOAD))
+    if kind != 1:
+        raise DecodeError(f"unknown kind of step {kind}", at)
+    program, n_bind, n_param, n_free = r.unpack(_RUN)
+    bindings = r.words(n_bind)
+    params = r.take(8 * n_param)
+    return Run(program, bindings, params, r.words(n_free))
+
+
+# -- checking --------------------------------------------------------------------------------------------------------
+
+
+def check_module(module: Module) -> int:
+    """Whether a module can run as it says. Returns the most bytes that its buffers have at once.
+
+    Every program obeys the laws; every buffer is made by a program before it is used, once, and large enough for what reaches
+    it; names are unique; outputs are there at the end. The executor checks each step again as it runs it.
+
+    Raises:
+        WisError: it cannot; the message names the step and what is wrong.
+    """
+    for what, names in (
+        ("inputs", [t.name for t in module.inputs]),
+        ("outputs", [o.tensor.name for o in module.outputs]),
+    ):
+        if len(set(names)) != len(names):
+            raise ModuleError(f"two {what} have the same name")
+    programs = [decode_program(raw) for raw in module.programs]
+    facts = [verify_program(p) for p in programs]
+    words = [sum(2 if k.name == "C128" else 1 for k in p.param_kinds) for p in programs]
+    n_sources = len(module.constants) + len(module.inputs)
+    live: dict[int, int] = {}
+    held = peak = 0
+    for number, step in enumerate(module.steps):
+        if isinstance(step, Load):
+            if step.source >= n_sources:
+                raise ModuleError(f"step {number} loads source {step.source} of {n_sources}")
+            _reach(number, live, step.buffer, step.offset + module.source_bytes(step.source))
+            continue
+        if step.program >= len(programs):
+            raise ModuleError(f"step {number} runs program {step.program} of {len(programs)}")
+        known = facts[step.program]
+        if len(step.bindings) != len(known.slot_bytes) or len(step.params) != 8 * words[step.program]:
+            raise ModuleError(f"step {number} does not bind what program {step.program} asks for")
+        if len(set(step.bindings)) != len(step.bindings):
+            raise ModuleError(f"step {number} binds one buffer to two slots")
+        peak = max(peak, held + known.alloc_bytes)
+        held += _bind(number, step, known, live)
+        for buffer in step.frees:
+            held -= live.pop(buffer, 0)
+        peak = max(peak, held)
+    for output in module.outputs:
+        _reach(len(module.steps), live, output.buffer, output.offset + output.tensor.nbytes)
+    return peak
+
+
+def _bind(number: int, step: Run, facts: ProgramFacts, live: dict[int, int]) -> int:
+    """A program takes and leaves buffers. Returns by how many bytes there are more."""
+    more = 0
+    for buffer, need, size, freed in zip(
+        step.bindings, facts.slot_bytes, facts.slot_alloc, facts.slot_freed, strict=True
+    ):
+        if size is not None:
+            if buffer in live:
+                raise ModuleError(f"step {number} makes buffer {buffer}, which is there")
+            live[buffer] = size
+            more += size
+        else:
+            _reach(number, live, buffer, need)
+        if freed:
+            more -= live.pop(buffer)
+    return more
+
+
+def _reach(number: int, live: Mapping[int, int], buffer: int, end: int) -> None:
+    size = live.get(buffer)
+    if size is None:
+        raise ModuleError(f"step {number} uses buffer {buffer}, which is not there")
+    if end > size:
+        raise ModuleError(f"step {number} reaches byte {end} of buffer {buffer}, which has {size}")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+#: A file holds a module and the constants that it names, in its order, without gaps.
+FILE_MAGIC = b"WSMF"
+
+
+def write_file(raw: bytes, constants: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+    """The parts of a file, in order."""
+    yield FILE_MAGIC + _U32.pack(len(raw))
+    yield raw
+    yield from constants
+
+
+def read_head(head: bytes) -> int:
+    """Bytes of the module that follows the first 8 bytes of a file.
+
+    Raises:
+        DecodeError: it is no such file.
+    """
+    if len(head) != 8 or head[:4] != FILE_MAGIC:
+        raise DecodeError("not a file of a WIS module", 0)
+    size = int(_U32.unpack(head[4:])[0])
+    if size > MAX_MODULE_BYTES:
+        raise DecodeError(f"module of {size} bytes, at most {MAX_MODULE_BYTES}")
+    return size
+
+
+def hasher() -> hashlib.blake2b:
+    """Computes the name of a blob piece by piece."""
+    return hashlib.blake2b(digest_size=DIGEST_SIZE)

@@ -1,0 +1,176 @@
+"""Modules: canonical bytes, defensive reading, and whether what was read can run."""
+
+import dataclasses
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import DecodeError, EncodeError, WisError
+from wooly_wis.module import (
+    Constant,
+    Load,
+    Module,
+    ModuleError,
+    Output,
+    Run,
+    Tensor,
+    check_module,
+    decode_module,
+    encode_module,
+    module_digest,
+    read_head,
+    write_file,
+)
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, View
+
+V = View(DType.F32, (4,), (1,))
+ALLOC = Form("alloc", (Operand(Role.OUT, View(DType.U8, (16,), (1,))),))
+FREE = Form("free", (Operand(Role.IN, None),))
+ADD = Form(
+    "add",
+    (Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, V)),
+    (ParamKind.F64,),
+    (("args", (OperandRef(0), OperandRef(1), ParamRef(0))),),
+)
+MAKE = encode_program(Program((ALLOC,), (Instruction(0, (0,)), Instruction(0, (1,)))))
+WORK = encode_program(
+    Program((ALLOC, ADD, FREE), (Instruction(0, (0,)), Instruction(1, (1, 2, 0)), Instruction(2, (2,))))
+)
+ONE = (1).to_bytes(8, "little")
+
+
+def module(**changes):
+    """Buffers 1 and 2 are made and loaded with a constant and an input; their sum is the output, in buffer 3."""
+    whole = Module(
+        programs=(MAKE, WORK),
+        constants=(Constant(b"c" * 32, 16),),
+        inputs=(Tensor("x", DType.F32, (2, 2)),),
+        outputs=(Output(Tensor("y", DType.F32, (4,)), 3),),
+        steps=(Run(0, (1, 2)), Load(0, 1), Load(1, 2), Run(1, (3, 1, 2), ONE, (1,))),
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def test_module_survives_its_bytes_and_can_run():
+    raw = encode_module(module())
+    assert decode_module(raw) == module() and encode_module(decode_module(raw)) == raw
+    assert check_module(module()) == 48 and len(module_digest(raw)) == 32
+
+
+names = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
+numbers = st.integers(0, 2**64 - 1)
+tensors = st.builds(Tensor, names, st.sampled_from(DType), st.lists(numbers, max_size=4).map(tuple))
+small = st.integers(0, 2**32 - 1)
+steps = st.one_of(
+    st.builds(Load, small, numbers, numbers),
+    st.builds(
+        Run,
+        small,
+        st.lists(numbers, max_size=4).map(tuple),
+        st.lists(st.binary(min_size=8, max_size=8), max_size=3).map(b"".join),
+        st.lists(numbers, max_size=3).map(tuple),
+    ),
+)
+modules = st.builds(
+    Module,
+    st.lists(st.binary(max_size=30), max_size=3).map(tuple),
+    st.lists(st.builds(Constant, st.binary(min_size=32, max_size=32), numbers), max_size=3).map(tuple),
+    st.lists(tensors, max_size=3).map(tuple),
+    st.lists(st.builds(Output, tensors, numbers, numbers), max_size=3).map(tuple),
+    st.lists(steps, max_size=5).map(tuple),
+)
+
+
+@given(modules)
+def test_any_module_survives_its_bytes(found):
+    assert decode_module(encode_module(found)) == found
+
+
+@given(modules, st.data())
+def test_cut_or_lengthened_bytes_are_refused(found, data):
+    raw = encode_module(found)
+    with pytest.raises(DecodeError):
+        decode_module(raw[: data.draw(st.integers(0, len(raw) - 1))])
+    with pytest.raises(DecodeError, match="after the module"):
+        decode_module(raw + b"\0")
+
+
+def test_mutated_modules_are_refused_or_read_never_worse():
+    rng, raw, read, ran = random.Random(7), encode_module(module()), 0, 0
+    tracemalloc.start()
+    try:
+        for _ in range(5000):
+            data = bytearray(raw)
+            for _ in range(rng.randint(1, 3)):
+                at = rng.randrange(len(data))
+                match rng.randrange(4):
+                    case 0:
+                        data[at] ^= 1 << rng.randrange(8)
+                    case 1:
+                        data[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\0"])
+                    case 2:
+                        del data[at : at + rng.randint(1, 8)]
+                        data = data or bytearray(b"\0")
+                    case _:
+                        data[at:at] = bytes(rng.choice([0, 1, 255]) for _ in range(rng.randint(1, 8)))
+            try:
+                found = decode_module(bytes(data))
+                read += 1
+                assert encode_module(found) == bytes(data)
+                check_module(found)
+                ran += 1
+            except WisError:
+                continue
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert read > 100 and ran > 10 and peak < 16 << 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"steps": (Load(0, 1),)}, "step 0 uses buffer 1, which is not there"),
+        ({"steps": (Run(0, (1, 2)), Load(2, 1))}, "step 1 loads source 2 of 2"),
+        ({"steps": (Run(0, (1, 2)), Load(0, 1, 1))}, "step 1 reaches byte 17 of buffer 1, which has 16"),
+        ({"steps": (Run(2, ()),)}, "step 0 runs program 2 of 2"),
+        ({"steps": (Run(0, (1,)),)}, "step 0 does not bind what program 0 asks for"),
+        ({"steps": (Run(0, (1, 1)),)}, "step 0 binds one buffer to two slots"),
+        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2)))}, "step 1 does not bind"),
+        ({"steps": (Run(0, (1, 2)), Run(0, (2, 3)))}, "step 1 makes buffer 2, which is there"),
+        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2), ONE), Load(0, 2))}, "step 2 uses buffer 2, which is not there"),
+        ({"steps": (Run(0, (3, 2), frees=(3,)),)}, "step 1 uses buffer 3, which is not there"),
+        ({"outputs": (Output(Tensor("y", DType.F32, (5,)), 3),)}, "step 4 reaches byte 20 of buffer 3, which has 16"),
+        ({"outputs": (module().outputs[0],) * 2}, "two outputs have the same name"),
+        ({"inputs": module().inputs * 2}, "two inputs have the same name"),
+        ({"programs": (b"WIS1", WORK)}, "bytes wanted"),
+    ],
+)
+def test_module_that_cannot_run_says_why(changes, complaint):
+    with pytest.raises(WisError, match=complaint):
+        check_module(module(**changes))
+    assert issubclass(ModuleError, WisError)
+
+
+def test_what_the_format_cannot_hold_is_refused():
+    for changes in (
+        {"inputs": (Tensor("", DType.F32, ()),)},
+        {"inputs": (Tensor("ü" * 200, DType.F32, ()),)},
+        {"steps": (Load(1 << 32, 0),)},
+        {"steps": (Run(0, (-1,)),)},
+    ):
+        with pytest.raises(EncodeError):
+            encode_module(module(**changes))
+
+
+def test_file_is_the_module_and_its_constants():
+    raw = encode_module(module())
+    data = b"".join(write_file(raw, [b"x" * 16]))
+    assert read_head(data[:8]) == len(raw) and data[8:] == raw + b"x" * 16
+    for bad in (b"", b"WSMF", b"WIS1\0\0\0\0", b"WSMF\xff\xff\xff\xff"):
+        with pytest.raises(DecodeError):
+            read_head(bad)

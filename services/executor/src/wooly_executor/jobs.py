@@ -1,0 +1,298 @@
+"""Runs jobs: fetches a module and what it needs, plays it over a data channel of the executor's own, keeps its results.
+
+A job is a session like any other: its frames go through the device loop, where they are verified, counted, ordered and bounded.
+Only its client is a thread of this process. What it reports stays until JetStream has it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from nats.js import JetStreamContext
+from wooly_bus import subjects
+from wooly_bus.blobs import BlobStore
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.streams import StreamError, ensure_queue, publish
+from wooly_dispatch.events import Policy
+from wooly_wis.codec import digest
+from wooly_wis.errors import WisError
+from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.messages import JobEnded, JobOutput, RunJobReply, RunJobRequest
+from wooly_wis.module import MAX_MODULE_BYTES, Load, Module, check_module, decode_module
+
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.errors import ExecutorError
+from wooly_executor.session import PROGRAMS_KEPT
+
+log = logging.getLogger("wooly.executor")
+#: Bytes of the queue of reports.
+REPORT_BYTES = 64 << 20
+RETRY_S = 1.0
+#: Jobs whose first request is remembered, so that a second one for the same attempt changes nothing.
+REMEMBERED = 4096
+#: Programs that are referred to by digest; a session knows a few more.
+PROGRAMS_NAMED = PROGRAMS_KEPT - 64
+
+
+class JobFailedError(Exception):
+    """The job cannot run, or failed at running; another attempt would do the same."""
+
+
+class JobLostError(Exception):
+    """The job was interrupted through no fault of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    name: str
+    dtype: str
+    sizes: tuple[int, ...]
+    data: bytearray
+
+
+async def ensure_reports(js: JetStreamContext) -> None:
+    """Have the queue of reports.
+
+    Raises:
+        StreamError: JetStream does not answer, or refuses.
+    """
+    await ensure_queue(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, max_bytes=REPORT_BYTES)
+
+
+class Jobs:
+    """The jobs of this executor.
+
+    Args:
+        loop: the device.
+        executor_id: ours.
+    """
+
+    def __init__(self, loop: DeviceLoop, executor_id: str) -> None:
+        self._loop, self._id = loop, executor_id
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._asked: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._js: JetStreamContext | None = None
+
+    def start(self, js: JetStreamContext) -> None:
+        """There is JetStream now."""
+        self._js = js
+
+    def sessions(self) -> list[str]:
+        """Sessions of jobs of which no report is kept yet."""
+        return list(self._running)
+
+    async def on_run_job(self, request: RunJobRequest) -> RunJobReply:
+        """Take a job. Asking twice for the same attempt changes nothing."""
+        if self._js is None:
+            raise RefusedError("executor.starting", "the executor is just starting", retryable=True)
+        key = (request.task_id, request.attempt)
+        if key in self._asked:
+            return RunJobReply()
+        # The queue of reports must be there before there is anything to report.
+        try:
+            await ensure_reports(self._js)
+        except StreamError as e:
+            raise RefusedError(e.code, f"its end could not be reported: {e}", retryable=True) from e
+        if request.quota is not None and request.quota > self._loop.memory:
+            raise RefusedError(
+                "executor.admission", f"{request.quota} bytes asked for, the device has {self._loop.memory}"
+            )
+        self._asked[key] = None
+        while len(self._asked) > REMEMBERED:
+            self._asked.popitem(last=False)
+        task = asyncio.create_task(self._serve(request, self._js), name=f"job {request.session_id}")
+        self._running[request.session_id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.session_id, None))
+        return RunJobReply()
+
+    def cancel(self, session_id: str) -> None:
+        """Stop a job, whatever it is at."""
+        task = self._running.get(session_id)
+        if task is not None:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Give up what runs: it is reported as lost."""
+        running = list(self._running.values())
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=2.0)
+
+    async def _serve(self, request: RunJobRequest, js: JetStreamContext) -> None:
+        task_id, attempt = request.task_id, request.attempt
+        try:
+            outputs, summary = await self._run(request, js)
+            report = self._report(request, "completed", summary, outputs)
+        except (JobFailedError, WisError) as e:
+            report = self._report(request, "failed", str(e))
+        except (JobLostError, BusError) as e:
+            report = self._report(
+                request, "failed" if getattr(e, "code", "").startswith("bus.blob") else "lost", str(e)
+            )
+        except asyncio.CancelledError:
+            report = self._report(request, "lost", f"executor {self._id} was stopped")
+        except Exception as e:
+            log.exception("job %s, attempt %d", task_id, attempt)
+            report = self._report(request, "failed", f"{type(e).__name__}: {e}")
+        log.info("job %s, attempt %d: %s %s", task_id, attempt, report.state, report.reason)
+        while True:
+            try:
+                data = report.model_dump_json().encode()
+                await publish(js, subjects.executor_job_ended(self._id), data, id=f"{task_id}:{attempt}")
+                return
+            except StreamError as e:
+                log.warning("the end of job %s could not be reported: %s; trying again", task_id, e)
+                await asyncio.sleep(RETRY_S)
+                with contextlib.suppress(StreamError):
+                    await ensure_reports(js)
+
+    def _report(self, request: RunJobRequest, state: str, reason: str, outputs: tuple[JobOutput, ...] = ()) -> JobEnded:
+        return JobEnded(
+            task_id=request.task_id,
+            attempt=request.attempt,
+            executor_id=self._id,
+            state=state,  # type: ignore[arg-type]
+            reason=reason[:4096],
+            outputs=outputs,
+        )
+
+    async def _run(self, request: RunJobRequest, js: JetStreamContext) -> tuple[tuple[JobOutput, ...], str]:
+        """The job's results, kept, and what it took in words."""
+        begun = time.monotonic()
+        store = BlobStore(js, request.tenant)
+        module = decode_module(await store.get(request.module, MAX_MODULE_BYTES))
+        peak = check_module(module)
+        if peak > (request.quota or self._loop.memory):
+            raise JobFailedError(f"its buffers need {peak} bytes, {request.quota or self._loop.memory} were asked for")
+        sources = await self._sources(request, module, store)
+        fetched = time.monotonic()
+        policy = Policy(**{f.name: getattr(request.policy, f.name) for f in fields(Policy)})
+        near, far = socket.socketpair()
+        try:
+            try:
+                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, policy)))
+            except ExecutorError as e:
+                far.close()
+                raise JobLostError(str(e)) from e
+            await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
+            client = ChannelClient(near)
+            play = asyncio.get_running_loop().run_in_executor(None, _play, client, request.session_id, module, sources)
+            try:
+                results = await asyncio.shield(play)
+            except asyncio.CancelledError:
+                client.abort()  # the thread finds its channel closed
+                with contextlib.suppress(Exception):
+                    await play
+                raise
+        finally:
+            near.close()
+            closing = self._loop.call(lambda: self._loop.close_session(request.session_id, "the job ended"))
+            await asyncio.wrap_future(closing)
+        ran = time.monotonic()
+        outputs = [
+            JobOutput(name=r.name, dtype=r.dtype, sizes=r.sizes, digest=await store.put(r.data), nbytes=len(r.data))
+            for r in results
+        ]
+        runs = sum(not isinstance(s, Load) for s in module.steps)
+        moved = sum(len(data) for data in sources)
+        summary = (
+            f"on {self._id}: {moved} bytes fetched in {fetched - begun:.3f} s, {runs} programs in {ran - fetched:.3f} s, "
+            f"{sum(o.nbytes for o in outputs)} bytes of results"
+        )
+        return tuple(outputs), summary
+
+    def _open(self, request: RunJobRequest, policy: Policy) -> None:
+        if request.overcommit_vram_percent is not None:
+            self._loop.vram.overcommit_percent = request.overcommit_vram_percent
+        self._loop.open_session(
+            request.session_id, request.session_id, request.quota, policy, request.tenant, swappable=request.swap
+        )
+
+    async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
+        """What the module's loads read: its constants, then its inputs."""
+        given = {blob.name: blob.digest for blob in request.inputs}
+        wanted = [t.name for t in module.inputs]
+        if missing := [n for n in wanted if n not in given]:
+            raise JobFailedError(f"no input {', '.join(missing)}; the module asks for {', '.join(wanted)}")
+        if unknown := [n for n in given if n not in wanted]:
+            raise JobFailedError(
+                f"the module has no input {', '.join(unknown)}; it asks for {', '.join(wanted) or 'none'}"
+            )
+        names = [(c.digest.hex(), c.nbytes, "a constant") for c in module.constants]
+        names += [(given[t.name], t.nbytes, f"input {t.name}") for t in module.inputs]
+        found: dict[str, bytes] = {}
+        for name, nbytes, what in names:
+            if name not in found:
+                found[name] = await store.get(name, nbytes)
+            if len(found[name]) != nbytes:
+                raise JobFailedError(f"{what} has {len(found[name])} bytes, the module asks for {nbytes}")
+        return [found[name] for name, _, _ in names]
+
+
+def _play(client: ChannelClient, session_id: str, module: Module, sources: list[bytes]) -> list[_Result]:
+    """Play a module's steps over a channel and read its outputs (blocking).
+
+    Raises:
+        JobFailedError: a step failed.
+        JobLostError: the session was closed.
+    """
+    try:
+        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": session_id}))
+        _answer(client, Kind.WELCOME)
+        names = [digest(raw) for raw in module.programs]
+        defined: OrderedDict[int, None] = OrderedDict()
+        for step in module.steps:
+            if isinstance(step, Load):
+                for at, chunk in _chunks(sources[step.source]):
+                    client.send(Kind.WRITE, WRITE_HEAD.pack(step.buffer, step.offset + at), chunk)
+                continue
+            if step.program not in defined:
+                client.send(Kind.DEFINE, module.programs[step.program])
+            defined[step.program] = None
+            defined.move_to_end(step.program)
+            if len(defined) > PROGRAMS_NAMED:
+                defined.popitem(last=False)
+            client.send(Kind.RUN, pack_run(names[step.program], list(step.bindings), step.params, list(step.frees)))
+        client.send(Kind.SYNC)
+        _answer(client, Kind.RESULT)
+        results = []
+        for output in module.outputs:
+            data = bytearray(output.tensor.nbytes)
+            client.send(Kind.READ, READ_HEAD.pack(output.buffer, output.offset, len(data)))
+            other = client.recv_data(memoryview(data), Kind.DATA)
+            if other is not None:
+                raise _failure(other.payload)
+            tensor = output.tensor
+            results.append(_Result(tensor.name, tensor.dtype.label, tensor.sizes, data))
+        client.send(Kind.CLOSE)
+        return results
+    except ChannelError as e:
+        raise JobLostError(f"its session was closed: {e}") from e
+
+
+def _chunks(data: bytes) -> Iterator[tuple[int, memoryview]]:
+    view = memoryview(data)
+    for at in range(0, len(view), MAX_CHUNK):
+        yield at, view[at : at + MAX_CHUNK]
+
+
+def _answer(client: ChannelClient, kind: Kind) -> None:
+    frame = client.recv()
+    if frame.kind == Kind.ERROR:
+        raise _failure(frame.payload)
+    if frame.kind != kind:
+        raise JobLostError(f"expected a {kind.name} frame, got kind {frame.kind}")
+
+
+def _failure(payload: bytes | bytearray | memoryview) -> JobFailedError:
+    error = unpack_json(payload)
+    return JobFailedError(f"{error.get('code')}: {error.get('message')}")

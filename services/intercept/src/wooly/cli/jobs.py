@@ -1,0 +1,185 @@
+"""`wooly export`, `submit`, `logs`, and the lists of `wooly tasks`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from wooly_bus import subjects
+from wooly_wis.messages import (
+    PrioritizeTaskRequest,
+    TaskChanged,
+    TaskReply,
+    TaskRequest,
+    TasksReply,
+    TasksRequest,
+)
+
+from wooly.control import ControlError, Controller
+from wooly.settings import Settings
+
+#: Seconds between two looks at a task that is followed.
+EVERY_S = 0.5
+
+
+def export(target: str, output: Path | None, blobs: Path | None, console: Console) -> None:
+    """Record SCRIPT:FUNCTION into a file."""
+    script, colon, function = target.rpartition(":")
+    if not colon or not Path(script).exists():
+        raise ControlError(f"{target!r} is not SCRIPT:FUNCTION, or there is no such script")
+    from wooly.export import export_script
+
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    exported = export_script(Path(script), function)
+    module = exported.module
+    if blobs is not None:
+        print(exported.save_blobs(blobs))
+        return
+    path = output or Path(f"{function}.wism")
+    size = exported.save(path)
+    console.print(
+        f"{path}: {size:,} bytes, {len(module.programs)} programs, {len(module.constants)} constants", highlight=False
+    )
+    for what, tensors in (("input", module.inputs), ("output", [o.tensor for o in module.outputs])):
+        for t in tensors:
+            console.print(f"  {what} {t.name}: {t.dtype.label} {list(t.sizes)}", highlight=False, markup=False)
+
+
+def submit(
+    settings: Settings,
+    url: str,
+    path: Path,
+    inputs: list[str],
+    wait: bool,
+    output: Path | None,
+    as_json: bool,
+    **wanted: Any,
+) -> int:
+    """Submit a module. Returns the exit code."""
+    from wooly import jobs
+
+    file = jobs.read_module(path)
+    given = _inputs(file.module, inputs)
+    job = jobs.run(jobs.submit(url, settings.tenant, file, given, credential=settings.credential, **wanted))
+    if not wait and output is None:
+        print(json.dumps({"task_id": job.job_id}) if as_json else job.job_id)
+        return 0
+    steps: list[TaskChanged] = []
+
+    def each(event: TaskChanged) -> None:
+        steps.append(event)
+        if not as_json:
+            print(_line(event.at, event.state, event.reason), file=sys.stderr)
+
+    last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each))
+    files = (
+        jobs.run(jobs.fetch(url, settings.tenant, last.outputs, output)) if output is not None and last.outputs else []
+    )
+    if as_json:
+        report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}
+        print(json.dumps(report | {"outputs": [o.model_dump(mode="json") for o in last.outputs]}))
+    else:
+        print("\n".join([job.job_id, *[str(f) for f in files]]))
+    return 0 if last.state == "completed" else 1
+
+
+def _inputs(module: Any, given: list[str]) -> dict[str, bytes]:
+    from wooly import jobs
+
+    wanted = {t.name: t for t in module.inputs}
+    found: dict[str, bytes] = {}
+    for text in given:
+        name, equals, path = text.partition("=")
+        if not equals or name not in wanted:
+            raise ControlError(
+                f"--input {text!r} is not NAME=FILE with a name of {', '.join(wanted) or 'no input at all'}"
+            )
+        found[name] = jobs.read_input(Path(path), wanted[name].dtype, wanted[name].sizes, name)
+    if missing := [n for n in wanted if n not in found]:
+        raise ControlError(f"no --input for {', '.join(missing)}")
+    return found
+
+
+def _line(at: float, state: str, reason: str) -> str:
+    clock = time.strftime("%H:%M:%S", time.localtime(at)) + f".{int(at * 1000) % 1000:03}"
+    return f"{clock}  {state:9}  {reason}".rstrip()
+
+
+def logs(controller: Controller, task_id: str, follow: bool, as_json: bool) -> int:
+    """Print a task's story. Returns 1 if it failed."""
+    shown = 0
+    while True:
+        reply: TaskReply = controller.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=task_id), TaskReply)
+        for step in reply.story[shown:]:
+            print(
+                json.dumps(step.model_dump(mode="json")) if as_json else _line(step.at, step.state, step.reason),
+                flush=True,
+            )
+        shown = len(reply.story)
+        if reply.task.state == "pending" and not follow and not as_json:
+            print(f"  {reply.task.reason}")
+        if not follow or reply.task.ended_at is not None:
+            return int(reply.task.state == "failed")
+        time.sleep(EVERY_S)
+
+
+def list_tasks(controller: Controller, console: Console, as_json: bool, **chosen: Any) -> None:
+    """Print a page of tasks."""
+    reply: TasksReply = controller.ask(subjects.ROUTER_TASK_LIST, TasksRequest(**chosen), TasksReply)
+    if as_json:
+        print(json.dumps(reply.model_dump(mode="json")))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("name, reason", overflow="fold")
+    for t in reply.tasks:
+        what = ": ".join([part for part in (t.name, t.reason) if part])
+        table.add_row(
+            t.task_id,
+            t.kind,
+            t.tenant,
+            t.state,
+            f"P{t.priority}",
+            ", ".join(t.executors),
+            _age(time.time() - t.created_at),
+            what,
+        )
+    console.print(table)
+
+
+def _age(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def cancel(controller: Controller, task_id: str, reason: str) -> TaskReply:
+    """End a task."""
+    reply: TaskReply = controller.ask(
+        subjects.ROUTER_TASK_CANCEL, TaskRequest(task_id=task_id, reason=reason), TaskReply, timeout=6.0
+    )
+    return reply
+
+
+def prioritize(controller: Controller, task_id: str, priority: int) -> TaskReply:
+    """Give a task another class."""
+    request = PrioritizeTaskRequest(task_id=task_id, priority=priority)
+    reply: TaskReply = controller.ask(subjects.ROUTER_TASK_PRIORITIZE, request, TaskReply)
+    return reply
+
+
+def with_controller(connect: Callable[[], Controller], work: Callable[[Controller], Any]) -> Any:
+    """Do something with a connection, and close it."""
+    controller = connect()
+    try:
+        return work(controller)
+    finally:
+        controller.close()

@@ -1,0 +1,390 @@
+"""Jobs: taken from the queue of commands, placed, given to executors, ended by their reports, told as events.
+
+A job that was acknowledged is in the database. Its attempts are numbered; whatever an executor says of another attempt than the
+present one changes nothing, so that of several executions one is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Any
+
+from nats.js import JetStreamContext
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.blobs import BlobStore
+from wooly_bus.envelope import decode
+from wooly_bus.errors import BusError, EnvelopeError, RefusedError
+from wooly_bus.queue_reader import take
+from wooly_bus.streams import StreamError, ensure_queue, ensure_stream, publish
+from wooly_wis.errors import WisError
+from wooly_wis.messages import (
+    AdmitSessionRequest,
+    JobEnded,
+    JobOutput,
+    RunJobReply,
+    RunJobRequest,
+    SessionPolicy,
+    SubmitJob,
+    TaskChanged,
+)
+from wooly_wis.module import MAX_MODULE_BYTES, check_module, decode_module
+
+from wooly_router.actor import EXECUTOR_TIMEOUT_S, RouterActor
+from wooly_router.core.cluster import ClusterConfig, overcommit_of
+from wooly_router.core.placement import as_record, summary
+from wooly_router.core.queue import plan
+from wooly_router.core.tasks import backoff_s
+from wooly_router.state.tasks import PartRecord, TaskRecord
+
+log = logging.getLogger("wooly.router")
+#: Bytes of jobs that wait for a router to take them in.
+COMMAND_BYTES = 256 << 20
+REPORT_BYTES = 64 << 20
+#: How long, and how much of, what became of tasks can be read back.
+EVENT_AGE_S = 7 * 24 * 3600.0
+EVENT_BYTES = 256 << 20
+#: Seconds in which an executor that took a job must be told so again, or the router that asked it is gone.
+HANDING_S = 15.0
+#: Seconds for which an executor may be without a job that it took: its report may be on its way.
+MISSING_S = 5.0
+DEFAULT_TENANT = "default"
+#: Jobs started in one round.
+AT_ONCE = 64
+
+
+class JobActor:
+    """The jobs of the cluster. Any router takes them in; the leader places and watches them."""
+
+    def __init__(self, app: ServiceApp, router: RouterActor) -> None:
+        self._app, self._router = app, router
+        self._tasks, self._world = router.world.tasks, router.world
+        self._missing: dict[tuple[str, int], float] = {}
+        self._changed = asyncio.Event()
+
+    def jetstream(self) -> JetStreamContext:
+        """Where blobs are."""
+        return self._app.jetstream()
+
+    async def prepare(self) -> None:
+        """Have what submitters expect to be there: the queue, the events, the default tenant's blobs. Until JetStream has it."""
+        js, complaint = self._app.jetstream(), ""
+        while True:
+            try:
+                await self._ensure_commands()
+                await self._ensure_events()
+                await BlobStore(js, DEFAULT_TENANT).ready()
+                return
+            except StreamError as e:
+                if str(e) != complaint:
+                    log.warning("no jobs can be taken: %s; trying again", e)
+                complaint = str(e)
+                await asyncio.sleep(2.0)
+
+    async def _ensure_commands(self) -> None:
+        js = self._app.jetstream()
+        await ensure_queue(js, subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT, max_bytes=COMMAND_BYTES)
+
+    async def _ensure_events(self) -> None:
+        await ensure_stream(
+            self._app.jetstream(),
+            subjects.ROUTER_EVENT_STREAM,
+            subjects.ROUTER_TASKS_CHANGED,
+            max_age_s=EVENT_AGE_S,
+            max_bytes=EVENT_BYTES,
+        )
+
+    # -- taking in ---------------------------------------------------------------------------------------------------
+
+    async def take_commands(self) -> None:
+        """Take in what is submitted, for ever."""
+        await self.prepare()
+        queue, what = subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT
+        async for taken in take(self._app.jetstream(), queue, what, "router", self._ensure_commands):
+            try:
+                await self.on_submit_job(decode(taken.data, SubmitJob))
+                await taken.done()
+            except EnvelopeError as e:
+                log.warning("a job that cannot be read is dropped: %s", e)
+                await taken.done()
+            except Exception:
+                log.exception("a job could not be taken in; it comes again")
+                await taken.later(2.0)
+
+    async def on_submit_job(self, job: SubmitJob) -> TaskRecord:
+        """A job is pending once this returns; one that can never run has failed, with the reason. Again, it changes nothing.
+
+        Raises:
+            StreamError: its module cannot be looked at now.
+        """
+        known = await self._tasks.get(job.job_id)
+        if known is not None:
+            if known.tenant != job.tenant:
+                log.warning("job %s of %s is dropped: the id is another tenant's", job.job_id, job.tenant)
+            return known
+        now = self._router.clock()
+        task = TaskRecord(
+            id=job.job_id,
+            kind="job",
+            tenant=job.tenant,
+            created_at=now,
+            name=job.name,
+            priority=job.priority,
+            gpu_mode=job.gpu_mode,
+            required_vram=job.required_vram,
+            noswap=job.noswap,
+            wants={"groups": list(job.node_groups), "vendor": job.vendor, "arch": job.arch},
+            spec={
+                "module": job.module,
+                "inputs": [b.model_dump(exclude={"schema_version"}) for b in job.inputs],
+                "weight": job.weight,
+                "attempts": job.attempts,
+            },
+            deadline_at=None if job.deadline_s is None else now + job.deadline_s,
+        )
+        refusal = ""
+        try:
+            store = BlobStore(self._app.jetstream(), job.tenant)
+            module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
+            peak = check_module(module)
+            weights = [c.digest.hex() for c in module.constants]
+            task = replace(
+                task, required_vram=task.required_vram or max(peak, 1), wants=task.wants | {"weights": weights}
+            )
+        except StreamError:
+            raise
+        except (WisError, BusError) as e:
+            refusal = f"{e.code}: {e}"
+        async with self._world.database.writing() as s:
+            if not await self._tasks.add(s, task):
+                return await self._tasks.get(job.job_id, s) or task
+            if refusal:
+                await self._tasks.move(s, task.id, "failed", refusal, now)
+        self._changed.set()
+        return task
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    async def take_reports(self) -> None:
+        """Take in how attempts ended, for ever."""
+        js = self._app.jetstream()
+
+        async def ensure() -> None:
+            await ensure_queue(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, max_bytes=REPORT_BYTES)
+
+        async for taken in take(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, "router", ensure):
+            try:
+                await self.on_job_ended(decode(taken.data, JobEnded))
+                await taken.done()
+            except EnvelopeError as e:
+                log.warning("a report that cannot be read is dropped: %s", e)
+                await taken.done()
+            except Exception:
+                log.exception("a report could not be taken in; it comes again")
+                await taken.later(2.0)
+
+    async def on_job_ended(self, ended: JobEnded) -> bool:
+        """An attempt ended. False if it is not the present one, or the job has ended: then nothing changes."""
+        task = await self._tasks.get(ended.task_id)
+        if task is None or task.kind != "job" or task.attempt != ended.attempt:
+            return False
+        if ended.state == "lost":
+            return await self._again(task, f"lost on {ended.executor_id}: {ended.reason}")
+        outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
+        async with self._world.database.writing() as s:
+            if task.state == "pending":  # it ended before we heard that it was taken
+                await self._tasks.move(
+                    s, task.id, "started", f"on {ended.executor_id}", self._router.clock(), attempt=task.attempt
+                )
+            moved = await self._tasks.move(
+                s, task.id, ended.state, ended.reason, self._router.clock(), attempt=ended.attempt, outputs=outputs
+            )
+        self._changed.set()
+        return moved
+
+    async def _again(self, task: TaskRecord, reason: str) -> bool:
+        """An attempt was lost: another one, a little later and elsewhere if there is an elsewhere, or the end."""
+        now = self._router.clock()
+        config, _ = await self._world.settings()
+        allowed = (task.spec or {}).get("attempts") or config.job_attempts
+        async with self._world.database.writing() as s:
+            if task.attempt >= allowed:
+                why = f"{reason}; that was attempt {task.attempt} of {allowed}"
+                moved = await self._tasks.move(s, task.id, "failed", why, now, attempt=task.attempt)
+            elif task.state == "started":
+                retry = now + backoff_s(task.attempt)
+                moved = await self._tasks.move(s, task.id, "pending", reason, now, attempt=task.attempt, retry_at=retry)
+            elif moved := bool(task.parts) and await self._tasks.is_at(s, task.id, "pending", task.attempt):
+                await self._tasks.take_devices(s, task.id, (), retry_at=now + backoff_s(max(task.attempt, 1)))
+                await self._tasks.note_waiting(s, task.id, task.placement, reason)
+        self._changed.set()
+        return moved
+
+    # -- duties of the leader ----------------------------------------------------------------------------------------
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until there may be something to place or tell, at most `timeout_s` seconds."""
+        try:
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+        self._changed.clear()
+
+    async def round(self) -> None:
+        """Everything that is due."""
+        await self.expire()
+        await self.watch()
+        await self.place()
+
+    async def expire(self) -> None:
+        """Fail jobs whose deadline is over."""
+        now = self._router.clock()
+        for task in await self._tasks.in_states("pending", "started", kind="job"):
+            if task.deadline_at is not None and now > task.deadline_at:
+                await self.end(task, "failed", f"its deadline of {task.deadline_at - task.created_at:g} s is over")
+
+    async def end(self, task: TaskRecord, state: str, reason: str) -> bool:
+        """End a job from outside, and its execution. False if it has ended already."""
+        async with self._world.database.writing() as s:
+            ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
+        if ended:
+            self._changed.set()
+            await self._router.close_on([p.executor_id for p in task.parts], session_of(task), reason)
+        return ended
+
+    async def watch(self) -> None:
+        """Try jobs again whose executor is lost, or has them no more, or never answered."""
+        now, missing = self._router.clock(), {}
+        for task in await self._tasks.in_states("started", kind="job"):
+            for part in task.parts:
+                reason = self._router.missing(part.executor_id, session_of(task), task.started_at or now)
+                if not reason:
+                    continue
+                key = (task.id, task.attempt)
+                missing[key] = self._missing.get(key, now)
+                if "is lost" in reason or now - missing[key] > MISSING_S:
+                    await self._again(task, reason)
+        self._missing = missing
+        for task in await self._tasks.in_states("pending", kind="job"):
+            if task.parts and now > (task.retry_at or 0.0):
+                await self._again(task, "the router that was starting it is gone")
+
+    async def place(self) -> None:
+        """Start what fits, in the queue's order."""
+        router, now = self._router, self._router.clock()
+        if not router.registry.alive(now):
+            return
+        chosen: list[tuple[TaskRecord, str, str, int]] = []
+        async with self._world.database.deciding() as s:
+            queue = {t.id: t for t in await self._tasks.queue(s)}
+            if not queue:
+                return
+            config, nodes, pool = await self._world.pool(s, router.registry, now)
+            for waiting, placement in plan([t.waiting() for t in queue.values()], pool, now, config.patience()):
+                task = queue[waiting.task_id]
+                record = as_record(waiting.want, placement)
+                if not placement.gpus:
+                    reason = f"waits: {summary(placement.waits)}"
+                    if task.reason != reason[:4096]:
+                        await self._tasks.note_waiting(s, task.id, record, reason)
+                    continue
+                if len(chosen) == AT_ONCE:
+                    self._changed.set()
+                    break
+                (gpu,) = placement.gpus
+                changes: dict[str, Any] = {
+                    "placement": record,
+                    "attempt": task.attempt + 1,
+                    "retry_at": now + HANDING_S,
+                }
+                await self._tasks.take_devices(s, task.id, [PartRecord(gpu.executor_id, gpu.node)], **changes)
+                started = replace(task, parts=(PartRecord(gpu.executor_id, gpu.node),), **changes)
+                chosen.append((started, gpu.executor_id, gpu.node, overcommit_of(nodes.get(gpu.node), config)))
+        await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
+
+    async def _start(self, task: TaskRecord, executor_id: str, percent: int, config: ClusterConfig) -> None:
+        spec = task.spec or {}
+        try:
+            ask = AdmitSessionRequest(
+                session_id=session_of(task),
+                executor_id=executor_id,
+                tenant=task.tenant,
+                priority=task.priority,
+                weight=spec.get("weight", 1),
+                required_vram=task.required_vram or 0,
+                swappable=not task.noswap,
+                overcommit_vram_percent=percent,
+            )
+            admitted = await self._router.admit(ask)
+            if not admitted.admitted:
+                raise RefusedError("scheduler.refused", f"not admitted: {admitted.reason}", retryable=True)
+            request = RunJobRequest(
+                task_id=task.id,
+                attempt=task.attempt,
+                session_id=session_of(task),
+                tenant=task.tenant,
+                module=spec["module"],
+                inputs=spec["inputs"],
+                policy=admitted.policy or SessionPolicy(priority=task.priority),
+                quota=task.required_vram,
+                swap=not task.noswap,
+                overcommit_vram_percent=percent,
+            )
+            await self._app.request(
+                subjects.executor_job_run(executor_id), request, RunJobReply, timeout=EXECUTOR_TIMEOUT_S
+            )
+        except BusError as e:
+            log.warning("executor %s did not take job %s: %s", executor_id, task.id, e)
+            await self._again(task, f"executor {executor_id} did not take it: {e}")
+            return
+        async with self._world.database.writing() as s:
+            started = await self._tasks.move(
+                s,
+                task.id,
+                "started",
+                f"on {executor_id}",
+                self._router.clock(),
+                attempt=task.attempt,
+                only_from=["pending"],
+            )
+        if not started and (now := await self._tasks.get(task.id)) is not None and now.state in ("failed", "cancelled"):
+            await self._router.close_on([executor_id], session_of(task), now.reason)
+        self._changed.set()
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    async def tell(self) -> int:
+        """Publish every step of every task's story that was not published yet. Returns how many."""
+        steps = await self._tasks.untold()
+        if not steps:
+            return 0
+        js, told = self._app.jetstream(), []
+        try:
+            await self._ensure_events()
+            for task, step in steps:
+                ended = step.state == "completed"
+                event = TaskChanged(
+                    task_id=task.id,
+                    tenant=task.tenant,
+                    kind=task.kind,
+                    name=task.name,
+                    number=step.number,
+                    at=step.at,
+                    state=step.state,  # type: ignore[arg-type]
+                    reason=step.reason[:4096],
+                    outputs=tuple([JobOutput(**o) for o in (task.outputs or ())]) if ended else (),
+                )
+                data = event.model_dump_json().encode()
+                await publish(js, subjects.router_task_changed(task.tenant), data, id=f"{task.id}:{step.number}")
+                told.append((task.id, step.number))
+        except StreamError as e:
+            log.warning("what becomes of tasks is not published: %s; trying again", e)
+        await self._tasks.tell(told)
+        return len(told)
+
+
+def session_of(task: TaskRecord) -> str:
+    """The session that the present attempt at a job is on its executor."""
+    return f"{task.id}-{task.attempt}"

@@ -1,0 +1,87 @@
+"""The application: routes, documentation, one shape for every error."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from wooly_bus.blobs import BlobMissingError
+from wooly_bus.errors import BusError, RefusedError
+
+from wooly_router.actor import RouterActor
+from wooly_router.rest import cluster, tasks, tenants
+from wooly_router.rest.access import Access
+from wooly_router.rest.models import Health, Problem
+from wooly_router.tasks import TaskActor
+
+log = logging.getLogger("wooly.router")
+#: The status of a refusal, by its code; any other is a conflict with the state of things.
+STATUS = {
+    "router.unauthorized": 401,
+    "router.forbidden": 403,
+    "router.no_task": 404,
+    "router.no_node": 404,
+    "router.no_group": 404,
+    "router.no_tenant": 404,
+    "router.no_token": 404,
+    "router.bad_cursor": 422,
+    "router.bad_value": 422,
+    "router.too_large": 413,
+    "router.too_many": 429,
+}
+_PROBLEMS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Problem} for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 500, 503)
+}
+
+
+def create_api(actor: RouterActor, desk: TaskActor, access: Access) -> FastAPI:
+    """The application."""
+    api = FastAPI(title="Wooly controller", version="0.1.0", responses=_PROBLEMS, docs_url=None, redoc_url=None)
+    api.state.actor, api.state.desk, api.state.access = actor, desk, access
+
+    @api.get("/healthz")
+    async def healthz() -> Health:
+        return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
+
+    for router in (cluster.router, tasks.router, tenants.router):
+        api.include_router(router, prefix="/api/v1")
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, f"http.{error.status_code}", str(error.detail), error.headers)
+
+    @api.exception_handler(RequestValidationError)
+    async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        parts = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        return _error(422, "http.invalid", "; ".join(parts)[:4096])
+
+    @api.exception_handler(BusError)
+    async def refused(request: Request, error: BusError) -> JSONResponse:
+        if isinstance(error, RefusedError):
+            status = STATUS.get(error.code, 409)
+        else:
+            status = 404 if isinstance(error, BlobMissingError) else 503
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        return _error(status, error.code, str(error), headers, retryable=error.retryable)
+
+    @api.exception_handler(SQLAlchemyError)
+    async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:
+        log.exception("REST %s", request.url.path)
+        return _error(503, "router.database", "the controller's database does not answer; see the router's log")
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.exception("REST %s", request.url.path)
+        return _error(500, "internal", f"{type(error).__name__}; see the router's log")
+
+    return api
+
+
+def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:
+    content = {"code": code, "message": message, "retryable": status >= 500 if retryable is None else retryable}
+    return JSONResponse(content, status, headers)

@@ -1,0 +1,218 @@
+"""Tasks, sessions, blobs."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from wooly_bus.blobs import BlobStore
+from wooly_bus.errors import RefusedError
+from wooly_wis.messages import (
+    Digest,
+    PrioritizeTaskRequest,
+    SubmitJob,
+    TaskInfo,
+    TaskReply,
+    TaskRequest,
+    TasksRequest,
+    TaskState,
+)
+
+from wooly_router.rest.access import Access, Caller, needs
+from wooly_router.rest.models import (
+    BlobInfo,
+    CancelBody,
+    PartInfo,
+    PriorityBody,
+    SessionInfo,
+    SessionList,
+    Task,
+    TaskBody,
+    TaskDetail,
+    TaskList,
+)
+from wooly_router.tasks import TaskActor
+
+router = APIRouter()
+OfTenant = Annotated[str | None, Query(min_length=1, max_length=128, pattern=r"^[^\x00]*$")]
+#: Bytes of a blob that may be sent over REST; larger ones go over NATS.
+BLOB_BYTES = 64 << 20
+
+
+def _task(found: TaskInfo) -> Task:
+    return Task.model_validate(found.model_dump() | {"noswap": int(found.noswap)})
+
+
+def _detail(reply: TaskReply) -> TaskDetail:
+    return TaskDetail(task=_task(reply.task), story=list(reply.story))
+
+
+def _ask(caller: Caller, task_id: str, reason: str = "") -> TaskRequest:
+    """The question for a task; an id that none can have is one that is not there."""
+    try:
+        return TaskRequest(task_id=task_id, tenant=caller.tenant, reason=reason)
+    except ValueError as e:
+        raise RefusedError("router.no_task", "there is no such task") from e
+
+
+@router.get("/tasks")
+async def list_tasks(
+    request: Request,
+    caller: Annotated[Caller, Depends(needs("tasks", "read"))],
+    state: Annotated[list[TaskState] | None, Query(max_length=5)] = None,
+    kind: Literal["session", "job"] | None = None,
+    tenant: OfTenant = None,
+    priority: Annotated[int | None, Query(ge=0, le=4)] = None,
+    executor_id: Annotated[str | None, Query(max_length=128, pattern=r"^[^.*>\s\x00]+$")] = None,
+    text: Annotated[str | None, Query(max_length=256, pattern=r"^[^\x00]*$")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 100,
+    after: Annotated[str, Query(max_length=128, pattern=r"^[^\x00]*$")] = "",
+) -> TaskList:
+    """Tasks, newest first, a page at a time."""
+    desk: TaskActor = request.app.state.desk
+    if caller.tenant is not None and tenant not in (None, caller.tenant):
+        raise RefusedError("router.forbidden", "this token sees the tasks of its own tenant only")
+    reply = await desk.on_tasks(
+        TasksRequest(
+            tenant=caller.tenant or tenant,
+            states=tuple(state or ()),
+            kind=kind,
+            priority=priority,
+            executor_id=executor_id,
+            text=text,
+            limit=limit,
+            after=after,
+        )
+    )
+    return TaskList(tasks=[_task(t) for t in reply.tasks], next=reply.next)
+
+
+@router.post("/tasks", status_code=201)
+async def create_task(
+    request: Request, body: TaskBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
+) -> TaskDetail:
+    """Submit a job. Sent again with the same `job_id`, it changes nothing."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    tenant = body.tenant or caller.own
+    if caller.tenant is not None and tenant != caller.tenant:
+        raise RefusedError("router.forbidden", "this token submits for its own tenant only")
+    fields = body.model_dump(exclude={"job_id", "tenant", "noswap"})
+    job_id = body.job_id or f"job-{secrets.token_hex(8)}"
+    job = SubmitJob(job_id=job_id, tenant=tenant, noswap=bool(body.noswap), **fields)
+    task = await desk.jobs.on_submit_job(job)
+    if task.tenant != tenant:
+        raise RefusedError("router.id_taken", f"{job_id} is not free; leave it out to get one")
+    await access.log(caller, "task.create", task.id, module=body.module)
+    return _detail(await desk.on_task(TaskRequest(task_id=task.id)))
+
+
+@router.get("/tasks/{task_id}")
+async def get_task(
+    request: Request, task_id: str, caller: Annotated[Caller, Depends(needs("tasks", "read"))]
+) -> TaskDetail:
+    """One task, its story, and why it is where it is."""
+    desk: TaskActor = request.app.state.desk
+    return _detail(await desk.on_task(_ask(caller, task_id)))
+
+
+@router.post("/tasks/{task_id}/cancel")
+async def cancel_task(
+    request: Request,
+    task_id: str,
+    caller: Annotated[Caller, Depends(needs("tasks", "write"))],
+    body: CancelBody = CancelBody(),  # noqa: B008  # frozen
+) -> TaskDetail:
+    """End a task. One that has ended already stays as it ended."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    reply = await desk.on_cancel_task(_ask(caller, task_id, body.reason))
+    await access.log(caller, "task.cancel", task_id, reason=body.reason)
+    return _detail(reply)
+
+
+@router.put("/tasks/{task_id}/priority")
+async def prioritize_task(
+    request: Request, task_id: str, body: PriorityBody, caller: Annotated[Caller, Depends(needs("tasks", "write"))]
+) -> TaskDetail:
+    """Give a task another class, in the queue and on its devices."""
+    desk: TaskActor = request.app.state.desk
+    access: Access = request.app.state.access
+    ask = _ask(caller, task_id)
+    reply = await desk.on_prioritize_task(
+        PrioritizeTaskRequest(task_id=ask.task_id, tenant=ask.tenant, priority=body.priority)
+    )
+    await access.log(caller, "task.priority", task_id, priority=body.priority)
+    return _detail(reply)
+
+
+@router.get("/sessions")
+async def list_sessions(request: Request, caller: Annotated[Caller, Depends(needs("tasks", "read"))]) -> SessionList:
+    """All open sessions, oldest first."""
+    tasks, found = request.app.state.actor.world.tasks, []
+    for task in await tasks.in_states("started", kind="session"):
+        lease = await tasks.lease(task.id)
+        if lease is None or caller.tenant not in (None, task.tenant):
+            continue
+        found.append(
+            SessionInfo(
+                session_id=task.id,
+                parts=[PartInfo(executor_id=p.executor_id, node=p.node) for p in task.parts],
+                tenant=task.tenant,
+                priority=task.priority,
+                program=task.name,
+                client_host=task.client_host,
+                opened_at=task.started_at or task.created_at,
+                lease_until=lease.lease_until,
+            )
+        )
+    return SessionList(sessions=found)
+
+
+@router.post(
+    "/blobs",
+    status_code=201,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def put_blob(
+    request: Request, caller: Annotated[Caller, Depends(needs("blobs", "write"))], tenant: OfTenant = None
+) -> BlobInfo:
+    """Keep the body as a blob of the tenant's: a module, a constant, an input. At most 64 MiB; larger ones go over NATS."""
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > BLOB_BYTES:
+            raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
+        parts.append(part)
+    return BlobInfo(digest=await _blobs(request, caller, tenant).put(b"".join(parts)), nbytes=size)
+
+
+@router.get(
+    "/blobs/{digest}",
+    response_class=Response,
+    responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def get_blob(
+    request: Request,
+    digest: Digest,
+    caller: Annotated[Caller, Depends(needs("blobs", "read"))],
+    tenant: OfTenant = None,
+) -> Response:
+    """A blob of the tenant's, at most 64 MiB."""
+    store = _blobs(request, caller, tenant)
+    if await store.size(digest) > BLOB_BYTES:
+        raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
+    return Response(await store.get(digest, BLOB_BYTES), media_type="application/octet-stream")
+
+
+def _blobs(request: Request, caller: Caller, tenant: str | None) -> BlobStore:
+    if caller.tenant is not None and tenant not in (None, caller.tenant):
+        raise RefusedError("router.forbidden", "this token reaches the blobs of its own tenant only")
+    desk: TaskActor = request.app.state.desk
+    return BlobStore(desk.jobs.jetstream(), tenant or caller.own)

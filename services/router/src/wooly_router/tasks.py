@@ -1,0 +1,137 @@
+"""Tasks as people see them: lists, stories, cancelling, other classes. Answers over NATS; REST asks here too."""
+
+from __future__ import annotations
+
+import contextlib
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_wis.messages import (
+    JobOutput,
+    PrioritizeTaskRequest,
+    SteerSessionReply,
+    SteerSessionRequest,
+    TaskInfo,
+    TaskReply,
+    TaskRequest,
+    TasksReply,
+    TasksRequest,
+    TaskStep,
+)
+
+from wooly_router.actor import RouterActor
+from wooly_router.jobs import JobActor, session_of
+from wooly_router.state.tasks import TaskFilter, TaskRecord
+
+STEER_TIMEOUT_S = 2.0
+
+
+class TaskActor:
+    """Everybody's tasks."""
+
+    def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
+        self._app, self._router, self.jobs = app, router, jobs
+        self._tasks = router.world.tasks
+        app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, self.on_tasks, queue="router")
+        app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self.on_task, queue="router")
+        app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, self.on_cancel_task, queue="router")
+        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, self.on_prioritize_task, queue="router")
+
+    async def on_tasks(self, request: TasksRequest) -> TasksReply:
+        """A page of tasks, newest first."""
+        chosen = TaskFilter(
+            tenant=request.tenant,
+            states=request.states,
+            kind=request.kind,
+            priority=request.priority,
+            executor_id=request.executor_id,
+            text=request.text,
+        )
+        found = await self._tasks.page(chosen, request.limit, _cursor(request.after))
+        last = found[-1] if len(found) == request.limit else None
+        after = "" if last is None else f"{last.created_at!r}:{last.id}"
+        return TasksReply(tasks=tuple([info(t) for t in found]), next=after)
+
+    async def on_task(self, request: TaskRequest) -> TaskReply:
+        """One task and its story."""
+        task = await self._get(request.task_id, request.tenant)
+        story = await self._tasks.story(task.id)
+        steps = [
+            TaskStep.model_validate({"number": e.number, "at": e.at, "state": e.state, "reason": e.reason})
+            for e in story
+        ]
+        return TaskReply(task=info(task), story=tuple(steps))
+
+    async def on_cancel_task(self, request: TaskRequest) -> TaskReply:
+        """End a task. One that has ended already stays as it ended."""
+        task = await self._get(request.task_id, request.tenant)
+        reason = request.reason or "cancelled on request"
+        if task.kind == "job":
+            await self.jobs.end(task, "cancelled", reason)
+        else:
+            await self._router.end(task, "cancelled", reason)
+        return await self.on_task(request)
+
+    async def on_prioritize_task(self, request: PrioritizeTaskRequest) -> TaskReply:
+        """Give a task another class: in the queue, and on its devices where the scheduler can be asked to."""
+        task = await self._get(request.task_id, request.tenant)
+        if not await self._tasks.set_priority(task.id, request.priority):
+            raise RefusedError("router.task_ended", f"task {task.id} is {task.state}")
+        if task.state == "started":
+            session_id = session_of(task) if task.kind == "job" else task.id
+            steer = SteerSessionRequest(session_id=session_id, priority=request.priority)
+            with contextlib.suppress(
+                BusError
+            ):  # it runs on in its old class, and is in the new one if it is tried again
+                await self._app.request(
+                    subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply, timeout=STEER_TIMEOUT_S
+                )
+        return await self.on_task(TaskRequest(task_id=task.id))
+
+    async def _get(self, task_id: str, tenant: str | None) -> TaskRecord:
+        task = await self._tasks.get(task_id)
+        if task is None or (tenant is not None and task.tenant != tenant):
+            raise RefusedError("router.no_task", f"there is no task {task_id}")
+        return task
+
+
+def _cursor(text: str) -> tuple[float, str] | None:
+    if not text:
+        return None
+    at, colon, last = text.partition(":")
+    try:
+        if colon and last:
+            return float(at), last
+    except ValueError:
+        pass
+    raise RefusedError("router.bad_cursor", f"{text!r} is not the `next` of a page of tasks")
+
+
+def info(task: TaskRecord) -> TaskInfo:
+    """A task for people."""
+    want = task.want()
+    return TaskInfo(
+        task_id=task.id,
+        kind=task.kind,
+        tenant=task.tenant,
+        name=task.name,
+        client_host=task.client_host,
+        state=task.state,  # type: ignore[arg-type]
+        reason=task.reason,
+        priority=task.priority,
+        gpu_mode=task.gpu_mode,  # type: ignore[arg-type]
+        gpu_count=want.gpu_count,
+        required_vram=task.required_vram,
+        noswap=task.noswap,
+        node_groups=want.groups,
+        executors=tuple([p.executor_id for p in task.parts]),
+        nodes=tuple(dict.fromkeys([p.node for p in task.parts])),
+        attempt=task.attempt,
+        created_at=task.created_at,
+        started_at=task.started_at,
+        ended_at=task.ended_at,
+        deadline_at=task.deadline_at,
+        placement=task.placement,
+        outputs=tuple([JobOutput(**o) for o in task.outputs or ()]),
+    )

@@ -1,0 +1,369 @@
+"""Jobs over a real nats-server: taken in, placed, tried again, ended, told. The executors are a few lines each."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.blobs import BlobStore
+from wooly_bus.errors import RefusedError
+from wooly_router import jobs as jobs_module
+from wooly_router.core.tasks import RETRY_S
+from wooly_router.jobs import JobActor, session_of
+from wooly_router.state.nodes import GroupRecord
+from wooly_router.tasks import TaskActor
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.messages import (
+    JobEnded,
+    JobOutput,
+    PrioritizeTaskRequest,
+    SubmitJob,
+    TaskChanged,
+    TaskRequest,
+    TasksRequest,
+)
+from wooly_wis.module import Module, encode_module
+
+pytestmark = pytest.mark.connected
+EMPTY = encode_module(Module((), (), (), (), ()))
+OUTPUT = JobOutput(name="y", dtype="f32", sizes=(2,), digest="0" * 64, nbytes=8)
+
+
+@pytest.fixture
+def rig_on(rig):
+    """A rig on a nats-server of its own: the queues have one name for all."""
+    with start_nats_server() as url:
+
+        @contextlib.asynccontextmanager
+        async def make(*names):
+            async with rig(*names, url=url) as r:
+                r.module = await BlobStore(r.app.jetstream(), "t").put(EMPTY)
+                yield r
+
+        yield make
+
+
+def job(r, job_id="job-0001", **changes):
+    return SubmitJob(**{"job_id": job_id, "tenant": "t", "module": r.module, "required_vram": 100} | changes)
+
+
+async def state(r, name="job-0001"):
+    return (await r.tasks.get(name)).state
+
+
+async def story(r, name="job-0001"):
+    return [e.state for e in await r.tasks.story(name)]
+
+
+def ended(r, executor=0, state="completed", **changes):
+    request = r.executors[executor].jobs[-1]
+    r.executors[executor].sessions.pop(request.session_id, None)
+    fields = {
+        "task_id": request.task_id,
+        "attempt": request.attempt,
+        "executor_id": r.executors[executor].name,
+        "state": state,
+    }
+    return JobEnded(**fields | changes)
+
+
+async def test_job_is_placed_run_and_ended_with_its_results(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r, priority=3, noswap=True, name="mine"))
+        assert await state(r) == "pending"
+        await r.jobs.round()
+        (request,) = r.executors[0].jobs
+        assert (request.task_id, request.attempt, request.tenant, request.quota, request.swap) == (
+            "job-0001",
+            1,
+            "t",
+            100,
+            False,
+        )
+        assert request.policy.priority == 3 and request.session_id == "job-0001-1"
+        task = await r.tasks.get("job-0001")
+        assert task.state == "started" and task.placement["why"] == "here" and task.parts[0].executor_id == "a"
+        assert await r.jobs.on_job_ended(ended(r, outputs=(OUTPUT,), reason="in no time"))
+        task = await r.tasks.get("job-0001")
+        assert task.state == "completed" and task.outputs[0]["digest"] == "0" * 64 and task.reason == "in no time"
+        assert await story(r) == ["pending", "started", "completed"]
+
+
+async def test_job_that_comes_twice_is_one_task(rig_on):
+    async with rig_on("a") as r:
+        await asyncio.gather(*[r.jobs.on_submit_job(job(r)) for _ in range(5)])
+        await r.jobs.on_submit_job(job(r, priority=0))
+        await r.jobs.round()
+        assert len(r.executors[0].jobs) == 1 and (await r.tasks.get("job-0001")).priority == 2
+        stranger = await r.jobs.on_submit_job(job(r, tenant="u"))
+        assert stranger.tenant == "t" and len(await r.tasks.in_states("started")) == 1
+
+
+async def test_job_that_cannot_be_read_or_run_fails_with_the_reason(rig_on):
+    async with rig_on("a") as r:
+        store = BlobStore(r.app.jetstream(), "t")
+        for name, module, why in (
+            ("missing-1", "1" * 64, "bus.blob_missing"),
+            ("garbage-1", await store.put(b"garbage"), "wis.decode"),
+            ("another-1", r.module, "bus.blob_missing"),
+        ):
+            await r.jobs.on_submit_job(job(r, name, module=module, tenant="u" if name == "another-1" else "t"))
+            task = await r.tasks.get(name)
+            assert task.state == "failed" and task.reason.startswith(why)
+
+
+async def test_job_waits_and_says_why_until_there_is_room(rig_on):
+    async with rig_on("a") as r:
+        mine = await r.open(required_vram=950)
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        task = await r.tasks.get("job-0001")
+        assert task.state == "pending" and "a has 50 bytes unreserved, 100 were asked for" in task.reason
+        assert task.placement["why"] == "waiting"
+        await r.actor.end(await r.tasks.get(mine.session_id), "completed", "")
+        await r.jobs.round()
+        assert await state(r) == "started"
+
+
+async def test_job_goes_where_its_group_is(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r, node_groups=("g",)))
+        await r.jobs.round()
+        assert await state(r) == "pending"
+        await r.actor.world.nodes.put_group(GroupRecord("g", "", 0.0, ("host",)))
+        await r.jobs.round()
+        assert await state(r) == "started"
+
+
+async def test_jobs_are_started_by_class_then_age(rig_on):
+    async with rig_on("a") as r:
+        for i, priority in enumerate((4, 2, 2, 0)):
+            r.clock.now += 0.001
+            await r.jobs.on_submit_job(job(r, f"job-000{i}", priority=priority, required_vram=400))
+        await r.jobs.round()
+        assert sorted(j.task_id for j in r.executors[0].jobs) == ["job-0001", "job-0003"]
+
+
+async def test_session_may_not_take_what_is_held_for_a_job_that_waited_long(rig_on):
+    async with rig_on("a") as r:
+        small = await r.open(required_vram=100)
+        await r.jobs.on_submit_job(job(r, required_vram=1000))
+        await r.open(required_vram=100)
+        r.clock.now += 31
+        await r.tasks.prolong_all(r.clock.now + 9)
+        await r.beat()
+        with pytest.raises(RefusedError, match="kept for a task that has waited longer"):
+            await r.open(required_vram=100)
+        assert small.session_id in await r.sessions()
+
+
+@pytest.mark.parametrize("how", ["silent", "restarted", "reported"])
+async def test_lost_attempt_is_tried_again_later_and_elsewhere_within_ten_seconds(rig_on, how):
+    async with rig_on("a", "b") as r:
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        old = ended(r, state="lost", reason="stopped")
+        begun = r.clock.now
+        r.executors[0].sessions.clear()
+        if how == "reported":
+            assert await r.jobs.on_job_ended(old)
+            assert not await r.jobs.on_job_ended(old)
+        while not r.executors[1].jobs and r.clock.now < begun + 20:
+            r.clock.now += 1
+            await r.actor.on_heartbeat(r.executors[1].heartbeat(utilization=0.0))
+            if how != "silent":
+                await r.actor.on_heartbeat(r.executors[0].heartbeat(utilization=0.5))
+            await r.jobs.round()
+        assert r.clock.now - begun <= (15 if how == "restarted" else 10)
+        assert r.executors[1].jobs[0].attempt == 2 and await story(r) == ["pending", "started", "pending", "started"]
+        # what the first attempt says now changes nothing
+        late = ended(r, 1)
+        assert not await r.jobs.on_job_ended(late.model_copy(update={"attempt": 1, "executor_id": "a"}))
+        assert await state(r) == "started" and await r.jobs.on_job_ended(late) and await state(r) == "completed"
+        assert not await r.jobs.on_job_ended(late)
+
+
+async def test_job_is_given_up_after_its_attempts(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r, attempts=2))
+        for _ in range(2):
+            await r.jobs.round()
+            await r.jobs.on_job_ended(ended(r, state="lost", reason="pulled the plug"))
+            r.clock.now += 4
+            await r.beat()
+        task = await r.tasks.get("job-0001")
+        assert task.state == "failed" and "pulled the plug; that was attempt 2 of 2" in task.reason
+        assert len(r.executors[0].jobs) == 2
+
+
+async def test_executor_that_refuses_is_asked_again_later(rig_on):
+    async with rig_on("a") as r:
+        r.executors[0].refuse = RefusedError("executor.starting", "just a moment", retryable=True)
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        task = await r.tasks.get("job-0001")
+        assert task.state == "pending" and task.parts == () and "just a moment" in task.reason
+        r.executors[0].refuse = None
+        await r.jobs.round()
+        assert await state(r) == "pending"
+        r.clock.now += RETRY_S
+        await r.jobs.round()
+        assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
+
+
+async def test_report_that_comes_before_the_answer_counts(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r))
+        start = r.jobs._start
+        asked = []
+        r.jobs._start = lambda *args: asyncio.sleep(0, asked.append(args))
+        await r.jobs.round()
+        report = JobEnded(task_id="job-0001", attempt=1, executor_id="a", state="completed")
+        assert await state(r) == "pending" and await r.jobs.on_job_ended(report)
+        assert await story(r) == ["pending", "started", "completed"]
+        await start(*asked[0])
+        assert await state(r) == "completed" and len(await story(r)) == 3
+
+
+async def test_what_a_dead_router_was_starting_is_started_by_the_next(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r))
+        start = r.jobs._start
+        r.jobs._start = lambda *args: asyncio.sleep(0)
+        await r.jobs.round()
+        assert await state(r) == "pending" and (await r.tasks.get("job-0001")).parts
+        r.jobs._start = start
+        r.clock.now += jobs_module.HANDING_S + 1
+        await r.beat()
+        await r.jobs.round()
+        r.clock.now += 3
+        await r.jobs.round()
+        assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
+
+
+async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
+    async with rig_on("a") as r:
+        await r.jobs.on_submit_job(job(r, "job-wait", deadline_s=5, required_vram=5000))
+        await r.jobs.on_submit_job(job(r, "job-run1", deadline_s=5))
+        await r.jobs.round()
+        r.clock.now += 4
+        await r.beat()
+        await r.jobs.round()
+        assert (await state(r, "job-wait"), await state(r, "job-run1")) == ("pending", "started")
+        r.clock.now += 2
+        await r.beat()
+        await r.jobs.round()
+        for name in ("job-wait", "job-run1"):
+            assert await state(r, name) == "failed" and "deadline of 5 s" in (await r.tasks.get(name)).reason
+        assert r.executors[0].closed == [("job-run1-1", "its deadline of 5 s is over")]
+
+
+async def test_cancelled_job_stays_so(rig_on):
+    async with rig_on("a") as r:
+        desk = TaskActor(r.app, r.actor, r.jobs)
+        await r.jobs.on_submit_job(job(r))
+        await r.jobs.round()
+        last = ended(r)
+        reply = await desk.on_cancel_task(TaskRequest(task_id="job-0001", reason="no need"))
+        assert reply.task.state == "cancelled" and [s.state for s in reply.story] == ["pending", "started", "cancelled"]
+        assert r.executors[0].closed == [("job-0001-1", "no need")]
+        assert not await r.jobs.on_job_ended(last) and await state(r) == "cancelled"
+        assert (await desk.on_cancel_task(TaskRequest(task_id="job-0001"))).task.reason == "no need"
+
+
+async def test_sessions_are_tasks_that_can_be_listed_and_cancelled(rig_on):
+    async with rig_on("a") as r:
+        desk = TaskActor(r.app, r.actor, r.jobs)
+        opened = await r.open(tenant="t")
+        await r.jobs.on_submit_job(job(r))
+        for i in range(3):
+            r.clock.now += 0.25
+            await r.open(tenant="u", priority=i)
+        pages, after = [], ""
+        while True:
+            reply = await desk.on_tasks(TasksRequest(limit=2, after=after))
+            pages += [t.task_id for t in reply.tasks]
+            after = reply.next
+            if not after:
+                break
+        assert len(pages) == len(set(pages)) == 5 and pages[-1] in ("job-0001", opened.session_id)
+        assert {t.tenant for t in (await desk.on_tasks(TasksRequest(tenant="t"))).tasks} == {"t"}
+        assert len((await desk.on_tasks(TasksRequest(kind="session", states=("started",)))).tasks) == 4
+        with pytest.raises(RefusedError, match="not the `next`"):
+            await desk.on_tasks(TasksRequest(after="x"))
+        for wrong in ({"task_id": "nobody"}, {"task_id": opened.session_id, "tenant": "u"}):
+            with pytest.raises(RefusedError, match="there is no task"):
+                await desk.on_cancel_task(TaskRequest(**wrong))
+        assert (await desk.on_cancel_task(TaskRequest(task_id=opened.session_id))).task.state == "cancelled"
+        assert r.executors[0].closed == [(opened.session_id, "cancelled on request")]
+
+
+async def test_waiting_job_of_another_class_goes_first(rig_on):
+    async with rig_on("a") as r:
+        desk = TaskActor(r.app, r.actor, r.jobs)
+        for i in range(2):
+            r.clock.now += 0.1
+            await r.jobs.on_submit_job(job(r, f"job-000{i}", required_vram=900))
+        reply = await desk.on_prioritize_task(PrioritizeTaskRequest(task_id="job-0001", priority=0))
+        assert reply.task.priority == 0
+        await r.jobs.round()
+        assert await state(r) == "started" and await state(r, "job-0000") == "pending"
+
+
+async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
+    """Commands and reports through JetStream, twice each; a second router tells what the first did not."""
+    async with rig_on("a") as r:
+        js = r.app.jetstream()
+        takers = [asyncio.create_task(t) for t in (r.jobs.take_commands(), r.jobs.take_reports())]
+        for _ in range(100):
+            with contextlib.suppress(Exception):
+                await js.publish(subjects.ROUTER_JOB_SUBMIT, job(r).model_dump_json().encode())
+                break
+            await asyncio.sleep(0.02)
+        await js.publish(subjects.ROUTER_JOB_SUBMIT, job(r).model_dump_json().encode())
+        await js.publish(subjects.ROUTER_JOB_SUBMIT, b"garbage")
+        await until(lambda: r.tasks.get("job-0001"))
+        await r.jobs.round()
+        report = ended(r, outputs=(OUTPUT,)).model_dump_json().encode()
+        for _ in range(2):
+            await js.publish(subjects.executor_job_ended("a"), report)
+
+        async def completed():
+            return await state(r) == "completed"
+
+        await until(completed)
+        other = JobActor(r.app, r.actor)
+        assert await other.tell() == 3 and await other.tell() == 0 and await r.jobs.tell() == 0
+        subscription = await js.subscribe(subjects.router_task_changed("t"), ordered_consumer=True)
+        events = [TaskChanged(**json.loads((await subscription.next_msg(5)).data)) for _ in range(3)]
+        assert [(e.number, e.state) for e in events] == [(1, "pending"), (2, "started"), (3, "completed")]
+        assert events[2].outputs == (OUTPUT,) and events[0].outputs == () and {e.tenant for e in events} == {"t"}
+
+        async def drained():
+            return all(
+                [
+                    (await js.stream_info(n)).state.messages == 0
+                    for n in (subjects.ROUTER_COMMAND_STREAM, subjects.EXECUTOR_JOB_STREAM)
+                ]
+            )
+
+        await until(drained)
+        for task in takers:
+            task.cancel()
+        await asyncio.wait(takers)
+
+
+async def until(condition):
+    for _ in range(250):
+        if await condition():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError
+
+
+def test_session_of_a_job_is_another_at_each_attempt():
+    from wooly_router.state.tasks import TaskRecord
+
+    task = TaskRecord(id="j", kind="job", tenant="t", created_at=0.0, attempt=2)
+    assert session_of(task) == "j-2"

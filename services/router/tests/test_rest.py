@@ -1,0 +1,305 @@
+"""REST: every route by hand in this process, all of them fuzzed against a router's process, access by tokens."""
+
+import contextlib
+
+import httpx
+import pytest
+from wooly_bus.blobs import BlobStore
+from wooly_router.rest.access import ROLES, Access, Buckets
+from wooly_router.rest.api import create_api
+from wooly_router.state.config import AuditRecord
+from wooly_router.state.nodes import Sample
+from wooly_router.state.tenants import TenantRecord
+from wooly_router.tasks import TaskActor
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.module import Module, encode_module, module_digest
+
+pytestmark = pytest.mark.connected
+EMPTY = encode_module(Module((), (), (), (), ()))
+
+
+@pytest.fixture
+def rest(rig):
+    """`async with rest("a") as (rig, client)`; `auth="tokens"` asks for them."""
+    with start_nats_server() as url:
+
+        @contextlib.asynccontextmanager
+        async def make(*names, auth="open", rate=1000.0):
+            async with rig(*names, url=url) as r:
+                now = [0.0]
+                access = Access(r.actor.world, auth, Buckets(rate, rate, lambda: now[0]), r.clock)
+                api = create_api(r.actor, TaskActor(r.app, r.actor, r.jobs), access)
+                transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+                async with httpx.AsyncClient(base_url="http://t/api/v1", transport=transport) as http:
+                    r.api, r.now = api, now
+                    await r.duties().keep_nodes()
+                    yield r, http
+
+        yield make
+
+
+async def told(http, method, path, status=200, **more):
+    answer = await http.request(method, path, **more)
+    assert answer.status_code == status, answer.text
+    content = answer.json() if answer.content else None
+    if status >= 400:
+        assert set(content) == {"code", "message", "retryable"} and content["message"]
+    return content
+
+
+async def test_config_has_defaults_and_keeps_what_is_written(rest):
+    async with rest() as (_, http):
+        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
+        changed = await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 1000, "job_attempts": 2})
+        assert (changed["default_vram_overcommit_percent"], changed["job_attempts"]) == (1000, 2)
+        assert (await told(http, "PUT", "config", json={"job_attempts": 3}))["default_vram_overcommit_percent"] == 1000
+        for bad in (-1, 1001, "x", None, 1.5):
+            await told(http, "PUT", "config", 422, json={"default_vram_overcommit_percent": bad})
+        error = await told(http, "PUT", "config", 422, json={"no_such": 1})
+        assert error["code"] == "http.invalid" and "no_such" in error["message"]
+        assert [e["action"] for e in (await told(http, "GET", "audit"))["entries"]] == ["config.write"] * 2
+
+
+async def test_first_overcommit_comes_from_the_environment_until_it_is_configured(rest, monkeypatch, tmp_path):
+    from wooly_router.settings import RouterSettings
+
+    monkeypatch.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "35")
+    defaults = RouterSettings(state_dir=tmp_path).cluster()
+    async with rest() as (r, http):
+        r.actor.world.defaults = defaults
+        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
+        await told(http, "PUT", "config", json={"job_attempts": 2})
+        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 35
+        await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 0})
+        assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
+    monkeypatch.setenv("CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT", "1001")
+    with pytest.raises(ValueError, match="1000"):
+        RouterSettings(state_dir=tmp_path)
+
+
+async def test_node_is_configured_cordoned_and_drained(rest):
+    async with rest("a", "b") as (r, http):
+        (node,) = (await told(http, "GET", "nodes"))["nodes"]
+        assert (node["node_id"], node["state"], node["overcommit_vram_percent"]) == ("host", "active", None)
+        assert [g["executor_id"] for g in node["gpus"]] == ["a", "b"]
+        await told(http, "PUT", "config", json={"default_vram_overcommit_percent": 50})
+        for given, effective in ((0, 0), (20, 20), (None, 50)):
+            node = await told(http, "PUT", "nodes/host/config", json={"overcommit_vram_percent": given})
+            assert (node["overcommit_vram_percent"], node["effective_overcommit_vram_percent"]) == (given, effective)
+        await told(http, "PUT", "nodes/host/config", 422, json={})
+        await told(http, "PUT", "nodes/host/config", 422, json={"overcommit_vram_percent": 1001})
+        await told(http, "PUT", "nodes/other/config", 404, json={"overcommit_vram_percent": 1})
+        opened = await r.open()
+        assert (await told(http, "PUT", "nodes/host/state", json={"state": "draining"}))["state"] == "draining"
+        await r.actor.end(await r.tasks.get(opened.session_id), "completed", "")
+        assert (await told(http, "GET", "nodes/host"))["state"] == "drained"
+        assert (await told(http, "PUT", "nodes/host/state", json={"state": "cordoned"}))["state"] == "cordoned"
+        r.clock.now += 6
+        assert (await told(http, "GET", "nodes/host"))["state"] == "lost"
+
+
+async def test_groups_are_made_changed_and_dissolved(rest):
+    async with rest("a") as (_, http):
+        made = await told(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
+        assert made["nodes"] == ["host", "later"] and (await told(http, "GET", "nodes/host"))["groups"] == ["fast"]
+        assert (await told(http, "PUT", "groups/fast", json={}))["nodes"] == []
+        assert [g["name"] for g in (await told(http, "GET", "groups"))["groups"]] == ["fast"]
+        await told(http, "DELETE", "groups/fast", 204)
+        await told(http, "DELETE", "groups/fast", 404)
+
+
+async def test_task_is_created_listed_prioritized_and_cancelled(rest):
+    async with rest() as (r, http):
+        blob = await told(http, "POST", "blobs", 201, content=EMPTY)
+        assert blob == {"digest": module_digest(EMPTY).hex(), "nbytes": len(EMPTY)}
+        assert (await http.get(f"blobs/{blob['digest']}")).content == EMPTY
+        await told(http, "GET", f"blobs/{'0' * 64}", 404)
+        body = {"module": blob["digest"], "noswap": 1, "name": "mine", "required_vram": 5, "job_id": "job-0001"}
+        made = await told(http, "POST", "tasks", 201, json=body)
+        assert made["task"]["noswap"] == 1 and made["task"]["state"] == "pending" and len(made["story"]) == 1
+        assert (await told(http, "POST", "tasks", 201, json=body))["task"]["task_id"] == "job-0001"
+        await told(http, "POST", "tasks", 422, json=body | {"noswap": 2})
+        assert (await told(http, "POST", "tasks", 409, json=body | {"tenant": "u"}))["code"] == "router.id_taken"
+        assert (await told(http, "PUT", "tasks/job-0001/priority", json={"priority": 0}))["task"]["priority"] == 0
+        for _ in range(4):
+            r.clock.now += 1
+            await told(http, "POST", "tasks", 201, json={"module": blob["digest"], "noswap": 0})
+        page = await told(http, "GET", "tasks", params={"limit": 3, "state": ["pending", "started"]})
+        rest_of = await told(http, "GET", "tasks", params={"limit": 3, "after": page["next"]})
+        assert (
+            len(page["tasks"]) == 3
+            and [t["task_id"] for t in rest_of["tasks"]][-1] == "job-0001"
+            and not rest_of["next"]
+        )
+        assert [t["name"] for t in (await told(http, "GET", "tasks", params={"text": "min"}))["tasks"]] == ["mine"]
+        await told(http, "GET", "tasks", 422, params={"state": "odd"})
+        assert (await told(http, "GET", "tasks", 422, params={"after": "odd"}))["code"] == "router.bad_cursor"
+        ended = await told(http, "POST", "tasks/job-0001/cancel", json={"reason": "enough"})
+        assert (ended["task"]["state"], ended["task"]["reason"]) == ("cancelled", "enough")
+        assert (await told(http, "PUT", "tasks/job-0001/priority", 409, json={"priority": 1}))[
+            "code"
+        ] == "router.task_ended"
+        assert (await told(http, "GET", "tasks/nobody", 404))["code"] == "router.no_task"
+
+
+async def test_history_and_audit_are_read_back(rest):
+    async with rest() as (r, http):
+        await r.actor.world.nodes.sample([Sample(float(t), "a", "host", 0.5, 0.25, 1, 2, 3) for t in (10, 20)])
+        (sample,) = (await told(http, "GET", "metrics/history", params={"since": 15}))["samples"]
+        assert (sample["at"], sample["starvation"], sample["memory_total"]) == (20.0, 0.25, 2)
+        for i in range(3):
+            await r.actor.world.audit.add(AuditRecord(1.0, "me", "t", "x", str(i), {}))
+        first = (await told(http, "GET", "audit", params={"limit": 2}))["entries"]
+        rest_of = (await told(http, "GET", "audit", params={"before": first[-1]["id"]}))["entries"]
+        assert [e["target"] for e in first + rest_of] == ["2", "1", "0"]
+
+
+async def test_every_error_has_one_shape(rest):
+    async with rest() as (r, http):
+        await told(http, "GET", "nothing", 404)
+        await told(http, "DELETE", "config", 405)
+        await told(http, "PUT", "config", 422, content=b"{")
+        await r.actor.world.database._engine.dispose()
+
+        async def broken(s=None):
+            raise RuntimeError("secret detail")
+
+        r.actor.world.config.read = broken
+        error = await told(http, "GET", "config", 500)
+        assert error["code"] == "internal" and "secret detail" not in error["message"] and error["retryable"]
+
+
+# -- access ----------------------------------------------------------------------------------------------------------
+
+
+async def token_for(r, tenant, role, scopes=(), **more):
+    await r.actor.world.tenants.add(TenantRecord(tenant, 0.0))
+    token, secret = await r.actor.world.tenants.add_token(tenant, "t", role, r.clock.now, scopes, **more)
+    return token, {"Authorization": f"Bearer {secret}"}
+
+
+def routes(api):
+    """(method, path) of every route under /api/v1."""
+    schema = api.openapi()["paths"]
+    return [(m.upper(), p) for p, methods in schema.items() for m in methods if p.startswith("/api/v1")]
+
+
+async def test_without_a_valid_token_no_route_answers(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        every = routes(r.api)
+        assert len(every) > 20
+        ended, gone = await token_for(r, "t", "admin", expires_at=r.clock.now + 5)
+        _, off = await token_for(r, "off", "admin")
+        await r.actor.world.tenants.change("off", description="", disabled=True)
+        revoked, late = await token_for(r, "t", "admin")
+        await r.actor.world.tenants.revoke("t", revoked.id, r.clock.now)
+        r.clock.now += 5
+        assert ended.expires_at == r.clock.now
+        for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic x"}, gone, off, late):
+            for method, path in every:
+                answer = await http.request(
+                    method, "http://t" + path.replace("{", "").replace("}", ""), headers=headers
+                )
+                assert answer.status_code in (401, 422), (method, path, answer.text)
+                assert answer.status_code == 401 or answer.json()["code"] == "http.invalid"
+        assert (await http.get("http://t/healthz")).status_code == 200
+
+
+async def test_roles_and_scopes_bound_what_a_token_may(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        _, admin = await token_for(r, "ops", "admin")
+        _, operator = await token_for(r, "ops", "operator")
+        _, user = await token_for(r, "t", "user")
+        _, narrow = await token_for(r, "t", "user", ("tasks:read",))
+        _, widened = await token_for(r, "t", "user", ("tasks:read", "config:write"))
+        config = {"job_attempts": 2}
+        for headers, status in ((admin, 200), (operator, 403), (user, 403), (widened, 403)):
+            await told(http, "PUT", "config", status, json=config, headers=headers)
+        for headers, status in ((operator, 200), (user, 403)):
+            await told(http, "PUT", "nodes/host/state", status, json={"state": "active"}, headers=headers)
+            await told(http, "GET", "audit", status, headers=headers)
+        for headers, status in ((admin, 200), (operator, 403), (user, 403)):
+            await told(http, "GET", "tenants", status, headers=headers)
+        await told(http, "GET", "tasks", headers=narrow)
+        await told(http, "POST", "blobs", 403, content=b"x", headers=narrow)
+        assert ROLES["user"] < ROLES["operator"] < ROLES["admin"]
+
+
+async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        _, mine = await token_for(r, "mine", "user")
+        _, yours = await token_for(r, "yours", "user")
+        _, operator = await token_for(r, "ops", "operator")
+        digest = (await told(http, "POST", "blobs", 201, content=EMPTY, headers=mine))["digest"]
+        made = await told(http, "POST", "tasks", 201, json={"module": digest, "noswap": 0}, headers=mine)
+        name, session = made["task"]["task_id"], (await r.open(tenant="mine")).session_id
+        assert made["task"]["tenant"] == "mine"
+        for task in (name, session):
+            assert (await told(http, "GET", f"tasks/{task}", headers=mine))["task"]["task_id"] == task
+            for method, path, body in (
+                ("GET", f"tasks/{task}", None),
+                ("POST", f"tasks/{task}/cancel", {}),
+                ("PUT", f"tasks/{task}/priority", {"priority": 0}),
+            ):
+                error = await told(http, method, path, 404, json=body, headers=yours)
+                assert error == await told(
+                    http, method, path.replace(task, "no-such-task"), 404, json=body, headers=yours
+                ) | {"message": error["message"]}
+        assert (await told(http, "GET", "tasks", headers=yours))["tasks"] == []
+        assert (await told(http, "GET", "sessions", headers=yours))["sessions"] == []
+        await told(http, "GET", "tasks", 403, params={"tenant": "mine"}, headers=yours)
+        await told(http, "GET", f"blobs/{digest}", 404, headers=yours)
+        await told(http, "GET", f"blobs/{digest}", 403, params={"tenant": "mine"}, headers=yours)
+        await told(http, "POST", "tasks", 403, json={"module": digest, "tenant": "mine"}, headers=yours)
+        stolen = await told(http, "POST", "tasks", 201, json={"module": digest}, headers=yours)
+        assert stolen["task"]["state"] == "failed" and "bus.blob_missing" in stolen["task"]["reason"]
+        await told(http, "POST", "tasks", 409, json={"module": digest, "job_id": name}, headers=yours)
+        assert (await r.tasks.get(name)).state == "pending" and session in await r.sessions()
+        assert {t["tenant"] for t in (await told(http, "GET", "tasks", headers=operator))["tasks"]} == {"mine", "yours"}
+
+
+async def test_token_is_made_shown_once_and_revoked(rest):
+    async with rest(auth="tokens") as (r, http):
+        _, admin = await token_for(r, "ops", "admin")
+        await told(http, "PUT", "tenants/new", json={"description": "d"}, headers=admin)
+        made = await told(
+            http, "POST", "tenants/new/tokens", 201, json={"name": "ci", "expires_in_s": 60}, headers=admin
+        )
+        theirs = {"Authorization": f"Bearer {made['secret']}"}
+        await told(http, "GET", "tasks", headers=theirs)
+        listed = await http.get("tenants/new/tokens", headers=admin)
+        assert listed.json()["tokens"][0]["id"] == made["id"] and made["secret"] not in listed.text
+        logged = await http.get("audit", headers=admin)
+        assert made["id"] in logged.text and made["secret"] not in logged.text
+        await told(http, "DELETE", f"tenants/new/tokens/{made['id']}", 204, headers=admin)
+        await told(http, "GET", "tasks", 401, headers=theirs)
+        await told(http, "DELETE", f"tenants/new/tokens/{made['id']}", 404, headers=admin)
+        await told(http, "POST", "tenants/no/tokens", 404, json={}, headers=admin)
+        await told(http, "POST", "tenants/new/tokens", 422, json={"scopes": ["all:all"]}, headers=admin)
+
+
+async def test_rate_is_limited_per_caller(rest):
+    async with rest(rate=3.0, auth="tokens") as (r, http):
+        _, first = await token_for(r, "a", "user")
+        statuses = [(await http.get("tasks", headers=first)).status_code for _ in range(5)]
+        assert statuses == [200] * 3 + [429] * 2
+        r.now[0] += 1.0
+        assert (await http.get("tasks", headers=first)).status_code == 200
+        error = await http.get("tasks", headers={"Authorization": "Bearer guess"})
+        assert error.status_code == 401
+
+
+def test_buckets_refill_and_are_each_caller_s_own():
+    now = [0.0]
+    buckets = Buckets(2.0, 4.0, lambda: now[0])
+    assert [buckets.take("a") for _ in range(5)] == [True] * 4 + [False] and buckets.take("b")
+    now[0] = 0.5
+    assert buckets.take("a") and not buckets.take("a")
+    now[0] = 100.0
+    assert sum(buckets.take("a") for _ in range(10)) == 4
+
+
+async def test_blobs_of_rest_are_those_of_nats(rest):
+    async with rest() as (r, http):
+        name = await BlobStore(r.app.jetstream(), "default").put(b"hello")
+        assert (await http.get(f"blobs/{name}")).content == b"hello"

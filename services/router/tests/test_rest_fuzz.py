@@ -1,0 +1,96 @@
+"""Every operation of the OpenAPI document, called with what it allows and with what it does not, against a router's process.
+
+No answer is an error of the server's, every answer is as documented, and what breaks the schema is refused.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from wooly_testkit.nats import nats_server as start_nats_server
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+EXAMPLES = int(os.environ.get("WOOLY_FUZZ_COUNT", "10"))
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+)
+
+
+@pytest.fixture(scope="module")
+def rest_url(tmp_path_factory):
+    """A router's process with tenants that may do everything, on a nats-server of its own."""
+    directory = tmp_path_factory.mktemp("router")
+    with start_nats_server() as nats:
+        env = {
+            "WOOLY_ROUTER_NATS_URL": nats,
+            "WOOLY_ROUTER_STATE_DIR": str(directory),
+            "WOOLY_ROUTER_HTTP_PORT": "0",
+            "WOOLY_ROUTER_RATE_LIMIT": "1e6",
+        }
+        process = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=os.environ | env)
+        try:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError, httpx.HTTPError):
+                    url = f"http://127.0.0.1:{(directory / 'router.port').read_text()}"
+                    httpx.get(f"{url}/healthz", trust_env=False).raise_for_status()
+                    yield url
+                    break
+                time.sleep(0.05)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def test_every_operation_holds_its_document(rest_url):
+    document = httpx.get(f"{rest_url}/openapi.json", trust_env=False).json()
+    del document["components"]["securitySchemes"]  # this router is open; tokens have tests of their own
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation.pop("security", None)
+    api = schemathesis.openapi.from_dict(document)
+    operations = [result.ok() for result in api.get_all_operations()]
+    assert len(operations) >= 25
+    failures = []
+    for operation in operations:
+        try:
+            fuzz(operation, rest_url)
+        except (AssertionError, BaseExceptionGroup) as e:
+            failures.append(f"{operation.label}: {e}")
+    assert not failures, "\n\n".join(failures)
+
+
+def fuzz(operation, rest_url):
+    modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+
+    @given(case=st.one_of(modes))
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def call(case):
+        case.call_and_validate(base_url=rest_url, checks=CHECKS)
+
+    call()

@@ -1,0 +1,259 @@
+"""Jobs through the whole stack: exported, submitted, run by real executors, with the CPU's results; kills and deadlines."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from wooly_bus import subjects
+from wooly_bus.errors import RefusedError
+from wooly_bus.rpc import ControlClient
+from wooly_local.stack import read_stack, start_stack
+from wooly_wis.messages import NodesReply, NodesRequest, TaskReply, TaskRequest
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
+ROOT = Path(__file__).parents[2]
+WOOLY = [sys.executable, "-m", "wooly"]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2)
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+    yield running
+    running.stop()
+
+
+def run(*argv, stack=None, code=0, **options):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | {"OMP_NUM_THREADS": "1"}
+    if stack is not None:
+        env["WOOLYAI_CONTROLLER_URL"] = stack.nats_url
+    argv = [str(a) for a in argv]
+    done = subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=120, **options)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """The example's module, its input, and what the CPU makes of it."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("job")
+    run("export", f"{ROOT / 'examples/job.py'}:build", "-o", folder / "job.wism")
+    x = np.random.default_rng(0).standard_normal((32, 64), dtype=np.float32)
+    np.save(folder / "x.npy", x)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)).eval()
+    with torch.no_grad():
+        scores = model(torch.from_numpy(x)).softmax(-1)
+    return folder, x, scores.numpy()
+
+
+@pytest.fixture(scope="module")
+def slow_module(tmp_path_factory):
+    """A module that runs for long enough to be killed: many products of one matrix."""
+    folder = tmp_path_factory.mktemp("slow")
+    (folder / "slow.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    def work(x):\n"
+        "        for _ in range(600):\n"
+        "            x = (x @ x).tanh()\n"
+        "        return x\n"
+        "    return work, (torch.empty(600, 600),)\n"
+    )
+    run("export", f"{folder / 'slow.py'}:build", "-o", folder / "slow.wism")
+    np.save(folder / "x.npy", np.eye(600, dtype=np.float32))
+    return folder
+
+
+def ask(stack, subject, request, reply):
+    """The router, asked without a process of its own."""
+    control = ControlClient(stack.nats_url)
+    try:
+        return control.request(subject, request, reply, timeout=20)
+    finally:
+        control.close()
+
+
+def task(stack, name):
+    """A task that was submitted: it is there once a router has taken it in."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            return ask(stack, subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).task.model_dump()
+        except RefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def wait_for(stack, name, *states):
+    deadline = time.monotonic() + 120
+    while (found := task(stack, name))["state"] not in states:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+    return found
+
+
+def test_job_s_results_are_the_cpu_s_bit_for_bit(stack, classifier, tmp_path):
+    folder, _, scores = classifier
+    done = run(
+        "submit", folder / "job.wism", "-i", f"x={folder / 'x.npy'}", "-o", tmp_path / "out", "--json", stack=stack
+    )
+    report = json.loads(done.stdout)
+    assert report["state"] == "completed" and {Path(f).name for f in report["files"]} == {"scores.npy", "best.npy"}
+    ours = np.load(tmp_path / "out/scores.npy")
+    assert ours.tobytes() == scores.tobytes() and (np.load(tmp_path / "out/best.npy") == scores.argmax(-1)).all()
+    told = run("logs", report["task_id"], stack=stack).stdout.splitlines()
+    assert [line.split()[1] for line in told] == ["pending", "started", "completed"] and "programs in" in told[2]
+    found = task(stack, report["task_id"])
+    assert found["kind"] == "job" and found["placement"]["why"] == "here" and found["name"] == "job"
+
+
+def test_wrong_inputs_are_refused_before_anything_is_sent(stack, classifier, tmp_path):
+    folder, x, _ = classifier
+    np.save(tmp_path / "y.npy", x[:3])
+    module = folder / "job.wism"
+    assert "no --input for x" in run("submit", module, stack=stack, code=1).stderr
+    assert "float32 [3, 64]" in run("submit", module, "-i", f"x={tmp_path / 'y.npy'}", stack=stack, code=1).stderr
+    assert "not NAME=FILE" in run("submit", module, "-i", "z=1", stack=stack, code=1).stderr
+    (tmp_path / "bad.wism").write_bytes(module.read_bytes()[:-1] + b"?")
+    assert "not what its name stands for" in run("submit", tmp_path / "bad.wism", stack=stack, code=1).stderr
+
+
+def test_what_needs_an_answer_cannot_be_exported(tmp_path):
+    path = tmp_path / "refused.py"
+    path.write_text(
+        """
+import torch
+from wooly.export import ExportError, export
+
+answers = "while it is recorded"
+for body, why in {
+    "x[x > 0]": answers, "x * x.sum().item()": answers, "x if x.any() else -x": answers, "x.cpu()": answers,
+    "3": "output output is a int", "[x, None]": "output 1 is a NoneType", "x.to_sparse()": "",
+}.items():
+    try:
+        export(lambda: (eval("lambda x: " + body), (torch.ones(3),)))
+    except (ExportError, NotImplementedError) as e:
+        assert why in str(e), (body, str(e))
+    else:
+        raise AssertionError(body)
+for bad in (3, (torch.sin, 3), (torch.sin, ("x",)), ("sin", ())):
+    try:
+        export(lambda: bad)
+    except ExportError as e:
+        assert "must return" in str(e)
+    else:
+        raise AssertionError(bad)
+made = export(lambda: (lambda a, b: {"s": [a + b, a]}, {"a": torch.ones(2), "b": torch.ones(2)}))
+print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.outputs])
+"""
+    )
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['a', 'b'] ['s.0', 's.1']\n"
+
+
+def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
+    _, x, scores = classifier
+    module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
+    assert (tmp_path / "job" / module).exists()
+    x.tofile(tmp_path / "x.bin")
+    argv = [
+        sys.executable,
+        ROOT / "examples/job_over_nats.py",
+        stack.nats_url,
+        tmp_path / "job",
+        module,
+        tmp_path / "x.bin",
+    ]
+    done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert f"scores f32 [32, 10] {scores.tobytes()[:16].hex()}" in done.stdout and "completed" in done.stdout
+    code = (ROOT / "examples/job_over_nats.py").read_text().split("async def main")[1]
+    assert len(code.strip().splitlines()) <= 25
+
+
+def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
+    folder, x, _ = classifier
+    name = f"job-{hashlib.sha256(os.urandom(8)).hexdigest()[:16]}"
+
+    async def send():
+        from wooly.jobs import follow, jetstream, read_module, submit
+
+        file = read_module(folder / "job.wism")
+        job = await submit(stack.nats_url, "default", file, {"x": x.tobytes()}, job_id=name)
+        async with jetstream(stack.nats_url) as js:
+            for _ in range(5):
+                await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode())
+        states = []
+        await follow(stack.nats_url, "default", name, lambda e: states.append((e.number, e.state)))
+        return states
+
+    assert asyncio.run(send()) == [(1, "pending"), (2, "started"), (3, "completed")]
+    assert task(stack, name)["attempt"] == 1
+
+
+def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
+    name = run("submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}", stack=stack).stdout.strip()
+    found = wait_for(stack, name, "started")
+    (victim,) = found["executors"]
+    os.kill(read_stack(stack.state_dir).services[f"executor-{victim.rpartition('-')[2]}"], signal.SIGKILL)
+    last = wait_for(stack, name, "completed", "failed")
+    assert last["state"] == "completed" and last["attempt"] == 2, last
+    story = [json.loads(line) for line in run("logs", name, "--json", stack=stack).stdout.splitlines()]
+    assert [s["state"] for s in story] == ["pending", "started", "pending", "started", "completed"]
+    assert re.search("lost|does not have it", story[2]["reason"]) and story[2]["at"] - story[1]["at"] < 12
+
+
+def test_cancel_and_deadline_stop_what_runs(stack, slow_module):
+    wait_for_executors(stack, 2)
+    submit = ["submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}"]
+    cancelled = run(*submit, stack=stack).stdout.strip()
+    wait_for(stack, cancelled, "started")
+    ask(stack, subjects.ROUTER_TASK_CANCEL, TaskRequest(task_id=cancelled, reason="enough"), TaskReply)
+    late = run(*submit, "--deadline", "1.5", "--wait", "--json", stack=stack, code=1)
+    assert "deadline of 1.5 s" in json.loads(late.stdout)["reason"]
+    assert (task(stack, cancelled)["state"], task(stack, cancelled)["reason"]) == ("cancelled", "enough")
+    deadline = time.monotonic() + 30
+    while any(n.sessions for n in nodes(stack)):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def nodes(stack):
+    return ask(stack, subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply).nodes
+
+
+def wait_for_executors(stack, count):
+    deadline = time.monotonic() + 60
+    while sum(n.state == "alive" for n in nodes(stack)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
+    path = tmp_path / "s.py"
+    path.write_text("import torch; print(torch.ones(2, device='cuda').sum().item())")
+    run("run", "-q", path, stack=stack)
+    listed = json.loads(run("tasks", "--kind", "session", "--json", stack=stack).stdout)["tasks"]
+    assert [(t["state"], t["reason"]) for t in listed[:1]] == [("completed", "closed by its client")]
+    table = run("tasks", "--limit", "3", stack=stack).stdout
+    assert len(re.findall("session|job", table)) >= 3 and "state" in table
+    assert "there is no task nobody" in run("logs", "nobody", stack=stack, code=1).stderr
+    assert "completed" in run("tasks", "cancel", listed[0]["task_id"], stack=stack).stdout
+    assert "not a state" in run("tasks", "--state", "odd", stack=stack, code=1).stderr
