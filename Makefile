@@ -56,8 +56,9 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 	$(BIN)/python bench/control.py
 
 .PHONY: bench-jit
-bench-jit: setup ## generated kernels on PoCL, each as a ratio to eager PyTorch; who computes in whole models
+bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who computes in whole models, what is left
 	$(BIN)/python bench/jit.py
+	$(BIN)/python bench/coverage.py
 	$(BIN)/python bench/tiers.py
 
 .PHONY: amd-compiler
@@ -67,6 +68,10 @@ amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip wi
 .PHONY: postgres
 postgres: ## install a PostgreSQL server (Debian; the router's tests on it skip without)
 	apt-get install -y --no-install-recommends postgresql
+
+.PHONY: every-float
+every-float: setup ## our elementary functions against all 2**32 numbers: minutes per function
+	WOOLY_EVERY_FLOAT=1 $(BIN)/python -m pytest services/compiler/tests/test_mathlib.py -k far_and_wide -s
 
 .PHONY: fuzz
 fuzz: setup ## decode a million mutated programs

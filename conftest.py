@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 import hypothesis
@@ -14,6 +15,8 @@ hypothesis.settings.register_profile("wooly", deadline=None)
 hypothesis.settings.load_profile("wooly")
 # PoCL counts its devices once per process: whoever comes first must ask for all that anybody wants.
 os.environ.setdefault("POCL_DEVICES", "basic pthread")
+# Stacks of one run's own keep what they compile in the user's folder; those of tests in this one.
+os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wooly-tests-{os.getuid()}/compiler")
 
 
 @pytest.fixture(scope="session")

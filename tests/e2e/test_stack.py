@@ -13,6 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from wooly_local.stack import StackError, read_stack, start_stack
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.codec import encode_program
+from wooly_wis.program import Program
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 ROOT = Path(__file__).parents[2]
@@ -314,3 +317,45 @@ def test_crashed_service_is_restarted(tmp_path):
     finally:
         own.stop()
     assert not Path(tmp_path / "own").exists()
+
+
+HOT = """
+import torch
+x, w = torch.arange(1 << 18, device="cuda") / 7, torch.ones(1 << 18, device="cuda")
+seen = set()
+for _ in range(100):
+    y = torch.relu((x * w + x) * 3 - w)
+    seen.add((y.sum().item(), y[1000].item()))
+print(len(seen), seen.pop())
+"""
+
+
+def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, tmp_path):
+    path, programs = tmp_path / "hot.py", tmp_path / "programs"
+    path.write_text(HOT)
+    programs.mkdir()
+    printed = set()
+    for _ in range(20):  # the compiler takes as long as it takes; the results are those of always
+        done = run("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+        shown = json.loads(run("top", "--json", stack=stack).stdout)["gpus"][0]
+        if shown["work"]["kernel_instructions"]:
+            break
+    else:
+        pytest.fail(f"nothing ran as a kernel: {shown['work']}")
+    assert len(printed) == 1 and printed.pop().startswith("1 (")
+    assert "instructions: generated kernels" in run("top", "--once", stack=stack).stdout
+    largest = max(programs.iterdir(), key=lambda p: p.stat().st_size)
+    told = run("disasm", "--passes", "--jit", "exact", largest, stack=stack)
+    assert told.returncode == 0, told.stderr
+    assert (
+        told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout and "kernel k_" in told.stdout
+    )
+
+
+def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
+    (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
+    with start_nats_server() as url:
+        told = run("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
+    assert told.returncode == 1 and "no compiler is connected to it; start one with `wooly up`" in told.stderr

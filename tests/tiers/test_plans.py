@@ -262,3 +262,26 @@ def test_plan_is_for_the_exponents_of_its_key(compiled, kind):
     program, _ = t.program()
     square, cube = (compiled.artifact(program, [v, *t.params[1:]], "exact")[1] for v in t.params[:1] + [3])
     assert square.decided != cube.decided and square.name("c") != cube.name("c")
+
+
+def test_index_out_of_range_fails_as_in_the_library(compiled):
+    """The kernel reads nothing beyond its arrays, says whose index it was, and the run fails as tier 0 would."""
+    t = Tape()
+    w, i = t.input(DType.F32, 300, 512), t.input(DType.I64, 200)
+    y = t.op("embedding", w, i)
+    z = t.op("relu", y)
+    t.free(y)
+    t.op("exp", z)
+    program, slots = t.program()
+    prepared, plan = compiled.plan(program, t.params, "full")
+    assert any("embedding" in s.kernel.name for s in plan.steps if isinstance(s, KernelStep))
+    weight = torch.randn(300, 512)
+    for index in (torch.arange(200), torch.full((200,), 300), torch.full((200,), -(1 << 63))):
+        contents = {slots[w.slot]: weight, slots[i.slot]: index}
+        before = compiled.run(compiled.ready(program).prepared, contents, t.params)
+        after = compiled.run(prepared, contents, t.params)
+        assert (before[1] is None) == (after[1] is None) and before[2] == after[2]
+        if before[1] is None:
+            torch.testing.assert_close(*[
+                torch.frombuffer(bytearray(left[slots[z.slot]]), dtype=torch.float32) for left, *_ in (before, after)
+            ])  # fmt: skip

@@ -263,7 +263,7 @@ def hostile():
 
     yield "covers", steps(alloc_y, run, alloc_z)
     yield "covers", steps(alloc_y, run, alloc_z, call, call)
-    yield "covers", steps(alloc_y, run, alloc_z, call, removed={exp.origin: "for fun"})
+    yield "covers", steps(alloc_y, run, alloc_z, call, call, removed={exp.origin: "for fun"})
     yield "covers", steps(alloc_y, replace(run, lines=(mul, replace(times, part=1))), alloc_z, call)
     yield "lines", steps(alloc_y, run, alloc_z, LibraryStep(replace(exp, form=wide), ""))
     yield "lines", steps(alloc_y, run, alloc_z, LibraryStep(replace(exp, form=system), ""))

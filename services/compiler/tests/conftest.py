@@ -9,7 +9,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.kernel import interpreter, scalars
 from wooly_wis.kernel.ir import Apply, walk
 from wooly_wis.kernel.ops import FLOATS
-from wooly_wis.plan import AllocStep, FreeStep, KernelStep
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep
 from wooly_wis.program import Role
 
 _NUMPY = {
@@ -43,12 +43,13 @@ def interpret(plan, memory, params):
                 memory.pop(step.slot, None)
             case KernelStep():
                 arrays = {
-                    a.name: elements(memory[s], a.dtype) for a, s in zip(step.kernel.arrays, step.slots, strict=True)
+                    a.name: [0] if s == STATUS else elements(memory[s], a.dtype)
+                    for a, s in zip(step.kernel.arrays, step.slots, strict=True)
                 }
                 values = {s.name: params[p] for s, p in zip(step.kernel.scalars, step.params, strict=True)}
                 interpreter.run(step.kernel, arrays, values, mathlib.element)
                 for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
-                    if a.role is not Role.IN:
+                    if a.role is not Role.IN and slot != STATUS:
                         new = raw_of(arrays[a.name], a.dtype)
                         memory[slot][: len(new)] = new
 
@@ -60,8 +61,8 @@ class Ways:
         self.program, self.slots = tape.program()
         self.params = tape.params
         self.inputs = inputs
-        self.fused = compile_program(self.program)
-        self.single = compile_program(self.program, fusing=False)
+        self.fused = compile_program(self.program, checks=True)
+        self.single = compile_program(self.program, fusing=False, checks=True)
 
     def memory(self):
         return {self.slots[t.slot]: v.reshape(-1).view(np.uint8).copy() for t, v in self.inputs}
@@ -88,7 +89,7 @@ def same_bits(one, other):
     for slot in one:
         a, b = one[slot], other[slot]
         if not np.array_equal(a, b):
-            for kind in (np.float32, np.float64):
+            for kind in (np.float32, np.float64, np.float16):
                 x, y = (v[: len(v) - len(v) % kind().itemsize].view(kind) for v in (a, b))
                 if np.array_equal(x, y, equal_nan=True):
                     break

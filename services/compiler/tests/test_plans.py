@@ -1,5 +1,7 @@
 """Plans: what is fused, what never touches memory, and the same bits fused or not, on PoCL and in the interpreter."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -327,13 +329,15 @@ UNARY = ("neg", "abs", "exp", "tanh", "erf", "sigmoid", "relu", "silu", "gelu", 
          "isnan", "logical_not", "sign", "reciprocal", "rsqrt", "expm1", "log1p")  # fmt: skip
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "eq", "ge", "logical_and")
 FOLDS = ("sum", "mean", "amax", "amin", "any", "all")
+KINDS = ("unary", "binary", "number", "fold", "extreme", "where", "cast", "place", "softmax", "concat", "triangle", "pick",
+         "quotient", "free")  # fmt: skip
 
 
 @st.composite
 def tapes(draw):
     """A tape of random instructions over tensors that broadcast, with frees wherever a client may put them."""
     t = Tape()
-    rows, cols = draw(st.sampled_from([(1, 3), (3, 5), (4, 130), (2, 257)]))
+    rows, cols = draw(st.sampled_from([(1, 3), (3, 5), (4, 130), (2, 257), (140, 12)]))
     shapes = [(rows, cols), (cols,), (rows, 1), (1,)]
     dtypes = draw(st.sampled_from([[F32], [F32, F64], [F32, BF16, F16], [F32, I32, BOOL], [I64, I32, BOOL], [F16]]))
     live, inputs = [], []
@@ -350,7 +354,7 @@ def tapes(draw):
         live.append(x)
     given_slots = {x.slot for x in live}
     for _ in range(draw(st.integers(1, 12))):
-        kind = draw(st.sampled_from(["unary", "binary", "number", "fold", "where", "cast", "place", "softmax", "free"]))
+        kind = draw(st.sampled_from(KINDS))
         a = draw(st.sampled_from(live))
         b = draw(st.sampled_from(live))
         is_bool = a.view.dtype is BOOL
@@ -362,7 +366,24 @@ def tapes(draw):
             elif kind == "number" and not is_bool:
                 live.append(t.op(draw(st.sampled_from(["add", "mul", "lt"])), a, draw(st.sampled_from([2, 0.5, -3]))))
             elif kind == "fold":
-                live.append(t.op(draw(st.sampled_from(FOLDS)), a, (-1,), draw(st.booleans())))
+                dims = draw(st.sampled_from([(-1,), (0,), tuple(range(len(a.view.sizes)))]))
+                live.append(t.op(draw(st.sampled_from(FOLDS)), a, dims, draw(st.booleans())))
+            elif kind == "extreme":
+                live.append(t.op(draw(st.sampled_from(["argmax", "argmin"])), a, draw(st.sampled_from([None, 0, -1]))))
+            elif kind == "concat" and a.view.dtype is b.view.dtype:
+                live.append(t.op("concat", (a, b, a), draw(st.sampled_from([0, -1]))))
+            elif kind == "triangle":
+                live.append(t.op(draw(st.sampled_from(["tril", "triu"])), a, draw(st.integers(-2, 2))))
+            elif kind == "pick" and len(a.view.sizes) == 2:
+                largest = t.op("argmax", b, -1)
+                t.op("clamp_max", largest, a.view.sizes[0] - 1, into=largest)
+                row = draw(st.sampled_from(["embedding", "index_select"]))
+                flat = largest.seen((largest.view.numel,), (1,))
+                live.append(t.op("embedding", a, largest) if row == "embedding" else t.op(row, a, 0, flat))
+            elif kind == "quotient" and not is_bool:
+                live.append(
+                    t.op(draw(st.sampled_from(["remainder", "div_floor", "fmod"])), a, draw(st.sampled_from([3, -2])))
+                )
             elif kind == "where" and is_bool:
                 live.append(t.op("where", a, b, b))
             elif kind == "cast":
@@ -370,7 +391,7 @@ def tapes(draw):
             elif kind == "place" and not is_bool:
                 t.op(draw(st.sampled_from(["mul", "add"])), a, 2, into=a)
             elif kind == "softmax" and a.view.dtype in (F32, F64, F16, BF16):
-                live.append(t.op("softmax", a, -1))
+                live.append(t.op(draw(st.sampled_from(["softmax", "log_softmax"])), a, draw(st.sampled_from([0, -1]))))
             elif kind == "free" and len(live) > 1 and a.slot not in given_slots:
                 t.free(a)
                 live = [x for x in live if x.slot != a.slot]
@@ -385,7 +406,7 @@ def tapes(draw):
 @given(tapes())
 # Each example builds several kernels, so nothing is shrunk: the failing program is short enough to read.
 @settings(
-    max_examples=40,
+    max_examples=int(os.environ.get("WOOLY_EXAMPLES", 40)),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -395,8 +416,8 @@ def test_random_programs_have_the_same_bits_in_every_way(agree, made):
     tape, inputs = made
     program, slots = tape.program()
     inputs = [(x, v) for x, v in inputs if x.slot in slots]
-    plan = compile_program(program)
-    single = compile_program(program, fusing=False)
+    plan = compile_program(program, checks=True)
+    single = compile_program(program, fusing=False, checks=True)
     if any(isinstance(s, LibraryStep) for s in (*plan.steps, *single.steps)):
         return
     agree(tape, inputs)

@@ -344,8 +344,7 @@ def test_full_without_a_compiler_fails_and_says_what_to_do(world, wis):
     client = world.session(wis, "full")
     other = Script(world.session(wis, "exact"))
     with pytest.raises(wis.error, match=r"WOOLYAI_JIT=full, and no compiler answers .*`wooly up` starts one") as caught:
-        Script(client)
-        client.sync()
+        Script(client).step()
     assert caught.value.code == "executor.no_compiler"
     other.step()  # nobody else has waited
 

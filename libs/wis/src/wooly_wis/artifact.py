@@ -27,7 +27,7 @@ from wooly_wis.codec import DIGEST_SIZE, decode_form, digest, encode_form, encod
 from wooly_wis.errors import ArtifactError, WisError
 from wooly_wis.kernel import text as kernel_text
 from wooly_wis.kernel.ir import Kernel
-from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Line, Plan, Step, verify
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Line, Plan, Step, verify
 from wooly_wis.program import Form, ParamKind, ParamRef, Program
 from wooly_wis.verifier import ProgramFacts
 
@@ -149,6 +149,7 @@ _Int = Annotated[int, Field(ge=0, lt=1 << 62)]
 _Index = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=128)]
 _Indices = tuple[_Index, ...]
+_Slots = tuple[Annotated[int, Field(ge=STATUS, lt=1 << 31)], ...]
 #: form, slots, first param, origin, part
 _LineRow = tuple[_Index, _Indices, _Index, _Index, _Index]
 
@@ -169,7 +170,7 @@ class _Free(_Row):
 
 class _Launch(_Row):
     kernel: _Index
-    slots: _Indices
+    slots: _Slots
     params: _Indices
     lines: tuple[_LineRow, ...]
 

@@ -389,23 +389,32 @@ def _bounds(plan: Plan) -> str | None:
     return None
 
 
-def _peak(plan: Plan) -> str | None:
-    facts, program = plan.facts, plan.program
-    held = most = 0
-    for i in program.body:
-        opcode = program.forms[i.form].opcode
-        if opcode == "alloc":
-            held += facts.slot_alloc[i.slots[0]] or 0
-            most = max(most, held)
-        elif opcode == "free":
-            held -= facts.slot_alloc[i.slots[0]] or 0
+def peak_of(facts: ProgramFacts, steps: Sequence[Step]) -> int:
+    """Bytes that the program's own slots hold at a time while these steps run, at most."""
     held = peak = 0
-    for step in plan.steps:
+    for step in steps:
         if isinstance(step, AllocStep):
             held += step.nbytes
             peak = max(peak, held)
         elif isinstance(step, FreeStep):
             held -= facts.slot_alloc[step.slot] or 0
+    return peak
+
+
+def peak_of_program(program: Program, facts: ProgramFacts) -> int:
+    """Bytes that a program's own slots hold at a time, at most."""
+    steps: list[Step] = []
+    for i in program.body:
+        opcode, slot = program.forms[i.form].opcode, i.slots[0] if i.slots else 0
+        if opcode == "alloc":
+            steps.append(AllocStep(slot, facts.slot_alloc[slot] or 0, True))
+        elif opcode == "free":
+            steps.append(FreeStep(slot))
+    return peak_of(facts, steps)
+
+
+def _peak(plan: Plan) -> str | None:
+    peak, most = peak_of(plan.facts, plan.steps), peak_of_program(plan.program, plan.facts)
     return f"it holds {peak} bytes at a time, the program {most}" if peak > most else None
 
 

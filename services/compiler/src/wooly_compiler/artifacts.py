@@ -56,7 +56,8 @@ def plan_of(
     """
     cpu = _CPU.fullmatch(target)
     if mode == "full":
-        return _compiled(program, params=_params(program, decided), refuse=weigh.why_not, trace=trace)
+        params = _params(program, decided)
+        return _compiled(program, params=params, checks=True, biases=True, refuse=weigh.why_not, trace=trace)
     if cpu is None:
         raise CompilerError(f"which kernels have the library's own bits is known of CPUs alone, not of {target}")
 
@@ -64,7 +65,8 @@ def plan_of(
         return exact.why_not(line, decided or {})
 
     costs = Costs(cores=int(cpu[1]))
-    return _compiled(program, params=_params(program, decided), refuse=refuse, costs=costs, trace=trace)
+    params = _params(program, decided)
+    return _compiled(program, params=params, checks=True, refuse=refuse, costs=costs, trace=trace)
 
 
 def _compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:

@@ -49,8 +49,8 @@ class Node:
     """A value of the graph. `kind` is load, const, param, apply, fold, place, pick or guard.
 
     A `place` is the number of the element that a load there would read: coordinates. A `pick` is a load at a place that moves by
-    another value, an index; where that is out of range nothing is read, and the line complains. A `guard` is its first argument;
-    the line complains where its second is true.
+    another value, an index; where that is out of range another element is read, and the line complains. A `guard` is its first
+    argument; the line complains where its second is true.
 
     Attributes:
         op: operation of an `apply`, combination of a `fold`.

@@ -29,6 +29,8 @@ KEPT_BYTES: Final = 32 << 10
 #: Columns of a point, at most, and bytes of its accumulators.
 COLUMNS: Final = 64
 COLUMN_BYTES: Final = 30 << 10
+#: Elements of a last dimension from which on an index for all of them is worth being looked at once.
+SPREAD: Final = 32
 #: The name of the array in which a kernel says whose index was out of range: 1 and more for the group's lines in order.
 STATUS: Final = "status"
 #: Worth keeping.
@@ -144,9 +146,12 @@ class _Schedule:
         self.full: list[bool] = []
         self._levels()
         self.width = self._width()
+        self.spread = self._spread()
         outer = list(self.layout.outer)
         if self.width:
             outer[-1] //= self.width
+        if self.spread:
+            outer.pop()
         self.k = KernelBuilder(name, outer)
         self.slots: list[int] = []
         self.params: list[int] = []
@@ -218,7 +223,7 @@ class _Schedule:
             return 0
         rows = columns = 0
         for outer, inner in self.layout.strides.values():
-            if any(inner):
+            if any(inner) and any(outer):  # one that all rows share lies well either way
                 rows += inner[-1] == 1
                 columns += inner[-1] != 1 and outer[-1] == 1
         if columns <= rows:
@@ -228,6 +233,18 @@ class _Schedule:
         lanes = lanes_of(self.layout.extent)
         width = _divisor(self.layout.outer[-1], min(COLUMNS, COLUMN_BYTES // max(size * (lanes + lanes // 2), 1)))
         return width if width >= 4 else 0
+
+    def _spread(self) -> bool:
+        """Whether the last dimension becomes lanes, so that an index that is the same for all of them is looked at once."""
+        graph, outer = self.graph, self.layout.outer
+        picks = [n for k, n in enumerate(graph.nodes) if k in self.needed and n.kind in ("pick", "guard")]
+        if graph.folded or not picks or not outer or outer[-1] < SPREAD:
+            return False
+        moves: list[bool] = []
+        for n in graph.nodes:
+            strides = self.layout.strides.get(n.place) if n.place is not None else None
+            moves.append(any(moves[a] for a in n.args) or (strides is not None and strides[0][-1] != 0))
+        return not any(moves[a] for n in picks for a in n.args)
 
     # -- values in the current block ---------------------------------------------------------------------------------
 
@@ -246,6 +263,8 @@ class _Schedule:
     def _outer(self) -> list[Value]:
         """The coordinates of a row."""
         points = list(self.k.points)
+        if self.spread and self.column is not None:
+            points.append(self.column)
         if self.width and self.column is not None:
             key = ("column", self.column.number)
             found = self._find(key)
@@ -276,7 +295,7 @@ class _Schedule:
     def index(self, place: Place) -> Value:
         """The index of a place's element at the current point (and lane)."""
         strides, along = self.layout.strides[place]
-        terms = [(v, s) for v, s in zip(self._outer(), strides, strict=True) if s]
+        terms = [(v, s) for v, s in zip(self._outer(), strides, strict=not self.spread) if s]
         if any(along) and self.lane is not None:
             terms += [(v, s) for v, s in zip(self._inner(), along, strict=True) if s]
         key = ("at", tuple([(v.number, s) for v, s in terms]), place.offset)
@@ -320,6 +339,8 @@ class _Schedule:
 
     def _make(self, k: int) -> Value:
         node = self.graph.nodes[k]
+        if node.kind in ("pick", "guard"):
+            return self._pick(node) if node.kind == "pick" else self._guard(node)
         if k in self.held and self.column is not None:
             return self.k.load(self.held[k], self.column)
         if k in self.kept and self.lane is not None:
@@ -331,11 +352,6 @@ class _Schedule:
             case "place":
                 assert node.place is not None
                 return self.index(node.place)
-            case "pick":
-                return self._pick(node)
-            case "guard":
-                self._complain(node, self.value(node.args[1]))
-                return self.value(node.args[0])
             case "const":
                 return self.k.const(node.dtype, node.value)
             case "param":
@@ -349,21 +365,45 @@ class _Schedule:
         line = self.k.const(DType.I32, self.origins.get(int(node.value), 1))
         self.k.store(self.status, self._number(0), line, wrong)
 
+    def _guard(self, node: Node) -> Value:
+        """A value, and a complaint where it is wrong."""
+        key = ("guard", node)
+        if self._find(key) is None:
+            self._complain(node, self.value(node.args[1]))
+            self.known[-1][key] = self.value(node.args[0])
+        return self.value(node.args[0])
+
     def _pick(self, node: Node) -> Value:
-        """An element at an index that only the run knows; where that is out of range, 0 and a complaint."""
+        """An element at an index that only the run knows. Where that is out of range, another's and a complaint."""
         assert node.place is not None
-        index = self.value(node.args[0])
-        high = self.k.apply("ge", index, self._number(node.size))
-        outside = self.k.apply("or", self.k.apply("lt", index, self._number(0)), high)
-        self._complain(node, outside)
-        at = self.k.apply("mul", index, self._number(node.step)) if node.step != 1 else index
-        at = self.k.apply("add", self.index(node.place), at)
-        array = self.arrays[node.place.slot, node.dtype]
-        return self.k.load(array, at, self.k.apply("not", outside), checked=True)
+        at = self.k.apply("add", self.index(node.place), self._inside(node))
+        return self.k.load(self.arrays[node.place.slot, node.dtype], at)
+
+    def _inside(self, node: Node) -> Value:
+        """How far from its place a pick reads: the index is forced into its range, so that what is read is there to be read."""
+        key = ("pick", node.args, node.step, node.size, node.value)
+        found = self._find(key)
+        if found is None:
+            index, zero, last = self.value(node.args[0]), self._number(0), self._number(node.size - 1)
+            self._complain(node, self.k.apply("or", self.k.apply("lt", index, zero), self.k.apply("gt", index, last)))
+            found = self.k.apply("min", self.k.apply("max", index, zero), last)
+            found = found if node.step == 1 else self.k.apply("mul", found, self._number(node.step))
+            self.known[-1][key] = found
+        return found
 
     # -- the kernel --------------------------------------------------------------------------------------------------
 
     def finish(self) -> Scheduled:
+        if self.spread:
+            for k in sorted(self.needed):
+                node = self.graph.nodes[k]
+                if node.kind == "pick":
+                    self._inside(node)
+                elif node.kind == "guard":
+                    self._guard(node)
+            with self.k.lanes(self.layout.outer[-1]) as self.column:
+                self._stores(self.puts)
+            return self._done()
         if not self.graph.folded:
             for put in self.puts:
                 self.value(put.node)

@@ -5,7 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Line, Plan, Step, fills
+from wooly_wis.plan import (
+    STATUS,
+    AllocStep,
+    FreeStep,
+    KernelStep,
+    LibraryStep,
+    Line,
+    Plan,
+    Step,
+    fills,
+    peak_of,
+    peak_of_program,
+)
 
 from wooly_compiler.dag import Graph
 from wooly_compiler.errors import UnsupportedError
@@ -29,11 +41,14 @@ def run(unit: Unit, groups: Sequence[Group], *, fusing: bool = True) -> Plan:
     for step in computing:
         if isinstance(step, LibraryStep):
             temporaries -= set(step.line.slots)
-    if fusing:
-        computing = batch.run(computing)
     assumed = {k: v for g in groups if g.graph is not None for k, v in g.graph.assumed.items()}
-    steps = tuple(_with_memory(unit, computing))
-    return Plan(unit.program, unit.facts, steps, dict(unit.removed), frozenset(temporaries), assumed)
+    steps = _with_memory(unit, computing)
+    if fusing:
+        together = _with_memory(unit, batch.run(computing))
+        # a kernel that runs earlier takes its memory earlier, and sessions have room for what their programs hold
+        if peak_of(unit.facts, together) <= peak_of_program(unit.program, unit.facts):
+            steps = together
+    return Plan(unit.program, unit.facts, tuple(steps), dict(unit.removed), frozenset(temporaries), assumed)
 
 
 def _temporaries(unit: Unit, groups: Sequence[Group]) -> set[int]:

@@ -56,10 +56,14 @@ class Costs:
 #: A fold of fewer rows than this, each longer than that, is one core's work in a kernel: the library has all take part.
 ROWS = 8
 LONG = 16 << 10
+#: Bytes that an instruction reads and writes below which its kernel is more launch than work, even with some neighbours in it.
+SMALL = 16 << 10
 
 
 def why_not(line: Line) -> str:
     """Why an instruction is better left to the library, whatever is around it; empty if it is not."""
+    if sum(a.view.numel * a.view.dtype.itemsize for a in line.accesses if a.view is not None) < SMALL:
+        return "too small for a kernel"
     try:
         space, folded = folded_dims(line.form)
     except UnsupportedError:

@@ -21,7 +21,7 @@ from wooly_wis.artifact import POCL_UNITS, Artifact, Code, pocl_target
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
-from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep, Plan
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 from wooly_wis.program import Form, Operand, Role, View
 
 from wooly_executor.errors import MissingDriverError, OperationError
@@ -131,13 +131,14 @@ def acts_of_plan(plan: Plan, runs: dict[bytes, _Run]) -> list[Act]:
             case KernelStep():
                 first = step.lines[0]
                 at = first.origin
-                launch = Launch(
-                    _with_params(runs[digest(step.kernel)], step.params),
-                    step.slots,
-                    tuple([a.dtype for a in step.kernel.arrays]),
-                )
+                run = _with_params(runs[digest(step.kernel)], step.params)
+                if STATUS in step.slots:
+                    run = _asking(run, step.slots.index(STATUS), [line.form for line in step.lines])
+                slots = tuple([s for s in step.slots if s != STATUS])
+                dtypes = [a.dtype for a, s in zip(step.kernel.arrays, step.slots, strict=True) if s != STATUS]
+                launch = Launch(run, slots, tuple(dtypes))
                 lines = tuple([(line.form, line.slots) for line in step.lines])
-                found.append(Act(at, first.form, step.slots, first.first_param, launch, lines))
+                found.append(Act(at, first.form, slots, first.first_param, launch, lines))
     return found
 
 
@@ -146,6 +147,30 @@ def _with_params(run: _Run, params: tuple[int, ...]) -> _Run:
     if not params:
         return lambda at, given: run(at, ())
     return lambda at, given: run(at, [given[p] for p in params])
+
+
+def _asking(run: _Run, where: int, forms: Sequence[Form]) -> _Run:
+    """`run` of a kernel that is given a word for its status: what it complains of is raised as the library would."""
+    word = np.zeros(1, np.int32)
+    address = word.ctypes.data
+
+    def asked(at: list[int], given: Sequence[Any]) -> int:
+        word[0] = 0
+        taken = run([*at[:where], address, *at[where:]], given)
+        if word[0]:
+            raise _complaint(forms[min(max(int(word[0]), 1), len(forms)) - 1])
+        return taken
+
+    return asked
+
+
+def _complaint(form: Form) -> Exception:
+    """What the library raises where an operand of an instruction is out of range, without the number that it was."""
+    if form.opcode in ("div_floor", "div_trunc", "remainder", "fmod"):
+        return RuntimeError("ZeroDivisionError")
+    if "nll_loss" in str(form.attr("name")):
+        return IndexError("Target is out of bounds.")
+    return IndexError("index out of range in self")
 
 
 class _Unit:
