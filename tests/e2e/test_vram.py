@@ -1,6 +1,7 @@
 """Sharing a device's memory through the whole stack: real clients that load the same weights, die, outgrow the device."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -43,17 +44,25 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
+@contextlib.contextmanager
+def started(folder, **executor):
     before = dict(os.environ)
-    os.environ.update(EXECUTOR)
+    os.environ.update(EXECUTOR | executor)
     try:
-        running = start_stack(tmp_path_factory.mktemp("stack"))
+        running = start_stack(folder)
     finally:
         os.environ.clear()
         os.environ.update(before)
-    yield running
-    running.stop()
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    with started(tmp_path_factory.mktemp("stack")) as running:
+        yield running
 
 
 class Client:
@@ -152,6 +161,39 @@ def test_second_load_sends_nothing_and_is_paid_for_together(stack, client):
     first.process.wait()
     assert third.do(SUM) == total
     until(stack, lambda m: all(s["residence"] == "here" for s in m["sessions"]) and len(m["sessions"]) == 3)
+
+
+PRETRAINED = """
+from transformers import AutoModelForCausalLM
+torch.zeros(1, device="cuda").item()
+before = api.session_stats()["bytes_sent"]
+model = AutoModelForCausalLM.from_pretrained(folder, device_map="cuda")
+torch.cuda.synchronize()
+out = api.session_stats()["bytes_sent"] - before
+"""
+LOGITS = "out = model(torch.arange(5, device='cuda')[None]).logits.double().sum().item()"
+
+
+def test_pretrained_model_is_shared_without_special_steps(tmp_path):
+    """On a device of 4 GiB: transformers takes 1.2 GiB of any for granted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=512, **sizes))
+    total = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path / "model")
+    with started(tmp_path, WOOLY_EXECUTOR_MEMORY=str(4 << 30)) as stack:
+        pair = [Client(stack, tmp_path / f"{n}.py", DEDUP="tenant", TENANT="hf") for n in range(2)]
+        try:
+            for each in pair:
+                each.do(f"folder = {str(tmp_path / 'model')!r}")
+            assert pair[0].do(PRETRAINED) >= total
+            until(stack, lambda m: m["contents"] >= 0.95 * total)
+            assert pair[1].do(PRETRAINED) < total // 100
+            assert pair[0].do(LOGITS) == pair[1].do(LOGITS)
+        finally:
+            for each in pair:
+                each.end()
 
 
 def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):

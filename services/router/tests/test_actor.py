@@ -562,6 +562,7 @@ async def test_session_is_hosted_with_the_policy_that_the_scheduler_gave(own_rig
             service_ns=5,
             objective_ns=9,
             interval_ns=70,
+            overcommit_vram_percent=0,
         )
 
 
