@@ -10,10 +10,12 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
+from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
+from wooly_router.tasks import TaskActor
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -101,6 +103,7 @@ class Rig:
     clock: Clock
     executors: list[FakeExecutor]
     jobs: JobActor
+    desk: TaskActor
 
     async def beat(self):
         for executor in self.executors:
@@ -116,7 +119,9 @@ class Rig:
 
     def another(self):
         """A second router on the same database and NATS, that is asked by its methods only."""
-        other = RouterActor(self.actor._settings, ServiceApp("other", self.app.url), self.actor.world, self.clock)
+        other = RouterActor(
+            self.actor._settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
+        )
         other._app = self.app
         return other
 
@@ -153,12 +158,13 @@ def rig(nats_server, settings):
     """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of."""
 
     @contextlib.asynccontextmanager
-    async def make(*names, url=nats_server):
+    async def make(*names, url=nats_server, auth="open"):
         migrate(settings.database())
         world, clock = World(Database(settings.database()), settings.cluster()), Clock()
         app = ServiceApp("test", url)
-        actor = RouterActor(settings, app, world, clock)
-        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], JobActor(app, actor))
+        actor = RouterActor(settings, app, world, Gate(world, auth, clock), clock)
+        jobs = JobActor(app, actor)
+        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], jobs, TaskActor(app, actor, jobs))
         await actor.resume()
         try:
             async with app.running():

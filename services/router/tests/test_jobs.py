@@ -12,7 +12,6 @@ from wooly_router import jobs as jobs_module
 from wooly_router.core.tasks import RETRY_S
 from wooly_router.jobs import JobActor, session_of
 from wooly_router.state.nodes import GroupRecord
-from wooly_router.tasks import TaskActor
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import (
     JobEnded,
@@ -261,7 +260,7 @@ async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
 
 async def test_cancelled_job_stays_so(rig_on):
     async with rig_on("a") as r:
-        desk = TaskActor(r.app, r.actor, r.jobs)
+        desk = r.desk
         await r.jobs.on_submit_job(job(r))
         await r.jobs.round()
         last = ended(r)
@@ -274,7 +273,7 @@ async def test_cancelled_job_stays_so(rig_on):
 
 async def test_sessions_are_tasks_that_can_be_listed_and_cancelled(rig_on):
     async with rig_on("a") as r:
-        desk = TaskActor(r.app, r.actor, r.jobs)
+        desk = r.desk
         opened = await r.open(tenant="t")
         await r.jobs.on_submit_job(job(r))
         for i in range(3):
@@ -301,7 +300,7 @@ async def test_sessions_are_tasks_that_can_be_listed_and_cancelled(rig_on):
 
 async def test_waiting_job_of_another_class_goes_first(rig_on):
     async with rig_on("a") as r:
-        desk = TaskActor(r.app, r.actor, r.jobs)
+        desk = r.desk
         for i in range(2):
             r.clock.now += 0.1
             await r.jobs.on_submit_job(job(r, f"job-000{i}", required_vram=900))

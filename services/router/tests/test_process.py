@@ -201,3 +201,20 @@ async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes
             await asyncio.sleep(0.2)
         assert set(executor.sessions) == {kept.session_id}
         assert {why for _, why in executor.closed} == {"the session's lease lapsed"}
+
+
+async def test_router_that_wants_tokens_makes_the_first_one(tmp_path, start_router, beating_executor):
+    for _ in range(2):  # and no second one at its second start
+        process = start_router(WOOLY_ROUTER_AUTH="tokens")
+        async with beating_executor("a"):
+            url = await rest_of(tmp_path)
+            path = tmp_path / "router" / "admin.token"
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            async with httpx.AsyncClient(base_url=f"{url}/api/v1", trust_env=False) as http:
+                assert (await http.get("/nodes")).status_code == 401
+                headers = {"Authorization": f"Bearer {path.read_text()}"}
+                assert (await http.get("/nodes", headers=headers)).json()["nodes"][0]["node_id"] == "host"
+                listed = (await http.get("/tenants/admin/tokens", headers=headers)).json()["tokens"]
+                assert [(t["name"], t["role"]) for t in listed] == [("first", "admin")]
+        process.terminate()
+        await ended(process)

@@ -1,17 +1,22 @@
 """REST: every route by hand in this process, all of them fuzzed against a router's process, access by tokens."""
 
+import asyncio
 import contextlib
+import json
 
 import httpx
 import pytest
+from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore
-from wooly_router.rest.access import ROLES, Access, Buckets
+from wooly_bus.errors import RefusedError
+from wooly_router.gate import ROLES
+from wooly_router.rest.access import Access, Buckets
 from wooly_router.rest.api import create_api
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
 from wooly_router.state.tenants import TenantRecord
-from wooly_router.tasks import TaskActor
 from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.messages import SubmitJob, TaskReply, TaskRequest, TasksReply, TasksRequest
 from wooly_wis.module import Module, encode_module, module_digest
 
 pytestmark = pytest.mark.connected
@@ -25,10 +30,10 @@ def rest(rig):
 
         @contextlib.asynccontextmanager
         async def make(*names, auth="open", rate=1000.0):
-            async with rig(*names, url=url) as r:
+            async with rig(*names, url=url, auth=auth) as r:
                 now = [0.0]
-                access = Access(r.actor.world, auth, Buckets(rate, rate, lambda: now[0]), r.clock)
-                api = create_api(r.actor, TaskActor(r.app, r.actor, r.jobs), access)
+                access = Access(r.actor.gate, Buckets(rate, rate, lambda: now[0]))
+                api = create_api(r.actor, r.desk, access)
                 transport = httpx.ASGITransport(api, raise_app_exceptions=False)
                 async with httpx.AsyncClient(base_url="http://t/api/v1", transport=transport) as http:
                     r.api, r.now = api, now
@@ -232,7 +237,7 @@ async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
         _, operator = await token_for(r, "ops", "operator")
         digest = (await told(http, "POST", "blobs", 201, content=EMPTY, headers=mine))["digest"]
         made = await told(http, "POST", "tasks", 201, json={"module": digest, "noswap": 0}, headers=mine)
-        name, session = made["task"]["task_id"], (await r.open(tenant="mine")).session_id
+        name, session = made["task"]["task_id"], (await r.open(credential=mine["Authorization"][7:])).session_id
         assert made["task"]["tenant"] == "mine"
         for task in (name, session):
             assert (await told(http, "GET", f"tasks/{task}", headers=mine))["task"]["task_id"] == task
@@ -303,3 +308,56 @@ async def test_blobs_of_rest_are_those_of_nats(rest):
     async with rest() as (r, http):
         name = await BlobStore(r.app.jetstream(), "default").put(b"hello")
         assert (await http.get(f"blobs/{name}")).content == b"hello"
+
+
+async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
+    """Sessions, jobs and questions about tasks by messages: the tenant comes from the token, whatever the message says."""
+    async with rest("a", auth="tokens") as (r, _):
+        _, mine = await token_for(r, "mine", "user")
+        _, yours = await token_for(r, "yours", "user")
+        _, reader = await token_for(r, "mine", "user", ("tasks:read",))
+        _, operator = await token_for(r, "ops", "operator")
+        me, you, read, ops = [h["Authorization"][7:] for h in (mine, yours, reader, operator)]
+        for wanted, code in (
+            ({}, "router.unauthorized"),
+            ({"credential": "guess"}, "router.unauthorized"),
+            ({"credential": read}, "router.forbidden"),
+            ({"credential": you, "tenant": "mine"}, "router.forbidden"),
+        ):
+            with pytest.raises(RefusedError) as caught:
+                await r.open(**wanted)
+            assert caught.value.code == code and await r.tasks.counts() == {}
+        opened = await r.open(credential=me)
+        hosted = r.executors[0].sessions[opened.session_id]
+        assert hosted.tenant == "mine" and (await r.tasks.get(opened.session_id)).tenant == "mine"
+
+        async def ask(subject, request, reply):
+            return await r.app.request(subject, request, reply, timeout=5)
+
+        listed = await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=read), TasksReply)
+        assert [t.task_id for t in listed.tasks] == [opened.session_id]
+        assert (await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=you), TasksReply)).tasks == ()
+        assert len((await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=ops), TasksReply)).tasks) == 1
+        for credential, code in ((you, "router.no_task"), (read, "router.forbidden"), ("", "router.unauthorized")):
+            with pytest.raises(RefusedError) as caught:
+                request = TaskRequest(task_id=opened.session_id, credential=credential)
+                await ask(subjects.ROUTER_TASK_CANCEL, request, TaskReply)
+            assert caught.value.code == code
+        assert await r.sessions() == [opened.session_id]
+        module = await BlobStore(r.app.jetstream(), "mine").put(EMPTY)
+        taking = asyncio.create_task(r.jobs.take_commands())
+        await r.jobs.prepare()
+        js = r.app.jetstream()
+        for name, credential, tenant in (
+            ("job-bad1", "guess", "mine"), ("job-bad2", you, "mine"), ("job-bad3", read, "mine"), ("job-good", me, "default")
+        ):  # fmt: skip
+            job = SubmitJob(job_id=name, module=module, credential=credential, tenant=tenant)
+            await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode())
+        while await r.tasks.get("job-good") is None:
+            await asyncio.sleep(0.02)
+        assert [await r.tasks.get(n) for n in ("job-bad1", "job-bad2", "job-bad3")] == [None] * 3
+        assert (await r.tasks.get("job-good")).tenant == "mine" and me not in json.dumps(
+            (await r.tasks.get("job-good")).spec
+        )
+        taking.cancel()
+        await asyncio.wait([taking])

@@ -41,6 +41,7 @@ from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.placement import Want, as_record, summary
 from wooly_router.core.queue import held_devices
 from wooly_router.core.registry import LOST_AFTER_S, Registry
+from wooly_router.gate import Gate
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
@@ -67,14 +68,21 @@ class RouterActor:
         settings: lease length.
         app: the connection to NATS.
         world: what all routers share.
+        gate: who may ask.
         clock: seconds since the epoch; leases outlive the process.
     """
 
     def __init__(
-        self, settings: RouterSettings, app: ServiceApp, world: World, clock: Callable[[], float] = time.time
+        self,
+        settings: RouterSettings,
+        app: ServiceApp,
+        world: World,
+        gate: Gate,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.registry = Registry()
         self.world = world
+        self.gate = gate
         self.clock = clock
         self._settings = settings
         self._app = app
@@ -95,6 +103,8 @@ class RouterActor:
 
     async def on_open_session(self, request: OpenSessionRequest) -> OpenSessionReply:
         """Place a session: each of its devices on another executor, the best that answer and do not refuse; all or none."""
+        caller = await self.gate.over_nats(request.credential, request.tenant, "tasks:write")
+        request = request.model_copy(update={"tenant": caller.own, "credential": ""})
         until = self.clock() + OPEN_BUDGET_S
         await self._first_heartbeat()
         task = TaskRecord(

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from wooly_bus.tracing import setup_tracing
 
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
+from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
 from wooly_router.rest.access import Access, Buckets
 from wooly_router.rest.api import create_api
@@ -50,11 +52,12 @@ async def serve(settings: RouterSettings) -> None:
     """
     world = World(Database(settings.database()), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
-    actor = RouterActor(settings, app, world)
+    gate = Gate(world, settings.auth, time.time)
+    actor = RouterActor(settings, app, world, gate)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
-    access = Access(world, settings.auth, Buckets(settings.rate_limit, 4 * settings.rate_limit), actor.clock)
+    access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
     duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"

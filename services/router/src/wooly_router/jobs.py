@@ -37,6 +37,7 @@ from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
 from wooly_router.core.queue import plan
 from wooly_router.core.tasks import backoff_s
+from wooly_router.gate import DEFAULT_TENANT
 from wooly_router.state.tasks import PartRecord, TaskRecord
 
 log = logging.getLogger("wooly.router")
@@ -50,7 +51,6 @@ EVENT_BYTES = 256 << 20
 HANDING_S = 15.0
 #: Seconds for which an executor may be without a job that it took: its report may be on its way.
 MISSING_S = 5.0
-DEFAULT_TENANT = "default"
 #: Jobs started in one round.
 AT_ONCE = 64
 
@@ -104,10 +104,12 @@ class JobActor:
         queue, what = subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT
         async for taken in take(self._app.jetstream(), queue, what, "router", self._ensure_commands):
             try:
-                await self.on_submit_job(decode(taken.data, SubmitJob))
+                job = decode(taken.data, SubmitJob)
+                caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
+                await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
                 await taken.done()
-            except EnvelopeError as e:
-                log.warning("a job that cannot be read is dropped: %s", e)
+            except (EnvelopeError, RefusedError) as e:
+                log.warning("a job that cannot be read, or is nobody's, is dropped: %s", e)
                 await taken.done()
             except Exception:
                 log.exception("a job could not be taken in; it comes again")

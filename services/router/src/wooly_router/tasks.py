@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
@@ -25,6 +27,8 @@ from wooly_router.jobs import JobActor, session_of
 from wooly_router.state.tasks import TaskFilter, TaskRecord
 
 STEER_TIMEOUT_S = 2.0
+Q = TypeVar("Q", TasksRequest, TaskRequest, PrioritizeTaskRequest)
+R = TypeVar("R", TasksReply, TaskReply)
 
 
 class TaskActor:
@@ -33,10 +37,21 @@ class TaskActor:
     def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
         self._app, self._router, self.jobs = app, router, jobs
         self._tasks = router.world.tasks
-        app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, self.on_tasks, queue="router")
-        app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self.on_task, queue="router")
-        app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, self.on_cancel_task, queue="router")
-        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, self.on_prioritize_task, queue="router")
+        app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, self._let_in(self.on_tasks, "tasks:read"), queue="router")
+        app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self._let_in(self.on_task, "tasks:read"), queue="router")
+        cancel = self._let_in(self.on_cancel_task, "tasks:write")
+        app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, cancel, queue="router")
+        prioritize = self._let_in(self.on_prioritize_task, "tasks:write")
+        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, prioritize, queue="router")
+
+    def _let_in(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
+        """The handler, for those who may; of a request that is about the tasks that they see."""
+
+        async def check(request: Q) -> R:
+            caller = await self._router.gate.over_nats(request.credential, request.tenant, scope)
+            return await handler(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+        return check
 
     async def on_tasks(self, request: TasksRequest) -> TasksReply:
         """A page of tasks, newest first."""

@@ -373,18 +373,19 @@ def logs(
     as_json: Json = False,
 ) -> None:
     """Print what happened to a task: its states with times and reasons."""
-    code = _with_router(lambda jobs, controller: jobs.logs(controller, task, follow, as_json))
+    code = _with_router(lambda jobs, c, settings: jobs.logs(c, settings, task, follow, as_json))
     if code:
         raise typer.Exit(code)
 
 
-def _with_router(work: Callable[[Any, Any], Any]) -> Any:
+def _with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
     from pydantic import ValidationError
 
     from wooly.cli import jobs
 
     try:
-        return jobs.with_controller(lambda: connect(_settings()), lambda controller: work(jobs, controller))
+        settings = _settings()
+        return jobs.with_controller(lambda: connect(settings), lambda controller: work(jobs, controller, settings))
     except ValidationError as e:
         raise _fail(ControlError(f"that is not the id of a task, or not a state: {e.errors()[0]['input']!r}")) from e
     except WoolyError as e:
@@ -411,7 +412,7 @@ def list_tasks(
     """List tasks, newest first; or change one with a command below."""
     if context.invoked_subcommand is None:
         chosen = {"states": tuple(state or ()), "kind": kind, "tenant": tenant, "text": text, "limit": limit}
-        _with_router(lambda jobs, controller: jobs.list_tasks(controller, out, as_json, **chosen))
+        _with_router(lambda jobs, c, settings: jobs.list_tasks(c, settings, out, as_json, **chosen))
 
 
 @tasks.command()
@@ -421,7 +422,7 @@ def cancel(
     as_json: Json = False,
 ) -> None:
     """End a session or a job."""
-    reply = _with_router(lambda jobs, controller: jobs.cancel(controller, task, reason))
+    reply = _with_router(lambda jobs, c, settings: jobs.cancel(c, settings, task, reason))
     if as_json:
         print(json.dumps(reply.task.model_dump(mode="json")))
     else:
@@ -465,7 +466,7 @@ def priority(
     if weight is not None:
         _steer(as_json, session, priority=number, weight=weight)
         return
-    reply = _with_router(lambda jobs, controller: jobs.prioritize(controller, session, number))
+    reply = _with_router(lambda jobs, c, settings: jobs.prioritize(c, settings, session, number))
     if as_json:
         print(json.dumps(reply.task.model_dump(mode="json")))
     else:

@@ -111,11 +111,13 @@ def _line(at: float, state: str, reason: str) -> str:
     return f"{clock}  {state:9}  {reason}".rstrip()
 
 
-def logs(controller: Controller, task_id: str, follow: bool, as_json: bool) -> int:
+def logs(controller: Controller, settings: Settings, task_id: str, follow: bool, as_json: bool) -> int:
     """Print a task's story. Returns 1 if it failed."""
     shown = 0
     while True:
-        reply: TaskReply = controller.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=task_id), TaskReply)
+        reply: TaskReply = controller.ask(
+            subjects.ROUTER_TASK_GET, TaskRequest(task_id=task_id, credential=settings.credential), TaskReply
+        )
         for step in reply.story[shown:]:
             print(
                 json.dumps(step.model_dump(mode="json")) if as_json else _line(step.at, step.state, step.reason),
@@ -129,9 +131,11 @@ def logs(controller: Controller, task_id: str, follow: bool, as_json: bool) -> i
         time.sleep(EVERY_S)
 
 
-def list_tasks(controller: Controller, console: Console, as_json: bool, **chosen: Any) -> None:
+def list_tasks(controller: Controller, settings: Settings, console: Console, as_json: bool, **chosen: Any) -> None:
     """Print a page of tasks."""
-    reply: TasksReply = controller.ask(subjects.ROUTER_TASK_LIST, TasksRequest(**chosen), TasksReply)
+    reply: TasksReply = controller.ask(
+        subjects.ROUTER_TASK_LIST, TasksRequest(credential=settings.credential, **chosen), TasksReply
+    )
     if as_json:
         print(json.dumps(reply.model_dump(mode="json")))
         return
@@ -161,17 +165,20 @@ def _age(seconds: float) -> str:
     return f"{max(seconds, 0):.0f} s"
 
 
-def cancel(controller: Controller, task_id: str, reason: str) -> TaskReply:
+def cancel(controller: Controller, settings: Settings, task_id: str, reason: str) -> TaskReply:
     """End a task."""
     reply: TaskReply = controller.ask(
-        subjects.ROUTER_TASK_CANCEL, TaskRequest(task_id=task_id, reason=reason), TaskReply, timeout=6.0
+        subjects.ROUTER_TASK_CANCEL,
+        TaskRequest(task_id=task_id, reason=reason, credential=settings.credential),
+        TaskReply,
+        timeout=6.0,
     )
     return reply
 
 
-def prioritize(controller: Controller, task_id: str, priority: int) -> TaskReply:
+def prioritize(controller: Controller, settings: Settings, task_id: str, priority: int) -> TaskReply:
     """Give a task another class."""
-    request = PrioritizeTaskRequest(task_id=task_id, priority=priority)
+    request = PrioritizeTaskRequest(task_id=task_id, priority=priority, credential=settings.credential)
     reply: TaskReply = controller.ask(subjects.ROUTER_TASK_PRIORITIZE, request, TaskReply)
     return reply
 

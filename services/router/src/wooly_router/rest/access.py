@@ -1,59 +1,24 @@
-"""Who calls, and what they may: roles, scopes, tenants, rates. Knows tokens by their hashes alone."""
+"""Who calls over REST, at which rate, and what they may; what they changed."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from wooly_bus.errors import RefusedError
 
+from wooly_router.gate import Caller, Gate
 from wooly_router.state.config import AuditRecord
-from wooly_router.state.tenants import Role, TokenRecord
-from wooly_router.state.world import World
 
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs"]
 Verb = Literal["read", "write"]
 
-#: What each role may. A token's scopes, where it has any, take from it.
-ROLES: dict[Role, frozenset[str]] = {
-    "user": frozenset({"tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "groups:read"}),
-    "operator": frozenset(
-        {
-            *("tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "nodes:write"),
-            *("groups:read", "groups:write", "config:read", "metrics:read", "audit:read"),
-        }
-    ),
-    "admin": frozenset(
-        f"{area}:{verb}"
-        for area in ("tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs")
-        for verb in ("read", "write")
-    ),
-}
-SCOPES = tuple(sorted(ROLES["admin"]))
 #: Callers whose rate is remembered.
 CALLERS = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Somebody who was let in.
-
-    Attributes:
-        actor: for the audit log.
-        tenant: whose tasks they see; None: everybody's.
-        own: the tenant that what they make belongs to.
-        may: scopes.
-    """
-
-    actor: str
-    tenant: str | None
-    own: str
-    may: frozenset[str]
 
 
 class Buckets:
@@ -80,56 +45,36 @@ class Buckets:
 
 
 class Access:
-    """Lets callers in.
+    """Lets callers of REST in, at their rate, and keeps the audit log.
 
     Args:
-        world: tokens, the audit log.
-        auth: "open": everybody is admin (for a stack that listens on loopback only); "tokens": who shows one.
+        gate: who they are.
         buckets: rates.
     """
 
-    def __init__(
-        self, world: World, auth: Literal["open", "tokens"], buckets: Buckets, clock: Callable[[], float]
-    ) -> None:
-        self.world, self.auth, self._buckets, self._clock = world, auth, buckets, clock
-
-    async def of_secret(self, secret: str) -> TokenRecord:
-        """The token of a secret.
-
-        Raises:
-            RefusedError: it is none, has ended, or its tenant is disabled; the answer does not say which.
-        """
-        found = await self.world.tenants.by_secret(secret) if secret else None
-        if found is None or not found[0].valid(self._clock()) or found[1].disabled:
-            raise RefusedError("router.unauthorized", "a valid token is needed")
-        return found[0]
+    def __init__(self, gate: Gate, buckets: Buckets) -> None:
+        self._gate, self._buckets = gate, buckets
 
     async def caller(self, secret: str, address: str) -> Caller:
         """Who calls.
 
         Raises:
-            RefusedError: no valid token, or too many requests.
+            RefusedError: no valid token, or too many requests of this caller's, or from this address where tokens are asked for.
         """
-        if self.auth == "open":
-            caller = Caller(f"open:{address}", None, "default", ROLES["admin"])
-        else:
-            if not self._buckets.take(f"from {address}"):
-                raise RefusedError("router.too_many", "too many requests; slow down", retryable=True)
-            token = await self.of_secret(secret)
-            may = ROLES[token.role]
-            if token.scopes:
-                may &= frozenset(token.scopes)
-            tenant = token.tenant if token.role == "user" else None
-            caller = Caller(f"token:{token.id}", tenant, token.tenant, may)
-        if not self._buckets.take(caller.actor):
-            raise RefusedError("router.too_many", "too many requests; slow down", retryable=True)
+        if self._gate.auth == "tokens":
+            self._take(f"from {address}")  # so that secrets are not guessed
+        caller = await self._gate.caller(secret, address)
+        self._take(caller.actor)
         return caller
+
+    def _take(self, name: str) -> None:
+        if not self._buckets.take(name):
+            raise RefusedError("router.too_many", "too many requests; slow down", retryable=True)
 
     async def log(self, caller: Caller, action: str, target: str, **detail: object) -> None:
         """Somebody changed something."""
-        await self.world.audit.add(
-            AuditRecord(self._clock(), caller.actor, caller.own, action, target[:255], dict(detail))
-        )
+        record = AuditRecord(self._gate.clock(), caller.actor, caller.own, action, target[:255], dict(detail))
+        await self._gate.world.audit.add(record)
 
 
 _bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")

@@ -9,7 +9,8 @@ from wooly_bus.errors import RefusedError
 from wooly_wis.messages import NodesRequest
 
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
-from wooly_router.rest.access import Access, Caller, needs
+from wooly_router.gate import Caller
+from wooly_router.rest.access import Access, needs
 from wooly_router.rest.models import (
     AuditEntry,
     AuditPage,

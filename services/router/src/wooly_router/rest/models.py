@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from wooly_wis.messages import Blob, Digest, JobId, Name, NodeInfo, TaskInfo, TaskStep
 
-from wooly_router.rest.access import SCOPES
+from wooly_router.gate import SCOPES
 
 #: A name in a path: no slash, no control characters.
 PathName = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f]+$", min_length=1, max_length=128)]

@@ -19,7 +19,8 @@ from wooly_wis.messages import (
     TaskState,
 )
 
-from wooly_router.rest.access import Access, Caller, needs
+from wooly_router.gate import Caller
+from wooly_router.rest.access import Access, needs
 from wooly_router.rest.models import (
     BlobInfo,
     CancelBody,

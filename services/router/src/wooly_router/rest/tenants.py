@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from wooly_bus.errors import RefusedError
 
-from wooly_router.rest.access import Access, Caller, needs
+from wooly_router.gate import Caller
+from wooly_router.rest.access import Access, needs
 from wooly_router.rest.models import (
     NewToken,
     PathName,
