@@ -19,6 +19,7 @@ FUNCTIONS = [
     subjects.executor_session_steer,
     subjects.executor_epoch_end,
     subjects.executor_journaled,
+    subjects.executor_usage,
 ]
 
 

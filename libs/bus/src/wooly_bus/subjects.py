@@ -19,6 +19,21 @@ SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
 SCHEDULER_AUDIT_VIOLATED = f"{PREFIX}.evt.scheduler.audit.violated"
+EXECUTOR_USAGES = f"{PREFIX}.evt.executor.usage.recorded.*"
+#: The stream that keeps them until they are booked.
+EXECUTOR_USAGE_STREAM = "WOOLY_EVT_USAGE"
+METERING_CREDITS_SHOW = f"{PREFIX}.rpc.metering.credits.show"
+METERING_BUDGET_SET = f"{PREFIX}.rpc.metering.budget.set"
+METERING_PLAN_ADD = f"{PREFIX}.rpc.metering.plan.add"
+METERING_PLAN_LIST = f"{PREFIX}.rpc.metering.plan.list"
+METERING_ENTRY_LIST = f"{PREFIX}.rpc.metering.entry.list"
+METERING_ENTRY_CORRECT = f"{PREFIX}.rpc.metering.entry.correct"
+METERING_STATEMENT_MAKE = f"{PREFIX}.rpc.metering.statement.make"
+METERING_STATEMENT_LIST = f"{PREFIX}.rpc.metering.statement.list"
+METERING_QUARANTINE_LIST = f"{PREFIX}.rpc.metering.quarantine.list"
+METERING_BUDGET_REACHED = f"{PREFIX}.evt.metering.budget.reached"
+METERING_STATEMENT_MADE = f"{PREFIX}.evt.metering.statement.made"
+METERING_USAGE_QUARANTINED = f"{PREFIX}.evt.metering.usage.quarantined"
 
 
 def _id(value: str) -> str:
@@ -55,6 +70,11 @@ def executor_epoch_end(executor_id: str) -> str:
 def executor_journaled(executor_id: str) -> str:
     """Where an executor publishes batches of its dispatch journal (bytes of `wooly_dispatch.journal.Batch`)."""
     return f"{PREFIX}.evt.executor.dispatch.journaled.{_id(executor_id)}"
+
+
+def executor_usage(executor_id: str) -> str:
+    """Where an executor publishes what its sessions used (`wooly_wis.credits.UsageRecorded`)."""
+    return f"{PREFIX}.evt.executor.usage.recorded.{_id(executor_id)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

@@ -169,7 +169,8 @@ class HostSessionRequest(Message):
 class SteerSessionRequest(Message):
     """Treat a running session otherwise from now on (to an executor, or to the scheduler, which tells all its executors).
 
-    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again.
+    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again. `hold` suspends
+    the session for a reason of its own, which its client is told; empty: that reason is gone.
     """
 
     session_id: SessionId
@@ -178,6 +179,7 @@ class SteerSessionRequest(Message):
     weight: int | None = Field(default=None, ge=1, le=1 << 20)
     suspended: bool | None = None
     exclusive: bool | None = None
+    hold: str | None = Field(default=None, max_length=4096)
 
 
 class SteerSessionReply(Message):
