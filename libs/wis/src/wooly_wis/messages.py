@@ -67,6 +67,7 @@ class ClientFacts(Message):
 class OpenSessionRequest(Message):
     """A client wants devices (to the router). `required_vram` is bytes on each of them.
 
+    `model`: what bills call what it runs.
     `weight` is its share inside its class; `service_ns`, `objective_ns` and `interval_ns` as in `AdmitSessionRequest`.
     """
 
@@ -85,6 +86,7 @@ class OpenSessionRequest(Message):
     arch: str = Field(default="", max_length=64)
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
+    model: str = Field(default="", max_length=256)
     client: ClientFacts
 
 
@@ -163,6 +165,7 @@ class HostSessionRequest(Message):
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
+    model: str = Field(default="", max_length=256)
     lease_s: float = Field(gt=0)
 
 

@@ -27,6 +27,7 @@ from wooly_executor.runtime.protocol import Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
+from wooly_executor.usage_publisher import UsagePublisher
 
 log = logging.getLogger("wooly.executor")
 #: Seconds that the end of the journal may take to be published.
@@ -54,7 +55,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
-        watching = [asyncio.create_task(actor.watch()), asyncio.create_task(journal.run())]
+        usage = UsagePublisher(app.jetstream(), loop, settings.id)
+        watching = [asyncio.create_task(work) for work in (actor.watch(), journal.run(), usage.run())]
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
         await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -64,7 +66,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
             task.cancel()
         await asyncio.wait(watching)
         with contextlib.suppress(StreamError, TimeoutError):
-            await asyncio.wait_for(journal.publish(), LAST_WORDS_S)
+            await asyncio.wait_for(asyncio.gather(journal.publish(), usage.publish()), LAST_WORDS_S)
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:

@@ -89,7 +89,7 @@ class ExecutorActor(Actor):
             policy = _policy(request.policy or SessionPolicy(priority=request.priority))
             await self._ask(
                 lambda: self._loop.open_session(
-                    request.session_id, request.token, request.quota, policy, request.tenant
+                    request.session_id, request.token, request.quota, policy, request.tenant, request.model
                 )
             )
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
@@ -100,15 +100,15 @@ class ExecutorActor(Actor):
         dispatch = self._loop.dispatch
 
         def steer() -> tuple[Policy, bool, bool]:
-            policy, suspended, exclusive = dispatch.treatment(request.session_id)
+            policy, _, exclusive = dispatch.treatment(request.session_id)
             if request.policy is not None:
                 policy = _policy(request.policy)
             if request.priority is not None:
                 policy = replace(policy, priority=request.priority)
             if request.weight is not None:
                 policy = replace(policy, weight=request.weight)
-            suspended = suspended if request.suspended is None else request.suspended
             exclusive = exclusive if request.exclusive is None else request.exclusive
+            suspended = self._loop.suspend(request.session_id, request.suspended, request.hold)
             dispatch.steer(request.session_id, policy, suspended, exclusive)
             return dispatch.treatment(request.session_id)
 

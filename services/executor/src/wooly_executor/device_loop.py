@@ -30,12 +30,14 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
+from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
+from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError, UnknownSessionError
 from wooly_executor.estimates import Cut, Definitions
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
-from wooly_executor.session import Frame, Session
+from wooly_executor.session import Failure, Frame, Session
+from wooly_executor.usage import Taken, UsageBook
 
 log = logging.getLogger("wooly.executor")
 T = TypeVar("T")
@@ -60,6 +62,8 @@ class DeviceLoop:
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.on_closed: Callable[[str], None] = lambda session_id: None
         self.busy_ns = 0
+        self.usage = UsageBook()
+        self._workers = WorkerClock()
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
         self._sessions: dict[str, Session] = {}
@@ -90,7 +94,13 @@ class DeviceLoop:
         return future
 
     def open_session(
-        self, session_id: str, token: str, quota: int | None, policy: Policy | None = None, tenant: str = ""
+        self,
+        session_id: str,
+        token: str,
+        quota: int | None,
+        policy: Policy | None = None,
+        tenant: str = "",
+        model: str = "",
     ) -> None:
         """Admit a session (in the loop's thread).
 
@@ -102,6 +112,7 @@ class DeviceLoop:
         if quota is not None and quota > self.memory:
             raise AdmissionError(f"{quota} bytes asked for, the device has {self.memory}")
         session = Session(session_id, token, quota or self.memory, self._store, self.runtime)
+        session.used = self.usage.opened(session_id, tenant, model, time.monotonic_ns())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
 
@@ -112,6 +123,7 @@ class DeviceLoop:
             return False
         self.dispatch.closed(session)
         session.release()
+        self.usage.closed(session_id, time.monotonic_ns())
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
@@ -121,6 +133,41 @@ class DeviceLoop:
     def sessions(self) -> list[Session]:
         """The open sessions (in the loop's thread)."""
         return list(self._sessions.values())
+
+    def suspend(self, session_id: str, paused: bool | None, hold: str | None) -> bool:
+        """Somebody suspends a session, or a hold does, whose reason its client is told (in the loop's thread).
+
+        Returns:
+            Whether it is suspended now, for either.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"session {session_id} is not open here")
+        if paused is not None:
+            session.paused = paused
+        if hold is not None:
+            session.hold = hold
+            self._refuse(session)
+        return session.paused or bool(session.hold)
+
+    def _refuse(self, session: Session) -> None:
+        """Answer what the client of a held session waits for: why it would wait. What it submitted is kept, and runs later."""
+        conn, stuck = session.conn, False
+        if not session.hold or conn is None or conn.closed:
+            return
+        for frame in session.queue:
+            stuck = stuck or frame.kind in _WORK
+            if stuck and not frame.refused and _awaited(frame):
+                frame.refused = True
+                self._answer(conn, Failure("executor.held", session.hold, frame.seq, None).to_json(), Kind.ERROR)
+
+    def take_usage(self) -> list[Taken]:
+        """What sessions used since the last time (in the loop's thread)."""
+        self._workers.look()
+        return self.usage.take(self.dispatch.priority_of, time.monotonic_ns())
 
     def stop(self) -> None:
         """Make `run` return."""
@@ -132,6 +179,7 @@ class DeviceLoop:
     def run(self) -> None:
         """Serve until `stop` is called."""
         dispatch = self.dispatch
+        self._workers.attach()
         with torch.inference_mode():
             while not self._stopping.is_set():
                 self._poll(None if dispatch.launch is None and self._calls.empty() else 0)
@@ -164,15 +212,18 @@ class DeviceLoop:
 
     def _launch(self) -> None:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
-        work, gpu_ns, stopped = self.dispatch.take(), 0, None
+        work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
         if work is not None:
+            session, workers = work[0], self._workers.read()
             gpu_ns, last = self._piece(*work)
+            core_ns = gpu_ns + self._workers.read() - workers
             self.busy_ns += gpu_ns
+            session.used.launched(gpu_ns, core_ns, session.bytes, time.monotonic_ns())
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()
         self._look()
-        self.dispatch.done(gpu_ns, stopped)
+        self.dispatch.done(gpu_ns, stopped, core_ns)
 
     def _look(self) -> None:
         """Take in what came, unless somebody looked just now."""
@@ -197,6 +248,8 @@ class DeviceLoop:
         session.queue.append(Frame(event.seq, event.kind, event.payload))
         session.queued_bytes += len(event.payload)
         self._proceed(session)
+        if session.hold:
+            self._refuse(session)
         if len(session.queue) > QUEUE_FRAMES or session.queued_bytes > QUEUE_BYTES:
             conn.pause()
 
@@ -339,11 +392,17 @@ class DeviceLoop:
         if kind == Kind.RUN:
             running = frame.running
             assert running is not None
+            session.used.ran(running.ready)
             outcome = session.finish(running)
-            if running.run.reply and not self._answer_failure(session, conn):
+            if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
+                for slot in running.ready.dynamic:
+                    session.free(running.run.bindings[slot])
+            elif running.run.reply and not self._answer_failure(session, conn):
                 self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
         elif kind in (Kind.DEFINE, Kind.WRITE):
             return  # a program is defined; data is in place already, or its failure is kept
+        elif frame.refused:
+            return
         elif kind == Kind.READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not self._answer_failure(session, conn):
@@ -374,8 +433,7 @@ class DeviceLoop:
         return True
 
     def _answer_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
-        kind = frame.kind
-        if kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (kind == Kind.RUN and _wants_reply(frame.payload)):
+        if not frame.refused and _awaited(frame):
             self._answer_failure(session, conn)
 
     def _send(self, session: Session, conn: Connection, memory: memoryview) -> None:
@@ -424,6 +482,11 @@ class DeviceLoop:
             return memoryview(bytearray(data_len))
         session.counters.bytes_in += data_len
         return memory
+
+
+def _awaited(frame: Frame) -> bool:
+    """Whether the client waits for an answer."""
+    return frame.kind in (Kind.READ, Kind.SYNC, Kind.STATS) or (frame.kind == Kind.RUN and _wants_reply(frame.payload))
 
 
 def _wants_reply(payload: Any) -> bool:

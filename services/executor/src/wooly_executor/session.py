@@ -17,6 +17,7 @@ from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
+from wooly_executor.usage import Used
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
@@ -70,6 +71,7 @@ class Frame:
         next: the first of them that is not done.
         running: its program, once begun.
         ended: it is processed, or failed to.
+        refused: what it asks for was answered already: its session is held.
     """
 
     seq: int
@@ -79,6 +81,7 @@ class Frame:
     next: int = 0
     running: Running | None = None
     ended: bool = False
+    refused: bool = False
 
 
 @dataclass(eq=False)
@@ -94,6 +97,9 @@ class Session:
         known: how many of them, from the first, wait for the device or for those before them.
         barred: one of these is to be processed before anything is known of those behind them.
         lending: an answer may still be leaving straight from the buffers' memory.
+        paused: somebody suspended it.
+        hold: why it is suspended beside that; empty: it is not.
+        used: what it uses of the device, for metering.
     """
 
     id: str
@@ -111,6 +117,9 @@ class Session:
     lending: bool = False
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
+    paused: bool = False
+    hold: str = ""
+    used: Used = field(default_factory=Used)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
 

@@ -63,6 +63,7 @@ class Settings(BaseSettings):
     node_groups: Annotated[tuple[str, ...], NoDecode] = Field((), description="comma separated groups to run in")
     swap_from_vram: bool = Field(True, description="1: idle memory may be swapped out; 0: never")
     dedup: Literal["off", "tenant", "shared"] = Field("off", description="with whom equal weights are shared")
+    model: str = Field("", max_length=256, description="what bills call what runs; empty: the script's name")
     channel: Literal["auto", "direct", "tunnel"] = Field(
         "auto",
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",

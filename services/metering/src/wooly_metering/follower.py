@@ -20,7 +20,7 @@ from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 from wooly_bus import subjects
 from wooly_bus.stream_reader import read_stream
-from wooly_bus.streams import StreamError, ensure_stream
+from wooly_bus.streams import StreamError, ensure_usage_stream
 
 from wooly_metering.core.booking import Delivery
 from wooly_metering.errors import OvertakenError
@@ -28,8 +28,6 @@ from wooly_metering.ledger.writer import Booked, Writer
 
 log = logging.getLogger("wooly.metering")
 STREAM = subjects.EXECUTOR_USAGE_STREAM
-STREAM_AGE_S = 30 * 24 * 3600.0
-STREAM_BYTES = 1 << 30
 #: Bytes that one transaction takes at most.
 BATCH_BYTES = 8 << 20
 #: Seconds between looks at whether the stream is still the same one, and between removals of what is booked.
@@ -80,9 +78,7 @@ class Follower:
         try:
             info = await self._js.stream_info(STREAM)
         except NotFoundError:
-            await ensure_stream(
-                self._js, STREAM, subjects.EXECUTOR_USAGES, max_age_s=STREAM_AGE_S, max_bytes=STREAM_BYTES
-            )
+            await ensure_usage_stream(self._js)
             info = await self._js.stream_info(STREAM)
         return str(info.created)
 
