@@ -216,9 +216,10 @@ class DeviceLoop:
         if work is not None:
             session, workers = work[0], self._workers.read()
             gpu_ns, last = self._piece(*work)
-            core_ns = gpu_ns + self._workers.read() - workers
-            self.busy_ns += gpu_ns
-            session.used.launched(gpu_ns, core_ns, session.bytes, time.monotonic_ns())
+            if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
+                core_ns = gpu_ns + self._workers.read() - workers
+                self.busy_ns += gpu_ns
+                session.used.launched(gpu_ns, core_ns, session.bytes, time.monotonic_ns())
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()
