@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 from wooly_executor.cores import WorkerClock
-from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
+from wooly_executor.usage import IDLE_NS, MIB_US, Holding, UsageBook, work_of
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
@@ -18,11 +18,23 @@ def taken(book, now, priority=2):
     return {t.session_id: t for t in book.take(lambda _: priority, now)}
 
 
+class Bears:
+    """A session's bytes, as a test says."""
+
+    def __init__(self, held=0):
+        self.held, self.holding = held, Holding()
+
+    def __call__(self, now):
+        return self.holding.borne(self.held, now)
+
+
 def test_residency_is_split_into_executing_and_idle_and_nothing_is_lost():
-    book = UsageBook()
-    used = book.opened("a", "acme", "llama", 0)
-    used.launched(5, 5, 3 * MIB, 10)  # until here it held nothing
-    used.launched(2_000_000, 3_000_000, 5 * MIB, 10 + 10_000_000)
+    book, bears = UsageBook(), Bears()
+    used = book.opened("a", "acme", "llama", bears, 0)
+    bears.held = 3 * MIB
+    used.launched(5, 5, 10)  # until here it held nothing
+    bears.held = 5 * MIB
+    used.launched(2_000_000, 3_000_000, 10 + 10_000_000)
     found = taken(book, 20_000_010)["a"]
     assert (found.gpu_ns, found.core_ns, found.span_ns) == (2_000_005, 3_000_005, 20_000_010)
     assert found.resident == 3 * 2000 and found.idle == 3 * 8000 + 5 * 10_000
@@ -34,11 +46,10 @@ def test_residency_is_split_into_executing_and_idle_and_nothing_is_lost():
 
 def test_what_is_less_than_a_unit_stays_for_the_next_time():
     book = UsageBook()
-    used = book.opened("a", "t", "", 0)
-    used.launched(0, 0, 1000, 0)
+    used = book.opened("a", "t", "", Bears(1000), 0)
     told = resident = 0
     for n in range(1, 2001):
-        used.launched(700, 700, 1000, n * 1001)
+        used.launched(700, 700, n * 1001)
         found = taken(book, n * 1001)["a"]
         told, resident = told + found.idle, resident + found.resident
     assert used.byte_ns == 1000 * 1001 * 2000 and used.executing_byte_ns == 1000 * 700 * 2000
@@ -47,20 +58,23 @@ def test_what_is_less_than_a_unit_stays_for_the_next_time():
 
 def test_session_that_only_holds_memory_is_told_of_now_and_then():
     book = UsageBook()
-    used = book.opened("a", "t", "", 0)
-    used.launched(1, 1, MIB, 0)
+    used = book.opened("a", "t", "", Bears(MIB), 0)
+    used.launched(1, 1, 1)
     assert taken(book, 1)["a"].gpu_ns == 1
     assert not taken(book, IDLE_NS)
-    assert taken(book, IDLE_NS + 2)["a"].idle == (IDLE_NS + 2) // 1000
-    book.opened("b", "t", "", IDLE_NS)
-    assert not taken(book, 2 * IDLE_NS)  # it holds nothing and did nothing
+    found = taken(book, IDLE_NS + 2)["a"]
+    assert found.idle == (used.byte_ns - used.executing_byte_ns) // MIB_US == (IDLE_NS + 1) // 1000
+    book.opened("b", "t", "", Bears(), IDLE_NS)
+    assert not taken(
+        book, 2 * IDLE_NS
+    )  # neither has anything new: the one holds nothing, the other was told of just now
 
 
 def test_launch_that_outlives_its_session_is_told_of():
     book = UsageBook()
-    used = book.opened("a", "t", "", 0)
+    used = book.opened("a", "t", "", Bears(), 0)
     book.closed("a", 5)
-    used.launched(7, 8, 0, 9)
+    used.launched(7, 8, 9)
     assert (taken(book, 10)["a"].gpu_ns, book.take(lambda _: 2, 11)) == (7, [])
 
 

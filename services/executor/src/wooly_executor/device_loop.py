@@ -112,7 +112,7 @@ class DeviceLoop:
         if quota is not None and quota > self.memory:
             raise AdmissionError(f"{quota} bytes asked for, the device has {self.memory}")
         session = Session(session_id, token, quota or self.memory, self._store, self.runtime)
-        session.used = self.usage.opened(session_id, tenant, model, time.monotonic_ns())
+        session.used = self.usage.opened(session_id, tenant, model, session.borne, time.monotonic_ns())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
 
@@ -122,8 +122,8 @@ class DeviceLoop:
         if session is None:
             return False
         self.dispatch.closed(session)
-        session.release()
         self.usage.closed(session_id, time.monotonic_ns())
+        session.release()
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
@@ -219,7 +219,7 @@ class DeviceLoop:
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
                 core_ns = gpu_ns + self._workers.read() - workers
                 self.busy_ns += gpu_ns
-                session.used.launched(gpu_ns, core_ns, session.bytes, time.monotonic_ns())
+                session.used.launched(gpu_ns, core_ns, time.monotonic_ns())
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()
@@ -393,7 +393,7 @@ class DeviceLoop:
         if kind == Kind.RUN:
             running = frame.running
             assert running is not None
-            session.used.ran(running.ready)
+            session.used.ran(running.ready.digest, running.ready.prepared.program)
             outcome = session.finish(running)
             if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
                 for slot in running.ready.dynamic:

@@ -17,7 +17,7 @@ from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
-from wooly_executor.usage import Used
+from wooly_executor.usage import Holding, Used
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
@@ -100,6 +100,7 @@ class Session:
         paused: somebody suspended it.
         hold: why it is suspended beside that; empty: it is not.
         used: what it uses of the device, for metering.
+        holding: `bytes` over time, for `used`.
     """
 
     id: str
@@ -119,7 +120,8 @@ class Session:
     counters: Counters = field(default_factory=Counters)
     paused: bool = False
     hold: str = ""
-    used: Used = field(default_factory=Used)
+    used: Used = field(init=False)
+    holding: Holding = field(default_factory=Holding)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
 
@@ -279,6 +281,10 @@ class Session:
         if known.base is None:
             known.base, known.poison = zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)
+
+    def borne(self, now: int) -> tuple[int, int]:
+        """What it bears of the device's memory now, and has borne: bytes, and bytes times ns."""
+        return self.holding.borne(self.bytes, now)
 
     # -- errors ------------------------------------------------------------------------------------------------------
 

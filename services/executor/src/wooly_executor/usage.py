@@ -1,11 +1,10 @@
 """What each session uses of the device: counted by the device loop, taken now and then for metering.
 
-    used.launched(gpu_ns, core_ns, session.bytes, now)    after each launch: a few additions
-    book.take(now)                                        what was counted since, per session
+    used.launched(gpu_ns, core_ns, now)     after each launch: a few additions
+    book.take(now)                          what was counted since, per session
 
-Residency is the integral of the bytes on a session's account. They change where launches end; until then a session holds what it
-held before. While its own launches run a session executes; all other time is idle. Counts are exact integers; what is
-less than a MiB-microsecond stays for the next time.
+Residency is the integral of the bytes that a session bears, which it is asked for (`Session.borne`). While its own launches run a
+session executes; all other time is idle. Counts are exact integers; what is less than a MiB-microsecond stays for the next time.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from typing import Any
 from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
-from wooly_executor.programs import ReadyProgram
-
 #: Bytes times nanoseconds in a MiB-microsecond.
 MIB_US = (1 << 20) * 1000
 #: A session that only holds memory is told of so often.
@@ -27,11 +24,31 @@ IDLE_NS = 10_000_000_000
 Runs = dict[bytes, list[Any]]
 
 
+class Holding:
+    """The integral of a number of bytes over time, where nobody else keeps it: they change when somebody looks."""
+
+    __slots__ = ("_at", "byte_ns", "held")
+
+    def __init__(self, now: int = 0) -> None:
+        self.held = self.byte_ns = 0
+        self._at = now
+
+    def borne(self, held: int, now: int) -> tuple[int, int]:
+        """Until now it was as before, from now on it is `held`. Returns that, and bytes times ns so far."""
+        self.byte_ns += self.held * (now - self._at)
+        self._at, self.held = now, held
+        return held, self.byte_ns
+
+
+Borne = Callable[[int], tuple[int, int]]
+"""What a session bears at a time (monotonic ns), in bytes, and has borne in its life, in bytes times ns."""
+
+
 class Used:
     """One session's counts. Owned by the device loop's thread.
 
     Attributes:
-        gpu_ns: device time since the last `take`.
+        gpu_ns: device time since it was taken last.
         core_ns: cores times device time since then.
         runs: programs that ended since then.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
@@ -39,8 +56,8 @@ class Used:
     """
 
     __slots__ = (
-        "_at",
-        "_bytes",
+        "_borne",
+        "_held",
         "_idle_told",
         "_resident_told",
         "_since",
@@ -55,37 +72,38 @@ class Used:
         "tenant",
     )
 
-    def __init__(self, session_id: str = "", tenant: str = "", model: str = "", now: int = 0) -> None:
+    def __init__(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> None:
         self.session_id, self.tenant, self.model = session_id, tenant, model
         self.gpu_ns = self.core_ns = 0
         self.runs: Runs = {}
-        self.executing_byte_ns = self.byte_ns = 0
+        self.executing_byte_ns = 0
         self.ended = False
-        self._at = self._since = now
-        self._bytes = self._resident_told = self._idle_told = 0
+        self._borne, self._since = borne, now
+        self._held, self.byte_ns = borne(now)
+        self._resident_told = self._idle_told = 0
 
-    def launched(self, gpu_ns: int, core_ns: int, held: int, now: int) -> None:
-        """A launch ended, after which the session holds so many bytes."""
-        had, span = self._bytes, now - self._at
-        if had:
-            self.byte_ns += had * span
-            self.executing_byte_ns += had * (gpu_ns if gpu_ns < span else span)
-        self._at, self._bytes = now, held
+    def launched(self, gpu_ns: int, core_ns: int, now: int) -> None:
+        """A launch ended. What the session held when it began, it held while it ran."""
         self.gpu_ns += gpu_ns
         self.core_ns += core_ns
+        if self.ended:
+            return
+        part, before = self._held * gpu_ns, self.byte_ns
+        self._held, self.byte_ns = self._borne(now)
+        borne = self.byte_ns - before
+        self.executing_byte_ns += part if part < borne else borne
 
-    def ran(self, ready: ReadyProgram) -> None:
+    def ran(self, digest: bytes, program: Program) -> None:
         """A program ended."""
-        found = self.runs.get(ready.digest)
+        found = self.runs.get(digest)
         if found is None:
-            self.runs[ready.digest] = [ready.prepared.program, 1]
+            self.runs[digest] = [program, 1]
         else:
             found[1] += 1
 
-    def settle(self, held: int, now: int) -> None:
-        """Nothing ran since the last time, and from now on it holds so many bytes."""
-        self.byte_ns += self._bytes * (now - self._at)
-        self._at, self._bytes = now, held
+    def settle(self, now: int) -> None:
+        """Nothing of it ran since the last time."""
+        self._held, self.byte_ns = self._borne(now)
 
     def due(self, now: int) -> bool:
         """Whether there is anything to tell."""
@@ -145,16 +163,16 @@ class UsageBook:
         self._open: dict[str, Used] = {}
         self._ended: list[Used] = []
 
-    def opened(self, session_id: str, tenant: str, model: str, now: int) -> Used:
+    def opened(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> Used:
         """A session begins."""
-        used = self._open[session_id] = Used(session_id, tenant, model, now)
+        used = self._open[session_id] = Used(session_id, tenant, model, borne, now)
         return used
 
     def closed(self, session_id: str, now: int) -> None:
-        """A session is over, and holds nothing any more. A launch of its may still be told of."""
+        """A session is over; it still has what it held. A launch of its may be told of afterwards."""
         used = self._open.pop(session_id, None)
         if used is not None:
-            used.settle(0, now)
+            used.settle(now)
             used.ended = True
             self._ended.append(used)
             self.on_ended()
@@ -162,7 +180,7 @@ class UsageBook:
     def take(self, priority_of: Callable[[str], int], now: int) -> list[Taken]:
         """What was counted, of those of whom there is anything to tell."""
         for used in self._open.values():
-            used.settle(used._bytes, now)
+            used.settle(now)
         found = [u.taken(priority_of(u.session_id), now) for u in self._open.values() if u.due(now)]
         found += [u.taken(priority_of(u.session_id), now) for u in self._ended]
         self._ended.clear()

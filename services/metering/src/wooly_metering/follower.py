@@ -57,7 +57,6 @@ class Follower:
     ) -> None:
         self._js, self._writer, self._batch, self._on_booked, self._clock = js, writer, batch, on_booked, clock
         self._tidied = time.monotonic()
-        self.booked = 0
 
     async def run(self) -> None:
         """Read and book. Whatever fails is tried again from where the ledger is."""
@@ -85,21 +84,24 @@ class Follower:
     async def _follow(self, created: str) -> None:
         """Until the stream is another one."""
         at = await asyncio.to_thread(self._writer.position, STREAM, created)
-        self.booked = at
         waiting: list[Delivery] = []
+        taking: asyncio.Task[Booked] | None = None
         size, looked = 0, time.monotonic()
         reading = read_stream(self._js, STREAM, subjects.EXECUTOR_USAGES, first=at + 1)
         try:
             async for kept in reading:
-                now = time.monotonic()
                 if kept is not None:
                     waiting.append(Delivery(kept.sequence, kept.data))
                     size += len(kept.data)
-                if waiting and (kept is None or not kept.pending or len(waiting) >= self._batch or size > BATCH_BYTES):
-                    done = await self._take(created, at, waiting)
-                    self.booked = at = waiting[-1].sequence
-                    waiting, size = [], 0
-                    await self._on_booked(done)
+                last = kept is None or not kept.pending
+                if waiting and (last or len(waiting) >= self._batch or size > BATCH_BYTES):
+                    await self._finish(taking)
+                    taking = asyncio.create_task(self._take(created, at, waiting))  # and read on meanwhile
+                    at, waiting, size = waiting[-1].sequence, [], 0
+                if last:
+                    await self._finish(taking)
+                    taking = None
+                now = time.monotonic()
                 if kept is None and now - looked > LOOK_S:
                     looked = now
                     if await self._created() != created:
@@ -108,7 +110,14 @@ class Follower:
                     if now - self._tidied > TIDY_S:
                         await self.tidy(at)
         finally:
+            if taking is not None:
+                await asyncio.wait((taking,))
             await reading.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    async def _finish(self, taking: asyncio.Task[Booked] | None) -> None:
+        """Wait for a transaction, and tell of it."""
+        if taking is not None:
+            await self._on_booked(await taking)
 
     async def _take(self, created: str, at: int, waiting: list[Delivery]) -> Booked:
         now_us = int(self._clock() * 1e6)

@@ -61,6 +61,7 @@ SUMS = (
     "core_ucr",
     "vram_ucr",
 )
+_NOTHING = (0,) * len(SUMS)
 Entry = tuple[int | str | None, ...]
 #: tenant, hour (us), model, device kind, class
 HourKey = tuple[str, int, str, str, int]
@@ -172,6 +173,8 @@ def book(
     out = Booking(quarantined=list(bad), sources={})
     known = dict(sources)
     entry_id = next_entry
+    #: Per session and hour: its first and last moment, whether it ended, and `SUMS`.
+    gained: dict[tuple[str, int, str, str, int, str, str], list[int]] = {}
     for delivery, event in events:
         found = known.get(event.source)
         if found is None:
@@ -206,20 +209,29 @@ def book(
                  plan.id, core, vram, "")
             )  # fmt: skip
             entry_id += 1
-            sums = (
-                1,
-                r.runs,
-                r.gpu_ns,
-                r.core_ns,
-                r.moved_bytes,
-                r.flops,
-                r.resident_mib_us,
-                r.idle_mib_us,
-                core,
-                vram,
-            )
-            add_run(out, r.session_id, executor, r.tenant, r.model, begin, r.at_us, r.ended, sums)
-            add_hour(out, (r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority), sums)
+            key = r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority, r.session_id, executor
+            sums = gained.get(key)
+            if sums is None:
+                gained[key] = sums = [begin, r.at_us, r.ended, *_NOTHING]
+            elif begin < sums[0]:
+                sums[0] = begin
+            if r.at_us > sums[1]:
+                sums[1] = r.at_us
+            if r.ended:
+                sums[2] = True
+            sums[3] += 1
+            sums[4] += r.runs
+            sums[5] += r.gpu_ns
+            sums[6] += r.core_ns
+            sums[7] += r.moved_bytes
+            sums[8] += r.flops
+            sums[9] += r.resident_mib_us
+            sums[10] += r.idle_mib_us
+            sums[11] += core
+            sums[12] += vram
+    for (tenant, hour, model, kind, priority, session, executor), (begin, end, ended, *rest) in gained.items():
+        add_run(out, session, executor, tenant, model, begin, end, bool(ended), tuple(rest))
+        add_hour(out, (tenant, hour, model, kind, priority), tuple(rest))
     return out
 
 
