@@ -22,6 +22,7 @@ FUNCTIONS = [
     subjects.executor_job_run,
     subjects.executor_job_ended,
     subjects.router_task_changed,
+    subjects.executor_usage,
 ]
 
 

@@ -1,4 +1,4 @@
-"""The supervisor's process: starts nats-server and the services, keeps them alive, stops them all at its own end.
+"""The supervisor's process: starts nats-server and all services, keeps them alive, stops them all at its own end.
 
 `python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
 """
@@ -85,8 +85,19 @@ class Supervisor:
             },
             logs / "scheduler.log",
         )
+        metering = Service(
+            "metering",
+            [sys.executable, "-m", "wooly_metering"],
+            {
+                "WOOLY_METERING_NATS_URL": self.nats_url,
+                "WOOLY_METERING_STATE_DIR": str(self.dir),
+                "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0"),
+            },
+            logs / "metering.log",
+        )
         executors = [self._executor(index, logs) for index in range(self.gpus)]
-        self.services = [nats, router, scheduler, *executors]
+        # Nobody waits for metering: what is used before it is there stays in the stream.
+        self.services = [nats, router, scheduler, metering, *executors]
         for service in self.services[1:]:
             service.start()
         self._wait_ready()

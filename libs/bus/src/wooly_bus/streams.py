@@ -8,7 +8,12 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
+from wooly_bus import subjects
 from wooly_bus.errors import BusConnectError
+
+#: Limits of the stream of usage. What metering has booked is removed; this is for when it is away.
+USAGE_AGE_S = 30 * 24 * 3600.0
+USAGE_BYTES = 1 << 30
 
 
 class StreamError(BusConnectError):
@@ -18,7 +23,7 @@ class StreamError(BusConnectError):
     retryable = True
 
 
-async def ensure_stream(js: JetStreamContext, name: str, *subjects: str, max_age_s: float, max_bytes: int) -> None:
+async def ensure_stream(js: JetStreamContext, name: str, *subject: str, max_age_s: float, max_bytes: int) -> None:
     """Have a stream of these limits: on disk, the oldest messages go first. One that is there is given them.
 
     Raises:
@@ -26,7 +31,7 @@ async def ensure_stream(js: JetStreamContext, name: str, *subjects: str, max_age
     """
     config = StreamConfig(
         name=name,
-        subjects=list(subjects),
+        subjects=list(subject),
         retention=RetentionPolicy.LIMITS,
         storage=StorageType.FILE,
         discard=DiscardPolicy.OLD,
@@ -66,6 +71,21 @@ async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
             await js.update_stream(config)
     except (nats.errors.Error, JetStreamError, OSError) as e:
         raise StreamError(f"stream {name}: {e or type(e).__name__}") from e
+
+
+async def ensure_usage_stream(js: JetStreamContext) -> None:
+    """Have the stream of usage, which executors fill and metering empties.
+
+    Raises:
+        StreamError: JetStream does not answer, or refuses.
+    """
+    await ensure_stream(
+        js,
+        subjects.EXECUTOR_USAGE_STREAM,
+        subjects.EXECUTOR_USAGES,
+        max_age_s=USAGE_AGE_S,
+        max_bytes=USAGE_BYTES,
+    )
 
 
 async def publish(js: JetStreamContext, subject: str, data: bytes, *, id: str, timeout: float = 2.0) -> None:

@@ -38,6 +38,21 @@ SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
 SCHEDULER_AUDIT_VIOLATED = f"{PREFIX}.evt.scheduler.audit.violated"
+EXECUTOR_USAGES = f"{PREFIX}.evt.executor.usage.recorded.*"
+#: The stream that keeps them until they are booked.
+EXECUTOR_USAGE_STREAM = "WOOLY_EVT_USAGE"
+METERING_CREDITS_SHOW = f"{PREFIX}.rpc.metering.credits.show"
+METERING_BUDGET_SET = f"{PREFIX}.rpc.metering.budget.set"
+METERING_PLAN_ADD = f"{PREFIX}.rpc.metering.plan.add"
+METERING_PLAN_LIST = f"{PREFIX}.rpc.metering.plan.list"
+METERING_ENTRY_LIST = f"{PREFIX}.rpc.metering.entry.list"
+METERING_ENTRY_CORRECT = f"{PREFIX}.rpc.metering.entry.correct"
+METERING_STATEMENT_MAKE = f"{PREFIX}.rpc.metering.statement.make"
+METERING_STATEMENT_LIST = f"{PREFIX}.rpc.metering.statement.list"
+METERING_QUARANTINE_LIST = f"{PREFIX}.rpc.metering.quarantine.list"
+METERING_BUDGET_REACHED = f"{PREFIX}.evt.metering.budget.reached"
+METERING_STATEMENT_MADE = f"{PREFIX}.evt.metering.statement.made"
+METERING_USAGE_QUARANTINED = f"{PREFIX}.evt.metering.usage.quarantined"
 
 
 def _id(value: str) -> str:
@@ -99,6 +114,11 @@ def executor_job_ended(executor_id: str) -> str:
 def router_task_changed(tenant: str) -> str:
     """Where a tenant hears what becomes of its tasks. What cannot be part of a subject is percent-encoded."""
     return f"{PREFIX}.evt.router.task.changed.{quote(tenant, safe='').replace('.', '%2E')}"
+
+
+def executor_usage(executor_id: str) -> str:
+    """Where an executor publishes what its sessions used (`wooly_wis.credits.UsageRecorded`)."""
+    return f"{PREFIX}.evt.executor.usage.recorded.{_id(executor_id)}"
 
 
 def executor_tunnel(executor_id: str) -> str:

@@ -159,6 +159,7 @@ class ClientFacts(Message):
 class OpenSessionRequest(Message):
     """A client wants devices (to the router). `required_vram` is bytes on each of them.
 
+    `model`: what bills call what it runs.
     `weight` is its share inside its class; `service_ns`, `objective_ns` and `interval_ns` as in `AdmitSessionRequest`.
     """
 
@@ -177,6 +178,7 @@ class OpenSessionRequest(Message):
     arch: str = Field(default="", max_length=64)
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
+    model: str = Field(default="", max_length=256)
     client: ClientFacts
 
 
@@ -255,13 +257,15 @@ class HostSessionRequest(Message):
     swap: bool = True
     dedup: Literal["off", "tenant", "shared"] = "off"
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
+    model: str = Field(default="", max_length=256)
     lease_s: float = Field(gt=0)
 
 
 class SteerSessionRequest(Message):
     """Treat a running session otherwise from now on (to an executor, or to the scheduler, which tells all its executors).
 
-    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again.
+    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again. `hold` suspends
+    the session for a reason of its own, which its client is told; empty: that reason is gone.
     """
 
     session_id: SessionId
@@ -270,6 +274,7 @@ class SteerSessionRequest(Message):
     weight: int | None = Field(default=None, ge=1, le=1 << 20)
     suspended: bool | None = None
     exclusive: bool | None = None
+    hold: str | None = Field(default=None, max_length=4096)
 
 
 class SteerSessionReply(Message):

@@ -34,6 +34,7 @@ from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
 from wooly_executor.tiers import Tiers
+from wooly_executor.usage_publisher import UsagePublisher
 
 log = logging.getLogger("wooly.executor")
 #: Seconds that the end of the journal may take to be published.
@@ -73,7 +74,9 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         actor.jobs.start(app.jetstream())
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         borne = BornePublisher(app.jetstream(), loop, settings.id)
-        watching = [asyncio.create_task(run) for run in (actor.watch(), journal.run(), borne.run())]
+        usage = UsagePublisher(app.jetstream(), loop, settings.id)
+        publishing = (actor.watch(), journal.run(), borne.run(), usage.run())
+        watching = [asyncio.create_task(work) for work in publishing]
         if isinstance(loop.runtime, OpenClRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
             plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)
@@ -88,7 +91,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         await asyncio.wait(watching)
         await actor.jobs.stop()
         with contextlib.suppress(StreamError, TimeoutError):
-            await asyncio.wait_for(asyncio.gather(journal.publish(), borne.publish()), LAST_WORDS_S)
+            last = asyncio.gather(journal.publish(), borne.publish(), usage.publish())
+            await asyncio.wait_for(last, LAST_WORDS_S)
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:

@@ -107,6 +107,7 @@ class ExecutorActor(Actor):
             request.quota,
             policy,
             request.tenant,
+            model=request.model,
             scope=Scope(request.dedup),
             swappable=request.swap,
         )
@@ -116,15 +117,15 @@ class ExecutorActor(Actor):
         dispatch = self._loop.dispatch
 
         def steer() -> tuple[Policy, bool, bool]:
-            policy, suspended, exclusive = dispatch.treatment(request.session_id)
+            policy, _, exclusive = dispatch.treatment(request.session_id)
             if request.policy is not None:
                 policy = _policy(request.policy)
             if request.priority is not None:
                 policy = replace(policy, priority=request.priority)
             if request.weight is not None:
                 policy = replace(policy, weight=request.weight)
-            suspended = suspended if request.suspended is None else request.suspended
             exclusive = exclusive if request.exclusive is None else request.exclusive
+            suspended = self._loop.suspend(request.session_id, request.suspended, request.hold)
             dispatch.steer(request.session_id, policy, suspended, exclusive)
             return dispatch.treatment(request.session_id)
 

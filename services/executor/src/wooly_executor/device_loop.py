@@ -31,14 +31,16 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
+from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError
+from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError, UnknownSessionError
 from wooly_executor.estimates import Cut, Definitions
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
-from wooly_executor.session import Frame, Session
+from wooly_executor.session import Failure, Frame, Session
 from wooly_executor.tiers import Tiers, Work
+from wooly_executor.usage import Taken, UsageBook
 from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
@@ -77,6 +79,8 @@ class DeviceLoop:
         #: Told of every session that ends, and why; an empty reason: by its client, in order.
         self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
         self.busy_ns = 0
+        self.usage = UsageBook()
+        self._workers = WorkerClock()
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
         self._sessions: dict[str, Session] = {}
@@ -114,6 +118,7 @@ class DeviceLoop:
         policy: Policy | None = None,
         tenant: str = "",
         *,
+        model: str = "",
         scope: Scope = Scope.OFF,
         swappable: bool = True,
     ) -> None:
@@ -128,6 +133,7 @@ class DeviceLoop:
         most = self.vram.quota(session_id, quota, swappable)
         session = Session(session_id, token, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
+        session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
 
@@ -137,6 +143,7 @@ class DeviceLoop:
         if session is None:
             return False
         self.dispatch.closed(session)
+        self.usage.closed(session_id, self.vram.clock())
         session.release()
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
@@ -148,6 +155,41 @@ class DeviceLoop:
         """The open sessions (in the loop's thread)."""
         return list(self._sessions.values())
 
+    def suspend(self, session_id: str, paused: bool | None, hold: str | None) -> bool:
+        """Somebody suspends a session, or a hold does, whose reason its client is told (in the loop's thread).
+
+        Returns:
+            Whether it is suspended now, for either.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"session {session_id} is not open here")
+        if paused is not None:
+            session.paused = paused
+        if hold is not None:
+            session.hold = hold
+            self._refuse(session)
+        return session.paused or bool(session.hold)
+
+    def _refuse(self, session: Session) -> None:
+        """Answer what the client of a held session waits for: why it would wait. What it submitted is kept, and runs later."""
+        conn, stuck = session.conn, False
+        if not session.hold or conn is None or conn.closed:
+            return
+        for frame in session.queue:
+            stuck = stuck or frame.kind in _WORK
+            if stuck and not frame.refused and _awaited(frame):
+                frame.refused = True
+                self._answer(conn, Failure("executor.held", session.hold, frame.seq, None).to_json(), Kind.ERROR)
+
+    def take_usage(self) -> list[Taken]:
+        """What sessions used since the last time (in the loop's thread)."""
+        self._workers.look()
+        return self.usage.take(self.dispatch.priority_of, self.vram.clock())
+
     def stop(self) -> None:
         """Make `run` return."""
         self._stopping.set()
@@ -158,6 +200,7 @@ class DeviceLoop:
     def run(self) -> None:
         """Serve until `stop` is called."""
         dispatch, vram = self.dispatch, self.vram
+        self._workers.attach()
         with torch.inference_mode():
             while not self._stopping.is_set():
                 busy = dispatch.launch is not None or not self._calls.empty() or vram.due
@@ -194,15 +237,19 @@ class DeviceLoop:
 
     def _launch(self) -> None:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
-        work, gpu_ns, stopped = self.dispatch.take(), 0, None
+        work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
         if work is not None:
+            session, workers = work[0], self._workers.read()
             gpu_ns, last = self._piece(*work)
-            self.busy_ns += gpu_ns
+            if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
+                core_ns = gpu_ns + self._workers.read() - workers
+                self.busy_ns += gpu_ns
+                session.used.launched(gpu_ns, core_ns, self.vram.clock())
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()
         self._look()
-        self.dispatch.done(gpu_ns, stopped)
+        self.dispatch.done(gpu_ns, stopped, core_ns)
 
     def _look(self) -> None:
         """Take in what came, unless somebody looked just now."""
@@ -228,6 +275,8 @@ class DeviceLoop:
         session.queue.append(Frame(event.seq, event.kind, event.payload))
         session.queued_bytes += len(event.payload)
         self._proceed(session)
+        if session.hold:
+            self._refuse(session)
         if len(session.queue) > QUEUE_FRAMES or session.queued_bytes > QUEUE_BYTES:
             conn.pause()
 
@@ -413,11 +462,17 @@ class DeviceLoop:
             kernel_ns = getattr(running.execution, "kernel_ns", 0)
             for work in (self.work, session.work):
                 work.ran(running.prepared, computing, running.gpu_ns, kernel_ns)
+            session.used.ran(running.ready.digest, running.ready.prepared.program)
             outcome = session.finish(running)
-            if running.run.reply and not self._answer_failure(session, conn):
+            if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
+                for slot in running.ready.dynamic:
+                    session.free(running.run.bindings[slot])
+            elif running.run.reply and not self._answer_failure(session, conn):
                 self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
         elif kind in (Kind.DEFINE, Kind.WRITE):
             return  # a program is defined; data is in place already, or its failure is kept
+        elif frame.refused:
+            return
         elif kind == Kind.READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not self._answer_failure(session, conn):
@@ -476,10 +531,7 @@ class DeviceLoop:
         return True
 
     def _answer_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
-        kind = frame.kind
-        if kind in (Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN) or (
-            kind == Kind.RUN and _wants_reply(frame.payload)
-        ):
+        if not frame.refused and _awaited(frame):
             self._answer_failure(session, conn)
 
     def _send(self, session: Session, conn: Connection, memory: memoryview) -> None:
@@ -529,6 +581,12 @@ class DeviceLoop:
             return memoryview(bytearray(data_len))
         session.counters.bytes_in += data_len
         return memory
+
+
+def _awaited(frame: Frame) -> bool:
+    """Whether the client waits for an answer."""
+    asks = (Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN)
+    return frame.kind in asks or (frame.kind == Kind.RUN and _wants_reply(frame.payload))
 
 
 def _wants_reply(payload: Any) -> bool:

@@ -112,7 +112,7 @@ class Dispatch:
             flow.popleft()
         return session, frame, first, last
 
-    def done(self, gpu_ns: int, stopped: tuple[Session, Frame, int] | None = None) -> None:
+    def done(self, gpu_ns: int, stopped: tuple[Session, Frame, int] | None = None, core_ns: int = 0) -> None:
         """The launch in flight took so long on the device. `stopped`: before that kernel of that frame."""
         launch, last = self._flying, -1
         assert launch is not None
@@ -123,7 +123,7 @@ class Dispatch:
             flow = self._flows.get(launch.session)
             if flow is not None and (not flow or flow[0][1] is not frame):
                 flow.appendleft((session, frame))
-        self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, last=last))
+        self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
 
     def overtaken(self) -> bool:
         """Whether the launch in flight is to be stopped: a session of a higher class waits."""
@@ -161,6 +161,11 @@ class Dispatch:
         """It is there now."""
         if not self._fifo:
             self._feed(SwappedInEvent(self._clock(), session.id))
+
+    def priority_of(self, session_id: str) -> int:
+        """A session's class, as it was set; 2 for one that is not (any more)."""
+        found = self.state.sessions.get(session_id)
+        return found.policy.priority if found is not None else 2
 
     def treatment(self, session_id: str) -> tuple[Policy, bool, bool]:
         """How a session is treated: its policy, whether it is suspended, whether it has the device to itself.

@@ -22,6 +22,7 @@ from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
 from wooly_executor.stowage import Copy
 from wooly_executor.tiers import Jit, Tiers, Work, choose
+from wooly_executor.usage import Used
 
 if TYPE_CHECKING:
     from wooly_executor.vram import Vram
@@ -91,6 +92,7 @@ class Frame:
         ended: it is processed, or failed to.
         need: bytes that it lacks, where it waits for room.
         reserved: bytes that are promised to it.
+        refused: what it asks for was answered already: its session is held.
     """
 
     seq: int
@@ -102,6 +104,7 @@ class Frame:
     ended: bool = False
     need: int = 0
     reserved: int = 0
+    refused: bool = False
 
 
 @dataclass(eq=False)
@@ -135,6 +138,9 @@ class Session:
         tiers: what decides on that; None where all run as they are.
         awaiting: its next program waits until it is known how that runs.
         work: who did how much of what it asked for.
+        paused: somebody suspended it.
+        hold: why it is suspended beside that; empty: it is not.
+        used: what it uses of the device, for metering.
     """
 
     id: str
@@ -172,6 +178,9 @@ class Session:
     work: Work = field(default_factory=Work)
     failure: Failure | None = None
     counters: Counters = field(default_factory=Counters)
+    paused: bool = False
+    hold: str = ""
+    used: Used = field(init=False)
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
 
@@ -368,6 +377,11 @@ class Session:
         if known.base is None:
             known.base, known.poison = zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)
+
+    def borne(self, now: int) -> tuple[int, int]:
+        """What it bears of the device's memory now, and has borne: bytes, and bytes times ns."""
+        bearing = self.vram.ledger.bearing(self.account, now)
+        return bearing.own + bearing.shared, bearing.own_byte_ns + bearing.shared_byte_ns
 
     # -- errors ------------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class _Attached:
     links: list[Link]
     parts: Sequence[Part]
     endpoints: list[Endpoint]
-    close_session: Any = None
+    opened: Any = None
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -233,7 +233,7 @@ def enable(settings: Any = None) -> None:
                 opened.close()
                 raise
             assert _attached is not None
-            _attached.close_session = opened.close
+            _attached.opened = opened
             links = _attached.links
             opened.on_lost = lambda why: links[0].lose(why)
             for recorder in _attached.device.devices.recorders:
@@ -269,8 +269,8 @@ def disable() -> None:
             with recorder.lock:
                 link.close()
                 recorder.forget_session()
-        if attached.close_session is not None:
-            attached.close_session()
+        if attached.opened is not None:
+            attached.opened.close()
 
 
 atexit.register(disable)
@@ -340,6 +340,17 @@ def session_stats() -> dict[str, Any]:
     ]
     sums = {name: sum([d[name] for d in devices]) for name in _COUNTED}
     return sums | {"seconds": time.monotonic() - _attached.started, "devices": devices}
+
+
+def opened_session() -> Any:
+    """The session as the controller gave it (`wooly.control.OpenedSession`); None if it was given by nobody.
+
+    Raises:
+        NotConnectedError: there is none.
+    """
+    if _attached is None:
+        raise NotConnectedError("no session; call wooly.enable()")
+    return _attached.opened
 
 
 def synchronize() -> None:

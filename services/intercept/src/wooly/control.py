@@ -125,6 +125,10 @@ class Controller:
         reply: SteerSessionReply = self.ask_scheduler(subjects.SCHEDULER_SESSION_STEER, request, SteerSessionReply)
         return reply
 
+    def ask_metering(self, subject: str, message: Any, reply: Any, timeout: float = 4.0) -> Any:
+        """Ask metering, like `ask`."""
+        return self.ask(subject, message, reply, timeout, who="metering")
+
     def ask_scheduler(self, subject: str, message: Any, reply: Any) -> Any:
         """Ask the scheduler, like `ask`."""
         return self.ask(subject, message, reply, who="scheduler")
@@ -184,12 +188,14 @@ class OpenedSession:
         token: what the data channels want to see.
         parts: who serves each device, and where.
         control_url: NATS, as this process reaches it.
+        on_closed: called when the session was given back, before the controller is left.
         on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
             silent for as long as the lease. An executor that computes for long still answers; one that is frozen does not.
     """
 
     def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
         self.on_lost: Callable[[str], None] | None = None
+        self.on_closed: Callable[[Controller], None] | None = None
         self.session_id = opened.session_id
         self.token = opened.token
         self.parts = opened.parts
@@ -225,6 +231,9 @@ class OpenedSession:
             self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)
         except ControlError as e:
             log.info("the session was not closed in order: %s", e)
+        else:
+            if self.on_closed is not None:
+                self.on_closed(self._controller)
         finally:
             self._controller.close()
 
@@ -250,6 +259,7 @@ def open_session(settings: Settings) -> OpenedSession:
         node_groups=settings.node_groups,
         swap=settings.swap_from_vram,
         dedup=settings.dedup,
+        model=settings.model,
         client=ClientFacts(host=socket.gethostname(), pid=os.getpid(), program=" ".join(sys.argv[:1])),
     )
     try:

@@ -68,6 +68,7 @@ class Settings(BaseSettings):
         description="kernels for programs that run often. 0: none; exact: those with the library's own bits; full: all, and a "
         "program's first run waits for them",
     )
+    model: str = Field("", max_length=256, description="what bills call what runs; empty: the script's name")
     channel: Literal["auto", "direct", "tunnel"] = Field(
         "auto",
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",

@@ -219,6 +219,7 @@ class RouterActor:
                         swap=request.swap,
                         dedup=request.dedup,
                         overcommit_vram_percent=percent,
+                        model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
                         lease_s=lease,
                     ),
                     HostSessionReply,

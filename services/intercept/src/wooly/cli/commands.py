@@ -1,4 +1,4 @@
-"""The commands of `wooly`: run, up, down, status, nodes, top, tasks, export, submit, logs, weights, doctor, disasm, version."""
+"""The commands of `wooly`; `wooly --help` lists them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from wooly_wis.messages import MemoryState
 
 from wooly import __version__
+from wooly.cli.credits import as_csv, bill_at_end, bill_line, credits_of, print_credits, read_credits
 from wooly.cli.monitor import memory_line, print_top, watch_top
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
@@ -74,6 +75,8 @@ def run(
     if not module and not Path(target).exists():
         raise _fail(FileNotFoundError(f"can't open file {target!r}: no such file"))
     settings = _settings()
+    if not settings.model:
+        settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
     from wooly import api
     from wooly.cli import script
@@ -89,10 +92,13 @@ def run(
     code = script.run(target, list(context.args), module=module)
     if code == 0:
         code = _finish()
-    stats = api.session_stats()
+    stats, seconds = api.session_stats(), time.monotonic() - started
+    opened = None if quiet else api.opened_session()
+    bill = bill_at_end(opened) if opened is not None else []
     api.disable()
     if not quiet:
-        _summary(stats, time.monotonic() - started)
+        _summary(stats, seconds)
+        err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
     sys.stdout.flush()
     sys.stderr.flush()
     # Interpreter shutdown would let thousands of tensors die one by one; everything is closed and flushed already.
@@ -150,10 +156,10 @@ def up(
         typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
     ] = None,
 ) -> None:
-    """Start a local stack: nats-server, router, scheduler, executors and a compiler, kept running until `wooly down`."""
+    """Start a local stack: nats-server, all services and executors, kept running until `wooly down`."""
     settings, module = _settings(), _stack_module()
     try:
-        with err.status("starting nats-server, router, scheduler and executors…"):
+        with err.status("starting nats-server, router, scheduler, executors and metering…"):
             stack = module.start_stack(settings.state_dir, gpus=gpus or settings.gpu_count)
     except RuntimeError as e:
         raise _fail(e) from e
@@ -559,6 +565,75 @@ def weights_rm(
         out.print(f"{name}: let go on {removed} executor" + "s" * (removed > 1), highlight=False)
     if not removed:
         raise _fail(WoolyError(f"there are no weights called {name!r}; `wooly weights list` shows those that are kept"))
+
+
+credits = typer.Typer(name="credits", help="Show what was spent, and set what may be.", invoke_without_command=True)
+app.add_typer(credits)
+
+
+@credits.callback()
+def show_credits(
+    context: typer.Context,
+    by: Annotated[str, typer.Option(help="Sum by run, model or hour.")] = "run",
+    tenant: Annotated[str, typer.Option(help="Of this tenant only.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows to show.")] = 20,
+    as_json: Json = False,
+    as_table: Annotated[bool, typer.Option("--csv", help="Print rows as CSV, in whole numbers.")] = False,
+) -> None:
+    """Show the balance, and what was spent by run, model or hour. Amounts in files are micro-credits."""
+    if context.invoked_subcommand is not None:
+        return
+    from wooly_wis.credits import CreditsRequest
+
+    if by not in ("run", "model", "hour"):
+        raise _fail(ControlError(f"--by {by}: there are run, model and hour"))
+    try:
+        controller = connect(_settings())
+        try:
+            reply = read_credits(controller, CreditsRequest(by=by, tenant=tenant), limit)  # type: ignore[arg-type]
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise _fail(e) from e
+    if as_json:
+        print(json.dumps(reply.model_dump(mode="json")))
+    elif as_table:
+        print(as_csv(reply.rows), end="")
+    else:
+        print_credits(out, reply, by)
+
+
+@credits.command()
+def budget(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT")],
+    soft: Annotated[float | None, typer.Option(min=0, help="Credits at which an event is sent.")] = None,
+    hard: Annotated[float | None, typer.Option(min=0, help="Credits at which its sessions are suspended.")] = None,
+    period: Annotated[str, typer.Option(help="Of what is spent in total, or each UTC month or day.")] = "total",
+    as_json: Json = False,
+) -> None:
+    """Set a tenant's budget: these limits and no others. Suspended sessions go on if it is enough."""
+    from pydantic import ValidationError
+    from wooly_bus import subjects
+    from wooly_wis.credits import BudgetState, SetBudgetRequest
+
+    amounts = {name: None if n is None else round(n * 1e6) for name, n in (("soft_ucr", soft), ("hard_ucr", hard))}
+    try:
+        request = SetBudgetRequest.model_validate({"tenant": tenant, "period": period} | amounts)
+    except ValidationError as e:
+        raise _fail(ControlError(f"that is no budget: {e.errors()[0]['msg']}")) from e
+    try:
+        controller = connect(_settings())
+        try:
+            state: BudgetState = controller.ask_metering(subjects.METERING_BUDGET_SET, request, BudgetState, 10.0)
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise _fail(e) from e
+    if as_json:
+        print(json.dumps(state.model_dump(mode="json")))
+    else:
+        suspended = "; its sessions are suspended" if state.held else ""
+        out.print(f"tenant {tenant}: {credits_of(state.spent_ucr)} credits spent{suspended}", highlight=False)
 
 
 @app.command(

@@ -1,0 +1,482 @@
+"""What metering costs and whether its bills are just.
+
+ledger: events per second from the stream into PostgreSQL, and the memory meanwhile.
+models: ten language models of random weights at their real shapes times a scale, each run a few times alone and beside another
+tenant: credits with their spread, and what billing by time would have said.
+budget: how long a tenant goes on after its hard limit.
+
+Run: .venv/bin/python bench/credits.py [--json] [--only NAME] [--events N] [--scale X] [--runs N] [--generations N] [--models A,B]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+from wooly_bus import subjects
+from wooly_bus.rpc import ControlClient
+from wooly_testkit.nats import nats_server
+from wooly_testkit.postgres import postgres_server
+from wooly_wis.credits import CreditsReply, CreditsRequest, UsageRecord, UsageRecorded
+
+#: Sessions that report, records of one message.
+SESSIONS, PER_MESSAGE = 1000, 100
+
+
+def row(name, unit, ours, baseline, goal, *, higher_is_better=False, against="ratio"):
+    """One result. `goal` bounds the ratio to the baseline, or with `against="value"` our own figure."""
+    ratio = ours / baseline if baseline else None
+    value = ours if against == "value" else ratio
+    ok = value >= goal if higher_is_better else value <= goal
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": round(ours, 3),
+        "baseline": round(baseline, 3) if baseline else None,
+        "ratio": round(ratio, 3) if ratio else None,
+        "goal": goal,
+        "ok": bool(ok),
+    }
+
+
+# -- the ledger ------------------------------------------------------------------------------------------------------
+
+
+def fill(url, count):
+    """Publish usage of `count` records to the stream, before anybody reads it."""
+    import asyncio
+
+    import nats
+    from wooly_bus.streams import ensure_stream
+
+    now = int(time.time() * 1e6)
+
+    async def publish():
+        client = await nats.connect(url)
+        js = client.jetstream()
+        await ensure_stream(
+            js, subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, max_age_s=3600, max_bytes=4 << 30
+        )
+        waiting = []
+        for batch in range(1, count // PER_MESSAGE + 1):
+            records = tuple(
+                UsageRecord(
+                    session_id=f"s{(batch * PER_MESSAGE + n) % SESSIONS}", tenant=f"tenant-{n % 20}", model=f"model-{n % 10}",
+                    at_us=now, span_us=500_000, runs=20, gpu_ns=4_000_000, core_ns=4_000_000, moved_bytes=1 << 24,
+                    flops=1 << 28, resident_mib_us=400_000, idle_mib_us=40_000_000,
+                )
+                for n in range(PER_MESSAGE)
+            )  # fmt: skip
+            event = UsageRecorded(
+                source="bench/1", batch=batch, executor_id="bench", device_kind="cpu", cores=2, memory=1 << 34, records=records
+            )  # fmt: skip
+            waiting.append(js.publish(subjects.executor_usage("bench"), event.model_dump_json().encode()))
+            if len(waiting) == 64:
+                await asyncio.gather(*waiting)
+                waiting = []
+        await asyncio.gather(*waiting)
+        await client.close()
+
+    asyncio.run(publish())
+
+
+def cpu_of_children():
+    """CPU seconds of this process's children and theirs."""
+    total = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            total += sum(process.cpu_times()[:2])
+    return total
+
+
+def bench_ledger(count):
+    """Events per second from a full stream into PostgreSQL, by one process; its memory at a third and at the end."""
+    count -= count % PER_MESSAGE
+    with nats_server() as nats, postgres_server() as postgres, tempfile.TemporaryDirectory() as directory:
+        fill(nats, count)
+        env = os.environ | {
+            "WOOLY_METERING_NATS_URL": nats,
+            "WOOLY_METERING_DATABASE_URL": postgres.database(),
+            "WOOLY_METERING_STATE_DIR": directory,
+            "WOOLY_METERING_HTTP_PORT": "",
+        }
+        with (Path(directory) / "log").open("wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "wooly_metering"], env=env, stdout=log, stderr=log)
+        client = ControlClient(nats)
+        try:
+            watched, amount = psutil.Process(process.pid), 4_000_000
+            begun = third = first = before = None
+            while True:
+                try:
+                    reply = client.request(subjects.METERING_CREDITS_SHOW, CreditsRequest(limit=1), CreditsReply)
+                except Exception:
+                    if process.poll() is not None:
+                        raise RuntimeError((Path(directory) / "log").read_text()) from None
+                    time.sleep(0.05)
+                    continue
+                done, now = reply.core_ucr // amount, time.perf_counter()
+                if done and begun is None:
+                    begun, first, before = now, done, cpu_of_children()
+                if third is None and done >= count / 3:
+                    third = watched.memory_info().rss
+                if done == count:
+                    break
+                time.sleep(0.02)
+            took, end, worked = now - begun, watched.memory_info().rss, cpu_of_children() - before
+            assert reply.quarantined == 0
+        finally:
+            client.close()
+            process.kill()
+            process.wait()
+    rate = (count - first) / took
+    share = worked / took
+    print(f"{share:.2f} cores of metering, PostgreSQL and NATS together", file=sys.stderr)
+    return [
+        row(
+            "ledger, events in a second of two cores",
+            "events/s",
+            2 * rate / share,
+            None,
+            20_000,
+            higher_is_better=True,
+            against="value",
+        ),
+        row(
+            "ledger, events in a second as the machine is",
+            "events/s",
+            rate,
+            None,
+            20_000,
+            higher_is_better=True,
+            against="value",
+        ),
+        row("ledger, memory at the end to a third", "MiB", end / 2**20, third / 2**20, 1.1),
+    ]
+
+
+# -- ten models ------------------------------------------------------------------------------------------------------
+
+PROMPT = "What is the capital of United States of America"
+MAX_LENGTH = 100
+#: family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary
+MODELS = {
+    "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
+    "llama-2-7b": ("llama", 32, 4096, 32, 32, 11008, 32000),
+    "llama-2-13b": ("llama", 40, 5120, 40, 40, 13824, 32000),
+    "llama-3-8b": ("llama", 32, 4096, 32, 8, 14336, 128256),
+    "mistral-7b": ("mistral", 32, 4096, 32, 8, 14336, 32000),
+    "falcon-rw-1b": ("falcon", 24, 2048, 32, 32, 8192, 50304),
+    "falcon-7b": ("falcon", 32, 4544, 71, 1, 18176, 65024),
+    "dolly-v2-3b": ("neox", 32, 2560, 32, 32, 10240, 50280),
+    "dolly-v2-7b": ("neox", 32, 4096, 32, 32, 16384, 50280),
+    "dolly-v2-12b": ("neox", 36, 5120, 40, 40, 20480, 50688),
+}
+
+
+def build(name, scale):
+    """A model of random weights, on the CPU: all but the width of a head shrinks with the scale."""
+    import torch
+    import transformers as t
+
+    family, layers, width, heads, kv_heads, mlp, vocabulary = MODELS[name]
+    head = width // heads
+    layers, heads = max(1, round(layers * scale)), max(1, round(heads * scale))
+    kv_heads = next(n for n in range(max(1, round(kv_heads * scale)), 0, -1) if heads % n == 0)
+    common = {
+        "num_hidden_layers": layers, "hidden_size": heads * head, "num_attention_heads": heads,
+        "vocab_size": max(64, round(vocabulary * scale)), "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    mlp = max(16, round(mlp * scale))
+    if family == "llama":
+        config = t.LlamaConfig(**common, num_key_value_heads=kv_heads, intermediate_size=mlp)
+    elif family == "mistral":
+        config = t.MistralConfig(**common, num_key_value_heads=kv_heads, intermediate_size=mlp)
+    elif family == "falcon":
+        more = {"multi_query": True} if kv_heads == 1 else {"multi_query": False, "alibi": True}
+        config = t.FalconConfig(**common, ffn_hidden_size=mlp, new_decoder_architecture=False, **more)
+    else:
+        config = t.GPTNeoXConfig(**common, intermediate_size=mlp)
+    torch.manual_seed(0)
+    return t.AutoModelForCausalLM.from_config(config).eval()
+
+
+def generate(model, generations, length):
+    """What the script of the published table does. Words stand for tokens: there is no tokenizer for random weights."""
+    import torch
+
+    size = model.config.vocab_size
+    words = [1] + [3 + zlib.crc32(word.encode()) % (size - 3) for word in PROMPT.split()]
+    ids = torch.tensor([words], device=next(model.parameters()).device)
+    for _ in range(generations):
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_length=length, min_length=length, do_sample=False
+        )
+        assert out.cpu().shape[1] == length
+
+
+def work(order):
+    """The part of a process that is a tenant: builds models as it is told on its input, each run a session of its own."""
+    import warnings
+
+    import torch
+    from wooly import api
+    from wooly.settings import Settings
+
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        model = build(job["model"], job["scale"])
+        begun = time.perf_counter()
+        api.enable(Settings(controller_url=order["url"], tenant=job["tenant"], model=job["model"]))
+        session = api.opened_session().session_id
+        with torch.no_grad():
+            there = model.to("cuda")
+            generate(there, job["generations"], job["length"])
+            while job.get("while") and Path(job["while"]).exists():
+                generate(there, 1, job["length"])
+        del there, model
+        api.disable()
+        print(json.dumps({"session": session, "seconds": time.perf_counter() - begun}), flush=True)
+
+
+class Tenant:
+    """A process that works."""
+
+    def __init__(self, url):
+        argv = [sys.executable, __file__, "--work", json.dumps({"url": url})]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout.readline() == "ready\n"
+
+    def begin(self, **job):
+        self.process.stdin.write(json.dumps(job) + "\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        return json.loads(self.process.stdout.readline())
+
+    @contextlib.contextmanager
+    def working(self, path, **job):
+        """It works all the time inside the block."""
+        path.touch()
+        self.begin(**{**job, "while": str(path)})
+        time.sleep(1.5)
+        try:
+            yield
+        finally:
+            path.unlink()
+            self.end()
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def bill(client, session):
+    while True:
+        request = CreditsRequest(session_id=session, settled=True)
+        reply = client.request(subjects.METERING_CREDITS_SHOW, request, CreditsReply, timeout=10)
+        if reply.rows and reply.rows[0].ended:
+            return reply.rows[0]
+
+
+@contextlib.contextmanager
+def local_stack():
+    from wooly_local.stack import start_stack
+
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    stack = start_stack(ephemeral=True)
+    client = ControlClient(stack.nats_url)
+    try:
+        yield stack, client
+    finally:
+        client.close()
+        stack.stop()
+        os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
+
+
+def worst(values):
+    """The largest distance from the mean, in percent of it."""
+    mean = statistics.fmean(values)
+    return 100 * max(abs(v - mean) for v in values) / mean
+
+
+def bench_models(args):
+    rows, table = (
+        [],
+        Table("model", "core", "sd", "VRAM", "sd", "beside: core", "VRAM", "s", "beside", "ratio", box=None),
+    )
+    names = args.models.split(",") if args.models else list(MODELS)
+    job = {"scale": args.scale, "generations": args.generations, "length": args.length}
+    with local_stack() as (stack, client):
+        tenant, neighbour = Tenant(stack.nats_url), Tenant(stack.nats_url)
+        flag = stack.state_dir / "work"
+        try:
+            for name in names:
+                busy = {"model": "mistral-7b" if name != "mistral-7b" else "falcon-7b", "tenant": "neighbour"}
+
+                def run(name=name):
+                    tenant.begin(model=name, tenant="bench", **job)
+                    found = tenant.end()
+                    return bill(client, found["session"]), found["seconds"]
+
+                run()  # programs are prepared at their first run, and put together at their sixteenth
+                alone, beside = [], []
+                for n in range(args.runs):  # in turns, so that what else the machine does meets both
+                    alone.append(run())
+                    if n % 2 == 0:
+                        with neighbour.working(flag, **job | busy | {"generations": 1}):
+                            beside.append(run())
+                figures = {
+                    key: [[getattr(b, f"{key}_ucr") / 1e6 for b, _ in found] for found in (alone, beside)]
+                    for key in ("core", "vram")
+                }
+                seconds = [statistics.fmean([s for _, s in found]) for found in (alone, beside)]
+                core, vram = figures["core"], figures["vram"]
+                mean = {key: [statistics.fmean(v) for v in found] for key, found in figures.items()}
+                sd = {key: statistics.stdev(found[0]) if len(found[0]) > 1 else 0.0 for key, found in figures.items()}
+                table.add_row(
+                    name, f"{mean['core'][0]:.1f}", f"{100 * sd['core'] / mean['core'][0]:.1f} %", f"{mean['vram'][0]:.2f}",
+                    f"{100 * sd['vram'] / mean['vram'][0]:.1f} %", f"{mean['core'][1]:.1f}", f"{mean['vram'][1]:.2f}",
+                    f"{seconds[0]:.2f}", f"{seconds[1]:.2f}", f"{seconds[1] / seconds[0]:.2f}",
+                )  # fmt: skip
+                rows.append(
+                    row(f"{name}, core credits: worst run from the mean", "%", worst(core[0]), None, 3, against="value")
+                    | {"runs": core[0], "beside": core[1]}
+                )
+                for key in ("core", "vram"):
+                    found = row(
+                        f"{name}, {key} credits beside another tenant to alone",
+                        "credits",
+                        mean[key][1],
+                        mean[key][0],
+                        1.05,
+                    )
+                    rows.append(found | {"ok": abs(mean[key][1] / mean[key][0] - 1) <= 0.05})
+                found = row(f"{name}, time beside another tenant to alone", "s", seconds[1], seconds[0], COMPARED)
+                rows.append(found | {"goal": None})
+                assert all(len(v) for v in (*core, *vram))
+        finally:
+            tenant.close()
+            neighbour.close()
+        rows.append(both_ways(stack, client))
+    Console(stderr=True).print(table)
+    return rows
+
+
+#: Shown for comparison: nothing is asked of it.
+COMPARED = 1e9
+
+
+def both_ways(stack, client):
+    """Core time in the ledger against the dispatch journal's, which the scheduler sums: two ways from the same launches."""
+    import urllib.request
+
+    time.sleep(2)
+    port = (stack.state_dir / "scheduler.port").read_text()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
+    reply = client.request(subjects.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000), CreditsReply)
+    ledger = sum(r.core_ns for r in reply.rows) / 1e9
+    found = row("all tenants' core time: ledger to journal", "s", ledger, journal, 1.01)
+    return found | {"ok": abs(ledger / journal - 1) <= 0.01}
+
+
+# -- budgets ---------------------------------------------------------------------------------------------------------
+
+SPEND = """
+import time, torch
+x = torch.ones(300, 300, device="cuda")
+begun = time.time()
+try:
+    while True:
+        (x @ x).sum().item()
+except RuntimeError as e:
+    print("held" if "used up" in str(e) else e, flush=True)
+"""
+
+
+def bench_budget(args):
+    """What a tenant spends beyond its limit, at the pace at which it spent: seconds."""
+    from wooly_wis.credits import BudgetState, SetBudgetRequest
+
+    with local_stack() as (stack, client), tempfile.TemporaryDirectory() as directory:
+        script = Path(directory) / "spend.py"
+        script.write_text(SPEND)
+        limit = 1_000 * 1_000_000
+        budget = SetBudgetRequest(tenant="spender", hard_ucr=limit)
+        while True:
+            with contextlib.suppress(Exception):
+                client.request(subjects.METERING_BUDGET_SET, budget, BudgetState, timeout=10)
+                break
+        env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url, "WOOLYAI_TENANT": "spender"}
+        argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(script)]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
+        assert done.stdout.strip() == "held", done.stdout + done.stderr
+        time.sleep(1)
+        reply = client.request(
+            subjects.METERING_CREDITS_SHOW, CreditsRequest(tenant="spender"), CreditsReply, timeout=10
+        )
+    spent, used = reply.core_ucr + reply.vram_ucr, reply.rows[0]
+    # While it spent, the device did little else: its pace is at least what it spent per second of its life.
+    pace = spent / ((used.until_us - used.began_us) / 1e6)
+    return [
+        row("hard limit, seconds until the tenant is held", "s", (spent - limit) / pace, None, 2.0, against="value")
+    ]
+
+
+# -- all -------------------------------------------------------------------------------------------------------------
+
+BENCHES = {"ledger": lambda args: bench_ledger(args.events), "models": bench_models, "budget": bench_budget}
+
+
+def show(rows):
+    table = Table("figure", "unit", "ours", "baseline", "ratio", "goal", "ok", box=None)
+    for r in rows:
+        figures = [str(r[k]) if r[k] is not None else "" for k in ("ours", "baseline", "ratio", "goal")]
+        table.add_row(r["name"], r["unit"], *figures, "yes" if r["ok"] else "NO")
+    Console().print(table)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", choices=BENCHES, action="append")
+    parser.add_argument("--events", type=int, default=300_000)
+    parser.add_argument("--scale", type=float, default=1 / 8, help="of the models' shapes; 1: as they are")
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--generations", type=int, default=9)
+    parser.add_argument("--length", type=int, default=MAX_LENGTH, help="tokens of each, the prompt's included")
+    parser.add_argument("--models", default="", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(json.loads(args.work))
+        return 0
+    rows = []
+    for name in args.only or BENCHES:
+        with contextlib.redirect_stdout(sys.stderr):
+            rows += BENCHES[name](args)
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        show(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Usage on its way to JetStream: taken from the device loop twice a second, in numbered batches that are published in order.
+
+While NATS is away nothing is taken: counts go on where they are, one per session. What was taken is published again under the
+same number until it is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict, deque
+
+from nats.js import JetStreamContext
+from wooly_bus import subjects
+from wooly_bus.streams import StreamError, ensure_usage_stream, publish
+from wooly_wis.credits import UsageRecord, UsageRecorded
+from wooly_wis.program import Program
+
+from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.usage import Taken, work_of
+
+log = logging.getLogger("wooly.executor")
+PERIOD_S = 0.5
+RETRY_S = 0.5
+#: Records of one message: 700 KB of names at their longest.
+RECORDS = 500
+#: Programs whose work is remembered.
+WORK_KEPT = 8192
+_LARGEST = (1 << 63) - 1
+
+
+class UsagePublisher:
+    """Publishes one device's usage, for ever.
+
+    Args:
+        js: where to.
+        loop: whose.
+        executor_id: the executor's name; this life of it is called `<executor>/<ns since 1970 at which it began>`.
+    """
+
+    def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
+        self._js, self._loop, self._id = js, loop, executor_id
+        self._subject = subjects.executor_usage(executor_id)
+        self.source = f"{executor_id}/{time.time_ns()}"
+        facts = loop.runtime.facts()
+        self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
+        self._batch = 0
+        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._ensured = False
+        self._complaint = ""
+        self._ended = asyncio.Event()
+        events = asyncio.get_running_loop()
+        loop.usage.on_ended = lambda: events.call_soon_threadsafe(self._ended.set)
+
+    async def run(self) -> None:
+        """Publish, until cancelled."""
+        while True:
+            try:
+                await self.publish()
+                self._complaint = ""
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), PERIOD_S)
+                self._ended.clear()
+            except StreamError as e:
+                if str(e) != self._complaint:
+                    log.warning("usage is not published: %s", e)
+                self._complaint, self._ensured = str(e), False
+                await asyncio.sleep(RETRY_S)
+
+    async def publish(self) -> None:
+        """Publish everything so far.
+
+        Raises:
+            StreamError: not all of it could be.
+        """
+        if not self._waiting:
+            taken = await asyncio.wrap_future(self._loop.call(self._loop.take_usage))
+            if not taken:
+                return
+            at_us = time.time_ns() // 1000
+            for first in range(0, len(taken), RECORDS):
+                data = await asyncio.to_thread(self._encode, taken[first : first + RECORDS], at_us)
+                self._waiting.append((self._batch, data))
+        if not self._ensured:
+            await ensure_usage_stream(self._js)
+            self._ensured = True
+        while self._waiting:
+            batch, data = self._waiting[0]
+            await publish(self._js, self._subject, data, id=f"{self.source}:{batch}")
+            self._waiting.popleft()
+
+    def _encode(self, taken: list[Taken], at_us: int) -> bytes:
+        self._batch += 1
+        event = UsageRecorded(
+            source=self.source,
+            batch=self._batch,
+            executor_id=self._id,
+            device_kind=self._kind,
+            cores=self._cores,
+            memory=self._loop.memory,
+            records=tuple([self._record(t, at_us) for t in taken]),
+        )
+        return event.model_dump_json().encode()
+
+    def _record(self, taken: Taken, at_us: int) -> UsageRecord:
+        work = [(self._work_of(digest, program), times) for digest, (program, times) in taken.runs.items()]
+        return UsageRecord(
+            session_id=taken.session_id,
+            tenant=taken.tenant or "default",
+            model=taken.model,
+            priority=taken.priority,
+            at_us=at_us,
+            span_us=-(-taken.span_ns // 1000),
+            runs=sum([times for _, times in work]),
+            gpu_ns=taken.gpu_ns,
+            core_ns=taken.core_ns,
+            moved_bytes=min(sum([moved * times for (moved, _), times in work]), _LARGEST),
+            flops=min(sum([flops * times for (_, flops), times in work]), _LARGEST),
+            resident_mib_us=taken.resident,
+            idle_mib_us=taken.idle,
+            ended=taken.ended,
+        )
+
+    def _work_of(self, digest: bytes, program: Program) -> tuple[int, int]:
+        found = self._work.get(digest)
+        if found is None:
+            found = self._work[digest] = work_of(program)
+            if len(self._work) > WORK_KEPT:
+                self._work.popitem(last=False)
+        return found

@@ -1,0 +1,257 @@
+"""What sessions use: cores and bytes over time, told once and in whole numbers; sessions that are held."""
+
+import threading
+import time
+
+import pytest
+import torch
+from wooly_executor.cores import WorkerClock
+from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+
+SECOND = 1_000_000_000
+MIB = 1 << 20
+
+
+def taken(book, now, priority=2):
+    return {t.session_id: t for t in book.take(lambda _: priority, now)}
+
+
+class Holding:
+    """The integral of a number of bytes over time; they change when somebody looks."""
+
+    __slots__ = ("_at", "byte_ns", "held")
+
+    def __init__(self, now: int = 0) -> None:
+        self.held = self.byte_ns = 0
+        self._at = now
+
+    def borne(self, held: int, now: int) -> tuple[int, int]:
+        """Until now it was as before, from now on it is `held`. Returns that, and bytes times ns so far."""
+        self.byte_ns += self.held * (now - self._at)
+        self._at, self.held = now, held
+        return held, self.byte_ns
+
+
+class Bears:
+    """A session's bytes, as a test says."""
+
+    def __init__(self, held=0):
+        self.held, self.holding = held, Holding()
+
+    def __call__(self, now):
+        return self.holding.borne(self.held, now)
+
+
+def test_residency_is_split_into_executing_and_idle_and_nothing_is_lost():
+    book, bears = UsageBook(), Bears()
+    used = book.opened("a", "acme", "llama", bears, 0)
+    bears.held = 3 * MIB
+    used.launched(5, 5, 10)  # until here it held nothing
+    bears.held = 5 * MIB
+    used.launched(2_000_000, 3_000_000, 10 + 10_000_000)
+    found = taken(book, 20_000_010)["a"]
+    assert (found.gpu_ns, found.core_ns, found.span_ns) == (2_000_005, 3_000_005, 20_000_010)
+    assert found.resident == 3 * 2000 and found.idle == 3 * 8000 + 5 * 10_000
+    book.closed("a", 30_000_010)
+    last = taken(book, 30_000_010)["a"]
+    assert last.ended and last.idle == 5 * 10_000 and not taken(book, 40_000_000)
+    assert (found.tenant, found.model, found.priority) == ("acme", "llama", 2)
+
+
+def test_what_is_less_than_a_unit_stays_for_the_next_time():
+    book = UsageBook()
+    used = book.opened("a", "t", "", Bears(1000), 0)
+    told = resident = 0
+    for n in range(1, 2001):
+        used.launched(700, 700, n * 1001)
+        found = taken(book, n * 1001)["a"]
+        told, resident = told + found.idle, resident + found.resident
+    assert used.byte_ns == 1000 * 1001 * 2000 and used.executing_byte_ns == 1000 * 700 * 2000
+    assert resident == used.executing_byte_ns // MIB_US and told == (used.byte_ns - used.executing_byte_ns) // MIB_US
+
+
+def test_session_that_only_holds_memory_is_told_of_now_and_then():
+    book = UsageBook()
+    used = book.opened("a", "t", "", Bears(MIB), 0)
+    used.launched(1, 1, 1)
+    assert taken(book, 1)["a"].gpu_ns == 1
+    assert not taken(book, IDLE_NS)
+    found = taken(book, IDLE_NS + 2)["a"]
+    assert found.idle == (used.byte_ns - used.executing_byte_ns) // MIB_US == (IDLE_NS + 1) // 1000
+    book.opened("b", "t", "", Bears(), IDLE_NS)
+    assert not taken(
+        book, 2 * IDLE_NS
+    )  # neither has anything new: the one holds nothing, the other was told of just now
+
+
+def test_launch_that_outlives_its_session_is_told_of():
+    book = UsageBook()
+    used = book.opened("a", "t", "", Bears(), 0)
+    book.closed("a", 5)
+    used.launched(7, 8, 9)
+    assert (taken(book, 10)["a"].gpu_ns, book.take(lambda _: 2, 11)) == (7, [])
+
+
+def test_work_is_that_of_the_op_table(wis):
+    v = wis.at(DType.F32, 8, 16)
+    w = wis.at(DType.F32, 16, 4)
+    out = wis.at(DType.F32, 8, 4)
+    body = wis.body().alloc("y", 128).call("aten.mm.default", ("in", "x", v), ("in", "w", w), ("out", "y", out))
+    moved, flops = work_of(body.program)
+    assert moved == 4 * (8 * 16 + 16 * 4 + 8 * 4) and flops == 0  # an extern: the table knows what it touches
+    tape = Tape()
+    x, y = tape.input(DType.F32, 8, 16), tape.input(DType.F32, 16, 4)
+    tape.op("mm", x, y)
+    assert work_of(tape.program()[0])[1] == 2 * 8 * 16 * 4
+
+
+def busy(wis, client, times=30, n=256):
+    v = wis.at(DType.F32, n, n)
+    client.run(wis.body().alloc("x", 4 * n * n).fill("x", v, 0.5), {"x": 1})
+    body = (
+        wis.body()
+        .alloc("y", 4 * n * n)
+        .call("aten.mm.default", ("in", "x", v), ("in", "x", v), ("out", "y", v))
+        .free("y")
+    )
+    name = client.define(body)
+    for k in range(times):
+        client.start(name, [10 + k, 1])
+    client.sync()
+
+
+def test_sum_of_all_sessions_is_what_the_device_was_busy(device, wis):
+    clients = [device.open(f"s{n}", weight=1 + n) for n in range(3)]
+    threads = [threading.Thread(target=busy, args=(wis, c)) for c in clients]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    found = device.call(device.loop.take_usage)
+    assert sorted(t.session_id for t in found) == ["s0", "s1", "s2"]
+    assert sum(t.gpu_ns for t in found) == device.call(lambda: device.loop.busy_ns) > 0
+    assert all(t.core_ns >= t.gpu_ns for t in found)
+    assert [sum(n for _, n in t.runs.values()) for t in found] == [31] * 3
+
+
+def test_sum_of_residency_is_the_books(device, wis):
+    """What the sessions are told to have held is the integral of what the device's sessions held, and begins anew nowhere."""
+    a, b = device.open("a"), device.open("b")
+    for n, client in enumerate((a, b)):
+        client.make(1, *([1.0] * 1000 * (n + 1)))
+        client.sync()
+    book = device.loop.usage
+
+    def integral():
+        now = time.monotonic_ns()
+        book.take(lambda _: 2, now)
+        return now, {s.id: (s.used.byte_ns, s.bytes) for s in device.loop.sessions()}
+
+    first, before = device.call(integral)
+    time.sleep(0.05)
+    second, after = device.call(integral)
+    for name, held in (("a", 4000), ("b", 8000)):
+        assert before[name][1] == held and after[name][0] - before[name][0] == held * (second - first)
+    assert sum(h for _, h in after.values()) == sum(bytes_ for bytes_, _ in device.held().values())
+
+
+@pytest.mark.skipif(torch.get_num_threads() < 2, reason="one core")
+def test_workers_of_the_library_are_seen():
+    """Two threads that multiply for a while occupy two threads' time, of which the caller's clock has only its own."""
+    seen = {}
+
+    def work():
+        torch.set_num_threads(2)
+        clock = WorkerClock()
+        clock.attach()
+        x = torch.ones(600, 600)
+        own, others = time.thread_time_ns(), clock.read()
+        for _ in range(20):
+            torch.mm(x, x)
+        seen["own"], seen["others"] = time.thread_time_ns() - own, clock.read() - others
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    torch.set_num_threads(before)
+    assert seen["others"] > seen["own"] // 4 > 0
+
+
+def test_one_thread_has_no_workers():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    clock = WorkerClock()
+    clock.attach()
+    torch.set_num_threads(before)
+    assert clock.read() == 0
+
+
+# -- held sessions ---------------------------------------------------------------------------------------------------
+
+
+def hold(device, session, why, paused=None):
+    def steer():
+        policy, _, exclusive = device.loop.dispatch.treatment(session)
+        device.loop.dispatch.steer(session, policy, device.loop.suspend(session, paused, why), exclusive)
+
+    device.call(steer)
+
+
+def test_held_session_is_told_why_and_goes_on_where_it_was(device, wis):
+    client = device.open("s")
+    client.make(1, 1.0, 2.0)
+    v = wis.at(DType.F32, 2)
+    name = client.define(wis.body().call("aten.add_.Tensor", ("inout", "x", v), ("in", "x", v)))
+    client.sync()
+    hold(device, "s", "the credits are used up")
+    assert client.floats(1, 2) == [1.0, 2.0]  # what is there may be read
+    client.start(name, [1])
+    for _ in range(2):
+        with pytest.raises(wis.error, match="the credits are used up") as e:
+            client.floats(1, 2)
+        assert e.value.code == "executor.held"
+    with pytest.raises(wis.error, match="used up"):
+        client.sync()
+    client.start(name, [1])
+    hold(device, "s", "")
+    assert client.floats(1, 2) == [4.0, 8.0]
+
+
+def test_what_waits_when_the_hold_comes_is_answered(device, wis):
+    client = device.open("s")
+    client.make(1, 1.0)
+    v = wis.at(DType.F32, 1)
+    name = client.define(wis.body().call("aten.add_.Tensor", ("inout", "x", v), ("in", "x", v)))
+    client.sync()
+    hold(device, "s", None, paused=True)
+    client.start(name, [1])
+    client.ask(1, 4)
+    hold(device, "s", "no credits")
+    with pytest.raises(wis.error, match="no credits"):
+        client.take(4)
+    hold(device, "s", "")  # somebody else suspended it: it stays so
+    client.ask(1, 4)
+    assert device.call(lambda: device.loop.dispatch.treatment("s")[1])
+    hold(device, "s", None, paused=False)
+    assert client.take(4) == b"\x00\x00\x00\x40"
+
+
+def test_results_that_a_refused_run_makes_later_are_freed(device, wis):
+    client = device.open("s")
+    client.make(1, 1.0, 0.0)
+    v = wis.at(DType.F32, 2)
+    find = wis.body().call("aten.nonzero.default", ("in", "x", v), ("out", "y", None))
+    name = client.define(find)
+    client.sync()
+    hold(device, "s", "no credits")
+    client.start(name, [1, 7], reply=True)
+    with pytest.raises(wis.error, match="no credits"):
+        client.answer()
+    hold(device, "s", "")
+    client.sync()
+    assert device.held()["s"][1] == 1
+    client.start(name, [1, 7], reply=True)
+    assert client.answer()["outputs"][0]["sizes"] == [1, 1]

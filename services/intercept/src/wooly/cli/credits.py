@@ -1,0 +1,142 @@
+"""`wooly credits`: what was spent, by run, model or hour, and what may be."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from wooly_bus import subjects
+from wooly_wis.credits import CreditsReply, CreditsRequest, CreditsRow
+
+from wooly.control import Controller
+from wooly.errors import WoolyError
+
+#: Seconds that the end of a run waits for its bill.
+BILL_S = 3.5
+_UNIT = 1_000_000
+_FIELDS = (
+    "tenant",
+    "name",
+    "model",
+    "began_us",
+    "until_us",
+    "ended",
+    "runs",
+    "gpu_ns",
+    "core_ns",
+    "moved_bytes",
+    "flops",
+    "resident_mib_us",
+    "idle_mib_us",
+    "core_ucr",
+    "vram_ucr",
+)
+
+
+def credits_of(ucr: int, digits: int = 3) -> str:
+    """Micro-credits as credits for people, cut off after so many digits."""
+    sign, ucr = ("-", -ucr) if ucr < 0 else ("", ucr)
+    return f"{sign}{ucr // _UNIT:,}.{ucr % _UNIT // 10 ** (6 - digits):0{digits}d}"
+
+
+def read_credits(controller: Controller, request: CreditsRequest, most: int) -> CreditsReply:
+    """At most `most` rows of a request, however many replies they take."""
+    rows: list[CreditsRow] = []
+    while True:
+        page = request.model_copy(update={"offset": len(rows), "limit": min(most - len(rows), 1000)})
+        reply: CreditsReply = controller.ask_metering(subjects.METERING_CREDITS_SHOW, page, CreditsReply)
+        rows += reply.rows
+        if not reply.more or len(rows) >= most:
+            return reply.model_copy(update={"rows": tuple(rows)})
+
+
+def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
+    """The balance and the rows as tables."""
+    total = reply.core_ucr + reply.vram_ucr
+    console.print(
+        f"[bold]{credits_of(total)}[/] credits: {credits_of(reply.core_ucr)} core, {credits_of(reply.vram_ucr)} VRAM",
+        highlight=False,
+    )
+    for b in reply.budgets:
+        limits = [
+            f"{name} limit {credits_of(limit)}, {credits_of(limit - b.spent_ucr)} left"
+            for name, limit in (("soft", b.soft_ucr), ("hard", b.hard_ucr))
+            if limit is not None
+        ]
+        period = {"total": "in all", "month": "this month", "day": "today"}[b.period]
+        held = "  [bold red]suspended[/]" if b.held else ""
+        told = "; ".join(limits) or "no limit"
+        console.print(f"  {b.tenant}: {credits_of(b.spent_ucr)} {period}; {told}{held}", highlight=False)
+    if reply.quarantined:
+        console.print(f"  [yellow]{reply.quarantined} reports of usage are in quarantine[/]", highlight=False)
+    if not reply.rows:
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("tenant", by, *(["model"] if by == "run" else []), "began"):
+        table.add_column(column)
+    for column in ("programs", "core s", "core credits", "MiB s", "VRAM credits"):
+        table.add_column(column, justify="right")
+    for r in reply.rows:
+        name = _time(int(r.name)) if by == "hour" else r.name
+        if by == "run" and not r.ended:
+            name += " (runs)"
+        table.add_row(
+            r.tenant,
+            name,
+            *([r.model] if by == "run" else []),
+            _time(r.began_us),
+            f"{r.runs:,}",
+            f"{r.core_ns / 1e9:,.3f}",
+            credits_of(r.core_ucr),
+            f"{r.resident_mib_us / 1e6:,.1f}",
+            credits_of(r.vram_ucr),
+        )
+    console.print(table)
+    if reply.more:
+        console.print("  and more: --limit N")
+
+
+def _time(us: int) -> str:
+    return datetime.datetime.fromtimestamp(us / 1e6, datetime.UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def as_csv(rows: Sequence[CreditsRow]) -> str:
+    """The rows in integers, with the names of the fields."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(_FIELDS)
+    writer.writerows([[getattr(row, field) for field in _FIELDS] for row in rows])
+    return out.getvalue()
+
+
+def bill_at_end(opened: Any) -> list[CreditsRow]:
+    """Have the session's bill asked for once it is given back; the list has it then, if there is metering."""
+    found: list[CreditsRow] = []
+
+    def ask(controller: Controller) -> None:
+        request = CreditsRequest(session_id=opened.session_id, settled=True)
+        try:
+            reply = controller.ask_metering(subjects.METERING_CREDITS_SHOW, request, CreditsReply, timeout=BILL_S)
+        except WoolyError:
+            return  # no metering: nothing is billed
+        found.extend(reply.rows)
+
+    opened.on_closed = ask
+    return found
+
+
+def bill_line(rows: Sequence[CreditsRow]) -> str:
+    """One line for the end of a run."""
+    if not rows:
+        return "credits: metering has not answered; [bold]wooly credits[/] shows them"
+    r = rows[0]
+    return (
+        f"credits: [bold]{credits_of(r.core_ucr + r.vram_ucr)}[/] = {credits_of(r.core_ucr)} for "
+        f"{r.core_ns / 1e9:.3f} core seconds + {credits_of(r.vram_ucr)} for {r.resident_mib_us / 1e6:.1f} MiB seconds"
+        + ("" if r.ended else " so far")
+    )

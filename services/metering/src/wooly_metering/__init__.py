@@ -1,0 +1,1 @@
+"""Wooly Credits: what sessions used becomes entries of a ledger, sums, budgets and statements."""

@@ -1,0 +1,229 @@
+"""Metering's front: books the stream, answers over NATS, tells of budgets, statements and quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+import sqlalchemy.exc
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_wis.credits import (
+    AddPlanRequest,
+    BudgetState,
+    CorrectEntryRequest,
+    CreditsReply,
+    CreditsRequest,
+    EntriesReply,
+    EntriesRequest,
+    LedgerEntry,
+    MakeStatementRequest,
+    PlansReply,
+    PlansRequest,
+    PricePlan,
+    QuarantineReply,
+    QuarantineRequest,
+    SetBudgetRequest,
+    Statement,
+    StatementMade,
+    StatementsReply,
+    StatementsRequest,
+    UsageQuarantined,
+)
+
+from wooly_metering.core.budgets import Budget
+from wooly_metering.enforcement import Enforcer
+from wooly_metering.errors import MeteringError
+from wooly_metering.ledger.database import Database
+from wooly_metering.ledger.reader import Reader
+from wooly_metering.ledger.writer import Booked, Writer
+
+log = logging.getLogger("wooly.metering")
+#: Seconds that a request waits for the last usage of a run.
+SETTLE_S = 2.0
+#: Rows of one reply at most: what a message carries.
+ROWS = 1000
+
+
+class MeteringActor:
+    """Answers from the ledger, which has the state; any number of these may run.
+
+    Args:
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, app: ServiceApp, database: Database, clock: Callable[[], float] = time.time) -> None:
+        self.reader, self.writer = Reader(database), Writer(database)
+        self.enforcer = Enforcer(app, self.reader)
+        self.entries = self.duplicates = self.quarantined = 0
+        self._app, self._clock = app, clock
+        self._ended = asyncio.Event()
+        self._spent: set[str] = set()
+        self._due = asyncio.Event()
+        for subject, model, handler in (
+            (subjects.METERING_CREDITS_SHOW, CreditsRequest, self.on_credits),
+            (subjects.METERING_BUDGET_SET, SetBudgetRequest, self.on_set_budget),
+            (subjects.METERING_PLAN_ADD, AddPlanRequest, self.on_add_plan),
+            (subjects.METERING_PLAN_LIST, PlansRequest, self.on_plans),
+            (subjects.METERING_ENTRY_LIST, EntriesRequest, self.on_entries),
+            (subjects.METERING_ENTRY_CORRECT, CorrectEntryRequest, self.on_correct_entry),
+            (subjects.METERING_STATEMENT_MAKE, MakeStatementRequest, self.on_make_statement),
+            (subjects.METERING_STATEMENT_LIST, StatementsRequest, self.on_statements),
+            (subjects.METERING_QUARANTINE_LIST, QuarantineRequest, self.on_quarantine),
+        ):
+            app.serve(subject, model, handler, queue="metering")  # type: ignore[arg-type]  # pairs that fit
+
+    def now_us(self) -> int:
+        """Microseconds since 1970."""
+        return int(self._clock() * 1e6)
+
+    async def on_booked(self, booked: Booked) -> None:
+        """A transaction is in the ledger."""
+        self.entries += booked.entries
+        self.duplicates += booked.duplicates
+        self.quarantined += len(booked.quarantined)
+        self.enforcer.noted(booked.runs)
+        if any(ended for *_, ended in booked.runs):
+            self._ended.set()
+            self._ended = asyncio.Event()
+        self._spent |= booked.tenants
+        self._due.set()
+        for number, reason in booked.quarantined:
+            await self._app.publish(
+                subjects.METERING_USAGE_QUARANTINED, UsageQuarantined(id=number, reason=reason[:1024])
+            )
+
+    async def watch(self, every_s: float) -> None:
+        """Look at budgets of those who spent, and at all every so often, for ever. Booking does not wait for it."""
+        await self.enforcer.begin(self.now_us())
+        looked = time.monotonic()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), every_s)
+            self._due.clear()
+            spent, self._spent = self._spent, set()
+            everybody = time.monotonic() - looked >= every_s
+            try:
+                await self.enforcer.look(None if everybody else frozenset(spent), self.now_us())
+            except sqlalchemy.exc.SQLAlchemyError as e:
+                log.warning("budgets cannot be read: %s; trying again", e)
+                self._spent |= spent
+                await asyncio.sleep(1)
+            if everybody:
+                looked = time.monotonic()
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    async def on_credits(self, request: CreditsRequest) -> CreditsReply:
+        """What has been booked."""
+        if request.settled and request.session_id:
+            await self._settled(request)
+        return await asyncio.to_thread(self._credits, request)
+
+    async def _settled(self, request: CreditsRequest) -> None:
+        until = time.monotonic() + SETTLE_S
+        while True:
+            ended = self._ended
+            rows, _ = await asyncio.to_thread(self.reader.rows, request)
+            left = until - time.monotonic()
+            if (rows and rows[0].ended) or left <= 0:
+                return
+            try:  # another process may be the one that books: look again anyhow
+                await asyncio.wait_for(ended.wait(), min(left, 0.2))
+            except TimeoutError:
+                continue
+
+    def _credits(self, request: CreditsRequest) -> CreditsReply:
+        rows, more = self.reader.rows(request)
+        core, vram = self.reader.totals(request.tenant)
+        return CreditsReply(
+            core_ucr=core,
+            vram_ucr=vram,
+            quarantined=self.reader.quarantine_count(),
+            budgets=tuple([self._state(b) for b in self.reader.budgets(request.tenant)[:ROWS]]),
+            rows=tuple(rows),
+            more=more,
+        )
+
+    def _state(self, budget: Budget) -> BudgetState:
+        spent = self.reader.spent(budget, self.now_us())
+        return BudgetState(
+            tenant=budget.tenant,
+            period=budget.period,  # type: ignore[arg-type]  # the database holds what the model allowed
+            soft_ucr=budget.soft_ucr,
+            hard_ucr=budget.hard_ucr,
+            spent_ucr=spent,
+            held=budget.held(spent),
+        )
+
+    async def on_set_budget(self, request: SetBudgetRequest) -> BudgetState:
+        """A tenant's budget from now on; its sessions are held or let go before this is answered."""
+        budget = Budget(request.tenant, request.period, request.soft_ucr, request.hard_ucr)
+        await asyncio.to_thread(self.writer.set_budget, budget)
+        await self.enforcer.look(None, self.now_us())
+        return await asyncio.to_thread(self._state, budget)
+
+    async def on_add_plan(self, request: AddPlanRequest) -> PricePlan:
+        """A further price plan."""
+        try:
+            return await asyncio.to_thread(self.writer.add_plan, request.plan)
+        except MeteringError as e:
+            raise RefusedError(e.code, str(e)) from e
+
+    async def on_plans(self, request: PlansRequest) -> PlansReply:
+        """All price plans."""
+        return PlansReply(plans=tuple(await asyncio.to_thread(self.reader.plans)))
+
+    async def on_entries(self, request: EntriesRequest) -> EntriesReply:
+        """Entries of the ledger."""
+        found, more = await asyncio.to_thread(self.reader.entries, request)
+        return EntriesReply(entries=tuple(found), more=more)
+
+    async def on_correct_entry(self, request: CorrectEntryRequest) -> LedgerEntry:
+        """Take credits back by a counter-entry."""
+        try:
+            number = await asyncio.to_thread(
+                self.writer.correct,
+                request.request_id,
+                request.entry,
+                request.core_ucr,
+                request.vram_ucr,
+                request.reason,
+                self.now_us(),
+            )
+        except MeteringError as e:
+            raise RefusedError(e.code, str(e)) from e
+        found, _ = await asyncio.to_thread(self.reader.entries, EntriesRequest(after=number - 1, limit=1))
+        await self.enforcer.look(frozenset([found[0].tenant]), self.now_us())
+        return found[0]
+
+    async def on_make_statement(self, request: MakeStatementRequest) -> Statement:
+        """Bill what has no statement yet."""
+        try:
+            made, new = await asyncio.to_thread(self.writer.make_statement, request.tenant, self.now_us())
+        except MeteringError as e:
+            raise RefusedError(e.code, str(e)) from e
+        if new:
+            event = StatementMade(
+                tenant=made.tenant,
+                number=made.number,
+                core_ucr=made.core_ucr,
+                vram_ucr=made.vram_ucr,
+                digest=made.digest,
+            )
+            await self._app.publish(subjects.METERING_STATEMENT_MADE, event)
+        return made
+
+    async def on_statements(self, request: StatementsRequest) -> StatementsReply:
+        """A tenant's statements."""
+        found, more = await asyncio.to_thread(self.reader.statements, request.tenant, request.after)
+        return StatementsReply(statements=tuple(found), more=more)
+
+    async def on_quarantine(self, request: QuarantineRequest) -> QuarantineReply:
+        """What could not be booked."""
+        found, more = await asyncio.to_thread(self.reader.quarantined, request)
+        return QuarantineReply(found=tuple(found), more=more)

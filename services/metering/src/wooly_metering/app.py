@@ -1,0 +1,100 @@
+"""Wires the metering process: settings, ledger, NATS, REST."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import sqlalchemy.exc
+import uvicorn
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+from wooly_bus.app import ServiceApp, until_signalled
+from wooly_bus.errors import BusError
+from wooly_bus.tracing import setup_tracing
+
+from wooly_metering.actor import MeteringActor
+from wooly_metering.exporter import CreditsCollector
+from wooly_metering.follower import Follower
+from wooly_metering.ledger.database import Database, migrate
+from wooly_metering.rest import create_rest
+from wooly_metering.settings import MeteringSettings
+
+log = logging.getLogger("wooly.metering")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: signals belong to `until_signalled`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(settings: MeteringSettings, database: Database) -> None:
+    """Serve until a signal comes.
+
+    Raises:
+        BusConnectError: NATS does not answer.
+        OSError: the port of REST is taken.
+    """
+    app = ServiceApp("metering", settings.nats_url)
+    actor = MeteringActor(app, database)
+    async with _http(settings, actor), app.running():
+        follower = Follower(app.jetstream(), actor.writer, settings.batch_events, actor.on_booked)
+        log.info("metering books %s", settings.ledger_url.partition("@")[0])
+        works = (until_signalled(), follower.run(), actor.watch(settings.budgets_s))
+        tasks = [asyncio.create_task(work) for work in works]
+        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for task in done:
+            task.result()
+
+
+@contextlib.asynccontextmanager
+async def _http(settings: MeteringSettings, actor: MeteringActor) -> AsyncIterator[None]:
+    """REST and `/metrics` inside the block; the port is in a file."""
+    if settings.http_port is None:
+        yield
+        return
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(CreditsCollector(actor))
+    port_file = settings.state_dir / "metering.port"
+    with socket.create_server((settings.http_host, settings.http_port)) as listener:
+        config = uvicorn.Config(create_rest(actor, registry), log_level="warning", lifespan="off")
+        server = _Server(config)
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        try:
+            port = listener.getsockname()[1]
+            port_file.write_text(str(port))
+            log.info("metering: http://%s:%d/api/v1/credits", settings.http_host, port)
+            yield
+        finally:
+            port_file.unlink(missing_ok=True)
+            server.should_exit = True
+            await task
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    try:
+        settings = MeteringSettings()
+        setup_tracing("metering")
+        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        migrate(settings.ledger_url)
+        database = Database(settings.ledger_url)
+        try:
+            asyncio.run(serve(settings, database))
+        finally:
+            database.close()
+    except (BusError, ValidationError, OSError, sqlalchemy.exc.SQLAlchemyError) as e:
+        log.error("metering ends: %s", e)
+        return 1
+    return 0

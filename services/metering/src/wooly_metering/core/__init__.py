@@ -1,0 +1,1 @@
+"""Metering's arithmetic and judgement: integers in, integers out. No clock, no database, no NATS."""

@@ -1,0 +1,127 @@
+"""Holds the sessions of tenants that have spent their hard limit, and lets them go on when it is raised.
+
+A hold is its own reason to be suspended: what an operator suspended stays so. Executors forget nothing of a held session; what
+its client waits for is answered with the reason, and asked again it is answered once the session goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, NoResponderError, RefusedError
+from wooly_wis.credits import BudgetReached, BudgetState
+from wooly_wis.messages import SteerSessionReply, SteerSessionRequest
+
+from wooly_metering.core.budgets import Budget
+from wooly_metering.core.rating import text
+from wooly_metering.ledger.reader import Reader
+
+log = logging.getLogger("wooly.metering")
+EXECUTOR_TIMEOUT_S = 2.0
+
+
+def why(budget: Budget, spent_ucr: int) -> str:
+    """What a held session's client is told."""
+    limit = text(budget.hard_ucr or 0)
+    when = {"total": "", "month": " this month", "day": " today"}[budget.period]
+    return (
+        f"the credits of tenant {budget.tenant} are used up: {text(spent_ucr)} of {limit} were spent{when}. The session is "
+        f"suspended and keeps its memory and its queue; raise the limit (`wooly credits budget {budget.tenant} --hard N`) and "
+        "ask again"
+    )
+
+
+class Enforcer:
+    """Knows who is held, and where sessions run."""
+
+    def __init__(self, app: ServiceApp, reader: Reader) -> None:
+        self._app, self._reader = app, reader
+        self._turn = asyncio.Lock()
+        #: tenant -> (session, executor) that are open
+        self._open: dict[str, set[tuple[str, str]]] = {}
+        self._told: dict[str, str] = {}
+        self._held: dict[str, set[tuple[str, str]]] = {}
+        self._budgeted: set[str] = set()
+
+    def held(self, tenant: str) -> bool:
+        """Whether a tenant's sessions are suspended."""
+        return self._told.get(tenant) == "hard"
+
+    async def begin(self, now_us: int) -> None:
+        """Take up what the ledger knows; everybody is told again."""
+        for session, executor, tenant in await asyncio.to_thread(self._reader.open_runs):
+            self._open.setdefault(tenant, set()).add((session, executor))
+        await self.look(None, now_us)
+
+    def noted(self, runs: tuple[tuple[str, str, str, bool], ...]) -> None:
+        """There is usage of these runs."""
+        for session, executor, tenant, ended in runs:
+            known = self._open.setdefault(tenant, set())
+            if ended:
+                known.discard((session, executor))
+                self._held.get(tenant, set()).discard((session, executor))
+                if not known:
+                    del self._open[tenant]
+            else:
+                known.add((session, executor))
+
+    async def look(self, tenants: frozenset[str] | None, now_us: int) -> None:
+        """Hold and let go, of these tenants or all."""
+        if tenants is not None and not tenants & self._budgeted:
+            return
+        async with self._turn:
+            budgets = await asyncio.to_thread(self._reader.budgets)
+            self._budgeted = {b.tenant for b in budgets}
+            for budget in budgets:
+                if tenants is None or budget.tenant in tenants:
+                    await self._judge(budget, await asyncio.to_thread(self._reader.spent, budget, now_us))
+            for tenant in [t for t in self._told if t not in self._budgeted]:
+                await self._tell(tenant, set(self._held.get(tenant, ())), "")
+                del self._told[tenant]
+
+    async def _judge(self, budget: Budget, spent: int) -> None:
+        tenant, reached = budget.tenant, budget.reached(spent)
+        if reached and reached != self._told.get(tenant):
+            log.warning("tenant %s has reached its %s limit: %s credits", tenant, reached, text(spent))
+            state = BudgetState(
+                tenant=tenant,
+                period=budget.period,  # type: ignore[arg-type]  # the database holds what the model allowed
+                soft_ucr=budget.soft_ucr,
+                hard_ucr=budget.hard_ucr,
+                spent_ucr=spent,
+                held=reached == "hard",
+            )
+            event = BudgetReached(budget=state, limit="hard" if reached == "hard" else "soft")
+            await self._app.publish(subjects.METERING_BUDGET_REACHED, event)
+        self._told[tenant] = reached
+        if reached == "hard":
+            wanted = self._open.get(tenant, set()) - self._held.get(tenant, set())
+            await self._tell(tenant, set(wanted), why(budget, spent))
+        else:
+            await self._tell(tenant, set(self._held.get(tenant, ())), "")
+
+    async def _tell(self, tenant: str, sessions: set[tuple[str, str]], hold: str) -> None:
+        """Hold sessions, or let them go; who does not answer is asked again at the next look."""
+        answers = await asyncio.gather(*[self._steer(s, e, hold) for s, e in sorted(sessions)])
+        for key, done in zip(sorted(sessions), answers, strict=True):
+            if done and hold:
+                self._held.setdefault(tenant, set()).add(key)
+            elif done:
+                self._held.get(tenant, set()).discard(key)
+
+    async def _steer(self, session: str, executor: str, hold: str) -> bool:
+        request = SteerSessionRequest(session_id=session, hold=hold)
+        subject = subjects.executor_session_steer(executor)
+        try:
+            await self._app.request(subject, request, SteerSessionReply, timeout=EXECUTOR_TIMEOUT_S)
+        except RefusedError as e:
+            log.info("session %s on %s: %s", session, executor, e)  # it is over
+        except NoResponderError:
+            return False
+        except BusError as e:
+            log.warning("session %s on %s could not be %s: %s", session, executor, "held" if hold else "let go", e)
+            return False
+        return True

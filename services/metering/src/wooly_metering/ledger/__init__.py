@@ -1,0 +1,1 @@
+"""The ledger in a database: SQLite where everything is on one machine, PostgreSQL in production."""

@@ -1,0 +1,89 @@
+"""The connection to the database, its schema, and its one writer at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
+
+#: The key of PostgreSQL's advisory lock around migrations and every write ("credit").
+WRITE_LOCK = 0x637265646974
+#: Seconds that a writer waits for another one (SQLite has one at a time).
+BUSY_S = 30.0
+
+
+def _config(url: str) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parents[1] / "migrations"))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    return config
+
+
+def migrate(url: str, revision: str = "head") -> None:
+    """Bring the database at `url` up to a schema, the newest by default. Several processes may do so at once."""
+    command.upgrade(_config(url), revision)
+
+
+def revert(url: str, revision: str) -> None:
+    """Bring the database at `url` back to an earlier schema."""
+    command.downgrade(_config(url), revision)
+
+
+def connect(url: str, begin: str = "BEGIN IMMEDIATE") -> Engine:
+    """A pool of connections. On SQLite, transactions begin with `begin`, unless an option `wooly_begin` says otherwise."""
+    if make_url(url).get_backend_name() != "sqlite":
+        return create_engine(url, pool_pre_ping=True)
+    engine = create_engine(url, connect_args={"timeout": BUSY_S})
+
+    def begun(connection: Connection) -> None:
+        connection.exec_driver_sql(connection.get_execution_options().get("wooly_begin", begin))
+
+    event.listen(engine, "connect", _tune_sqlite)
+    event.listen(engine, "begin", begun)
+    return engine
+
+
+class Database:
+    """A pool of connections; from any thread.
+
+    Args:
+        url: SQLAlchemy's (`sqlite:///…`, `postgresql+psycopg://…`).
+    """
+
+    def __init__(self, url: str) -> None:
+        self._engine = connect(url, "BEGIN")
+        self.sqlite = self._engine.dialect.name == "sqlite"
+        self._writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A transaction that changes nothing, and sees one moment."""
+        isolation: dict[str, Any] = {} if self.sqlite else {"isolation_level": "REPEATABLE READ"}
+        with self._engine.connect().execution_options(**isolation) as connection, connection.begin():
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """A transaction that is committed at the end of the block or undone where the block raises; one in all processes."""
+        with self._writer.begin() as connection:
+            if not self.sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": WRITE_LOCK})
+            yield connection
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._engine.dispose()
+
+
+def _tune_sqlite(connection: Any, _: Any) -> None:
+    """Transactions begin where we say, not at the first write. A commit waits for the disk."""
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute("PRAGMA foreign_keys=ON")
+    cursor.close()

@@ -1,0 +1,208 @@
+"""Everything that is asked of the ledger and changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Select, func, literal, select
+from wooly_wis.credits import (
+    CreditsRequest,
+    CreditsRow,
+    EntriesRequest,
+    LedgerEntry,
+    PricePlan,
+    QuarantinedUsage,
+    QuarantineRequest,
+    Statement,
+)
+
+from wooly_metering.core.booking import COLUMNS, SUMS, USAGE
+from wooly_metering.core.budgets import Budget, period_begin_us
+from wooly_metering.ledger.database import Database
+from wooly_metering.ledger.tables import budgets, entries, hours, plans, quarantine, runs, statements
+
+_QUANTITIES = SUMS[1:]
+_SHOWN = tuple(name for name in COLUMNS if name not in ("source_id", "batch", "item", "kind"))
+#: Statements are told in pieces of about so many bytes.
+STATEMENT_BYTES = 600_000
+
+
+class Reader:
+    """Reads one database."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    # -- credits -----------------------------------------------------------------------------------------------------
+
+    def totals(self, tenant: str = "") -> tuple[int, int]:
+        """All core and VRAM credits that were booked, of a tenant or of all."""
+        query = select(func.sum(hours.c.core_ucr), func.sum(hours.c.vram_ucr))
+        if tenant:
+            query = query.where(hours.c.tenant == tenant)
+        with self._db.reading() as c:
+            core, vram = c.execute(query).one()
+        return int(core or 0), int(vram or 0)
+
+    def by_tenant(self) -> dict[str, dict[str, int]]:
+        """All sums per tenant."""
+        query = select(hours.c.tenant, *[func.sum(hours.c[n]).label(n) for n in SUMS]).group_by(hours.c.tenant)
+        with self._db.reading() as c:
+            return {row.tenant: {n: int(getattr(row, n)) for n in SUMS} for row in c.execute(query)}
+
+    def rows(self, request: CreditsRequest) -> tuple[list[CreditsRow], bool]:
+        """Rows of a request, and whether there are further ones."""
+        query = self._by_run(request) if request.by == "run" or request.session_id else self._by_hour(request)
+        query = query.offset(request.offset).limit(request.limit + 1)
+        with self._db.reading() as c:
+            found = [_row(row) for row in c.execute(query)]
+        return found[: request.limit], len(found) > request.limit
+
+    def _by_run(self, request: CreditsRequest) -> Select[Any]:
+        """A run may be on several executors: it is over when all of them say so."""
+        began, until = func.min(runs.c.began_us), func.max(runs.c.until_us)
+        keys = runs.c.session_id, runs.c.tenant, runs.c.model
+        query = (
+            select(
+                runs.c.tenant,
+                runs.c.session_id.label("name"),
+                runs.c.model,
+                began.label("began_us"),
+                until.label("until_us"),
+                (func.count() == func.count().filter(runs.c.ended)).label("ended"),
+                *[func.sum(runs.c[n]).label(n) for n in _QUANTITIES],
+            )
+            .group_by(*keys)
+            .order_by(began.desc(), runs.c.session_id)
+        )
+        if request.session_id:
+            query = query.where(runs.c.session_id == request.session_id)
+        if request.tenant:
+            query = query.where(runs.c.tenant == request.tenant)
+        if request.since_us:
+            query = query.where(runs.c.until_us >= request.since_us)
+        if request.until_us is not None:
+            query = query.where(runs.c.began_us < request.until_us)
+        return query
+
+    def _by_hour(self, request: CreditsRequest) -> Select[Any]:
+        by_model = request.by == "model"
+        name = hours.c.model if by_model else hours.c.hour_us
+        query = (
+            select(
+                hours.c.tenant,
+                name.label("name"),
+                (name if by_model else literal("")).label("model"),
+                func.min(hours.c.hour_us).label("began_us"),
+                func.max(hours.c.hour_us).label("until_us"),
+                *[func.sum(hours.c[n]).label(n) for n in _QUANTITIES],
+            )
+            .group_by(hours.c.tenant, name)
+            .order_by(func.max(hours.c.hour_us).desc(), name, hours.c.tenant)
+        )
+        if request.tenant:
+            query = query.where(hours.c.tenant == request.tenant)
+        if request.since_us:
+            query = query.where(hours.c.hour_us >= request.since_us)
+        if request.until_us is not None:
+            query = query.where(hours.c.hour_us < request.until_us)
+        return query
+
+    def open_runs(self) -> list[tuple[str, str, str]]:
+        """Session, executor and tenant of runs whose last record has not come."""
+        with self._db.reading() as c:
+            query = select(runs.c.session_id, runs.c.executor_id, runs.c.tenant).where(runs.c.ended.is_(False))
+            return [(row[0], row[1], row[2]) for row in c.execute(query)]
+
+    # -- budgets and plans -------------------------------------------------------------------------------------------
+
+    def budgets(self, tenant: str = "") -> list[Budget]:
+        """All budgets, or a tenant's."""
+        query = select(budgets).order_by(budgets.c.tenant)
+        if tenant:
+            query = query.where(budgets.c.tenant == tenant)
+        with self._db.reading() as c:
+            return [Budget(**row._mapping) for row in c.execute(query)]
+
+    def spent(self, budget: Budget, now_us: int) -> int:
+        """What the tenant spent in the budget's period, core and VRAM together."""
+        query = (
+            select(func.sum(hours.c.core_ucr), func.sum(hours.c.vram_ucr))
+            .where(hours.c.tenant == budget.tenant)
+            .where(hours.c.hour_us >= period_begin_us(budget.period, now_us))
+        )
+        with self._db.reading() as c:
+            core, vram = c.execute(query).one()
+        return int(core or 0) + int(vram or 0)
+
+    def plans(self) -> list[PricePlan]:
+        """All price plans, oldest first."""
+        with self._db.reading() as c:
+            return [PricePlan(**row._mapping) for row in c.execute(select(plans).order_by(plans.c.id))]
+
+    # -- entries, statements, quarantine -----------------------------------------------------------------------------
+
+    def entries(self, request: EntriesRequest) -> tuple[list[LedgerEntry], bool]:
+        """Entries in their order, and whether there are further ones."""
+        query = select(entries).where(entries.c.id > request.after).order_by(entries.c.id).limit(request.limit + 1)
+        if request.tenant:
+            query = query.where(entries.c.tenant == request.tenant)
+        if request.session_id:
+            query = query.where(entries.c.session_id == request.session_id)
+        with self._db.reading() as c:
+            found = [
+                LedgerEntry(kind="usage" if row.kind == USAGE else "correction", **{n: getattr(row, n) for n in _SHOWN})
+                for row in c.execute(query)
+            ]
+        return found[: request.limit], len(found) > request.limit
+
+    def statements(self, tenant: str, after: int = 0) -> tuple[list[Statement], bool]:
+        """A tenant's statements as they were made, as many as a message carries, and whether there are further ones."""
+        query = (
+            select(statements.c.body)
+            .where(statements.c.tenant == tenant)
+            .where(statements.c.number > after)
+            .order_by(statements.c.number)
+        )
+        found: list[Statement] = []
+        size = 0
+        with self._db.reading() as c:
+            for row in c.execute(query):
+                size += len(row.body)
+                if found and size > STATEMENT_BYTES:
+                    return found, True
+                found.append(Statement.model_validate_json(row.body))
+        return found, False
+
+    def quarantined(self, request: QuarantineRequest) -> tuple[list[QuarantinedUsage], bool]:
+        """What is in quarantine, and whether there is more of it."""
+        query = (
+            select(quarantine).where(quarantine.c.id > request.after).order_by(quarantine.c.id).limit(request.limit + 1)
+        )
+        found: list[QuarantinedUsage] = []
+        size = 0
+        with self._db.reading() as c:
+            for row in c.execute(query):
+                size += len(row.payload) + 256
+                if len(found) == request.limit or (found and size > STATEMENT_BYTES):
+                    return found, True
+                found.append(QuarantinedUsage(**row._mapping))
+        return found, False
+
+    def quarantine_count(self) -> int:
+        """How many there are in quarantine."""
+        with self._db.reading() as c:
+            return int(c.scalar(select(func.count()).select_from(quarantine)) or 0)
+
+
+def _row(row: Any) -> CreditsRow:
+    amounts: dict[str, Any] = {n: int(getattr(row, n)) for n in _QUANTITIES}
+    return CreditsRow(
+        tenant=row.tenant,
+        name=str(row.name),
+        model=row.model,
+        began_us=int(row.began_us),
+        until_us=int(row.until_us),
+        ended=bool(getattr(row, "ended", False)),
+        **amounts,
+    )

@@ -1,0 +1,367 @@
+"""Everything that changes the ledger: booking from the stream, corrections, budgets, plans, statements."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Table, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from wooly_wis.credits import CreditsRow, PricePlan, Statement
+
+from wooly_metering.core.booking import (
+    COLUMNS,
+    CORRECTION,
+    HOUR_US,
+    SUMS,
+    USAGE,
+    Booking,
+    Delivery,
+    Entry,
+    Quarantined,
+    add_hour,
+    add_run,
+    book,
+    read,
+)
+from wooly_metering.core.budgets import Budget
+from wooly_metering.core.rating import PLAIN, Plan, Tariff
+from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
+from wooly_metering.ledger.database import Database
+from wooly_metering.ledger.tables import (
+    budgets,
+    entries,
+    hours,
+    plans,
+    positions,
+    quarantine,
+    runs,
+    sources,
+    statements,
+)
+
+#: Lines of a statement; runs beyond are summed in one.
+LINES = 1000
+#: Both have ON CONFLICT, and no type in common that says so.
+_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_QUANTITIES = SUMS[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """What one transaction did.
+
+    Attributes:
+        entries: how many were added.
+        duplicates: batches that had been booked before.
+        tenants: whose.
+        runs: (session, executor, tenant, ended) of whose there were entries.
+        quarantined: ids and reasons.
+        core_ucr: credits booked.
+        vram_ucr: credits booked.
+    """
+
+    entries: int
+    duplicates: int
+    tenants: frozenset[str]
+    runs: tuple[tuple[str, str, str, bool], ...]
+    quarantined: tuple[tuple[int, str], ...]
+    core_ucr: int
+    vram_ucr: int
+
+
+class Writer:
+    """Writes to one database. Each method is one transaction; a process that dies in one leaves nothing of it.
+
+    Booking takes from the stream in its order and keeps the stream's position with the entries: what is delivered again is known.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._tariff: Tariff | None = None
+        self._tariff_id = -1
+
+    # -- the stream --------------------------------------------------------------------------------------------------
+
+    def position(self, stream: str, created: str) -> int:
+        """The last message of a stream that is booked; 0: none is."""
+        with self._db.reading() as c:
+            row = c.execute(select(positions).where(positions.c.stream == stream)).first()
+        return row.sequence if row is not None and row.created == created else 0
+
+    def take(self, stream: str, created: str, after: int, deliveries: Sequence[Delivery], now_us: int) -> Booked:
+        """Book messages, which are those of the stream after number `after`, in order.
+
+        Raises:
+            OvertakenError: what is after `after` was booked by somebody else meanwhile.
+        """
+        events, bad = read(deliveries)
+        with self._db.writing() as c:
+            self._advance(c, stream, created, after, deliveries[-1].sequence)
+            names = {event.source for _, event in events}
+            known = _known_sources(c, names)
+            next_source = (c.scalar(select(func.max(sources.c.id))) or 0) + 1
+            booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us)
+            _write_sources(c, booking)
+            ids = _write_quarantine(c, booking.quarantined, now_us)
+            self._write(c, booking)
+        return Booked(
+            len(booking.entries),
+            booking.duplicates,
+            frozenset(booking.tenants),
+            tuple([(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
+            tuple(zip(ids, [q.reason for q in booking.quarantined], strict=True)),
+            sum([run.sums[-2] for run in booking.runs.values()]),
+            sum([run.sums[-1] for run in booking.runs.values()]),
+        )
+
+    def _advance(self, c: Connection, stream: str, created: str, after: int, until: int) -> None:
+        row = c.execute(select(positions).where(positions.c.stream == stream)).first()
+        if row is None:
+            c.execute(insert(positions).values(stream=stream, created=created, sequence=until))
+            return
+        if (row.sequence if row.created == created else 0) != after:
+            raise OvertakenError(f"stream {stream} is booked up to {row.sequence}, not {after}")
+        c.execute(update(positions).where(positions.c.stream == stream).values(created=created, sequence=until))
+
+    def _prices(self, c: Connection) -> Tariff:
+        newest = c.scalar(select(func.max(plans.c.id))) or 0
+        if self._tariff is None or newest != self._tariff_id:
+            self._tariff = Tariff([Plan(**row._mapping) for row in c.execute(select(plans))])
+            self._tariff_id = newest
+        return self._tariff
+
+    def _write(self, c: Connection, booking: Booking) -> None:
+        if not booking.entries:
+            return
+        if self._db.sqlite:
+            c.exec_driver_sql(
+                f"INSERT INTO entries ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})",
+                booking.entries,
+            )
+        else:
+            _copy(c, booking.entries)
+        _add(c, runs, [
+            {"session_id": s, "executor_id": e, "tenant": r.tenant, "model": r.model, "began_us": r.began_us,
+             "until_us": r.until_us, "ended": r.ended} | dict(zip(SUMS, r.sums, strict=True))
+            for (s, e), r in sorted(booking.runs.items())
+        ], self._db.sqlite)  # fmt: skip
+        _add(c, hours, [
+            {"tenant": t, "hour_us": h, "model": m, "device_kind": k, "priority": p} | dict(zip(SUMS, sums, strict=True))
+            for (t, h, m, k, p), sums in sorted(booking.hours.items())
+        ], self._db.sqlite)  # fmt: skip
+
+    # -- corrections -------------------------------------------------------------------------------------------------
+
+    def correct(
+        self, request_id: str, entry: int, core_ucr: int | None, vram_ucr: int | None, reason: str, now_us: int
+    ) -> int:
+        """Take credits of an entry back by a counter-entry; all that is left of it where no amounts are given.
+
+        Returns:
+            The counter-entry's number: the one of before, where the same request was done already.
+
+        Raises:
+            CorrectionError: there is no such entry, it is a correction itself, or more would be taken back than it has.
+        """
+        name = f"correction/{request_id}"
+        with self._db.writing() as c:
+            known = _known_sources(c, {name}).get(name)
+            if known is not None:
+                return int(c.scalars(select(entries.c.id).where(entries.c.source_id == known[0])).one())
+            found = c.execute(select(entries).where(entries.c.id == entry)).first()
+            if found is None:
+                raise CorrectionError(f"there is no entry {entry}")
+            if found.kind != USAGE:
+                raise CorrectionError(f"entry {entry} is a correction itself; correct entry {found.corrects} again")
+            taken = c.execute(
+                select(func.coalesce(func.sum(entries.c.core_ucr), 0), func.coalesce(func.sum(entries.c.vram_ucr), 0))
+                .where(entries.c.session_id == found.session_id)
+                .where(entries.c.corrects == entry)
+            ).one()
+            left = found.core_ucr + int(taken[0]), found.vram_ucr + int(taken[1])
+            back = (left[0] if core_ucr is None else core_ucr, left[1] if vram_ucr is None else vram_ucr)
+            if back[0] > left[0] or back[1] > left[1]:
+                raise CorrectionError(
+                    f"of entry {entry}, {left[0]} core and {left[1]} VRAM micro-credits are left; that is more"
+                )
+            if back == (0, 0):
+                raise CorrectionError(f"nothing of entry {entry} would be taken back")
+            number, source = _next_entry(c), (c.scalar(select(func.max(sources.c.id))) or 0) + 1
+            c.execute(insert(sources).values(id=source, name=name, batch=0))
+            row: Entry = (
+                number, source, 0, 0, CORRECTION, entry, found.tenant, found.session_id, found.executor_id, found.model,
+                found.device_kind, found.priority, found.begin_us, max(now_us, found.end_us),
+                0, 0, 0, 0, 0, 0, 0, found.plan_id, -back[0], -back[1], reason,
+            )  # fmt: skip
+            sums = (1, 0, 0, 0, 0, 0, 0, 0, -back[0], -back[1])
+            booking = Booking(entries=[row])
+            key = found.session_id, found.executor_id
+            add_run(booking, *key, found.tenant, found.model, found.begin_us, found.end_us, False, sums)
+            hour = found.begin_us - found.begin_us % HOUR_US
+            add_hour(booking, (found.tenant, hour, found.model, found.device_kind, found.priority), sums)
+            self._write(c, booking)
+            return number
+
+    # -- plans and budgets -------------------------------------------------------------------------------------------
+
+    def add_plan(self, plan: PricePlan) -> PricePlan:
+        """Add a plan. What is booked keeps its price.
+
+        Raises:
+            PlanError: the name is taken, or it would never hold.
+        """
+        if plan.valid_until_us is not None and plan.valid_until_us <= plan.valid_from_us:
+            raise PlanError(f"plan {plan.name} ends before it begins")
+        with self._db.writing() as c:
+            if c.scalar(select(plans.c.id).where(plans.c.name == plan.name)) is not None:
+                raise PlanError(f"there is a plan {plan.name}; a new price is a new plan")
+            number = (c.scalar(select(func.max(plans.c.id))) or PLAIN.id) + 1
+            made = plan.model_copy(update={"id": number})
+            c.execute(insert(plans).values(**made.model_dump(exclude={"schema_version"})))
+        return made
+
+    def set_budget(self, budget: Budget) -> None:
+        """A tenant's budget from now on."""
+        values = asdict(budget)
+        with self._db.writing() as c:
+            statement = _INSERT[c.dialect.name](budgets).values(**values)
+            c.execute(statement.on_conflict_do_update(index_elements=["tenant"], set_=values))
+
+    # -- statements --------------------------------------------------------------------------------------------------
+
+    def make_statement(self, tenant: str, now_us: int) -> tuple[Statement, bool]:
+        """Bill the tenant's entries that no statement has yet. Returns the statement, and whether it is new.
+
+        Raises:
+            StatementError: the tenant has no entry at all.
+        """
+        with self._db.writing() as c:
+            last = c.execute(
+                select(statements).where(statements.c.tenant == tenant).order_by(statements.c.number.desc()).limit(1)
+            ).first()
+            first = last.last_entry + 1 if last is not None else 1
+            mine = (entries.c.tenant == tenant) & (entries.c.id >= first)
+            until = c.scalar(select(func.max(entries.c.id)).where(mine))
+            if until is None:
+                if last is None:
+                    raise StatementError(f"nothing was ever booked for tenant {tenant}")
+                return Statement.model_validate_json(last.body), False
+            sums = [func.sum(entries.c[name]).label(name) for name in _QUANTITIES]
+            of_run = [entries.c.session_id, entries.c.model]
+            query = (
+                select(*of_run, func.min(entries.c.begin_us), func.max(entries.c.end_us), func.count(), *sums)
+                .where(mine)
+                .group_by(*of_run)
+                .order_by(func.min(entries.c.id))
+            )
+            rows = c.execute(query).all()
+            lines = [_line(tenant, row) for row in rows[:LINES]]
+            if len(rows) > LINES:
+                lines.append(_rest(tenant, [_line(tenant, row) for row in rows[LINES:]]))
+            statement = Statement(
+                tenant=tenant,
+                number=(last.number if last is not None else 0) + 1,
+                first_entry=first,
+                last_entry=int(until),
+                entries=sum([int(row[4]) for row in rows]),
+                made_us=now_us,
+                core_ucr=sum([line.core_ucr for line in lines]),
+                vram_ucr=sum([line.vram_ucr for line in lines]),
+                lines=tuple(lines),
+                previous=last.digest if last is not None else "",
+            )
+            statement = statement.model_copy(update={"digest": digest_of(statement)})
+            c.execute(
+                insert(statements).values(
+                    tenant=tenant,
+                    number=statement.number,
+                    first_entry=statement.first_entry,
+                    last_entry=statement.last_entry,
+                    made_us=now_us,
+                    body=statement.model_dump_json(),
+                    digest=statement.digest,
+                )
+            )
+            return statement, True
+
+
+def digest_of(statement: Statement) -> str:
+    """SHA-256 over a statement without its digest, in hex."""
+    return hashlib.sha256(statement.model_dump_json(exclude={"digest"}).encode()).hexdigest()
+
+
+def _line(tenant: str, row: Any) -> CreditsRow:
+    amounts: dict[str, Any] = {name: int(getattr(row, name)) for name in _QUANTITIES}
+    return CreditsRow(tenant=tenant, name=row[0], model=row[1], began_us=row[2], until_us=row[3], **amounts)
+
+
+def _rest(tenant: str, lines: list[CreditsRow]) -> CreditsRow:
+    amounts: dict[str, Any] = {name: sum([getattr(line, name) for line in lines]) for name in _QUANTITIES}
+    return CreditsRow(
+        tenant=tenant,
+        name=f"{len(lines)} further runs",
+        began_us=min([line.began_us for line in lines]),
+        until_us=max([line.until_us for line in lines]),
+        **amounts,
+    )
+
+
+def _next_entry(c: Connection) -> int:
+    """Numbers are given under the writer's lock, so that they have no gaps and no entry appears below another."""
+    return (c.scalar(select(func.max(entries.c.id))) or 0) + 1
+
+
+def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    found: dict[str, tuple[int, int]] = {}
+    wanted = sorted(names)
+    for at in range(0, len(wanted), 500):
+        rows = c.execute(select(sources).where(sources.c.name.in_(wanted[at : at + 500])))
+        found.update({row.name: (row.id, row.batch) for row in rows})
+    return found
+
+
+def _write_sources(c: Connection, booking: Booking) -> None:
+    new = [
+        {"id": number, "name": name, "batch": batch}
+        for name, (number, batch) in booking.sources.items()
+        if name in booking.new_sources
+    ]
+    if new:
+        c.execute(insert(sources), new)
+    for name, (number, batch) in booking.sources.items():
+        if name not in booking.new_sources:
+            c.execute(update(sources).where(sources.c.id == number).values(batch=batch))
+
+
+def _write_quarantine(c: Connection, found: Iterable[Quarantined], now_us: int) -> list[int]:
+    ids = []
+    for q in found:
+        made = c.execute(insert(quarantine).values(**{s: getattr(q, s) for s in Quarantined.__slots__}, at_us=now_us))
+        assert made.inserted_primary_key is not None
+        ids.append(int(made.inserted_primary_key[0]))
+    return ids
+
+
+def _copy(c: Connection, rows: list[Entry]) -> None:
+    """PostgreSQL's way for many rows."""
+    driver: Any = c.connection.driver_connection
+    with driver.cursor() as cursor, cursor.copy(f"COPY entries ({', '.join(COLUMNS)}) FROM STDIN") as copy:
+        for row in rows:
+            copy.write_row(row)
+
+
+def _add(c: Connection, table: Table, rows: list[dict[str, Any]], is_sqlite: bool) -> None:
+    """Add to sums, or begin them. What is known of a run is put together."""
+    statement = _INSERT[c.dialect.name](table)
+    new = statement.excluded
+    changes: dict[str, Any] = {name: table.c[name] + new[name] for name in SUMS}
+    if table is runs:
+        least, most = (func.min, func.max) if is_sqlite else (func.least, func.greatest)
+        changes["began_us"] = least(table.c.began_us, new.began_us)
+        changes["until_us"] = most(table.c.until_us, new.until_us)
+        changes["ended"] = table.c.ended | new.ended if is_sqlite else table.c.ended.op("OR")(new.ended)
+    keys = [column.name for column in table.primary_key]
+    c.execute(statement.on_conflict_do_update(index_elements=keys, set_=changes), rows)

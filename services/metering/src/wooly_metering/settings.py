@@ -1,0 +1,48 @@
+"""Settings of the metering process, from WOOLY_METERING_* variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+
+def _state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "wooly" / "metering"
+
+
+class MeteringSettings(BaseSettings):
+    """What metering needs to know. Times in seconds.
+
+    Attributes:
+        nats_url: where NATS is.
+        database_url: SQLAlchemy's URL of the ledger; empty: SQLite in `state_dir`.
+        state_dir: where files are.
+        http_host: where REST and `/metrics` listen.
+        http_port: 0 takes any free port; empty: neither. The one taken is written to `state_dir`/metering.port.
+        batch_events: messages booked in one transaction at most.
+        budgets_s: how often budgets are looked at beside what is booked: a day or month may begin, an executor come back.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="WOOLY_METERING_")
+
+    nats_url: str = "nats://127.0.0.1:4222"
+    database_url: str = ""
+    state_dir: Path = Field(default_factory=_state_dir)
+    http_host: str = "127.0.0.1"
+    http_port: int | None = Field(default=9430, ge=0, le=65535)
+    batch_events: int = Field(default=500, ge=1)
+    budgets_s: float = Field(default=5.0, gt=0)
+
+    @field_validator("http_port", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        return None if value == "" else value
+
+    @property
+    def ledger_url(self) -> str:
+        """Where the ledger is."""
+        return self.database_url or f"sqlite:///{self.state_dir}/credits.db"

@@ -1,0 +1,125 @@
+"""What metering's tests share: records, databases of both kinds, the service's process, a NATS that can be killed."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from wooly_metering.core.booking import Delivery
+from wooly_metering.ledger.database import Database, migrate
+from wooly_metering.ledger.reader import Reader
+from wooly_metering.ledger.writer import Writer
+from wooly_wis.credits import UsageRecord, UsageRecorded
+
+NOW = 1_800_000_000_000_000
+MS, SECOND = 1_000, 1_000_000
+
+
+def record(session="s1", **values):
+    """A second in which 0.4 s of one core were used, with 100 MiB."""
+    usual = {
+        "tenant": "acme",
+        "model": "llama",
+        "at_us": NOW,
+        "span_us": SECOND,
+        "runs": 10,
+        "gpu_ns": 400_000_000,
+        "core_ns": 400_000_000,
+        "moved_bytes": 1000,
+        "flops": 2000,
+        "resident_mib_us": 40 * SECOND,
+        "idle_mib_us": 60 * SECOND,
+    }
+    return UsageRecord(session_id=session, **usual | values)
+
+
+def event(*records, batch=1, source="gpu-0/1", **values):
+    usual = {"executor_id": "gpu-0", "device_kind": "cpu", "cores": 2, "memory": 1 << 30}
+    return UsageRecorded(source=source, batch=batch, records=records, **usual | values)
+
+
+def delivery(sequence, event):
+    return Delivery(sequence, event if isinstance(event, bytes) else event.model_dump_json().encode())
+
+
+class Ledger:
+    """A database with its writer and reader."""
+
+    def __init__(self, url):
+        self.url = url
+        migrate(url)
+        self.database = Database(url)
+        self.writer, self.reader = Writer(self.database), Reader(self.database)
+        self.sequence = 0
+
+    def take(self, *events, now=NOW):
+        """Book what the stream brings next."""
+        first = self.sequence
+        self.sequence += len(events)
+        found = [delivery(first + 1 + i, e) for i, e in enumerate(events)]
+        return self.writer.take("S", "then", first, found, now)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    """A new database's URL, of both kinds."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/credits.db"
+    return request.getfixturevalue("postgres").database()
+
+
+@pytest.fixture
+def ledger(url):
+    found = Ledger(url)
+    yield found
+    found.database.close()
+
+
+@pytest.fixture
+def start_metering(tmp_path):
+    """Starts the service as a process; ends it with the test."""
+    running = []
+
+    def start(nats, url, **env):
+        with (tmp_path / "metering.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "wooly_metering"],
+                env=os.environ
+                | {
+                    "WOOLY_METERING_NATS_URL": nats,
+                    "WOOLY_METERING_DATABASE_URL": url,
+                    "WOOLY_METERING_STATE_DIR": str(tmp_path / "metering"),
+                    "WOOLY_METERING_HTTP_PORT": "0",
+                }
+                | env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+async def until(condition, seconds=60):
+    """Wait until `condition()` (or what it awaits) is true, and return it."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = condition()
+        if asyncio.iscoroutine(found):
+            found = await found
+        if found:
+            return found
+        assert time.monotonic() < deadline, "it did not come"
+        await asyncio.sleep(0.02)

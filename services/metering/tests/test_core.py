@@ -1,0 +1,173 @@
+"""Arithmetic and judgement: prices, plans, what cannot be, batches that come twice or are missing."""
+
+import datetime
+import random
+
+import pytest
+from wooly_metering.core.booking import COLUMNS, HOUR_US, book, read
+from wooly_metering.core.budgets import DAY_US, Budget, period_begin_us
+from wooly_metering.core.checks import impossible
+from wooly_metering.core.rating import PLAIN, UNIT, Plan, Tariff, price, text
+
+from .conftest import NOW, SECOND, delivery, event, record
+
+
+def booked(*events, sources=None, tariff=None, first=1):
+    deliveries = [delivery(n, e) for n, e in enumerate(events, 1)]
+    return book(*read(deliveries), sources or {}, first, 1, tariff or Tariff([]), NOW)
+
+
+def column(booking, name):
+    return [entry[COLUMNS.index(name)] for entry in booking.entries]
+
+
+def test_price_of_the_readmes_examples():
+    one_core_ms = record(gpu_ns=1_000_000, core_ns=1_000_000, resident_mib_us=0, idle_mib_us=0)
+    assert price(one_core_ms, PLAIN) == (UNIT, 0)
+    # 80 cores for 2.5 ms, 1,024 MiB meanwhile and for the rest of a second
+    run = record(gpu_ns=2_500_000, core_ns=200_000_000, resident_mib_us=1024 * 2500, idle_mib_us=1024 * 997_500)
+    assert price(run, PLAIN) == (200 * UNIT, 2_560_000)
+    assert price(run, Plan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (300 * UNIT, 103_424_000)
+
+
+def test_price_is_rounded_down_once_per_amount():
+    assert price(
+        record(core_ns=3, resident_mib_us=1, idle_mib_us=1),
+        Plan(1, core_rate=500_000, vram_rate=500_000, idle_rate=500_000),
+    ) == (1, 1)
+
+
+def test_price_of_the_whole_is_that_of_the_parts_at_plain_rates():
+    chance = random.Random(1)
+    parts = [record(core_ns=chance.randrange(10**9), resident_mib_us=chance.randrange(10**9)) for _ in range(100)]
+    whole = record(core_ns=sum(p.core_ns for p in parts), resident_mib_us=sum(p.resident_mib_us for p in parts))
+    assert price(whole, PLAIN) == tuple(map(sum, zip(*[price(p, PLAIN) for p in parts], strict=True)))
+
+
+def test_amounts_are_told_with_all_their_digits():
+    assert [text(0), text(1), text(-1_500_000), text(123 * UNIT)] == ["0.000000", "0.000001", "-1.500000", "123.000000"]
+
+
+def test_tariff_prefers_what_names_more_and_then_what_began_later():
+    any_, kind, klass, both = (
+        Plan(1),
+        Plan(2, device_kind="cpu"),
+        Plan(3, priority=0),
+        Plan(4, device_kind="cpu", priority=0),
+    )
+    later = Plan(5, device_kind="cpu", priority=0, valid_from_us=100, valid_until_us=200)
+    tariff = Tariff([later, any_, both, klass, kind])
+    assert (
+        tariff.plan("cpu", 0, 99) == both and tariff.plan("cpu", 0, 100) == later and tariff.plan("cpu", 0, 200) == both
+    )
+    assert (
+        tariff.plan("cpu", 1, 150) == kind
+        and tariff.plan("nvidia", 0, 0) == klass
+        and tariff.plan("nvidia", 4, 0) == any_
+    )
+    assert Tariff([Plan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
+
+
+def test_usage_is_priced_by_the_plan_that_held_when_it_began():
+    tariff = Tariff([Plan(1), Plan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
+    assert column(booked(event(record(at_us=NOW)), tariff=tariff), "plan_id") == [1]
+    after = event(record(at_us=NOW + SECOND))
+    assert column(booked(after, tariff=tariff), "plan_id") == [2]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"core_ns": -1}, "core_ns is -1"),
+        ({"flops": 1 << 63}, "flops is"),
+        ({"flops": 10**4000}, "astronomical"),
+        ({"gpu_ns": 1_100_000_000}, "of device time in"),
+        ({"core_ns": 1_000_000_000}, "core-ns in"),
+        ({"resident_mib_us": 1_000 * SECOND}, "resident in"),
+        ({"idle_mib_us": 1_100 * SECOND}, "resident than"),
+        ({"priority": 5}, "no class 5"),
+        ({"tenant": ""}, "no tenant"),
+        ({"session_id": "a b"}, "no session"),
+        ({"model": "a\0"}, "zero byte"),
+        ({"at_us": NOW + 400 * SECOND}, "from the future"),
+        ({"at_us": SECOND}, "before there was anything"),
+    ],
+)
+def test_what_cannot_be_is_quarantined_alone(change, reason):
+    bad = record().model_copy(update=change)
+    assert reason in impossible(bad, event(), NOW)
+    found = booked(event(record("a"), bad, record("b")))
+    assert column(found, "session_id") == ["a", "b"] and column(found, "item") == [0, 2]
+    (q,) = found.quarantined
+    assert reason in q.reason and (q.source, q.batch, q.item) == ("gpu-0/1", 1, 1) and "span_us" in q.payload
+
+
+def test_what_can_be_is_not_quarantined():
+    full = {"gpu_ns": 10**9, "core_ns": 2 * 10**9, "resident_mib_us": 1024 * SECOND, "idle_mib_us": 0}
+    for good in (record(), record(**full), record(span_us=0, gpu_ns=0, core_ns=0, resident_mib_us=0, idle_mib_us=0)):
+        assert impossible(good, event(), NOW) == ""
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"\xff\x00", b'{"source": 1}', event(record()).model_dump_json().encode()[:-9]]
+)
+def test_message_that_is_no_usage_is_quarantined_whole(data):
+    found = booked(data, event(record()))
+    assert len(found.entries) == 1 and len(found.quarantined) == 1
+    (q,) = found.quarantined
+    assert (
+        "not a UsageRecorded" in q.reason
+        and q.sequence == 1
+        and (q.payload in (data.decode(errors="replace"), data.hex()))
+    )
+
+
+def test_numbers_that_are_text_are_no_numbers():
+    data = event(record()).model_dump_json().replace('"runs":10', '"runs":"10"').encode()
+    assert booked(data).quarantined[0].reason.startswith("not a UsageRecorded: records.0.runs")
+
+
+def test_batch_that_comes_twice_is_booked_once():
+    found = booked(event(record()), event(record()), event(record(), batch=2), event(record()))
+    assert column(found, "batch") == [1, 2] and found.duplicates == 2 and not found.quarantined
+    assert booked(event(record(), batch=7), sources={"gpu-0/1": (3, 7)}).duplicates == 1
+
+
+def test_missing_batches_are_shown():
+    found = booked(event(record(), batch=9), sources={"gpu-0/1": (3, 5)})
+    assert len(found.entries) == 1 and found.sources == {"gpu-0/1": (3, 9)}
+    assert "batches 6 to 8 of this source are missing" in found.quarantined[0].reason
+
+
+def test_sums_are_those_of_the_entries():
+    chance = random.Random(3)
+    events = []
+    for batch in range(1, 30):
+        records = [
+            record(f"s{chance.randrange(4)}", tenant=f"t{chance.randrange(3)}", at_us=NOW - chance.randrange(5 * HOUR_US),
+                   core_ns=chance.randrange(400_000_000), ended=chance.random() < 0.1)
+            for _ in range(chance.randrange(5))
+        ]  # fmt: skip
+        events.append(event(*records, batch=batch))
+    found = booked(*events)
+    for sums in (found.hours.values(), [r.sums for r in found.runs.values()]):
+        assert sum(s[3] for s in sums) == sum(column(found, "core_ns")) and sum(s[0] for s in sums) == len(
+            found.entries
+        )
+        assert sum(s[-2] for s in sums) == sum(column(found, "core_ucr"))
+    assert all(hour % HOUR_US == 0 for _, hour, *_ in found.hours)
+    assert column(found, "id") == list(range(1, len(found.entries) + 1))
+
+
+def test_budget_periods_are_the_calendars():
+    at = int(datetime.datetime(2027, 3, 15, 13, 5, tzinfo=datetime.UTC).timestamp()) * SECOND
+    day = int(datetime.datetime(2027, 3, 15, tzinfo=datetime.UTC).timestamp()) * SECOND
+    month = int(datetime.datetime(2027, 3, 1, tzinfo=datetime.UTC).timestamp()) * SECOND
+    assert [period_begin_us(p, at) for p in ("total", "month", "day")] == [0, month, day]
+    assert day % DAY_US == 0
+
+
+def test_budget_says_the_highest_limit_reached():
+    budget = Budget("t", soft_ucr=10, hard_ucr=20)
+    assert [budget.reached(n) for n in (9, 10, 19, 20)] == ["", "soft", "soft", "hard"]
+    assert Budget("t", hard_ucr=0).held(0) and not Budget("t").held(1 << 62)

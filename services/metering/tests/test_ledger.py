@@ -1,0 +1,255 @@
+"""The ledger on SQLite and PostgreSQL: once, for ever, and in sums."""
+
+import multiprocessing
+import os
+import random
+import signal
+
+import pytest
+import sqlalchemy
+from sqlalchemy import text
+from wooly_metering.core.budgets import Budget
+from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
+from wooly_metering.ledger.database import Database, migrate, revert
+from wooly_metering.ledger.tables import metadata
+from wooly_metering.ledger.writer import Writer, digest_of
+from wooly_wis.credits import CreditsRequest, EntriesRequest, PricePlan, QuarantineRequest
+
+from .conftest import NOW, SECOND, Ledger, delivery, event, record
+
+
+def entries(ledger, **which):
+    found, more = ledger.reader.entries(EntriesRequest(limit=1000, **which))
+    assert not more
+    return found
+
+
+def rows(ledger, by="run", **which):
+    found, more = ledger.reader.rows(CreditsRequest(by=by, limit=1000, **which))
+    assert not more
+    return found
+
+
+def test_schema_of_the_migrations_is_that_of_the_tables(url):
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+
+    migrate(url)
+    engine = sqlalchemy.create_engine(url)
+    with engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+    engine.dispose()
+    revert(url, "base")
+    migrate(url)
+
+
+def _migrate_and_die(url, at):
+    """Migrate, and be killed at the `at`-th statement."""
+    seen = []
+
+    def before(*_):
+        seen.append(1)
+        if len(seen) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", before)
+    migrate(url)
+
+
+@pytest.mark.parametrize("at", [4, 9, 20])
+def test_migration_that_is_killed_is_done_by_the_next(url, at):
+    killed = multiprocessing.get_context("spawn").Process(target=_migrate_and_die, args=(url, at))
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    ledger = Ledger(url)
+    assert ledger.take(event(record())).entries == 1
+    ledger.database.close()
+
+
+def test_usage_becomes_one_entry_each_and_sums(ledger):
+    done = ledger.take(event(record("a"), record("b", tenant="bits")), event(record("a", ended=True), batch=2))
+    assert (done.entries, done.duplicates, done.tenants) == (3, 0, {"acme", "bits"})
+    assert (done.core_ucr, done.vram_ucr) == (1_200_000_000, 120_000_000)
+    assert set(done.runs) == {("a", "gpu-0", "acme", True), ("b", "gpu-0", "bits", False)}
+    found = entries(ledger)
+    assert [e.id for e in found] == [1, 2, 3] and {e.core_ucr for e in found} == {400_000_000}
+    a, b = sorted(rows(ledger), key=lambda r: r.name)
+    assert (a.name, a.ended, a.runs, a.core_ucr) == ("a", True, 20, 800_000_000) and not b.ended
+    assert ledger.reader.totals() == (1_200_000_000, 120_000_000) and ledger.reader.totals("bits")[0] == 400_000_000
+    assert [(r.tenant, r.name, r.runs) for r in rows(ledger, "model", tenant="acme")] == [("acme", "llama", 20)]
+    assert sum(r.core_ucr for r in rows(ledger, "hour")) == 1_200_000_000
+    assert ledger.reader.open_runs() == [("b", "gpu-0", "bits")]
+
+
+def test_run_on_two_executors_is_over_when_both_are(ledger):
+    other = {"source": "gpu-1/1", "executor_id": "gpu-1"}
+    ledger.take(event(record("a", ended=True)), event(record("a"), **other))
+    assert not rows(ledger)[0].ended
+    ledger.take(event(record("a", ended=True), batch=2, **other))
+    assert rows(ledger)[0].ended and rows(ledger)[0].runs == 30
+
+
+def test_what_is_delivered_again_is_not_booked_again(ledger):
+    ledger.take(event(record()))
+    with pytest.raises(OvertakenError):
+        ledger.writer.take("S", "then", 0, [delivery(1, event(record()))], NOW)
+    assert ledger.writer.position("S", "then") == 1
+    # the stream was lost and is another one, the executor published its last batch again
+    assert ledger.writer.position("S", "later") == 0
+    done = ledger.writer.take(
+        "S", "later", 0, [delivery(1, event(record())), delivery(2, event(record(), batch=2))], NOW
+    )
+    assert (done.entries, done.duplicates) == (1, 1) and len(entries(ledger)) == 2
+
+
+def test_transaction_that_fails_leaves_nothing(ledger, monkeypatch):
+    monkeypatch.setattr("wooly_metering.ledger.writer._add", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ledger.take(event(record(), record("x", runs=-1)))
+    monkeypatch.undo()
+    ledger.sequence = 0
+    assert ledger.writer.position("S", "then") == 0 and not entries(ledger) and not ledger.reader.quarantine_count()
+    assert ledger.take(event(record())).entries == 1
+
+
+def test_impossible_numbers_are_shown_and_not_booked(ledger):
+    done = ledger.take(event(record(core_ns=-5), record("b")), b"nonsense")
+    assert done.entries == 1 and len(done.quarantined) == 2
+    found, more = ledger.reader.quarantined(QuarantineRequest())
+    assert not more and [q.sequence for q in found] == [2, 1]
+    assert found[0].payload == "nonsense" and '"core_ns":-5' in found[1].payload and found[1].reason == "core_ns is -5"
+    assert {i for i, _ in done.quarantined} == {q.id for q in found} and ledger.reader.quarantine_count() == 2
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE entries SET core_ucr = 0",
+        "DELETE FROM entries",
+        "UPDATE statements SET body = ''",
+        "DELETE FROM statements",
+    ],
+)
+def test_what_is_final_cannot_be_changed(ledger, statement):
+    ledger.take(event(record()))
+    ledger.writer.make_statement("acme", NOW)
+    with pytest.raises(sqlalchemy.exc.DBAPIError, match="never changed"), ledger.database.writing() as c:
+        c.execute(text(statement))
+    assert entries(ledger)[0].core_ucr == 400_000_000
+
+
+def test_correction_is_a_counter_entry_and_done_once(ledger):
+    ledger.take(event(record(), record("b")))
+    first = ledger.writer.correct("r1", 1, 100, 0, "half a mistake", NOW)
+    assert first == 3 and ledger.writer.correct("r1", 1, 100, 0, "half a mistake", NOW) == 3
+    rest = ledger.writer.correct("r2", 1, None, None, "the other half", NOW)
+    found = entries(ledger, session_id="s1")
+    assert [(e.kind, e.corrects, e.core_ucr, e.vram_ucr) for e in found] == [
+        ("usage", None, 400_000_000, 40_000_000),
+        ("correction", 1, -100, 0),
+        ("correction", 1, -399_999_900, -40_000_000),
+    ]
+    assert rest == 4 and ledger.reader.totals() == (400_000_000, 40_000_000)
+    assert next(r for r in rows(ledger) if r.name == "s1").core_ucr == 0
+    for entry, amount, why in (
+        (1, None, "nothing"),
+        (2, 400_000_001, "is more"),
+        (3, None, "a correction itself"),
+        (9, None, "no entry"),
+    ):
+        with pytest.raises(CorrectionError, match=why):
+            ledger.writer.correct("r3", entry, amount, None, "x", NOW)
+
+
+def test_statement_is_made_once_of_what_no_other_has(ledger):
+    with pytest.raises(StatementError):
+        ledger.writer.make_statement("acme", NOW)
+    ledger.take(event(record("a"), record("b", tenant="bits"), record("a")))
+    one, new = ledger.writer.make_statement("acme", NOW)
+    assert new and (one.number, one.first_entry, one.last_entry, one.entries) == (1, 1, 3, 2)
+    assert one.core_ucr == 800_000_000 == sum(line.core_ucr for line in one.lines) and one.digest == digest_of(one)
+    assert ledger.writer.make_statement("acme", NOW + 1) == (one, False)
+    ledger.writer.correct("r", 1, None, None, "a gift", NOW)
+    ledger.take(event(record("c"), batch=2))
+    two, _ = ledger.writer.make_statement("acme", NOW + 2)
+    assert (two.number, two.first_entry, two.entries, two.core_ucr) == (2, 4, 2, 0) and two.previous == one.digest
+    assert ledger.reader.statements("acme") == ([one, two], False) and ledger.reader.statements("acme", 1) == (
+        [two],
+        False,
+    )
+
+
+def test_plans_hold_from_their_day_and_change_nothing_booked(ledger):
+    ledger.take(event(record()))
+    added = ledger.writer.add_plan(PricePlan(name="cpu", device_kind="cpu", core_rate=500_000, idle_rate=1_000_000))
+    assert added.id == 1 and ledger.reader.plans() == [added]
+    ledger.take(event(record(), batch=2))
+    ledger.writer.add_plan(PricePlan(name="p0", priority=0, valid_from_us=NOW + SECOND, core_rate=3_000_000))
+    ledger.take(event(record(priority=0), batch=3))
+    assert [(e.plan_id, e.core_ucr, e.vram_ucr) for e in entries(ledger)] == [
+        (0, 400_000_000, 40_000_000),
+        (1, 200_000_000, 100_000_000),
+        (1, 200_000_000, 100_000_000),
+    ]
+    with pytest.raises(PlanError, match="is a new plan"):
+        ledger.writer.add_plan(PricePlan(name="cpu"))
+    with pytest.raises(PlanError, match="ends before"):
+        ledger.writer.add_plan(PricePlan(name="never", valid_from_us=2, valid_until_us=2))
+
+
+def test_budget_counts_what_was_spent_in_its_period(ledger):
+    ledger.writer.set_budget(Budget("acme", "day", 1, 2))
+    ledger.writer.set_budget(Budget("acme", "day", None, 300))
+    (budget,) = ledger.reader.budgets()
+    assert budget == Budget("acme", "day", None, 300) and ledger.reader.budgets("other") == []
+    ledger.take(event(record(at_us=NOW - 3 * 86_400 * SECOND), record()))
+    assert ledger.reader.spent(budget, NOW) == 440_000_000
+    assert ledger.reader.spent(Budget("acme"), NOW) == 880_000_000
+
+
+def test_many_events_come_out_whole(ledger):
+    chance = random.Random(5)
+    total = 0
+    for batch in range(1, 20):
+        records = [record(f"s{chance.randrange(50)}", core_ns=chance.randrange(10**8)) for _ in range(100)]
+        total += sum(r.core_ns for r in records)
+        ledger.take(event(*records, batch=batch))
+    assert (
+        ledger.reader.totals()[0]
+        == total
+        == sum(r.core_ucr for r in rows(ledger))
+        == sum(r.core_ucr for r in rows(ledger, "hour"))
+    )
+    page, more = ledger.reader.rows(CreditsRequest(limit=20))
+    rest, end = ledger.reader.rows(CreditsRequest(limit=40, offset=20))
+    assert more and not end and page + rest == rows(ledger)
+
+
+def _race(url, worker, out):
+    database = Database(url)
+    writer = Writer(database)
+    won = 0
+    while (at := writer.position("S", "then")) < 60:
+        found = [delivery(n, event(record(), batch=n)) for n in range(at + 1, min(at + 4, 61))]
+        try:
+            won += writer.take("S", "then", at, found, NOW).entries
+        except OvertakenError:
+            continue
+    database.close()
+    out.put(won)
+
+
+def test_two_processes_on_one_stream_book_everything_once(url):
+    ledger = Ledger(url)
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    racers = [context.Process(target=_race, args=(url, n, out)) for n in range(2)]
+    for racer in racers:
+        racer.start()
+    won = [out.get(timeout=60) for _ in racers]
+    for racer in racers:
+        racer.join(30)
+    assert sum(won) == 60 and [e.id for e in entries(ledger)] == list(range(1, 61))
+    ledger.database.close()

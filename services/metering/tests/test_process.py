@@ -1,0 +1,322 @@
+"""`python -m wooly_metering` as a process: exactly one entry per event, whoever is killed; budgets, REST, events, `/metrics`."""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import subprocess
+import sysconfig
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from nats.js.errors import Error as JetStreamError
+from prometheus_client.parser import text_string_to_metric_families
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.streams import StreamError, ensure_stream, publish
+from wooly_metering.ledger.database import Database
+from wooly_metering.ledger.reader import Reader
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.credits import (
+    AddPlanRequest,
+    BudgetReached,
+    BudgetState,
+    CorrectEntryRequest,
+    CreditsReply,
+    CreditsRequest,
+    EntriesRequest,
+    LedgerEntry,
+    MakeStatementRequest,
+    PricePlan,
+    QuarantineReply,
+    QuarantineRequest,
+    SetBudgetRequest,
+    Statement,
+    StatementMade,
+    UsageQuarantined,
+)
+from wooly_wis.messages import SessionPolicy, SteerSessionReply, SteerSessionRequest
+
+from .conftest import event, free_port, record, until
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+
+
+def now():
+    return int(time.time() * 1e6)
+
+
+@pytest.fixture
+def nats():
+    """A NATS server of this test's own: the stream is everybody's."""
+    with start_nats_server() as url:
+        yield url
+
+
+class Nats:
+    """A nats-server that can be killed and started again, with its streams on the same port."""
+
+    def __init__(self, directory):
+        port = free_port()
+        self.url = f"nats://127.0.0.1:{port}"
+        binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
+        self._argv = [binary, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(directory)]
+        self.start()
+
+    def start(self):
+        self._process = subprocess.Popen(self._argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+
+@contextlib.asynccontextmanager
+async def connected(url):
+    app = ServiceApp("executor", url)
+    async with app.running():
+        await until(lambda: streamed(app))
+        yield app
+
+
+async def streamed(app):
+    with contextlib.suppress(StreamError):
+        await ensure_stream(
+            app.jetstream(), subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, max_age_s=3600, max_bytes=1 << 28
+        )
+        return True
+
+
+async def say(app, what, id=None):
+    """Publish as an executor does: until it is known to be kept."""
+    data = what if isinstance(what, bytes) else what.model_dump_json().encode()
+    id = id or f"{what.source}:{what.batch}"
+    while True:
+        try:
+            return await publish(app.jetstream(), subjects.executor_usage("gpu-0"), data, id=id)
+        except StreamError:
+            await asyncio.sleep(0.1)
+            with contextlib.suppress(StreamError):
+                await streamed(app)
+
+
+async def ask(app, subject, message, reply, timeout=10):
+    return await app.request(subject, message, reply, timeout=timeout)
+
+
+async def shown(app, **which):
+    """What metering says, once it is there."""
+    with contextlib.suppress(BusError):
+        return await ask(app, subjects.METERING_CREDITS_SHOW, CreditsRequest(**which), CreditsReply)
+
+
+def held(url):
+    database = Database(url)
+    try:
+        return Reader(database).entries(EntriesRequest(limit=1000))[0]
+    finally:
+        database.close()
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_one_entry_per_event_whoever_is_killed(tmp_path, url, start_metering, seed):
+    """Metering and NATS are killed at moments of chance while events come, some twice: the ledger has each once."""
+    chance = random.Random(seed)
+    nats = Nats(tmp_path / "js")
+    metering = start_metering(nats.url, url)
+    try:
+        async with connected(nats.url) as app:
+            for batch in range(1, 121):
+                await say(app, event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch))
+                if chance.random() < 0.15:  # again after its id was forgotten, as after two minutes
+                    again = event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch)
+                    await say(app, again, id=f"again {batch}")
+                if batch % 24 == 12:
+                    await asyncio.sleep(chance.random() * 1.5)
+                    metering.kill()
+                    metering.wait()
+                    metering = start_metering(nats.url, url)
+                if batch % 60 == 50:
+                    nats.kill()
+                    await asyncio.sleep(0.2)
+                    nats.start()
+            expected = 3 * sum(range(1, 121))
+            await until(lambda: booked(app, expected))
+            entries = held(url)
+            assert sorted((e.core_ns, e.session_id) for e in entries) == sorted(
+                (b, f"s{n}") for b in range(1, 121) for n in range(3)
+            )
+            assert sum(e.core_ucr for e in entries) == expected
+            reply = await shown(app)
+            assert reply.quarantined == 0 and sum(r.core_ucr for r in reply.rows) == expected
+    finally:
+        nats.kill()
+
+
+async def booked(app, core_ucr):
+    reply = await shown(app)
+    return reply is not None and reply.core_ucr >= core_ucr
+
+
+async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, nats):
+    start_metering(nats, url)
+    async with connected(nats) as app:
+        for batch in range(1, 6):
+            await say(app, event(record(at_us=now()), batch=batch))
+        await until(lambda: booked(app, 5 * 400_000_000))
+        await app.jetstream().delete_stream(subjects.EXECUTOR_USAGE_STREAM)
+        await say(app, event(record(at_us=now()), batch=5))
+        await say(app, event(record(at_us=now()), batch=6))
+        await until(lambda: booked(app, 6 * 400_000_000))
+        assert len(held(url)) == 6
+
+
+async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monkeypatch):
+    from wooly_metering import follower
+    from wooly_metering.ledger.database import migrate
+    from wooly_metering.ledger.writer import Writer
+
+    migrate(url)
+    database = Database(url)
+    monkeypatch.setattr(follower, "LOOK_S", 0.1)
+    monkeypatch.setattr(follower, "TIDY_S", 0.1)
+    done = []
+
+    async def on_booked(what):
+        done.append(what)
+
+    async with connected(nats) as app:
+        reading = asyncio.create_task(follower.Follower(app.jetstream(), Writer(database), 2, on_booked).run())
+        for batch in range(1, 8):
+            await say(app, event(record(at_us=now()), batch=batch))
+
+        async def empty():
+            with contextlib.suppress(JetStreamError):
+                return (await app.jetstream().stream_info(subjects.EXECUTOR_USAGE_STREAM)).state.messages == 0
+
+        await until(empty)
+        assert sum(d.entries for d in done) == 7 and all(d.entries <= 2 for d in done)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+    database.close()
+
+
+async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
+    metering = start_metering(nats, url)
+    heard = []
+    app = ServiceApp("executor", nats)
+
+    async def hear(message):
+        heard.append(message)
+
+    for subject, model in (
+        (subjects.METERING_USAGE_QUARANTINED, UsageQuarantined),
+        (subjects.METERING_STATEMENT_MADE, StatementMade),
+    ):
+        app.listen(subject, model, hear)
+    async with app.running():
+        await until(lambda: streamed(app))
+        await say(app, event(record("a", at_us=now()), record("b", at_us=now(), core_ns=-1)))
+        await say(app, b"nonsense", id="x")
+        await say(app, event(record("a", at_us=now(), ended=True), batch=2))
+        reply = await until(lambda: shown(app, session_id="a", settled=True))
+        await until(lambda: booked(app, 800_000_000))
+        reply = await shown(app, session_id="a", settled=True)
+        assert (reply.rows[0].core_ucr, reply.rows[0].ended, reply.quarantined) == (800_000_000, True, 2)
+        found = await ask(app, subjects.METERING_QUARANTINE_LIST, QuarantineRequest(), QuarantineReply)
+        assert len(found.found) == 2
+
+        plan = AddPlanRequest(plan=PricePlan(name="night", core_rate=1))
+        assert (await ask(app, subjects.METERING_PLAN_ADD, plan, PricePlan)).id == 1
+        with pytest.raises(RefusedError, match="a new price is a new plan"):
+            await ask(app, subjects.METERING_PLAN_ADD, plan, PricePlan)
+        wrong = CorrectEntryRequest(request_id="r1", entry=1, core_ucr=100_000_000, reason="late")
+        for _ in range(2):
+            made = await ask(app, subjects.METERING_ENTRY_CORRECT, wrong, LedgerEntry)
+            assert (made.id, made.corrects, made.core_ucr) == (3, 1, -100_000_000)
+        statement = await ask(app, subjects.METERING_STATEMENT_MAKE, MakeStatementRequest(tenant="acme"), Statement)
+        assert statement.core_ucr == 700_000_000
+        await until(lambda: len(heard) == 3)
+        assert {type(m) for m in heard} == {UsageQuarantined, StatementMade}
+
+        port = (tmp_path / "metering" / "metering.port").read_text()
+        async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}") as http:
+            got = (await http.get("/api/v1/credits", params={"by": "model"})).json()
+            assert got["core_ucr"] == 700_000_000 and got["rows"][0]["name"] == "llama"
+            assert CreditsReply.model_validate((await http.get("/api/v1/credits/runs/a")).json()).rows[0].name == "a"
+            assert (await http.get("/api/v1/credits/statements/acme")).json()["statements"] == [
+                json.loads(statement.model_dump_json())
+            ]
+            assert (await http.post("/api/v1/credits/statements/acme")).json()["number"] == 1
+            refused = await http.post("/api/v1/credits/statements/nobody")
+            assert refused.status_code == 404 and "nothing was ever booked" in refused.json()["message"]
+            assert (await http.post("/api/v1/credits/plans", json={"name": "night"})).status_code == 409
+            assert (await http.get("/api/v1/credits/plans")).json()["plans"][0]["name"] == "night"
+            assert len((await http.get("/api/v1/credits/entries", params={"after": 1})).json()["entries"]) == 2
+            assert len((await http.get("/api/v1/credits/quarantine")).json()["found"]) == 2
+            budget = await http.put("/api/v1/credits/budgets/acme", json={"tenant": "acme", "soft_ucr": 5})
+            assert budget.json()["spent_ucr"] > 700_000_000
+            answer = await http.get("/metrics")
+        samples = {
+            (s.name, *sorted(s.labels.items())): s.value
+            for family in text_string_to_metric_families(answer.text)
+            for s in family.samples
+        }
+        assert samples["wooly_tenant_core_credits", ("tenant", "acme")] == 700.0
+        assert samples["wooly_tenant_programs_total", ("tenant", "acme")] == 20.0
+        assert samples["wooly_metering_quarantined_total",] == 2.0
+    metering.send_signal(signal.SIGTERM)
+    assert metering.wait(15) == 0
+
+
+class FakeExecutor:
+    """Takes holds, or refuses to answer."""
+
+    def __init__(self, app):
+        self.holds, self.silent = {}, False
+        app.serve(subjects.executor_session_steer("gpu-0"), SteerSessionRequest, self.on_steer)
+
+    async def on_steer(self, request):
+        if self.silent:
+            return None
+        self.holds[request.session_id] = request.hold
+        return SteerSessionReply(policy=SessionPolicy(), suspended=bool(request.hold), exclusive=False)
+
+
+async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_metering, nats):
+    metering = start_metering(nats, url)
+    app = ServiceApp("executor", nats)
+    executor, heard = FakeExecutor(app), []
+
+    async def hear(message):
+        heard.append((message.limit, message.budget.spent_ucr))
+
+    app.listen(subjects.METERING_BUDGET_REACHED, BudgetReached, hear)
+    async with app.running():
+        await until(lambda: streamed(app))
+        await until(lambda: shown(app))
+        limits = SetBudgetRequest(tenant="acme", soft_ucr=400_000_000, hard_ucr=900_000_000)
+        state = await ask(app, subjects.METERING_BUDGET_SET, limits, BudgetState)
+        assert (state.spent_ucr, state.held) == (0, False)
+        await say(app, event(record("a", at_us=now()), record("other", tenant="bits", at_us=now())))
+        await until(lambda: heard == [("soft", 440_000_000)])
+        assert not executor.holds
+        await say(app, event(record("a", at_us=now()), record("b", at_us=now()), batch=2))
+        await until(lambda: set(executor.holds) == {"a", "b"})
+        assert "1320.000000 of 900.000000" in executor.holds["a"] and "wooly credits budget acme" in executor.holds["b"]
+        assert heard[-1] == ("hard", 1_320_000_000)
+        # a session that came later is held at its first usage; after a restart all are held again
+        await say(app, event(record("c", at_us=now()), batch=3))
+        await until(lambda: executor.holds.get("c"))
+        metering.kill()
+        metering.wait()
+        executor.holds.clear()
+        start_metering(nats, url)
+        await until(lambda: set(executor.holds) == {"a", "b", "c"} and all(executor.holds.values()))
+        raised = SetBudgetRequest(tenant="acme", hard_ucr=9_000_000_000)
+        assert not (await ask(app, subjects.METERING_BUDGET_SET, raised, BudgetState)).held
+        await until(lambda: set(executor.holds.values()) == {""})

@@ -1,0 +1,156 @@
+"""Credits in a real stack: a run's bill, what the device was busy, budgets that stop and let go, an executor that is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from wooly_local.stack import read_stack, start_stack
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
+RUN = """
+import torch
+x = torch.randn(300, 300, device="cuda")
+for _ in range(100):
+    x = torch.tanh(x @ x)
+print(x.sum().item())
+"""
+#: Works while lines come; says what it computed, or what it was told.
+WORK = """
+import sys, torch
+x = torch.zeros(1, device="cuda")
+big = torch.ones(400, 400, device="cuda")
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.strip() == "work":
+        x += (big @ big).mean() / 400
+    try:
+        print("value", x.item(), flush=True)
+    except RuntimeError as e:
+        print("error", str(e).replace("\\n", " "), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    running = start_stack(tmp_path_factory.mktemp("stack"))
+    yield running
+    running.stop()
+
+
+def environment(stack, **settings):
+    return os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+
+
+def wooly(stack, *arguments, **settings):
+    argv = [sys.executable, "-m", "wooly", *arguments]
+    return subprocess.run(argv, env=environment(stack, **settings), capture_output=True, text=True, timeout=100)
+
+
+def credits(stack, *arguments):
+    done = wooly(stack, "credits", "--json", *arguments)
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+def until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.1)
+    return found
+
+
+def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
+    script = tmp_path / "dream.py"
+    script.write_text(RUN)
+    done = wooly(stack, "run", str(script), TENANT="acme")
+    assert done.returncode == 0, done.stderr
+    bill = done.stderr.splitlines()[-1]
+    assert "credits:" in bill and "core seconds" in bill and "so far" not in bill, done.stderr
+    reply = credits(stack, "--tenant", "acme")
+    (row,) = reply["rows"]
+    assert (row["model"], row["tenant"], row["ended"]) == ("dream.py", "acme", True)
+    assert row["core_ucr"] == row["core_ns"] >= row["gpu_ns"] > 0 and row["runs"] > 0
+    assert row["flops"] >= 100 * 2 * 300**3 and row["moved_bytes"] > 100 * 4 * 300**2
+    assert f"{row['core_ns'] / 1e9:.3f} core seconds" in bill
+    assert reply["core_ucr"] == row["core_ucr"] and reply["quarantined"] == 0
+    assert credits(stack, "--by", "model")["rows"][0]["name"] == "dream.py"
+    table = wooly(stack, "credits", "--csv").stdout.splitlines()
+    assert table[0].startswith("tenant,name,model") and str(row["core_ucr"]) in table[1]
+    assert "dream.py" in wooly(stack, "credits").stdout
+
+
+class Worker:
+    def __init__(self, stack, path, tenant):
+        path.write_text(WORK)
+        argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(path)]
+        self.process = subprocess.Popen(
+            argv, env=environment(stack, TENANT=tenant), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def ask(self, what):
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+    def close(self):
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_path):
+    worker, other = Worker(stack, tmp_path / "w.py", "spender"), Worker(stack, tmp_path / "o.py", "saver")
+    try:
+        assert wooly(stack, "credits", "budget", "spender", "--hard", "20").returncode == 0
+        done = 0
+
+        def spent():
+            nonlocal done
+            done += 1
+            return worker.ask("work").startswith("error")
+
+        until(spent)
+        held = worker.ask("look")
+        assert "the credits of tenant spender are used up" in held and "wooly credits budget spender" in held
+        assert other.ask("work") == "value 1.0\n"
+        assert "suspended" in wooly(stack, "credits", "--tenant", "spender").stdout
+        raised = wooly(stack, "credits", "budget", "spender", "--hard", "1000000")
+        assert raised.returncode == 0 and "suspended" not in raised.stdout
+        # what was submitted while it was held has run: nothing of it was lost or done twice
+        assert worker.ask("look") == f"value {float(done)}\n"
+    finally:
+        worker.close()
+        other.close()
+
+
+def test_executor_that_is_killed_bills_what_it_told_of_and_begins_anew(stack, tmp_path):
+    worker = Worker(stack, tmp_path / "k.py", "killed")
+    try:
+        for _ in range(20):
+            worker.ask("work")
+        before = until(lambda: [r for r in credits(stack, "--tenant", "killed")["rows"] if r["runs"] >= 20])
+        os.kill(read_stack(stack.state_dir).services["executor-0"], signal.SIGKILL)
+        time.sleep(1)
+        os.kill(read_stack(stack.state_dir).services["metering"], signal.SIGKILL)
+    finally:
+        worker.close()
+    again = until(lambda: credits(stack, "--tenant", "killed"))
+    assert again["rows"][0]["core_ucr"] >= before[0]["core_ucr"] and again["quarantined"] == 0
+    worker = until(lambda: _begun(stack, tmp_path), 60)
+    try:
+        worker.ask("work")
+        rows = until(lambda: [r for r in credits(stack, "--tenant", "later")["rows"] if r["runs"]])
+        assert rows and credits(stack)["quarantined"] == 0
+    finally:
+        worker.close()
+
+
+def _begun(stack, tmp_path):
+    try:
+        return Worker(stack, tmp_path / "l.py", "later")
+    except AssertionError:
+        return None
