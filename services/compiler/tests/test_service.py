@@ -4,7 +4,9 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 import zlib
+from pathlib import Path
 
 import pytest
 from wooly_bus import subjects
@@ -184,3 +186,10 @@ async def test_every_pass_is_explained(nats, tmp_path):
     names = [name for name, _ in stages]
     assert names == ["resolve-views", "expand", "remove-redundant", "remove-dead", "fuse", "weigh", "lower"]
     assert "powers are the library's" in stages[-1][1]  # of an exponent that nobody named
+
+
+def test_every_variable_is_in_the_readme():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert {f"`WOOLY_COMPILER_{name.upper()}`" for name in CompilerSettings.model_fields} == set(
+        re.findall(r"^\| (`WOOLY_COMPILER_\w+`)", readme, re.MULTILINE)
+    )
