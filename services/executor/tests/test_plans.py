@@ -349,6 +349,23 @@ def test_full_without_a_compiler_fails_and_says_what_to_do(world, wis):
     other.step()  # nobody else has waited
 
 
+def test_missing_driver_leaves_exact_sessions_at_tier_0_and_fails_full_ones(world, wis, monkeypatch):
+    (world.folder / "pyopencl.py").write_text(
+        "def get_platforms():\n    raise RuntimeError('PLATFORM_NOT_FOUND_KHR')\n"
+    )
+    path = os.pathsep.join([str(world.folder), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    world.executor()
+    mine = Script(world.session(wis, "exact"))
+    for _ in range(20):
+        mine.step()
+    waited(lambda: "OpenCL does not come up here" in world.log(), "nobody is told")
+    mine.step()
+    assert mine.work()["tier0_instructions"] == 21 * 6
+    with pytest.raises(wis.error, match=r"OpenCL does not come up here: .* pip install 'pyopencl\[pocl\]'"):
+        Script(world.session(wis, "full")).step()
+
+
 @pytest.mark.parametrize("jit", ["0", "exact", "full"])
 def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(executor, wis, jit):
     endpoint = Endpoint.parse(executor.endpoints[0])

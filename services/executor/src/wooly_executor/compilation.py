@@ -152,6 +152,7 @@ class PlanSource:
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
+        self._complaint = ""
         self._blobs: ArtifactStore | None = None
         self._heard: asyncio.Event = asyncio.Event()
         events = asyncio.get_running_loop()
@@ -178,11 +179,14 @@ class PlanSource:
         except BusError as e:  # of mode `full`: nobody answered for long
             why, final = f"WOOLYAI_JIT=full, and no compiler answers ({e}); `wooly up` starts one", False
         except (ExecutorError, WisError) as e:
-            why = str(e)
-            log.warning("%s stays at tier 0: %s", what, e)
+            # of mode `full`, tier 0 would be other bits: only a bad artifact, which is reported, leaves no other way
+            why, final = str(e), entry.mode == "exact" or isinstance(e, BadArtifactError)
+            if why != self._complaint:  # a missing driver is missing for all of them
+                log.warning("%s has no plan: %s", what, e)
+            self._complaint = why
         except Exception as e:
-            why = f"{type(e).__name__}: {e}"
-            log.exception("%s stays at tier 0", what)
+            why, final = f"{type(e).__name__}: {e}", entry.mode == "exact"
+            log.exception("%s has no plan", what)
         await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
 
     async def _plan(self, entry: Wanted) -> PreparedProgram | None:

@@ -85,7 +85,7 @@ class MissingDriverError(ExecutorError):
 
 
 class NoCompilerError(ExecutorError):
-    """A session wants all its programs compiled, and nobody compiles."""
+    """A session wants all its programs compiled, and that cannot be."""
 
     code = "executor.no_compiler"
     retryable = True
