@@ -19,12 +19,12 @@ void k_mul_add_relu(global const float* restrict in0, global const float* restri
   for (long p = g; p < end; ++p) {
     const long v0 = p;
     for (long v1 = 0; v1 < 33L; ++v1) {
-      const ushort v3 = in2[v0];
-      const float v7 = in1[v1];
-      const long v10 = (v0 * 33L) + v1;
-      const float v11 = in0[v10];
-      const float v13 = (v11 * v7) + (1.0f * (wooly_bf16_to_f32(v3)));
-      out3[v10] = ((v13 != v13) | (v13 > 0.0f)) ? v13 : 0.0f;
+      const ushort v2 = in2[v0];
+      const float v6 = in1[v1];
+      const long v9 = (v0 * 33L) + v1;
+      const float v10 = in0[v9];
+      const float v12 = (v10 * v6) + (1.0f * (wooly_bf16_to_f32(v2)));
+      out3[v9] = (v12 < 0.0f) ? 0.0f : v12;
     }
   }
 }

@@ -29,10 +29,10 @@ k_mul_add_relu(const float* __restrict__ in0, const float* __restrict__ in1, con
   if (p >= 3300LL) return;
   const long long v0 = p / 33LL;
   const long long v1 = p % 33LL;
-  const unsigned short v3 = in2[v0];
-  const float v7 = in1[v1];
-  const long long v10 = (v0 * 33LL) + v1;
-  const float v11 = in0[v10];
-  const float v13 = (v11 * v7) + (1.0f * (wooly_bf16_to_f32(v3)));
-  out3[v10] = ((v13 != v13) | (v13 > 0.0f)) ? v13 : 0.0f;
+  const unsigned short v2 = in2[v0];
+  const float v6 = in1[v1];
+  const long long v9 = (v0 * 33LL) + v1;
+  const float v10 = in0[v9];
+  const float v12 = (v10 * v6) + (1.0f * (wooly_bf16_to_f32(v2)));
+  out3[v9] = (v12 < 0.0f) ? 0.0f : v12;
 }
