@@ -257,3 +257,30 @@ def test_sessions_and_jobs_are_in_one_list(stack, tmp_path):
     assert "there is no task nobody" in run("logs", "nobody", stack=stack, code=1).stderr
     assert "completed" in run("tasks", "cancel", listed[0]["task_id"], stack=stack).stdout
     assert "not a state" in run("tasks", "--state", "odd", stack=stack, code=1).stderr
+
+
+def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tmp_path):
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return lambda x, i: x.index_select(0, i), (torch.empty(3), torch.empty(1, dtype=torch.int64))\n"
+    )
+    run("export", f"{path}:build", "-o", tmp_path / "bad.wism")
+    np.save(tmp_path / "x.npy", np.zeros(3, np.float32))
+    np.save(tmp_path / "i.npy", np.array([99]))
+    submit = [
+        "submit",
+        tmp_path / "bad.wism",
+        "-i",
+        f"x={tmp_path / 'x.npy'}",
+        "-i",
+        f"i={tmp_path / 'i.npy'}",
+        "--wait",
+        "--json",
+    ]
+    report = json.loads(run(*submit, stack=stack, code=1).stdout)
+    assert report["state"] == "failed" and "out of range" in report["reason"], report
+    assert task(stack, report["task_id"])["attempt"] == 1
+    report = json.loads(run(*submit, "--vram", "1", stack=stack, code=1).stdout)
+    assert report["state"] == "failed" and "1 were asked for" in report["reason"]

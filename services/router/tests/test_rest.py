@@ -10,7 +10,7 @@ from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore
 from wooly_bus.errors import RefusedError
 from wooly_router.gate import ROLES
-from wooly_router.rest.access import Access, Buckets
+from wooly_router.rest.access import Access, Buckets, from_elsewhere
 from wooly_router.rest.api import create_api
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
@@ -35,7 +35,7 @@ def rest(rig):
                 access = Access(r.actor.gate, Buckets(rate, rate, lambda: now[0]))
                 api = create_api(r.actor, r.desk, access)
                 transport = httpx.ASGITransport(api, raise_app_exceptions=False)
-                async with httpx.AsyncClient(base_url="http://t/api/v1", transport=transport) as http:
+                async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
                     r.api, r.now = api, now
                     await r.duties().keep_nodes()
                     yield r, http
@@ -203,11 +203,11 @@ async def test_without_a_valid_token_no_route_answers(rest):
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Basic x"}, gone, off, late):
             for method, path in every:
                 answer = await http.request(
-                    method, "http://t" + path.replace("{", "").replace("}", ""), headers=headers
+                    method, "http://127.0.0.1" + path.replace("{", "").replace("}", ""), headers=headers
                 )
                 assert answer.status_code in (401, 422), (method, path, answer.text)
                 assert answer.status_code == 401 or answer.json()["code"] == "http.invalid"
-        assert (await http.get("http://t/healthz")).status_code == 200
+        assert (await http.get("http://127.0.0.1/healthz")).status_code == 200
 
 
 async def test_roles_and_scopes_bound_what_a_token_may(rest):
@@ -361,3 +361,35 @@ async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
         )
         taking.cancel()
         await asyncio.wait([taking])
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "auth", "allowed"),
+    [
+        ("", "127.0.0.1:8420", "open", True),
+        ("", "[::1]:8420", "open", True),
+        ("", "localhost:8420", "open", True),
+        ("http://localhost:8420", "localhost:8420", "open", True),
+        ("http://evil.example", "localhost:8420", "open", False),
+        ("null", "localhost:8420", "open", False),
+        ("http://localhost:9999", "localhost:8420", "open", False),
+        ("", "rebound.example:8420", "open", False),
+        ("http://rebound.example:8420", "rebound.example:8420", "open", False),
+        ("", "", "open", False),
+        ("", "[bad", "open", False),
+        ("http://[bad", "localhost", "tokens", False),
+        ("", "wooly.example", "tokens", True),
+        ("https://wooly.example", "wooly.example", "tokens", True),
+        ("https://evil.example", "wooly.example", "tokens", False),
+    ],
+)
+def test_page_of_another_origin_may_not_call(origin, host, auth, allowed):
+    assert (from_elsewhere(origin, host, auth) == "") is allowed
+
+
+async def test_foreign_origin_is_refused_on_every_route(rest):
+    async with rest() as (r, http):
+        for method, path in routes(r.api):
+            answer = await http.request(method, f"http://127.0.0.1{path}", headers={"Origin": "http://evil.example"})
+            assert answer.status_code in (403, 422), (method, path)
+        await told(http, "POST", "tasks/x/cancel", 403, headers={"Origin": "http://evil.example"})

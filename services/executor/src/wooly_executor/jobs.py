@@ -34,7 +34,7 @@ from wooly_executor.session import PROGRAMS_KEPT
 
 log = logging.getLogger("wooly.executor")
 #: Bytes of the queue of reports.
-REPORT_BYTES = 64 << 20
+REPORT_BYTES = 32 << 20
 RETRY_S = 1.0
 #: Jobs whose first request is remembered, so that a second one for the same attempt changes nothing.
 REMEMBERED = 4096

@@ -14,6 +14,7 @@ import nats
 import nats.errors
 import numpy as np
 from nats.js import JetStreamContext
+from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore, put_all
@@ -162,10 +163,19 @@ async def submit(url: str, tenant: str, file: ModuleFile, inputs: Mapping[str, b
         return job
 
 
-async def follow(url: str, tenant: str, task_id: str, each: Callable[[TaskChanged], None]) -> TaskChanged:
-    """Hear what becomes of a task, from its first step on. Returns its last one."""
+async def mark(url: str) -> int:
+    """The number that the next event will have at least: where to `follow` from a job that is submitted after this."""
     async with jetstream(url) as js:
-        subscription = await js.subscribe(subjects.router_task_changed(tenant), ordered_consumer=True)
+        return int((await js.stream_info(subjects.ROUTER_EVENT_STREAM)).state.last_seq) + 1
+
+
+async def follow(
+    url: str, tenant: str, task_id: str, each: Callable[[TaskChanged], None], first: int = 1
+) -> TaskChanged:
+    """Hear what becomes of a task, in events from number `first` on. Returns its last step."""
+    async with jetstream(url) as js:
+        config = ConsumerConfig(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=first)
+        subscription = await js.subscribe(subjects.router_task_changed(tenant), ordered_consumer=True, config=config)
         while True:
             try:
                 message = await subscription.next_msg(timeout=5.0)

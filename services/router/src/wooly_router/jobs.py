@@ -42,17 +42,19 @@ from wooly_router.state.tasks import PartRecord, TaskRecord
 
 log = logging.getLogger("wooly.router")
 #: Bytes of jobs that wait for a router to take them in.
-COMMAND_BYTES = 256 << 20
-REPORT_BYTES = 64 << 20
+COMMAND_BYTES = 64 << 20
+REPORT_BYTES = 32 << 20
 #: How long, and how much of, what became of tasks can be read back.
 EVENT_AGE_S = 7 * 24 * 3600.0
-EVENT_BYTES = 256 << 20
+EVENT_BYTES = 64 << 20
 #: Seconds in which an executor that took a job must be told so again, or the router that asked it is gone.
 HANDING_S = 15.0
 #: Seconds for which an executor may be without a job that it took: its report may be on its way.
 MISSING_S = 5.0
 #: Jobs started in one round.
 AT_ONCE = 64
+#: Waiting jobs, the first of the queue, whose reason is brought up to date in one round.
+NOTED = 200
 
 
 class JobActor:
@@ -207,7 +209,7 @@ class JobActor:
         return moved
 
     async def _again(self, task: TaskRecord, reason: str) -> bool:
-        """An attempt was lost: another one, a little later and elsewhere if there is an elsewhere, or the end."""
+        """An attempt was lost: another one a little later, where it fits then, or the end."""
         now = self._router.clock()
         config, _ = await self._world.settings()
         allowed = (task.spec or {}).get("attempts") or config.job_attempts
@@ -284,12 +286,16 @@ class JobActor:
             if not queue:
                 return
             config, nodes, pool = await self._world.pool(s, router.registry, now)
-            for waiting, placement in plan([t.waiting() for t in queue.values()], pool, now, config.patience()):
+            waiting_tasks = [t.waiting() for t in queue.values()]
+            noted = 0
+            # In a thread: with thousands in the queue it takes seconds, in which heartbeats must be heard.
+            for waiting, placement in await asyncio.to_thread(plan, waiting_tasks, pool, now, config.patience()):
                 task = queue[waiting.task_id]
                 record = as_record(waiting.want, placement)
                 if not placement.gpus:
                     reason = f"waits: {summary(placement.waits)}"
-                    if task.reason != reason[:4096]:
+                    if task.reason != reason[:4096] and noted < NOTED:
+                        noted += 1
                         await self._tasks.note_waiting(s, task.id, record, reason)
                     continue
                 if len(chosen) == AT_ONCE:

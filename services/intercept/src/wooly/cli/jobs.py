@@ -66,8 +66,10 @@ def submit(
 
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
+    waits = wait or output is not None
+    first = jobs.run(jobs.mark(url)) if waits else 1
     job = jobs.run(jobs.submit(url, settings.tenant, file, given, credential=settings.credential, **wanted))
-    if not wait and output is None:
+    if not waits:
         print(json.dumps({"task_id": job.job_id}) if as_json else job.job_id)
         return 0
     steps: list[TaskChanged] = []
@@ -77,7 +79,7 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each))
+    last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each, first))
     files = (
         jobs.run(jobs.fetch(url, settings.tenant, last.outputs, output)) if output is not None and last.outputs else []
     )

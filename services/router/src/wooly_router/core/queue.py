@@ -68,7 +68,8 @@ def plan(
 
 def held_devices(queue: Iterable[Waiting], pool: Pool, now: float, patience: Patience = Patience()) -> frozenset[str]:
     """The devices that nothing new may be placed on, for the sake of tasks that wait. The pool has the others' claims."""
-    return _plan(queue, pool, now, patience)[1]
+    patient = [w for w in queue if now - w.since >= patience.patience_s]  # nothing is held for the others
+    return _plan(patient, pool, now, patience)[1]
 
 
 def _plan(

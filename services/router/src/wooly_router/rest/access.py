@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
@@ -54,6 +57,7 @@ class Access:
 
     def __init__(self, gate: Gate, buckets: Buckets) -> None:
         self._gate, self._buckets = gate, buckets
+        self.auth = gate.auth
 
     async def caller(self, secret: str, address: str) -> Caller:
         """Who calls.
@@ -77,6 +81,28 @@ class Access:
         await self._gate.world.audit.add(record)
 
 
+def from_elsewhere(origin: str, host: str, auth: str) -> str:
+    """Why a browser must not make this request for a page; empty if nothing speaks against it.
+
+    A page of another origin may not use what its visitor may do here. Where everybody may do everything, the host must also be
+    named as nobody else's page can be: a name that an attacker's DNS points here would make its page one of ours.
+
+    Args:
+        origin: the header, empty where there is none.
+        host: the header.
+        auth: see `Gate`.
+    """
+    try:
+        if origin and urlsplit(origin).netloc != host:
+            return f"pages of {origin[:100]} may not call this"
+        name = urlsplit(f"//{host}").hostname or ""
+        if auth == "open" and name not in ("localhost", socket.gethostname().lower()):
+            ipaddress.ip_address(name)
+    except ValueError:
+        return "a router without authentication is called by its address, as localhost, or by its host's name"
+    return ""
+
+
 _bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
 
 
@@ -84,6 +110,9 @@ async def _caller(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
     access: Access = request.app.state.access
+    why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), access.auth)
+    if why:
+        raise RefusedError("router.forbidden", why)
     secret = credentials.credentials if credentials is not None else ""
     return await access.caller(secret, request.client.host if request.client else "")
 
