@@ -55,6 +55,10 @@ bench: setup ## the benchmarks: the client against local PyTorch, the cores of d
 	$(BIN)/python bench/sharing.py
 	$(BIN)/python bench/control.py
 
+.PHONY: bench-credits
+bench-credits: setup ## what metering takes, and ten models' bills alone and beside another tenant (an hour; --runs, --generations)
+	$(BIN)/python bench/credits.py $(CREDITS_ARGS)
+
 .PHONY: bench-jit
 bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who computes in whole models, what is left
 	$(BIN)/python bench/jit.py
@@ -66,7 +70,7 @@ amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip wi
 	apt-get install -y --no-install-recommends clang-19 lld-19
 
 .PHONY: postgres
-postgres: ## install a PostgreSQL server (Debian; the router's tests on it skip without)
+postgres: ## install a PostgreSQL server (Debian; tests on it skip without)
 	apt-get install -y --no-install-recommends postgresql
 
 .PHONY: every-float

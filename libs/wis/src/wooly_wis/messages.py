@@ -245,7 +245,7 @@ class HostSessionRequest(Message):
     """The router asks an executor to take a session. Without `policy`, it is of its class and otherwise like all.
 
     `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
-    the executor may promise beyond what it has, from now on (None: as before).
+    the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
     """
 
     session_id: SessionId

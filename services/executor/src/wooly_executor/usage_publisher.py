@@ -47,6 +47,7 @@ class UsagePublisher:
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
         self._batch = 0
+        self._taken: deque[Taken] = deque()
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
@@ -77,13 +78,15 @@ class UsagePublisher:
             StreamError: not all of it could be.
         """
         if not self._waiting:
-            taken = await asyncio.wrap_future(self._loop.call(self._loop.take_usage))
-            if not taken:
-                return
+            # Nothing is in a variable while this waits: it may be cancelled, and what was taken must not be lost.
+            await asyncio.wrap_future(self._loop.call(lambda: self._taken.extend(self._loop.take_usage())))
             at_us = time.time_ns() // 1000
-            for first in range(0, len(taken), RECORDS):
-                data = await asyncio.to_thread(self._encode, taken[first : first + RECORDS], at_us)
+            while self._taken:
+                some = [self._taken.popleft() for _ in range(min(RECORDS, len(self._taken)))]
+                data = self._encode(some, at_us)
                 self._waiting.append((self._batch, data))
+            if not self._waiting:
+                return
         if not self._ensured:
             await ensure_usage_stream(self._js)
             self._ensured = True
