@@ -92,6 +92,10 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
 
+.PHONY: manifests
+manifests: setup ## write the kustomize bases anew from the chart
+	$(BIN)/python deploy/k8s/render.py
+
 .PHONY: clean
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
