@@ -282,3 +282,23 @@ def test_dashboard_asks_for_metrics_that_are_exported():
     asked = {m for p in dashboard["panels"] for t in p["targets"] for m in re.findall(r"wooly_\w+", t["expr"])}
     assert len(asked) > 5 and asked <= exported
     assert [p["title"] for p in dashboard["panels"]][:2] == ["Utilization", "Starvation"]
+
+
+@pytest.mark.parametrize("name", ["chart", "single.conf", "cluster.conf"])
+def test_nats_takes_its_configuration(name, tmp_path):
+    import subprocess
+    import sysconfig
+
+    if name == "chart":
+        config = of_kind(rendered({"existingSecret": "mine"}), "ConfigMap")[0]["data"]["nats.conf"]
+        config = config.replace("/data", str(tmp_path))
+    else:
+        config = (ROOT / "deploy" / "compose" / "nats" / name).read_text().replace("/data", str(tmp_path))
+        (tmp_path / "users.conf").write_text((CHART / "files" / "users.conf").read_text())
+    path = tmp_path / "nats.conf"
+    path.write_text(config)
+    quoted = {f"{user}_PASSWORD": '"1secret"' for user in ("SERVICES", "CLIENT", "CLUSTER")}
+    server = Path(sysconfig.get_path("scripts")) / "nats-server"
+    environment = {**quoted, "POD_NAME": "w-nats-0", "SERVER_NAME": "nats"}
+    ran = subprocess.run([server, "-t", "-c", path], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

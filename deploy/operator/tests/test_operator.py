@@ -40,12 +40,15 @@ class FakeController:
         if self.down:
             return web.json_response({"code": "internal", "message": "away", "retryable": True}, status=503)
         device = {"name": "NVIDIA L40S", "vendor": "nvidia", "runtime": "cuda", "total_memory": 48 * GIB, "cores": 142}
-        in_force = self.own.get("n1")
+        own = self.own.get("n1")
+        gpu = {
+            "executor_id": "n1-0", "node": "n1", "state": "alive", "age_s": 0.5, "device": device, "sessions": 1,
+            "memory_used": GIB, "utilization": 0.5, "wish": "active", "groups": [],
+        }  # fmt: skip
         return web.json_response({
             "nodes": [{
-                "executor_id": "n1-0", "node": "n1", "state": "alive", "age_s": 0.5, "device": device, "sessions": 1,
-                "memory_used": GIB, "utilization": 0.5, "groups": [],
-                "overcommit_vram_percent": self.percent if in_force is None else in_force,
+                "node_id": "n1", "state": "active", "wish": "active", "groups": [], "tasks": 1, "gpus": [gpu],
+                "overcommit_vram_percent": own, "effective_overcommit_vram_percent": self.percent if own is None else own,
             }]
         })  # fmt: skip
 

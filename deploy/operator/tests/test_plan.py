@@ -34,6 +34,10 @@ NODE = Node("n1", {"disk": "ssd"})
 GPU = Device("n1-0", "n1", 24 * GIB, vendor="nvidia", arch="sm_90", name="NVIDIA H100 80GB")
 
 
+def in_force(device, own, cluster):
+    return replace(device, own=own, overcommit=cluster if own is None else own)
+
+
 def settle(world, own=None):
     """The world and the nodes' own percentages after all actions of plans until none is left; at most three plans."""
     own = dict(own or {})
@@ -58,7 +62,7 @@ def settle(world, own=None):
                     statuses[node] = status
                 case DeleteStatus(node):
                     del statuses[node]
-        devices = [replace(d, overcommit=percent if own.get(d.node) is None else own[d.node]) for d in world.devices]
+        devices = [in_force(d, own.get(d.node), percent) for d in world.devices]
         world = replace(world, nodes=tuple(nodes.values()), statuses=statuses, cluster_percent=percent, devices=devices)
     raise AssertionError(f"plans do not end: {todo.actions}")
 
@@ -90,13 +94,13 @@ def test_percentage_that_is_no_longer_said_goes_back_to_the_cluster():
 
 
 def test_controllers_own_number_stays_where_kubernetes_says_nothing():
-    world, own = settle(World(nodes=[NODE], devices=[replace(GPU, overcommit=40)]), {"n1": 40})
+    world, own = settle(World(nodes=[NODE], devices=[in_force(GPU, 40, 0)]), {"n1": 40})
     assert own == {"n1": 40} and world.statuses["n1"]["vramOvercommitPercent"] == 40
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1001", "ten", "1e2", "٣"])
 def test_label_without_sense_is_a_complaint_and_changes_nothing(text):
-    world = World(nodes=[Node("n1", {names.OVERCOMMIT_LABEL: text})], devices=[replace(GPU, overcommit=40)])
+    world = World(nodes=[Node("n1", {names.OVERCOMMIT_LABEL: text})], devices=[in_force(GPU, 40, 0)])
     todo = plan(world)
     assert names.OVERCOMMIT_LABEL in todo.complaints[0]
     assert not [a for a in todo.actions if isinstance(a, SetNodeOvercommit)]
@@ -227,7 +231,7 @@ WORLDS = st.builds(
 
 @given(WORLDS)
 def test_any_cluster_settles_and_foreign_labels_stay(world):
-    world = replace(world, devices=[replace(d, overcommit=world.cluster_percent) for d in world.devices])
+    world = replace(world, devices=[in_force(d, None, world.cluster_percent) for d in world.devices])
     settled, own = settle(world)
     by_name = {node.name: node for node in settled.nodes}
     for before in world.nodes:

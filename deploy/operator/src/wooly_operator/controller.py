@@ -31,14 +31,19 @@ class _Facts(_Answer):
     total_memory: int = Field(ge=0)
 
 
-class _Node(_Answer):
+class _Gpu(_Answer):
     executor_id: str
-    node: str
     state: str
     device: _Facts
     sessions: int = 0
     memory_used: int = 0
-    overcommit_vram_percent: int = 0
+
+
+class _Node(_Answer):
+    node_id: str
+    overcommit_vram_percent: int | None
+    effective_overcommit_vram_percent: int
+    gpus: tuple[_Gpu, ...] = ()
 
 
 class _Nodes(_Answer):
@@ -69,18 +74,20 @@ class Controller:
         answer = _parsed(_Nodes, await self._ask("GET", "/api/v1/nodes"))
         return [
             Device(
-                id=n.executor_id,
-                node=n.node,
-                total=n.device.total_memory,
-                used=n.memory_used,
-                sessions=n.sessions,
-                name=n.device.name,
-                vendor=n.device.vendor,
-                arch=n.device.arch,
-                alive=n.state == "alive",
-                overcommit=n.overcommit_vram_percent,
+                id=g.executor_id,
+                node=n.node_id,
+                total=g.device.total_memory,
+                used=g.memory_used,
+                sessions=g.sessions,
+                name=g.device.name,
+                vendor=g.device.vendor,
+                arch=g.device.arch,
+                alive=g.state == "alive",
+                overcommit=n.effective_overcommit_vram_percent,
+                own=n.overcommit_vram_percent,
             )
             for n in answer.nodes
+            for g in n.gpus
         ]
 
     async def cluster_percent(self) -> int:

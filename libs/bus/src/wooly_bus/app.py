@@ -21,7 +21,7 @@ from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.envelope import decode, decode_reply, encode
-from wooly_bus.errors import BusConnectError, BusError, EnvelopeError
+from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.tracing import consumer_span, mark_failed
@@ -52,7 +52,7 @@ class ServiceApp:
 
     def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:
         self.name = name
-        self.url = nats_url
+        self.url = shown(nats_url)
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False

@@ -25,7 +25,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU as the controller knows it. Memory in bytes; `node` is the node's name in Kubernetes too."""
+    """A GPU as the controller knows it. Memory in bytes; `node` is the node's name in Kubernetes too.
+
+    `overcommit` is the percentage in force on its node, `own` the node's own, where it has one.
+    """
 
     id: str
     node: str
@@ -37,6 +40,7 @@ class Device:
     arch: str = ""
     alive: bool = True
     overcommit: int = 0
+    own: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,17 +125,14 @@ def _node(world: World, node: Node, devices: Sequence[Device], cluster: int, com
     except ValueError as e:
         # What was said before holds until it can be understood again.
         complaints.append(str(e))
-        said = Overcommit(devices[0].overcommit if devices else None, "label")
+        said = Overcommit(devices[0].own if devices else None, "label")
     percent = cluster if said.percent is None else said.percent
-    actual = {d.overcommit for d in devices}
     managed = before is not None and before.get("overcommitSource", "cluster") != "cluster"
-    # Only the percentage in force is seen: while a node's own equals the cluster's it makes no difference whose it is.
-    if actual - {percent} and said.percent is not None:
+    own = devices[0].own if devices else None
+    if devices and said.percent != own and (said.percent is not None or managed):
         actions.append(SetNodeOvercommit(node.name, said.percent))
-    elif said.percent is None and managed and devices:
-        actions.append(SetNodeOvercommit(node.name, None))
-    elif said.percent is None and devices:
-        percent = devices[0].overcommit  # the controller's own number for this node
+    elif said.percent is None and own is not None:
+        percent = own  # the controller's own number for this node, which is nothing of ours
     pods = [p for p in world.pods if p.node == node.name]
     room = room_on(alive, pods, percent)
     limits = limits_of(node, world.node_policies)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from wooly_bus.errors import shown
 
 from wooly import __version__
 from wooly.cli.monitor import print_top, watch_top
@@ -338,7 +339,7 @@ def doctor(
     check("torch", _check_torch)
     settings: list[Settings] = []
     if check("configuration", lambda: settings.append(Settings()) or "valid"):  # type: ignore[func-returns-value]
-        check("controller", lambda: connect(settings[0]).url)
+        check("controller", lambda: shown(connect(settings[0]).url))
         check("executor", lambda: _check_executor(settings[0]))
         check("round trip", _check_round_trip)
     if as_json:
