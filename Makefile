@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/local/pyproject.toml)
+MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
 
@@ -101,6 +101,21 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
+	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
+
+.PHONY: docker-engine
+docker-engine: ## install a Docker engine (Debian); dockerd is started by whoever needs it, compose v2 and buildx are not in Debian 12
+	apt-get install -y --no-install-recommends docker.io containerd runc iptables mmdebstrap
+
+# BASE, TORCH_INDEX, PIP_CONF, CA_FILE, BUILD_ARGS: see deploy/docker/build.sh. LOCAL=1: NATS and PostgreSQL are built too.
+.PHONY: compose-test
+compose-test: setup ## build the images, run the compose stack, and scripts on it (needs a Docker engine; minutes)
+	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler operator executor-cpu client
+	WOOLY_COMPOSE_LOCAL=$(LOCAL) $(BIN)/python -m pytest tests/deploy/test_compose.py -m docker -p no:xdist
+
+.PHONY: manifests
+manifests: setup ## write the kustomize bases anew from the chart
+	$(BIN)/python deploy/k8s/render.py
 
 .PHONY: clean
 clean: ## remove the virtual environment and caches

@@ -71,3 +71,9 @@ def test_program_that_forgets_to_close_ends_without_noise(nats_server):
 def test_client_does_not_import_faststream():
     code = "import sys, wooly_bus.rpc; sys.exit('faststream' in sys.modules or 'opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+def test_messages_do_not_hold_passwords(nats_server):
+    with pytest.raises(BusConnectError) as caught:
+        ControlClient("nats://user:secret@127.0.0.1:1,nats://user:secret@127.0.0.1:2", timeout=0.5)
+    assert "secret" not in str(caught.value) and "127.0.0.1:1" in str(caught.value)

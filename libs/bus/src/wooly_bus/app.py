@@ -21,7 +21,8 @@ from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.envelope import decode, decode_reply, encode
-from wooly_bus.errors import BusConnectError, BusError, EnvelopeError
+from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
+from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.tracing import consumer_span, mark_failed
 
@@ -43,15 +44,21 @@ class ServiceApp:
         name: service name, as in subjects.
         nats_url: where NATS is.
         patience_s: seconds to wait for NATS at the start.
+
+    Attributes:
+        live: what must hold for the process to be worth keeping, by name; asked by `/livez` (see `health`).
+        health_port: where that is answered, inside `running`; None where it is not configured.
     """
 
     def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:
         self.name = name
-        self.url = nats_url
+        self.url = shown(nats_url)
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
         self._client: Client | None = None
+        self.live: dict[str, Check] = {}
+        self.health_port: int | None = None
         self.broker = NatsBroker(
             nats_url,
             logger=None,
@@ -150,6 +157,7 @@ class ServiceApp:
 
         Raises:
             BusConnectError: NATS does not answer.
+            OSError: the port of `/livez` is taken.
         """
         try:
             await asyncio.wait_for(self._start(), self._patience_s)
@@ -159,9 +167,13 @@ class ServiceApp:
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         try:
-            yield self
+            async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
+                yield self
         finally:
             await self._stop()
+
+    def _connected(self) -> bool:
+        return self._client is not None and self._client.is_connected
 
     async def _start(self) -> None:
         await self.broker.start()

@@ -55,3 +55,13 @@ class RefusedError(BusError):
     def from_reply(cls, reply: ErrorReply) -> RefusedError:
         """The error that a reply carries."""
         return cls(reply.code, reply.message, retryable=reply.retryable)
+
+
+def shown(url: str) -> str:
+    """A URL for messages and logs: without credentials, in each of several separated by commas."""
+    return ",".join([_without_credentials(part) for part in url.split(",")])
+
+
+def _without_credentials(url: str) -> str:
+    scheme, mark, rest = url.partition("://")
+    return scheme + mark + rest.rsplit("@", 1)[-1]

@@ -17,7 +17,7 @@ from nats.aio.client import Client
 from wooly_wis.messages import Message
 
 from wooly_bus.envelope import decode_reply, encode
-from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError
+from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError, shown
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -60,7 +60,8 @@ class ControlClient:
     """
 
     def __init__(self, url: str, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
-        self.url = url
+        self.url = shown(url)
+        self._address = url
         self._last_error = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
@@ -90,7 +91,7 @@ class ControlClient:
     async def _connect(self, timeout: float, name: str) -> Client:
         client = Client()
         connecting = client.connect(
-            self.url,
+            self._address,
             name=name,
             connect_timeout=max(1, int(timeout)),
             max_reconnect_attempts=-1,

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -64,9 +65,10 @@ def make_runtime(name: str, state_dir: Path | None = None) -> Runtime:
     return TorchCpuRuntime()
 
 
-async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoint]) -> None:
-    """Be part of the control plane until a signal comes."""
+async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoint], alive: Callable[[], bool]) -> None:
+    """Be part of the control plane until a signal comes. `alive`: whether the device's thread runs."""
     app = ServiceApp("executor", settings.nats_url)
+    app.live["device"] = alive
     tunnels = TunnelListener(settings.nats_url, lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)))
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
@@ -161,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         if alone is not None:
             alone.wait()
         else:
-            asyncio.run(serve(settings, loop, bound))
+            asyncio.run(serve(settings, loop, bound, thread.is_alive))
     except BusError as e:
         log.error("%s", e)
         return 1

@@ -16,7 +16,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from wooly_bus import subjects
-from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError
+from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError, shown
 from wooly_bus.rpc import ControlClient
 from wooly_wis.messages import (
     ClientFacts,
@@ -86,16 +86,16 @@ class Controller:
         try:
             return self._client.request(subject, message, reply, timeout=timeout)
         except RefusedError as e:
-            error = ControlError(f"the controller at {self.url} refuses: {e}")
+            error = ControlError(f"the controller at {shown(self.url)} refuses: {e}")
             error.code, error.retryable = e.code, e.retryable
             raise error from e
         except NoResponderError as e:
             raise ControlError(
-                f"NATS answers at {self.url}, but no {who} is connected to it; start one with `wooly up`, or with "
+                f"NATS answers at {shown(self.url)}, but no {who} is connected to it; start one with `wooly up`, or with "
                 f"`python -m wooly_{who}`"
             ) from e
         except BusError as e:
-            raise ControlError(f"the controller at {self.url} does not answer: {e}") from e
+            raise ControlError(f"the controller at {shown(self.url)} does not answer: {e}") from e
 
     def nodes(self) -> NodesReply:
         """All executors that the controller knows."""

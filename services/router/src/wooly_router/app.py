@@ -15,7 +15,7 @@ import uvicorn
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
-from wooly_bus.errors import BusError
+from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import setup_tracing
 
@@ -70,7 +70,7 @@ async def serve(settings: RouterSettings) -> None:
         async with app.running():
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
-            log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, settings.nats_url)
+            log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, shown(settings.nats_url))
             await _first_end(
                 server, listener, leadership.run(), duties.run(), jobs.take_commands(), jobs.take_reports()
             )

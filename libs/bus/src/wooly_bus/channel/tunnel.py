@@ -42,7 +42,7 @@ from wooly_bus import subjects
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
 from wooly_bus.envelope import decode_reply, encode
-from wooly_bus.errors import BusError, BusTimeoutError, RefusedError
+from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
 from wooly_bus.rpc import nats_errors, settled
 
 log = logging.getLogger("wooly.tunnel")
@@ -184,11 +184,11 @@ class _Tunnel:
                 await settled(self._client)
         except TimeoutError as e:
             await self._disconnect()
-            raise ChannelTimeoutError(f"no NATS server answers at {_shown(self._url)} within {timeout:g} s") from e
+            raise ChannelTimeoutError(f"no NATS server answers at {shown(self._url)} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             await self._disconnect()
             raise ChannelClosedError(
-                f"no NATS server for the tunnel at {_shown(self._url)}: {self._last_error or e}"
+                f"no NATS server for the tunnel at {shown(self._url)}: {self._last_error or e}"
             ) from e
 
     async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
@@ -198,7 +198,7 @@ class _Tunnel:
             BusError: nobody answers, or refuses.
         """
         data, headers = encode(request)
-        with nats_errors(_shown(self._url), subject, timeout):
+        with nats_errors(shown(self._url), subject, timeout):
             answer = await self._client.request(subject, data, timeout=timeout, headers=headers)
         return decode_reply(answer.data, answer.headers, OpenTunnelReply)
 
@@ -389,17 +389,11 @@ class _Tunnel:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = what = str(error) or type(error).__name__
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {_shown(self._url)} failed: {what}")
+            await self.end(f"the tunnel broke: the connection to NATS at {shown(self._url)} failed: {what}")
 
     async def _on_closed(self) -> None:
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {_shown(self._url)} is gone")
-
-
-def _shown(url: str) -> str:
-    """A URL for messages: without credentials."""
-    scheme, mark, rest = url.partition("://")
-    return scheme + mark + rest.rsplit("@", 1)[-1]
+            await self.end(f"the tunnel broke: the connection to NATS at {shown(self._url)} is gone")
 
 
 # -- the client ------------------------------------------------------------------------------------------------------
@@ -469,7 +463,7 @@ def tunnel_endpoint(url: str, executor_id: str) -> Endpoint:
     first = url.split(",")[0].strip()
     parts = urlsplit(first if "://" in first else f"nats://{first}")
     if not parts.hostname:
-        raise EndpointError(f"{_shown(url)} is not the URL of a NATS server")
+        raise EndpointError(f"{shown(url)} is not the URL of a NATS server")
     return Endpoint("nats", parts.hostname, parts.port or NATS_PORT, subjects.executor_tunnel(executor_id))
 
 

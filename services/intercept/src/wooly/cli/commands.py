@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.console import Console
 from rich.table import Table
+from wooly_bus.errors import shown
 from wooly_wis.messages import MemoryState
 
 from wooly import __version__
@@ -663,7 +664,7 @@ def doctor(
     check("torch", _check_torch)
     settings: list[Settings] = []
     if check("configuration", lambda: settings.append(Settings()) or "valid"):  # type: ignore[func-returns-value]
-        check("controller", lambda: connect(settings[0]).url)
+        check("controller", lambda: shown(connect(settings[0]).url))
         check("executor", lambda: _check_executor(settings[0]))
         check("round trip", _check_round_trip)
     if as_json:

@@ -1,0 +1,24 @@
+# An executor for an AMD GPU. TORCH_INDEX: the address of PyTorch's ROCm index.
+ARG PYTHON=wooly-python
+FROM ${PYTHON} AS build
+ARG TORCH_INDEX=""
+COPY constraints.txt /src/
+COPY libs /src/libs
+COPY services/executor /src/services/executor
+COPY services/compiler /src/services/compiler
+COPY deploy/docker/wheels* /wheels/
+# Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
+    python3 -m venv /opt/wooly && cd /src \
+    && pip install -c constraints.txt --find-links /wheels ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
+    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./services/executor ./services/compiler \
+       opentelemetry-exporter-otlp-proto-http hip-python \
+    && pip uninstall -y pip setuptools wheel
+
+FROM ${PYTHON}
+COPY --from=build /opt/wooly /opt/wooly
+ENV WOOLY_EXECUTOR_STATE_DIR=/var/lib/wooly WOOLY_EXECUTOR_LISTEN=tcp://0.0.0.0:7400 WOOLY_HEALTH_PORT=8081
+USER 10001:10001
+EXPOSE 7400
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s CMD ["python", "/usr/local/lib/wooly/healthy.py", "http://127.0.0.1:8081/livez"]
+ENTRYPOINT ["python", "-m", "wooly_executor"]

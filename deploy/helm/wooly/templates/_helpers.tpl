@@ -1,0 +1,84 @@
+{{- define "wooly.name" -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "wooly.selector" -}}
+app.kubernetes.io/name: wooly
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "wooly.labels" -}}
+{{ include "wooly.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+{{- end -}}
+
+{{- define "wooly.image" -}}
+{{- $image := .root.Values.image -}}
+{{- if $image.registry }}{{ $image.registry }}/{{ end }}{{ .image }}:{{ $image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+
+{{- define "wooly.secret" -}}
+{{- .Values.existingSecret | default (printf "%s-credentials" (include "wooly.name" .)) -}}
+{{- end -}}
+
+{{- define "wooly.natsHost" -}}
+{{- if .Values.nats.enabled -}}
+{{ include "wooly.name" . }}-nats.{{ .Release.Namespace }}.svc:4222
+{{- else -}}
+{{ required "nats.externalUrl is needed where nats.enabled is false" .Values.nats.externalUrl | trimPrefix "nats://" }}
+{{- end -}}
+{{- end -}}
+
+{{/* What every pod of ours may not do. */}}
+{{- define "wooly.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "wooly.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "wooly.scheduling" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "wooly.placed" -}}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{ toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
+{{/* NATS as services see it. Kubernetes puts the password into the URL. */}}
+{{- define "wooly.natsEnv" -}}
+- name: NATS_PASSWORD
+  valueFrom: {secretKeyRef: {name: {{ include "wooly.secret" .root }}, key: nats-services-password}}
+- name: WOOLY_{{ .service | upper }}_NATS_URL
+  value: nats://services:$(NATS_PASSWORD)@{{ include "wooly.natsHost" .root }}
+{{- with .root.Values.tracing.otlpEndpoint }}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ . | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Probes of a service that serves /livez and /readyz on its port named health. */}}
+{{- define "wooly.probes" -}}
+startupProbe: {httpGet: {path: /livez, port: health}, periodSeconds: 2, failureThreshold: 60}
+livenessProbe: {httpGet: {path: /livez, port: health}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
+readinessProbe: {httpGet: {path: /readyz, port: health}, periodSeconds: 5, timeoutSeconds: 3}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""Wooly on Kubernetes: policies become the controller's settings, annotations become environment and placement."""

@@ -1,0 +1,96 @@
+"""Wires the operator's process: settings, credentials, kopf, the reconciler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import kopf
+from pydantic import ValidationError
+
+from wooly_operator.controller import Controller
+from wooly_operator.handlers import register
+from wooly_operator.kubernetes import Kubernetes
+from wooly_operator.reconciler import Reconciler
+from wooly_operator.settings import OperatorSettings
+
+log = logging.getLogger("wooly.operator")
+Login = Callable[[], kopf.ConnectionInfo]
+
+
+def login() -> kopf.ConnectionInfo:
+    """The pod's service account, else a kubeconfig.
+
+    Raises:
+        kopf.LoginError: there is neither.
+    """
+    settings = kopf.OperatorSettings()
+    found = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
+    if found is None:
+        raise kopf.LoginError("there is neither a service account nor a kubeconfig")
+    return found
+
+
+async def serve(settings: OperatorSettings, login: Login = login, stop: threading.Event | None = None) -> None:
+    """Run until a signal comes, or `stop` is set."""
+    registry = kopf.OperatorRegistry()
+    headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
+
+    @kopf.on.login(registry=registry)
+    async def connection(**_: Any) -> kopf.ConnectionInfo:
+        return login()
+
+    @kopf.on.startup(registry=registry)
+    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
+        configure_kopf(settings)
+
+    def configure_kopf(framework: kopf.OperatorSettings) -> None:
+        framework.posting.enabled = False
+        if settings.webhook_port:
+            framework.admission.server = kopf.WebhookServer(
+                port=settings.webhook_port,
+                certfile=settings.tls_cert,
+                pkeyfile=settings.tls_key,
+                insecure=settings.tls_cert is None,
+            )
+
+    async with aiohttp.ClientSession(headers=headers) as session:
+        kubernetes = Kubernetes(login)
+        reconciler = Reconciler(kubernetes, Controller(session, settings.controller_url), settings.reconcile_s)
+        register(registry, settings, reconciler)
+        running = asyncio.create_task(reconciler.run())
+        try:
+            await kopf.operator(
+                registry=registry,
+                standalone=True,
+                clusterwide=True,
+                liveness_endpoint=settings.health_url or None,
+                stop_flag=stop,
+            )
+        finally:
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+            await kubernetes.close()
+
+
+def main() -> int:
+    """Run until SIGTERM or SIGINT."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    try:
+        settings = OperatorSettings()
+        if settings.webhook_port and (settings.tls_cert is None or settings.tls_key is None):
+            log.error(
+                "WOOLY_OPERATOR_TLS_CERT and WOOLY_OPERATOR_TLS_KEY are needed: the API server asks over TLS only"
+            )
+            return 2
+        asyncio.run(serve(settings))
+    except (ValidationError, kopf.LoginError, OSError) as e:
+        log.error("the operator ends: %s", e)
+        return 1
+    return 0

@@ -1,0 +1,135 @@
+"""The controller's REST, as much of it as the operator needs."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from wooly_operator.core.fleet import Device
+from wooly_operator.errors import UnreachableError
+
+TIMEOUT_S = 10.0
+
+
+class _Answer(BaseModel):
+    """What an answer must hold; a newer controller may say more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+A = TypeVar("A", bound=_Answer)
+
+
+class _Facts(_Answer):
+    name: str = ""
+    vendor: str = ""
+    arch: str = ""
+    total_memory: int = Field(ge=0)
+
+
+class _Gpu(_Answer):
+    executor_id: str
+    state: str
+    device: _Facts
+    sessions: int = 0
+    memory_used: int = 0
+
+
+class _Node(_Answer):
+    node_id: str
+    overcommit_vram_percent: int | None
+    effective_overcommit_vram_percent: int
+    gpus: tuple[_Gpu, ...] = ()
+
+
+class _Nodes(_Answer):
+    nodes: tuple[_Node, ...]
+
+
+class _Config(_Answer):
+    default_vram_overcommit_percent: int
+
+
+class Controller:
+    """A client of the router's REST.
+
+    Args:
+        session: with or without a header for authorization.
+        url: where it is.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session, self._url = session, url.rstrip("/")
+
+    async def devices(self) -> list[Device]:
+        """All devices that the controller knows.
+
+        Raises:
+            UnreachableError: no answer, or one that cannot be understood.
+        """
+        answer = _parsed(_Nodes, await self._ask("GET", "/api/v1/nodes"))
+        return [
+            Device(
+                id=g.executor_id,
+                node=n.node_id,
+                total=g.device.total_memory,
+                used=g.memory_used,
+                sessions=g.sessions,
+                name=g.device.name,
+                vendor=g.device.vendor,
+                arch=g.device.arch,
+                alive=g.state == "alive",
+                overcommit=n.effective_overcommit_vram_percent,
+                own=n.overcommit_vram_percent,
+            )
+            for n in answer.nodes
+            for g in n.gpus
+        ]
+
+    async def cluster_percent(self) -> int:
+        """`default_vram_overcommit_percent`, in force.
+
+        Raises:
+            UnreachableError: as above.
+        """
+        return _parsed(_Config, await self._ask("GET", "/api/v1/config")).default_vram_overcommit_percent
+
+    async def set_cluster_percent(self, percent: int) -> None:
+        """Change it.
+
+        Raises:
+            UnreachableError: as above.
+        """
+        await self._ask("PUT", "/api/v1/config", {"default_vram_overcommit_percent": percent})
+
+    async def set_node_percent(self, node: str, percent: int | None) -> None:
+        """Change a node's own percentage; None: the cluster's again.
+
+        Raises:
+            UnreachableError: as above.
+        """
+        body = {"overcommit_vram_percent": percent}
+        await self._ask("PUT", f"/api/v1/nodes/{quote(node, safe='')}/config", body)
+
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        where = f"{method} {self._url}{path}"
+        try:
+            timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
+                text = await response.text()
+                if response.status >= 400:
+                    raise UnreachableError(f"{where}: {response.status} {text[:500]}")
+                return json.loads(text) if text else None
+        except (aiohttp.ClientError, TimeoutError, ValueError) as e:
+            raise UnreachableError(f"{where}: {e or type(e).__name__}") from e
+
+
+def _parsed(model: type[A], answer: Any) -> A:
+    try:
+        return model.model_validate(answer)
+    except ValidationError as e:
+        raise UnreachableError(f"the controller's answer is not understood: {e.errors()[0]['msg']}") from e

@@ -1,0 +1,205 @@
+"""Reconciliation as a difference: what there is and what was said -> the actions that are missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wooly_operator.core import names
+from wooly_operator.core.fleet import (
+    ClusterPolicy,
+    Device,
+    GpuClass,
+    Limits,
+    Node,
+    NodePolicy,
+    Overcommit,
+    Pod,
+    Room,
+    cluster_overcommit,
+    limits_of,
+    overcommit_of,
+    room_on,
+)
+from wooly_operator.core.quantity import MIB
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything that was seen.
+
+    Attributes:
+        statuses: of the NodeGPUStatus objects that exist, by node.
+        cluster_percent: the controller's `default_vram_overcommit_percent`.
+    """
+
+    nodes: Sequence[Node] = ()
+    devices: Sequence[Device] = ()
+    pods: Sequence[Pod] = ()
+    cluster_policies: Sequence[ClusterPolicy] = ()
+    node_policies: Sequence[NodePolicy] = ()
+    classes: Sequence[GpuClass] = ()
+    statuses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    cluster_percent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SetClusterOvercommit:
+    """Tell the controller the cluster's percentage."""
+
+    percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetNodeOvercommit:
+    """Tell the controller a node's percentage; None: the cluster's again."""
+
+    node: str
+    percent: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LabelNode:
+    """Change labels of a node; None removes one."""
+
+    node: str
+    labels: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStatus:
+    """Write a node's NodeGPUStatus; `exists`: there is one already."""
+
+    node: str
+    status: Mapping[str, Any]
+    exists: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteStatus:
+    """Remove a NodeGPUStatus whose node, or whose devices, are no more."""
+
+    node: str
+
+
+Action = SetClusterOvercommit | SetNodeOvercommit | LabelNode | WriteStatus | DeleteStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do, in order, and what somebody should know."""
+
+    actions: tuple[Action, ...] = ()
+    complaints: tuple[str, ...] = ()
+
+
+def plan(world: World) -> Plan:
+    """The actions that bring the cluster to what was said; what nobody says stays as the controller has it."""
+    actions: list[Action] = []
+    complaints: list[str] = []
+    percent = cluster_overcommit(world.cluster_policies)
+    speaking = sorted(p.name for p in world.cluster_policies if p.overcommit is not None)
+    if len(speaking) > 1:
+        complaints.append(f"several ClusterGPUPolicies: {speaking[0]} counts, {', '.join(speaking[1:])} do not")
+    if percent is not None and percent != world.cluster_percent:
+        actions.append(SetClusterOvercommit(percent))
+    in_force = world.cluster_percent if percent is None else percent
+    seen = set()
+    for node in sorted(world.nodes, key=lambda n: n.name):
+        devices = sorted((d for d in world.devices if d.node == node.name), key=lambda d: d.id)
+        if devices:
+            seen.add(node.name)
+        actions.extend(_node(world, node, devices, in_force, complaints))
+    actions.extend(DeleteStatus(name) for name in sorted(set(world.statuses) - seen))
+    return Plan(tuple(actions), tuple(complaints))
+
+
+def _node(world: World, node: Node, devices: Sequence[Device], cluster: int, complaints: list[str]) -> list[Action]:
+    actions: list[Action] = []
+    alive = [d for d in devices if d.alive]
+    before = world.statuses.get(node.name)
+    try:
+        said = overcommit_of(node, world.node_policies)
+    except ValueError as e:
+        # What was said before holds until it can be understood again.
+        complaints.append(str(e))
+        said = Overcommit(devices[0].own if devices else None, "label")
+    percent = cluster if said.percent is None else said.percent
+    managed = before is not None and before.get("overcommitSource", "cluster") != "cluster"
+    own = devices[0].own if devices else None
+    if devices and said.percent != own and (said.percent is not None or managed):
+        actions.append(SetNodeOvercommit(node.name, said.percent))
+    elif said.percent is None and own is not None:
+        percent = own  # the controller's own number for this node, which is nothing of ours
+    pods = [p for p in world.pods if p.node == node.name]
+    room = room_on(alive, pods, percent)
+    limits = limits_of(node, world.node_policies)
+    wanted = inventory(alive, room, limits, world.classes)
+    difference: dict[str, str | None] = {k: v for k, v in wanted.items() if node.labels.get(k) != v}
+    difference |= {k: None for k in sorted(node.labels) if names.is_inventory(k) and k not in wanted}
+    if difference:
+        actions.append(LabelNode(node.name, difference))
+    if devices:
+        status = status_of(devices, room, limits, percent, said.source)
+        if before is None or dict(before) != status:
+            actions.append(WriteStatus(node.name, status, exists=before is not None))
+    return actions
+
+
+def inventory(alive: Sequence[Device], room: Room, limits: Limits, classes: Sequence[GpuClass]) -> dict[str, str]:
+    """The labels that a node with these devices bears; none without devices."""
+    if not alive:
+        return {}
+    labels = {
+        names.GPU: "true",
+        names.GPU_COUNT: str(len(alive)),
+        names.GPU_VENDOR: _common(d.vendor for d in alive),
+        names.GPU_ARCH: _common(d.arch for d in alive),
+        names.GPU_MODEL: _common(d.name for d in alive),
+        names.VRAM_TOTAL: str(sum(d.total for d in alive) // MIB),
+        names.VRAM_FIT: str(room.fit // MIB),
+        names.IDLE_GPUS: str(room.idle),
+        names.ACCEPTS: "false" if limits.full(room.clients, len(alive)) else "true",
+    }
+    for gpu_class in classes:
+        if any(gpu_class.holds(d) for d in alive):
+            labels[names.CLASS_PREFIX + gpu_class.name] = "true"
+    return {k: v for k, v in labels.items() if v}
+
+
+def _common(values: Any) -> str:
+    different = {label_value(v) for v in values}
+    return different.pop() if len(different) == 1 else "mixed"
+
+
+def label_value(text: str) -> str:
+    """Text as a label's value may be: letters, digits, `-_.`, at most 63, a letter or digit at both ends."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
+
+
+def status_of(devices: Sequence[Device], room: Room, limits: Limits, percent: int, source: str) -> dict[str, Any]:
+    """What a NodeGPUStatus says of a node."""
+    status: dict[str, Any] = {
+        "gpus": [
+            {
+                "id": d.id,
+                "model": d.name,
+                "vendor": d.vendor,
+                "arch": d.arch,
+                "state": "alive" if d.alive else "lost",
+                "vramMiB": d.total // MIB,
+                "usedMiB": d.used // MIB,
+                "clients": d.sessions,
+            }
+            for d in devices
+        ],
+        "vramOvercommitPercent": percent,
+        "overcommitSource": source,
+        "clients": room.clients,
+        "vramFitMiB": room.fit // MIB,
+        "acceptsClients": bool(any(d.alive for d in devices))
+        and not limits.full(room.clients, sum(d.alive for d in devices)),
+    }
+    return status

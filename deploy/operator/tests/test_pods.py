@@ -1,0 +1,159 @@
+"""What annotations become."""
+
+import copy
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_operator.core import names, pods
+from wooly_operator.core.fleet import Device, GpuClass
+
+GIB = 1 << 30
+ALL = {names.POD_VRAM: "8Gi", names.PRIORITY: "0", names.EXCLUSIVE: "true", names.SWAP: "false"}
+BIG = GpuClass("big", vendor="nvidia", min_vram=40 * GIB, node_groups=("a", "b"), annotations={names.PRIORITY: "1"})
+
+
+def test_annotations_become_the_clients_variables():
+    wishes = pods.wishes_of(ALL, {})
+    assert pods.environment(wishes, "nats://n:4222") == {
+        "WOOLYAI_CONTROLLER_URL": "nats://n:4222",
+        "WOOLYAI_REQUIRED_VRAM": str(8 * GIB),
+        "WOOLYAI_PRIORITY": "0",
+        "WOOLYAI_GPU_MODE": "exclusive",
+        "WOOLYAI_SWAP_FROM_VRAM": "0",
+    }
+
+
+def test_no_annotations_become_nothing():
+    assert pods.environment(pods.wishes_of({}, {})) == {}
+
+
+def test_variables_are_the_clients_own(monkeypatch):
+    settings = pytest.importorskip("wooly.settings")
+    env = pods.environment(pods.wishes_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}), "nats://n:4222")
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    found = settings.Settings()
+    assert (found.controller_url, found.required_vram, found.priority) == ("nats://n:4222", 8 * GIB, 0)
+    assert (found.gpu_mode, found.swap_from_vram, found.node_groups) == ("exclusive", False, ("a", "b"))
+
+
+def test_class_gives_defaults_and_the_pod_overrides_them():
+    assert pods.wishes_of({names.GPU_CLASS: "big"}, {"big": BIG}).priority == 1
+    assert pods.wishes_of({names.GPU_CLASS: "big", names.PRIORITY: "4"}, {"big": BIG}).priority == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (names.POD_VRAM, "lots"),
+        (names.PRIORITY, "5"),
+        (names.PRIORITY, "high"),
+        (names.EXCLUSIVE, "maybe"),
+        (names.SWAP, ""),
+        (names.GPU_CLASS, "absent"),
+    ],
+)
+def test_annotation_without_sense_is_refused_by_its_name(name, value):
+    with pytest.raises(pods.WishError, match=name):
+        pods.wishes_of({name: value}, {})
+
+
+def test_pod_is_only_placed_where_it_fits():
+    terms = pods.placement_terms(pods.wishes_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}))
+    assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in terms
+    assert {"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]} in terms
+    assert {"key": "woolyai.com/class.big", "operator": "In", "values": ["true"]} in terms
+
+
+def test_requirement_holds_beside_each_of_the_pods_own_alternatives():
+    own = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [z]}]} for z in "ab"]
+    spec = {
+        "containers": [{"name": "c"}],
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}},
+    }
+    before = copy.deepcopy(spec)
+    affinity = pods.changes(spec, pods.wishes_of(ALL, {}), "require")["affinity"]
+    after = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    assert [t["matchExpressions"][0] for t in after] == [t["matchExpressions"][0] for t in own]
+    assert all(term in t["matchExpressions"] for t in after for term in pods.placement_terms(pods.wishes_of(ALL, {})))
+    assert spec == before
+
+
+def test_containers_own_variable_stays_and_is_a_contradiction():
+    spec = {"containers": [{"name": "c", "env": [{"name": "WOOLYAI_PRIORITY", "value": "3"}]}]}
+    wishes = pods.wishes_of(ALL, {})
+    env = pods.changes(spec, wishes, "off")["containers"][0]["env"]
+    assert env[0] == {"name": "WOOLYAI_PRIORITY", "value": "3"}
+    assert len([e for e in env if e["name"] == "WOOLYAI_PRIORITY"]) == 1
+    assert ["WOOLYAI_PRIORITY is 3" in text for text in pods.contradictions(spec, wishes)] == [True]
+
+
+ENV = st.lists(
+    st.sampled_from(["A", "WOOLYAI_PRIORITY", "WOOLYAI_GPU_MODE", "WOOLYAI_TENANT"]).map(
+        lambda name: {"name": name, "value": "0"}
+    ),
+    max_size=3,
+    unique_by=lambda e: e["name"],
+)
+CONTAINERS = st.lists(
+    st.fixed_dictionaries({"name": st.sampled_from("xyz")}, optional={"env": ENV}), min_size=1, max_size=3
+)
+EXPRESSIONS = st.lists(
+    st.sampled_from([{"key": "zone", "operator": "Exists"}, {"key": "disk", "operator": "Exists"}]), max_size=2
+)
+TERMS = st.lists(st.fixed_dictionaries({}, optional={"matchExpressions": EXPRESSIONS}), min_size=1, max_size=2)
+AFFINITY = st.fixed_dictionaries(
+    {},
+    optional={
+        "podAffinity": st.just({"x": 1}),
+        "nodeAffinity": st.fixed_dictionaries(
+            {},
+            optional={
+                "requiredDuringSchedulingIgnoredDuringExecution": st.builds(lambda t: {"nodeSelectorTerms": t}, TERMS)
+            },
+        ),
+    },
+)
+SPECS = st.fixed_dictionaries({"containers": CONTAINERS}, optional={"initContainers": CONTAINERS, "affinity": AFFINITY})
+ANNOTATIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        names.POD_VRAM: st.sampled_from(["1Gi", "7", "24G"]),
+        names.PRIORITY: st.sampled_from("01234"),
+        names.EXCLUSIVE: st.sampled_from(["true", "False", "1"]),
+        names.SWAP: st.sampled_from(["true", "0"]),
+    },
+)
+
+
+@given(SPECS, ANNOTATIONS, st.sampled_from(["require", "prefer", "off"]), st.sampled_from(["", "nats://n"]))
+def test_changing_twice_changes_nothing_more(spec, annotations, placement, url):
+    wishes = pods.wishes_of(annotations, {})
+    before = copy.deepcopy(spec)
+    changed = pods.changes(spec, wishes, placement, url)
+    assert spec == before
+    after = {**copy.deepcopy(spec), **copy.deepcopy(changed)}
+    assert pods.changes(after, wishes, placement, url) == {}
+    for part in ("containers", "initContainers"):
+        for old, new in zip(spec.get(part, []), after.get(part, []), strict=True):
+            assert new.get("env", [])[: len(old.get("env", []))] == old.get("env", [])
+            said = {e["name"]: e["value"] for e in new.get("env", [])}
+            assert set(pods.environment(wishes, url)) <= set(said)
+
+
+def test_more_than_any_gpu_has_is_impossible_whatever_the_overcommit():
+    devices = [Device("g0", "n", 24 * GIB, overcommit=1000), Device("g1", "n", 48 * GIB, vendor="nvidia")]
+    assert not pods.impossible(pods.Wishes(vram=48 * GIB), devices, {})
+    assert "overcommit does not help" in pods.impossible(pods.Wishes(vram=48 * GIB + 1), devices, {})
+    assert not pods.impossible(pods.Wishes(vram=1 << 60), [], {})
+
+
+def test_class_bounds_what_is_possible():
+    devices = [Device("g0", "n", 80 * GIB, vendor="amd"), Device("g1", "n", 48 * GIB, vendor="nvidia")]
+    assert "of class big" in pods.impossible(pods.Wishes(vram=60 * GIB, gpu_class="big"), devices, {"big": BIG})
+
+
+def test_slips_of_the_pen_are_seen():
+    assert pods.unknown_annotations([*ALL, "woolyai.com/pod-vrm", "other/x"]) == ["woolyai.com/pod-vrm"]
+    assert pods.changed_wishes(ALL, {**ALL, names.PRIORITY: "2"}) == [names.PRIORITY]

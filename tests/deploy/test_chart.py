@@ -1,0 +1,304 @@
+"""The chart: linted, rendered with many values, every object valid, and what it says of services is what they understand."""
+
+import json
+import re
+import warnings
+from pathlib import Path
+
+import helm_python as helm
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "deploy" / "helm" / "wooly"
+#: Kinds that no schema of Kubernetes' own knows: the operator's, checked against its CRDs, and the Prometheus operator's.
+OWN = {"ClusterGPUPolicy", "ServiceMonitor"}
+
+VALUES = {
+    "defaults": {},
+    "everything": {
+        "image": {"registry": "registry.example.org/ml", "pullSecrets": [{"name": "pull"}]},
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"a": "b"}}, "dashboard": {"enabled": True}},
+        "networkPolicies": {"clientCidrs": ["10.0.0.0/8"]},
+        "tracing": {"otlpEndpoint": "http://collector:4318"},
+        "priorityClassName": "high",
+        "podAnnotations": {"x": "y"},
+        "nodeSelector": {"pool": "control"},
+        "tolerations": [{"operator": "Exists"}],
+        "nats": {"storageClass": "fast"},
+        "postgresql": {"storageClass": "fast"},
+        "executors": {
+            "pools": [
+                {
+                    "name": "h100",
+                    "image": "wooly-executor-cuda",
+                    "executorsPerNode": 8,
+                    "gpuResource": "nvidia.com/gpu",
+                    "memory": 80 << 30,
+                    "nodeSelector": {"gpu": "h100"},
+                    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+                    "resources": {"limits": {"memory": "64Gi"}},
+                    "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "4"}],
+                },
+                {"name": "cpu", "image": "wooly-executor-cpu", "executorsPerNode": 1},
+            ]
+        },
+    },
+    "external": {
+        "existingSecret": "mine",
+        "nats": {"enabled": False, "externalUrl": "nats://nats.example.org:4222"},
+        "postgresql": {"enabled": False, "external": {"host": "db.example.org"}},
+        "operator": {"admission": {"existingSecret": "tls", "caBundle": "Q0E="}},
+    },
+    "small": {
+        "nats": {"replicas": 1},
+        "scheduler": {"enabled": False},
+        "operator": {"enabled": False},
+        "networkPolicies": {"enabled": False},
+    },
+}
+
+
+def rendered(values):
+    """All objects of a release called `w` in namespace `ns`."""
+    with helm.Chart.load(str(CHART)) as chart:
+        chart.validate_schema(values)
+        files = chart.render(values, name="w", namespace="ns")
+    return [o for name, text in files.items() if name.endswith(".yaml") for o in yaml.safe_load_all(text) if o]
+
+
+@pytest.fixture(scope="module", params=sorted(VALUES))
+def objects(request):
+    return rendered(VALUES[request.param])
+
+
+def of_kind(objects, *kinds):
+    return [o for o in objects if o["kind"] in kinds]
+
+
+def pods(objects):
+    return [o["spec"]["template"]["spec"] for o in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet")]
+
+
+def containers(objects):
+    return [c for pod in pods(objects) for c in pod["containers"]]
+
+
+def crds():
+    return [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").iterdir())]
+
+
+def check(obj):
+    """Strictly: unknown fields are errors too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own, about its resources
+        kubernetes_validate.validate(obj, "1.35", strict=True)
+
+
+def test_chart_is_clean():
+    findings = helm.lint(str(CHART))
+    assert findings["errors"] == []
+    assert [m for m in findings["messages"] if m["severity"] > 1] == []
+
+
+def test_every_object_is_valid(objects):
+    for obj in objects:
+        if obj["kind"] not in OWN:
+            check(obj)
+        assert len(obj["metadata"]["name"]) <= 63
+    ids = [(o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(ids) == len(set(ids))
+
+
+def test_crds_are_valid_and_what_the_operator_watches():
+    from wooly_operator.core import names
+
+    for crd in crds():
+        check(crd)
+        assert crd["spec"]["group"] == names.GROUP and crd["spec"]["scope"] == "Cluster"
+    handlers = (ROOT / "deploy/operator/src/wooly_operator/handlers.py").read_text()
+    client = (ROOT / "deploy/operator/src/wooly_operator/kubernetes.py").read_text()
+    for crd in crds():
+        assert crd["spec"]["names"]["plural"] in handlers + client
+
+
+def test_objects_of_ours_fit_their_crds():
+    import jsonschema
+    from wooly_operator.core.objects import cluster_policy
+
+    policy = of_kind(rendered({"controller": {"clusterOvercommitPercent": 130}}), "ClusterGPUPolicy")[0]
+    schemas = {c["spec"]["names"]["kind"]: c["spec"]["versions"][0]["schema"]["openAPIV3Schema"] for c in crds()}
+    jsonschema.validate(policy, schemas["ClusterGPUPolicy"])
+    assert cluster_policy(policy).overcommit == 130
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**policy, "spec": {"defaultVramOvercommitPercent": 1001}}, schemas["ClusterGPUPolicy"])
+
+
+def test_status_that_the_operator_writes_fits_its_crd():
+    import jsonschema
+    from wooly_operator.core.fleet import Device, Node
+    from wooly_operator.core.plan import World, WriteStatus, plan
+
+    todo = plan(World(nodes=[Node("n")], devices=[Device("n-0", "n", 1 << 34, name="H100", vendor="nvidia")]))
+    status = next(a.status for a in todo.actions if isinstance(a, WriteStatus))
+    schema = next(c for c in crds() if c["spec"]["names"]["kind"] == "NodeGPUStatus")["spec"]["versions"][0]["schema"]
+    properties = schema["openAPIV3Schema"]["properties"]["status"]
+    jsonschema.validate(dict(status), properties)
+    # An API server drops fields that the schema does not name.
+    assert set(status) == set(properties["properties"])
+    assert set(status["gpus"][0]) == set(properties["properties"]["gpus"]["items"]["properties"])
+
+
+def test_wrong_values_are_refused():
+    with helm.Chart.load(str(CHART)) as chart:
+        for wrong in (
+            {"controller": {"clusterOvercommitPercent": 1001}},
+            {"nats": {"replicas": 2}},
+            {"executors": {"pools": [{"name": "a", "image": "b", "executorsPerNode": 1, "gpus": 2}]}},
+            {"operator": {"placement": "maybe"}},
+        ):
+            with pytest.raises(helm.HelmError):
+                chart.validate_schema(wrong)
+
+
+def test_containers_may_do_little(objects):
+    for pod in pods(objects):
+        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
+        operator = pod.get("serviceAccountName")
+        assert operator or pod["automountServiceAccountToken"] is False
+    for container in containers(objects):
+        security = container["securityContext"]
+        assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container)
+        ports = {p["name"] for p in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            port = (container[probe].get("httpGet") or container[probe].get("tcpSocket") or {}).get("port")
+            assert port is None or port in ports
+
+
+def settings_of(service):
+    """Variables that a service reads, and how to read them."""
+    from wooly_bus.health import HealthSettings
+    from wooly_executor.settings import ExecutorSettings
+    from wooly_operator.settings import OperatorSettings
+    from wooly_router.settings import RouterSettings
+    from wooly_scheduler.settings import SchedulerSettings
+
+    return {
+        "ROUTER": RouterSettings,
+        "SCHEDULER": SchedulerSettings,
+        "EXECUTOR": ExecutorSettings,
+        "OPERATOR": OperatorSettings,
+        "HEALTH": HealthSettings,
+    }[service]
+
+
+def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
+    """A slip in a name would be ignored by the service; a wrong value would end it."""
+    seen = 0
+    for container in containers(objects):
+        for service in ("ROUTER", "SCHEDULER", "EXECUTOR", "OPERATOR", "HEALTH"):
+            prefix = f"WOOLY_{service}_"
+            env = {e["name"]: e.get("value", "something") for e in container["env"] if e["name"].startswith(prefix)}
+            if not env:
+                continue
+            model = settings_of(service)
+            assert {name.removeprefix(prefix).lower() for name in env} <= set(model.model_fields)
+            with monkeypatch.context() as patch:
+                for name, value in env.items():
+                    patch.setenv(name, value)
+                model()
+            seen += 1
+    assert seen >= 4
+
+
+def test_one_executor_for_each_gpu():
+    sets = of_kind(rendered(VALUES["everything"]), "DaemonSet")
+    assert [s["metadata"]["name"] for s in sets] == ["w-executor-h100", "w-executor-cpu"]
+    gpus = sets[0]["spec"]["template"]["spec"]["containers"]
+    assert len(gpus) == 8
+    assert all(c["resources"]["limits"]["nvidia.com/gpu"] == 1 for c in gpus)
+    for name in ("WOOLY_EXECUTOR_ID", "WOOLY_EXECUTOR_LISTEN", "WOOLY_EXECUTOR_ADVERTISE", "WOOLY_HEALTH_PORT"):
+        assert len({e["value"] for c in gpus for e in c["env"] if e["name"] == name}) == 8
+    mounts = [m["name"] for c in gpus for m in c["volumeMounts"]]
+    assert len(mounts) == len(set(mounts)) == len(sets[0]["spec"]["template"]["spec"]["volumes"])
+
+
+def test_overcommit_of_the_values_reaches_the_router_and_the_policy():
+    objects = rendered({"controller": {"clusterOvercommitPercent": 55}})
+    env = {e["name"]: e.get("value") for c in containers(objects) for e in c["env"]}
+    assert env["CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"] == "55"
+    assert of_kind(objects, "ClusterGPUPolicy")[0]["spec"] == {"defaultVramOvercommitPercent": 55}
+
+
+def test_secrets_are_only_where_they_are_meant_to_be(objects):
+    made = of_kind(objects, "Secret")
+    keys = {k for s in made for k in s["data"]}
+    for container in containers(objects):
+        for entry in container["env"]:
+            reference = (entry.get("valueFrom") or {}).get("secretKeyRef")
+            if reference and reference["name"] != "mine":
+                assert reference["key"] in keys
+            assert not re.search("PASSWORD$", entry["name"]) or reference or entry["value"].startswith('"$(')
+
+
+def test_selectors_of_services_budgets_and_policies_find_pods(objects):
+    labels = [
+        o["spec"]["template"]["metadata"]["labels"] for o in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet")
+    ]
+
+    def found(wanted):
+        return [have for have in labels if wanted.items() <= have.items()]
+
+    for obj in of_kind(objects, "Service"):
+        assert found(obj["spec"]["selector"])
+        ports = {p["name"] for pod in pods(objects) for c in pod["containers"] for p in c["ports"]}
+        assert {p["targetPort"] for p in obj["spec"]["ports"]} <= ports
+    for obj in of_kind(objects, "PodDisruptionBudget"):
+        assert found(obj["spec"]["selector"]["matchLabels"])
+    for obj in of_kind(objects, "NetworkPolicy"):
+        assert found(obj["spec"]["podSelector"].get("matchLabels", {}))
+
+
+def test_admission_asks_only_about_our_pods_and_at_the_handlers():
+    handlers = (ROOT / "deploy/operator/src/wooly_operator/handlers.py").read_text()
+    hooks = of_kind(rendered({}), "MutatingWebhookConfiguration", "ValidatingWebhookConfiguration")
+    assert len(hooks) == 2
+    for hook in (w for h in hooks for w in h["webhooks"]):
+        assert hook["objectSelector"] == {"matchLabels": {"gpu-runtime": "woolyai"}}
+        assert f'id="{hook["clientConfig"]["service"]["path"].strip("/")}"' in handlers
+        assert hook["clientConfig"]["caBundle"]
+
+
+def test_dashboard_asks_for_metrics_that_are_exported():
+    from wooly_scheduler.exporter import families
+
+    exported = set()
+    for family in families([]):
+        exported.add(family.name + ("_total" if family.type == "counter" else ""))
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
+    asked = {m for p in dashboard["panels"] for t in p["targets"] for m in re.findall(r"wooly_\w+", t["expr"])}
+    assert len(asked) > 5 and asked <= exported
+    assert [p["title"] for p in dashboard["panels"]][:2] == ["Utilization", "Starvation"]
+
+
+@pytest.mark.parametrize("name", ["chart", "single.conf", "cluster.conf"])
+def test_nats_takes_its_configuration(name, tmp_path):
+    import subprocess
+    import sysconfig
+
+    if name == "chart":
+        config = of_kind(rendered({"existingSecret": "mine"}), "ConfigMap")[0]["data"]["nats.conf"]
+        config = config.replace("/data", str(tmp_path))
+    else:
+        config = (ROOT / "deploy" / "compose" / "nats" / name).read_text().replace("/data", str(tmp_path))
+        (tmp_path / "users.conf").write_text((CHART / "files" / "users.conf").read_text())
+    path = tmp_path / "nats.conf"
+    path.write_text(config)
+    quoted = {f"{user}_PASSWORD": '"1secret"' for user in ("SERVICES", "CLIENT", "CLUSTER")}
+    server = Path(sysconfig.get_path("scripts")) / "nats-server"
+    environment = {**quoted, "POD_NAME": "w-nats-0", "SERVER_NAME": "nats"}
+    ran = subprocess.run([server, "-t", "-c", path], env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr

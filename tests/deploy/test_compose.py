@@ -1,0 +1,235 @@
+"""The compose stack: its file always, the stack itself where there is a Docker engine."""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = ROOT / "deploy" / "compose"
+PROFILES = ("cpu", "nvidia", "amd", "three-nats")
+PASSWORDS = {
+    "WOOLY_SERVICES_PASSWORD": "1services",
+    "WOOLY_CLIENT_PASSWORD": "2client",
+    "WOOLY_DATABASE_PASSWORD": "3database",
+}
+
+
+def compose(*arguments, files=("compose.yaml",), check=True, **environment):
+    argv = ["docker", "compose", *[part for name in files for part in ("-f", str(COMPOSE / name))], *arguments]
+    env = {**os.environ, **PASSWORDS, **environment}
+    return subprocess.run(argv, env=env, cwd=COMPOSE, check=check, capture_output=True, text=True, timeout=600)
+
+
+def need_compose():
+    if shutil.which("docker") is None or compose("version", check=False).returncode:
+        pytest.skip("the Docker CLI with its compose plugin is not installed")
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_compose_file_is_valid(profile):
+    need_compose()
+    compose("--profile", profile, "config", "-q")
+
+
+def test_compose_asks_for_passwords():
+    need_compose()
+    refused = compose("config", "-q", check=False, WOOLY_CLIENT_PASSWORD="")
+    assert refused.returncode and "setup.sh" in refused.stderr
+
+
+def services():
+    return yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+
+
+def test_variables_of_compose_are_settings_of_services():
+    from .test_chart import settings_of
+
+    seen = set()
+    for service in services().values():
+        for name in service.get("environment", {}):
+            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|EXECUTOR)_(\w+)", name)
+            if match:
+                assert match[2].lower() in settings_of(match[1]).model_fields
+                seen.add(match[1])
+    assert seen == {"ROUTER", "SCHEDULER", "EXECUTOR"}
+
+
+def test_services_of_ours_may_do_little():
+    for name, service in services().items():
+        if "wooly-" in service["image"] and name != "init-volumes":
+            assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["init"]
+
+
+def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
+    script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
+    files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
+    assert len(files) == 8
+    for path in files:
+        text = path.read_text()
+        if path.name == "base.Dockerfile":
+            assert "ARG BASE" in text
+            continue
+        assert text.rindex("USER 10001:10001") > text.rindex("FROM ${PYTHON}")
+        assert "ENTRYPOINT" not in text or "HEALTHCHECK" in text
+        for source in re.findall(r"COPY (libs|services/\w+|deploy/\w+) ", text):
+            assert (ROOT / source).exists()
+    assert '"$name.Dockerfile"' in script
+
+
+@pytest.mark.connected
+@pytest.mark.parametrize("channel", ["direct", "tunnel"])
+def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
+    """NATS with the users of compose and chart; the services, and a client with the client's rights."""
+    from wooly_testkit.nats import nats_server
+
+    users = (ROOT / "deploy" / "helm" / "wooly" / "files" / "users.conf").read_text()
+    config = tmp_path / "nats.conf"
+    config.write_text(users.replace("$SERVICES_PASSWORD", '"1services"').replace("$CLIENT_PASSWORD", '"2client"'))
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(nats_server("-c", str(config)))
+        inner, outer = (url.replace("nats://", f"nats://{who}@") for who in ("services:1services", "client:2client"))
+        env = {
+            **os.environ,
+            "WOOLY_ROUTER_NATS_URL": inner,
+            "WOOLY_ROUTER_STATE_DIR": str(tmp_path / "router"),
+            "WOOLY_ROUTER_HTTP_PORT": "0",
+            "WOOLY_SCHEDULER_NATS_URL": inner,
+            "WOOLY_SCHEDULER_STATE_DIR": str(tmp_path / "scheduler"),
+            "WOOLY_SCHEDULER_METRICS_PORT": "0",
+            "WOOLY_EXECUTOR_NATS_URL": inner,
+            "WOOLY_EXECUTOR_LISTEN": "tcp://127.0.0.1:0",
+            "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path / "executor"),
+        }
+        for module in ("wooly_router", "wooly_scheduler", "wooly_executor"):
+            log = stack.enter_context((tmp_path / f"{module}.log").open("w"))
+            process = subprocess.Popen([sys.executable, "-m", module], env=env, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
+        client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
+        ran = _patient([sys.executable, "-m", "wooly", "run", str(script)], client)
+        assert "sum 48.0" in ran.stdout
+        forbidden = "wooly.v1.evt.executor.node.heartbeat"
+        with pytest.raises(subprocess.CalledProcessError):
+            subprocess.run([sys.executable, "-c", FORGE, outer, forbidden], check=True, capture_output=True, timeout=60)
+        subprocess.run([sys.executable, "-c", FORGE, inner, forbidden], check=True, capture_output=True, timeout=60)
+
+
+#: Exits with 0 if the server lets this user publish there.
+FORGE = """
+import asyncio, sys, nats
+errors = []
+async def error(e): errors.append(e)
+async def main():
+    nc = await nats.connect(sys.argv[1], error_cb=error)
+    await nc.publish(sys.argv[2], b"{}")
+    await nc.flush()
+    await nc.flush()
+    await nc.close()
+asyncio.run(main())
+sys.exit(1 if errors else 0)
+"""
+
+
+def _patient(argv, env):
+    """Run until it succeeds: services may still be starting. The test's own limit ends it."""
+    while True:
+        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+        if ran.returncode == 0:
+            return ran
+        assert "no " in ran.stderr or "answer" in ran.stderr, ran.stderr
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    """The stack of images that `make compose-test` built, on an address of its own. Yields (compose, address)."""
+    need_compose()
+    host = "127.0.0.9"
+    home = tmp_path_factory.mktemp("home")
+
+    def run(*arguments, **more):
+        environment = {"WOOLY_BIND": host, "WOOLY_HOST": host, "OTEL_EXPORTER_OTLP_ENDPOINT": ""}
+        files = ("compose.yaml", "local.yaml") if os.environ.get("WOOLY_COMPOSE_LOCAL") else ("compose.yaml",)
+        return compose("-p", "wooly-test", "--profile", "cpu", *arguments, files=files, **environment, **more)
+
+    try:
+        run("up", "-d", "--wait", "--wait-timeout", "300")
+        url = f"nats://client:{PASSWORDS['WOOLY_CLIENT_PASSWORD']}@{host}:4222"
+        yield run, {**os.environ, "WOOLYAI_CONTROLLER_URL": url, "HOME": str(home)}
+    finally:
+        print(run("logs", "--tail", "30", check=False).stdout)
+        run("down", "--volumes", "--timeout", "5", check=False)
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("channel", ["direct", "tunnel"])
+def test_script_outside_runs_on_the_stack(stack, channel):
+    _, env = stack
+    argv = [sys.executable, "-m", "wooly", "run", str(ROOT / "examples" / "train_digits.py")]
+    ran = subprocess.run(
+        argv, env={**env, "WOOLYAI_CHANNEL": channel}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "local-cpu" in ran.stdout + ran.stderr
+
+
+#: Steps that each need the executor's answer, so that what happens between them is noticed.
+STEPS = """
+import sys, time, torch
+x = torch.ones(64, 64, device="cuda")
+print("ready", flush=True)
+for i in range(120):
+    x = x * 1.0 + 0.0
+    assert x.sum().item() == 4096
+    time.sleep(0.25)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
+def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
+    run, env = stack
+    script = tmp_path / "steps.py"
+    script.write_text(STEPS)
+    argv = [sys.executable, "-m", "wooly", "run", str(script)]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+        while "ready" not in (line := client.stdout.readline()):
+            assert line, "the script ended"
+        for service in ("router", "scheduler"):
+            run("restart", service)
+        rest = client.communicate(timeout=300)[0]
+    assert client.returncode == 0 and "done" in rest, rest
+
+
+@pytest.mark.docker
+def test_images_are_small_and_run_as_nobody(stack):
+    for name in ("router", "scheduler", "operator"):
+        ran = subprocess.run(
+            ["docker", "image", "inspect", f"wooly-{name}:0.1.0", "--format", "{{.Size}} {{.Config.User}}"],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        size, user = ran.stdout.split()
+        assert int(size) <= 250e6 and user == "10001:10001", (name, size, user)
+
+
+@pytest.mark.docker
+def test_client_image_runs_a_script(stack, tmp_path):
+    _, env = stack
+    url = env["WOOLYAI_CONTROLLER_URL"].replace("127.0.0.9", "nats")
+    script = "import torch; print('sum', torch.ones(4, 4, device='cuda').sum().item())"
+    inside = f'echo "{script}" > /tmp/s.py && wooly run /tmp/s.py'
+    limits = ["--rm", "--read-only", "--tmpfs", "/tmp", "--network", "wooly-test_default"]
+    variables = ["-e", f"WOOLYAI_CONTROLLER_URL={url}", "-e", "HOME=/tmp"]
+    argv = ["docker", "run", *limits, *variables, "wooly-client:0.1.0", "sh", "-c", inside]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0 and "sum 16.0" in ran.stdout, ran.stdout + ran.stderr

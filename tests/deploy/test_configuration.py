@@ -1,0 +1,41 @@
+"""The configuration reference says what the settings models say."""
+
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+sys.path.insert(0, str(DOCS / "reference"))
+import configuration  # noqa: E402
+
+
+def test_reference_is_that_of_the_models():
+    """If this fails: make docs."""
+    assert (DOCS / "reference" / "configuration.md").read_text() == configuration.page()
+
+
+def test_every_process_is_in_it():
+    titles = {title for title, _, _ in configuration.models()}
+    assert {"client", "router", "scheduler", "executor", "operator", "every service"} <= titles
+
+
+def test_variables_that_guides_name_exist():
+    known = {
+        configuration.variable(model, name, field)
+        for _, _, model in configuration.models()
+        for name, field in model.model_fields.items()
+    }
+    deploy = DOCS.parent / "deploy"
+    for path in (*sorted((DOCS / "guides").glob("*.md")), *sorted(deploy.glob("*/README.md"))):
+        named = set(
+            re.findall(
+                r"\b(?:WOOLY_(?:ROUTER|SCHEDULER|EXECUTOR|OPERATOR|HEALTH)|WOOLYAI)_[A-Z_]+[A-Z]\b", path.read_text()
+            )
+        )
+        assert named <= known, (path.name, named - known)
+
+
+def test_links_of_guides_lead_somewhere():
+    for path in sorted((DOCS / "guides").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            assert (path.parent / target).exists(), (path.name, target)
