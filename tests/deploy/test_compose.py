@@ -155,10 +155,10 @@ def stack(tmp_path_factory):
     host = "127.0.0.9"
     home = tmp_path_factory.mktemp("home")
 
-    def run(*arguments, **more):
-        environment = {"WOOLY_BIND": host, "WOOLY_HOST": host, "OTEL_EXPORTER_OTLP_ENDPOINT": ""}
+    def run(*arguments, check=True, **more):
+        environment = {"WOOLY_BIND": host, "WOOLY_HOST": host, "OTEL_EXPORTER_OTLP_ENDPOINT": "", **more}
         files = ("compose.yaml", "local.yaml") if os.environ.get("WOOLY_COMPOSE_LOCAL") else ("compose.yaml",)
-        return compose("-p", "wooly-test", "--profile", "cpu", *arguments, files=files, **environment, **more)
+        return compose("-p", "wooly-test", "--profile", "cpu", *arguments, files=files, check=check, **environment)
 
     try:
         run("up", "-d", "--wait", "--wait-timeout", "300")
@@ -199,14 +199,17 @@ print("done", flush=True)
 @pytest.mark.timeout(900)
 def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
     run, env = stack
+    two = {"WOOLY_REST_PORTS": "8420-8421"}
+    run("up", "-d", "--wait", "--scale", "router=2", **two)
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     argv = [sys.executable, "-m", "wooly", "run", str(script)]
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
         while "ready" not in (line := client.stdout.readline()):
             assert line, "the script ended"
-        for service in ("router", "scheduler"):
-            run("restart", service)
+        for name in [*run("ps", "-q", "router").stdout.split(), *run("ps", "-q", "scheduler").stdout.split()]:
+            subprocess.run(["docker", "restart", name], check=True, capture_output=True)
+            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
         rest = client.communicate(timeout=300)[0]
     assert client.returncode == 0 and "done" in rest, rest
 
