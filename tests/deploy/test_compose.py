@@ -54,11 +54,11 @@ def test_variables_of_compose_are_settings_of_services():
     seen = set()
     for service in services().values():
         for name in service.get("environment", {}):
-            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|EXECUTOR)_(\w+)", name)
+            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|EXECUTOR)_(\w+)", name)
             if match:
                 assert match[2].lower() in settings_of(match[1]).model_fields
                 seen.add(match[1])
-    assert seen == {"ROUTER", "SCHEDULER", "EXECUTOR"}
+    assert seen == {"ROUTER", "SCHEDULER", "METERING", "EXECUTOR"}
 
 
 def test_services_of_ours_may_do_little():
@@ -70,7 +70,7 @@ def test_services_of_ours_may_do_little():
 def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
     script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
     files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
         text = path.read_text()
         if path.name == "base.Dockerfile":
@@ -216,7 +216,7 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
 
 @pytest.mark.docker
 def test_images_are_small_and_run_as_nobody(stack):
-    for name in ("router", "scheduler", "operator"):
+    for name in ("router", "scheduler", "metering", "operator"):
         ran = subprocess.run(
             ["docker", "image", "inspect", f"wooly-{name}:0.1.0", "--format", "{{.Size}} {{.Config.User}}"],
             capture_output=True, text=True, check=True,
