@@ -4,6 +4,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import helm_python as helm
 import kubernetes_validate
@@ -182,6 +183,7 @@ def settings_of(service):
     """Variables that a service reads, and how to read them."""
     from wooly_bus.health import HealthSettings
     from wooly_executor.settings import ExecutorSettings
+    from wooly_metering.settings import MeteringSettings
     from wooly_operator.settings import OperatorSettings
     from wooly_router.settings import RouterSettings
     from wooly_scheduler.settings import SchedulerSettings
@@ -189,6 +191,7 @@ def settings_of(service):
     return {
         "ROUTER": RouterSettings,
         "SCHEDULER": SchedulerSettings,
+        "METERING": MeteringSettings,
         "EXECUTOR": ExecutorSettings,
         "OPERATOR": OperatorSettings,
         "HEALTH": HealthSettings,
@@ -199,7 +202,7 @@ def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
     """A slip in a name would be ignored by the service; a wrong value would end it."""
     seen = 0
     for container in containers(objects):
-        for service in ("ROUTER", "SCHEDULER", "EXECUTOR", "OPERATOR", "HEALTH"):
+        for service in ("ROUTER", "SCHEDULER", "METERING", "EXECUTOR", "OPERATOR", "HEALTH"):
             prefix = f"WOOLY_{service}_"
             env = {e["name"]: e.get("value", "something") for e in container["env"] if e["name"].startswith(prefix)}
             if not env:
@@ -273,11 +276,16 @@ def test_admission_asks_only_about_our_pods_and_at_the_handlers():
 
 
 def test_dashboard_asks_for_metrics_that_are_exported():
+    from wooly_metering.exporter import CreditsCollector
     from wooly_scheduler.exporter import families
 
-    exported = set()
-    for family in families([]):
-        exported.add(family.name + ("_total" if family.type == "counter" else ""))
+    # Both make all families before they look at what there is.
+    ledger = SimpleNamespace(by_tenant=dict, budgets=list)
+    metering = SimpleNamespace(reader=ledger, entries=0, duplicates=0, quarantined=0)
+    exported = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in (*families([]), *CreditsCollector(metering).collect())
+    }
     dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
     asked = {m for p in dashboard["panels"] for t in p["targets"] for m in re.findall(r"wooly_\w+", t["expr"])}
     assert len(asked) > 5 and asked <= exported

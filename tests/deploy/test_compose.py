@@ -54,11 +54,11 @@ def test_variables_of_compose_are_settings_of_services():
     seen = set()
     for service in services().values():
         for name in service.get("environment", {}):
-            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|EXECUTOR)_(\w+)", name)
+            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|EXECUTOR)_(\w+)", name)
             if match:
                 assert match[2].lower() in settings_of(match[1]).model_fields
                 seen.add(match[1])
-    assert seen == {"ROUTER", "SCHEDULER", "EXECUTOR"}
+    assert seen == {"ROUTER", "SCHEDULER", "METERING", "EXECUTOR"}
 
 
 def test_services_of_ours_may_do_little():
@@ -70,7 +70,7 @@ def test_services_of_ours_may_do_little():
 def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
     script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
     files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
         text = path.read_text()
         if path.name == "base.Dockerfile":
@@ -155,10 +155,10 @@ def stack(tmp_path_factory):
     host = "127.0.0.9"
     home = tmp_path_factory.mktemp("home")
 
-    def run(*arguments, **more):
-        environment = {"WOOLY_BIND": host, "WOOLY_HOST": host, "OTEL_EXPORTER_OTLP_ENDPOINT": ""}
+    def run(*arguments, check=True, **more):
+        environment = {"WOOLY_BIND": host, "WOOLY_HOST": host, "OTEL_EXPORTER_OTLP_ENDPOINT": "", **more}
         files = ("compose.yaml", "local.yaml") if os.environ.get("WOOLY_COMPOSE_LOCAL") else ("compose.yaml",)
-        return compose("-p", "wooly-test", "--profile", "cpu", *arguments, files=files, **environment, **more)
+        return compose("-p", "wooly-test", "--profile", "cpu", *arguments, files=files, check=check, **environment)
 
     try:
         run("up", "-d", "--wait", "--wait-timeout", "300")
@@ -199,21 +199,24 @@ print("done", flush=True)
 @pytest.mark.timeout(900)
 def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
     run, env = stack
+    two = {"WOOLY_REST_PORTS": "8420-8421"}
+    run("up", "-d", "--wait", "--scale", "router=2", **two)
     script = tmp_path / "steps.py"
     script.write_text(STEPS)
     argv = [sys.executable, "-m", "wooly", "run", str(script)]
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
         while "ready" not in (line := client.stdout.readline()):
             assert line, "the script ended"
-        for service in ("router", "scheduler"):
-            run("restart", service)
+        for name in [*run("ps", "-q", "router").stdout.split(), *run("ps", "-q", "scheduler").stdout.split()]:
+            subprocess.run(["docker", "restart", name], check=True, capture_output=True)
+            run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
         rest = client.communicate(timeout=300)[0]
     assert client.returncode == 0 and "done" in rest, rest
 
 
 @pytest.mark.docker
 def test_images_are_small_and_run_as_nobody(stack):
-    for name in ("router", "scheduler", "operator"):
+    for name in ("router", "scheduler", "metering", "operator"):
         ran = subprocess.run(
             ["docker", "image", "inspect", f"wooly-{name}:0.1.0", "--format", "{{.Size}} {{.Config.User}}"],
             capture_output=True, text=True, check=True,

@@ -9,6 +9,9 @@ if [ ! -s "$PGDATA/PG_VERSION" ]; then
     echo "host all all all scram-sha-256" >> "$PGDATA/pg_hba.conf"
     pg_ctl -o "-c listen_addresses= -k /tmp" -w start
     createdb -h /tmp -U "$POSTGRES_USER" "$POSTGRES_DB"
+    for file in /docker-entrypoint-initdb.d/*.sql; do
+        [ ! -e "$file" ] || psql -h /tmp -U "$POSTGRES_USER" -d "$POSTGRES_DB" -v ON_ERROR_STOP=1 -f "$file"
+    done
     pg_ctl -m fast -w stop
 fi
 exec postgres -c listen_addresses='*' -k /tmp

@@ -1,0 +1,17 @@
+# Metering: usage to credits, budgets, statements.
+ARG PYTHON=wooly-python
+FROM ${PYTHON} AS build
+COPY constraints.txt /src/
+COPY libs /src/libs
+COPY services/metering /src/services/metering
+# Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem
+RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
+    python3 -m venv /opt/wooly && cd /src && pip install -c constraints.txt ./libs/wis ./libs/bus './services/metering[postgres]' opentelemetry-exporter-otlp-proto-http \
+    && pip uninstall -y pip setuptools wheel
+
+FROM ${PYTHON}
+COPY --from=build /opt/wooly /opt/wooly
+ENV WOOLY_METERING_STATE_DIR=/var/lib/wooly WOOLY_METERING_HTTP_HOST=0.0.0.0 WOOLY_HEALTH_PORT=8081
+USER 10001:10001
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python", "/usr/local/lib/wooly/healthy.py", "http://127.0.0.1:8081/livez"]
+ENTRYPOINT ["python", "-m", "wooly_metering"]
