@@ -55,6 +55,8 @@ SCHEDULER_TIMEOUT_S = 0.5
 OPEN_BUDGET_S = 3.5
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
+#: Seconds in which a client whose connection broke may still say that it closed its session.
+ORDERLY_S = 0.5
 #: A session younger than this may be missing in a heartbeat that was on its way when it was opened.
 FRESH_S = 5.0
 #: A session that is still being opened after this long belongs to a router that died.
@@ -391,6 +393,11 @@ class RouterActor:
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
+    async def _lose_soon(self, record: TaskRecord, executor_id: str, reason: str) -> None:
+        """A client that leaves breaks its connection and says so to us: what it says comes first, if it comes."""
+        await asyncio.sleep(ORDERLY_S)
+        await self.lose_part(record, executor_id, reason)
+
     async def close_on(self, executor_ids: list[str], session_id: str, reason: str) -> None:
         """Have executors let a session go. One that does not answer is left to the session's lease there."""
 
@@ -432,9 +439,10 @@ class RouterActor:
         record = await self.world.tasks.get(event.session_id)
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
-                await self.lose_part(
-                    record, event.executor_id, f"it ended on executor {event.executor_id}: {event.reason}"
-                )
+                why = f"it ended on executor {event.executor_id}: {event.reason}"
+                losing = asyncio.create_task(self._lose_soon(record, event.executor_id, why))
+                self._closing.add(losing)
+                losing.add_done_callback(self._closing.discard)
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
