@@ -6,7 +6,7 @@ import json
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import create_engine, inspect, text
+from sqlalchemy import Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import StatementError
 from wooly_router.core.placement import Claim, Want
 from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
@@ -64,6 +64,25 @@ def test_migrations_make_exactly_the_models(database_url):
 
 
 def test_migrating_twice_changes_nothing(database_url):
+    migrate(database_url)
+    migrate(database_url)
+
+
+@pytest.mark.parametrize("statements", [3, 9, 15, 25])
+def test_migration_that_is_broken_off_leaves_the_schema_of_before(database_url, statements):
+    left = [statements]
+
+    def break_off(*_):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+
+    event.listen(Engine, "before_cursor_execute", break_off)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            migrate(database_url)
+    finally:
+        event.remove(Engine, "before_cursor_execute", break_off)
     migrate(database_url)
     migrate(database_url)
 

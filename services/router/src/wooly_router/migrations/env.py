@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from alembic import context
-from sqlalchemy import create_engine, make_url, text
-from wooly_router.state.database import PLACEMENT_LOCK
+from sqlalchemy import Connection, create_engine, event, make_url, text
+from wooly_router.state.database import BUSY_S, PLACEMENT_LOCK
 from wooly_router.state.tables import Base
 
 
 def run() -> None:
-    """Migrate. Routers that start together on PostgreSQL take turns; SQLite's file has a lock of its own."""
+    """Migrate in one transaction: who is killed in it leaves the schema of before. Routers that start together take turns."""
     url = make_url(context.config.get_main_option("sqlalchemy.url") or "")
     if url.drivername == "sqlite+aiosqlite":
         url = url.set(drivername="sqlite")
-    engine = create_engine(url)
+    sqlite = url.get_backend_name() == "sqlite"
+    engine = create_engine(url, connect_args={"timeout": BUSY_S} if sqlite else {})
+    if sqlite:
+        event.listen(engine, "connect", _leave_transactions_to_us)
+        event.listen(engine, "begin", _begin)
     with engine.connect() as connection:
-        if url.get_backend_name() == "sqlite":  # kept in the file: readers do not wait for the writer
-            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
-            connection.commit()
-        context.configure(connection=connection, target_metadata=Base.metadata, render_as_batch=True)
+        context.configure(
+            connection=connection, target_metadata=Base.metadata, render_as_batch=True, transactional_ddl=True
+        )
         with context.begin_transaction():
-            if url.get_backend_name() == "postgresql":
+            if not sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": PLACEMENT_LOCK})
             context.run_migrations()
     engine.dispose()
+
+
+def _leave_transactions_to_us(connection: Any, _: Any) -> None:
+    """Python's driver would begin one at the first row that is written, behind changes of the schema."""
+    connection.isolation_level = None
+    connection.execute("PRAGMA journal_mode=WAL")  # kept in the file: readers do not wait for the writer
+
+
+def _begin(connection: Connection) -> None:
+    connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
 run()
