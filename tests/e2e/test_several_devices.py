@@ -129,7 +129,7 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
         shown = run("status", **variables).stdout
         assert all(word in shown for word in ("executor-0", "executor-1", "scheduler", "local-0", "local-1"))
         services = read_stack(tmp_path / "wooly").services
-        assert sorted(services) == ["compiler", "executor-0", "executor-1", "nats", "router", "scheduler"]
+        assert sorted(services) == ["compiler", "executor-0", "executor-1", "metering", "nats", "router", "scheduler"]
         processes = [psutil.Process(pid) for pid in services.values()]
     finally:
         assert run("down", **variables).stdout == "stack is down\n"

@@ -298,7 +298,7 @@ def test_up_twice_is_refused_and_down_stops_everything(tmp_path):
     finally:
         assert run("down", env=env).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
-    assert not alive and len(gone) == 4  # NATS, router, executor, scheduler
+    assert not alive and len(gone) == 6  # NATS, router, executor, scheduler, compiler, metering
     assert run("status", "--json", env=env).returncode == 1
 
 

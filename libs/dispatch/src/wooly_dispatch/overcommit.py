@@ -96,4 +96,6 @@ def refusal(nbytes: int, swappable: bool, promised: Promises, capacity: int, per
 
 def size(n: int) -> str:
     """Bytes for people."""
-    return f"{n / GIB:.2f} GiB" if n >= GIB else f"{n / (1 << 20):.2f} MiB"
+    unit, name = (GIB, "GiB") if n >= GIB else (1 << 20, "MiB")
+    hundredths = (n * 100 + unit // 2) // unit
+    return f"{hundredths // 100}.{hundredths % 100:02} {name}"

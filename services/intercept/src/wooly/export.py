@@ -47,6 +47,7 @@ class RecordingLink:
     """Stands where a session's link stands, and keeps what it is told. There is nobody to answer."""
 
     mirroring = False
+    sharing = False
 
     def __init__(self) -> None:
         self.device = dict(_FACTS)
