@@ -134,7 +134,7 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
     finally:
         assert run("down", **variables).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
-    assert not alive and len(gone) == 6
+    assert not alive and len(gone) == 7
 
 
 @pytest.mark.parametrize("used", [0, 1])

@@ -108,7 +108,10 @@ def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
     done = run("run", "-q", path, stack=stack)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')] 2.0"
-    assert _sessions(stack) == []  # the children closed theirs
+    deadline = time.monotonic() + 10  # the children closed theirs; the router gives those that just vanish a moment
+    while (left := _sessions(stack)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
 
 
 def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
