@@ -89,7 +89,7 @@ class Nats:
             try:
                 js = client.jetstream()
                 state = (await js.stream_info(subjects.EXECUTOR_JOURNAL_STREAM)).state
-                numbers = range(state.first_seq, state.last_seq + 1)
+                numbers = range(max(state.first_seq, 1), state.last_seq + 1)  # an empty stream says 0 to 0
                 return [(await js.get_msg(subjects.EXECUTOR_JOURNAL_STREAM, n)).data for n in numbers]
             finally:
                 await client.close()
