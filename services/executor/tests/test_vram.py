@@ -282,6 +282,40 @@ def test_read_and_write_bring_a_session_back(make_device, tmp_path, wis):
     device.check()
 
 
+def one_content_twice_and_a_neighbour(make_device, tmp_path, wis, **settings):
+    """A session with two buffers of one content, and one that holds all the rest of the device."""
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path, **settings))
+    a = device.open("a", scope=Scope.TENANT)
+    for buffer in (1, 2):
+        a.load(buffer, content(1, 4 * MIB))
+        a.sealed()
+    b = device.open("b")
+    b.run(wis.body().alloc("x", 5 * MIB), {"x": 1})
+    b.write(1, content(2, 5 * MIB))
+    b.sync()
+    assert device.residence() == {"a": "here", "b": "here"}
+    return device, a, b
+
+
+def test_write_to_shared_content_waits_for_room_for_its_copy(make_device, tmp_path, wis):
+    device, a, b = one_content_twice_and_a_neighbour(make_device, tmp_path, wis)
+    a.write(1, b"\xee" * 8, 8)
+    assert a.read(1, 24) == content(1, 8) + b"\xee" * 8 + content(1, 8)
+    assert device.residence() == {"a": "here", "b": "away"}
+    assert a.read(2, 24) == content(1, 24) and b.read(1, 5 * MIB) == content(2, 5 * MIB)
+    device.check()
+
+
+def test_write_that_nobody_makes_room_for_fails_when_its_patience_ends(make_device, tmp_path, wis):
+    device, a, b = one_content_twice_and_a_neighbour(make_device, tmp_path, wis, host=0, disk=0, patience_ms=10)
+    with pytest.raises(wis.error, match="CUDA out of memory"):
+        a.write(1, b"\xee" * 8, 8)
+        a.sync()
+    assert a.read(1, 24) == a.read(2, 24) == content(1, 24)
+    assert b.read(1, 5 * MIB) == content(2, 5 * MIB)
+    device.check()
+
+
 def test_what_the_host_budget_does_not_take_goes_to_disk(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path, host=MIB))
     a, b = device.open("a"), device.open("b")

@@ -129,6 +129,6 @@ def test_histories_of_sharing_and_swapping_keep_every_byte(wis):
     VramMachine.tools = Tools
     case = VramMachine.TestCase
     case.settings = settings(
-        max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case().runTest()

@@ -314,7 +314,7 @@ class DeviceLoop:
         queue, conn = session.queue, session.conn
         while conn is not None and not conn.closed:
             if session.known and queue[0].kind not in _WORK:
-                if queue[0].kind in _TOUCHES and not self.vram.present(session):
+                if queue[0].kind in _TOUCHES and not self._reachable(session, queue[0]):
                     return
                 if queue[0].kind == Kind.PIN and session.sealing:
                     return  # what is to be kept is not hashed yet
@@ -340,6 +340,17 @@ class DeviceLoop:
                 if conn.paused and len(queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
                     conn.resume()
                 return
+
+    def _reachable(self, session: Session, frame: Frame) -> bool:
+        """Whether the memory that a frame touches is there, with room for what it changes."""
+        if frame.kind == Kind.OFFER:
+            try:
+                buffer, _, head, _ = unpack_content(frame.payload)
+            except DecodeError:
+                return True  # it is refused when its turn comes
+            if not head:
+                return self.vram.writable(session, buffer)
+        return self.vram.present(session)
 
     def _awaits(self, session: Session, frame: Frame) -> bool:
         """Whether a RUN must wait until it is known if there is a plan of its program."""
@@ -567,10 +578,10 @@ class DeviceLoop:
         session: Session | None = conn.owner
         if session is None:
             raise ProtocolError("data before the hello")
-        if session.queue or session.lending or not self.vram.present(session):
+        buffer, offset = WRITE_HEAD.unpack(prefix)
+        if session.queue or session.lending or not self.vram.writable(session, buffer):
             return None
         session.idle_since = None
-        buffer, offset = WRITE_HEAD.unpack(prefix)
         try:
             memory = session.memory(buffer, offset, data_len, writing=True)
         except ExecutorError as e:

@@ -125,7 +125,9 @@ class Session:
         promised: bytes that it declared to need.
         residence: where its memory is.
         idle_since: when it last had something to do, ns; None while it has.
-        lacking: since when its next program waits for room, ns; 0 if it does not.
+        lacking: since when its next program or write waits for room, ns; 0 if it does not.
+        writing: bytes that its client's next write lacks: the buffer is shared, and a copy is to be made.
+        given_up: there will be no room for that write.
         chosen: the number of the choice at which it last had to leave.
         swaps: how often it was swapped out.
         guarded: buffers that are shared, or being hashed: a write must be announced.
@@ -164,6 +166,8 @@ class Session:
     residence: Residence = Residence.HERE
     idle_since: int | None = None
     lacking: int = 0
+    writing: int = 0
+    given_up: bool = False
     chosen: int = 0
     swaps: int = 0
     guarded: set[int] = field(default_factory=set)

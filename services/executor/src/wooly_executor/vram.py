@@ -265,11 +265,15 @@ class Vram:
         """Whether there could be room if all others that may leave did."""
         if session.id not in self._dispatch.state.sessions:
             return False  # frames in the order of their arrival: nobody can be passed over
+        return self._room_without_others(session) >= need
+
+    def _room_without_others(self, session: Session) -> int:
+        """Bytes that would be free if all others that may leave did."""
         room = self.ledger.spare + self._leaving
         for other in self._sessions.values():
             if other is not session and other.swappable and other.residence is Residence.HERE:
                 room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id)
-        return room >= need
+        return room
 
     def begun(self, session: Session, frame: Frame) -> None:
         """A run begins: what was promised to it is its own to take."""
@@ -291,6 +295,24 @@ class Vram:
             return True
         self._want(session)
         return False
+
+    def writable(self, session: Session, buffer: int) -> bool:
+        """Whether the client may write a buffer now; if not, its memory or room for a copy is asked for, and `proceed` called then."""
+        if not self.present(session):
+            return False
+        lacks = self.ledger.cost_of_writing(session.account, [buffer]) if buffer in session.guarded else 0
+        if lacks > self.ledger.spare and not session.given_up:
+            self._drop_workspaces(session)
+            if lacks > self.ledger.spare and self._room_without_others(session) >= lacks:
+                session.writing = lacks
+                session.lacking = session.lacking or self.clock()
+                self._want(session)
+                return False
+        if session.writing:
+            session.writing = session.lacking = 0
+            session.given_up = False
+            self._wants.pop(session.id, None)
+        return True
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
@@ -517,14 +539,14 @@ class Vram:
         self._wake = None
         now = self.clock()
         for want in sorted(self._wants.values(), key=lambda w: (w.priority, w.since, w.session.id)):
-            if self._serve(want, now):
+            if want.session.id in self._wants and self._serve(want, now):
                 return
 
     def _serve(self, want: Want, now: int) -> bool:
         """Grant what is wanted, or make room for it. True: the room that comes is for this one, and nobody after it."""
         session, ledger = want.session, self.ledger
         head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
-        extra = head.need if head is not None else 0
+        extra = head.need if head is not None else session.writing
         need = extra if session.residence is Residence.HERE else ledger.needed(session.account) + extra
         if need > self.capacity and session.residence is not Residence.HERE:
             need -= extra
@@ -563,7 +585,15 @@ class Vram:
         session = want.session
         del self._wants[session.id]
         session.lacking = 0
-        self._dispatch.swapped_in(session)
+        session.given_up = bool(session.writing)
+        self._there(session)
+
+    def _there(self, session: Session) -> None:
+        """What a session waited for has come, or will not: it goes on."""
+        if session.writing:
+            self._proceed(session)
+        else:
+            self._dispatch.swapped_in(session)
 
     def _grant(self, want: Want, head: Frame | None, need: int) -> bool:
         session, ledger = want.session, self.ledger
@@ -574,7 +604,7 @@ class Vram:
             del self._wants[session.id]
             session.lacking = 0
             self._promise(session, head, promised)
-            self._dispatch.swapped_in(session)
+            self._there(session)
             return False
         try:
             stores = ledger.swap_in(session.account, self.clock())
