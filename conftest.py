@@ -11,12 +11,28 @@ import pytest
 from wooly_testkit.executor import executor_process
 
 # A machine that is busy with other things makes no example wrong.
-hypothesis.settings.register_profile("wooly", deadline=None)
+hypothesis.settings.register_profile("wooly", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("wooly")
 # PoCL counts its devices once per process: whoever comes first must ask for all that anybody wants.
 os.environ.setdefault("POCL_DEVICES", "basic pthread")
 # Stacks of one run's own keep what they compile in the user's folder; those of tests in this one.
 os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wooly-tests-{os.getuid()}/compiler")
+
+
+#: Where a module's tests share processes that take seconds to start.
+STACKS = ("tests/e2e/", "tests/tiers/", "tests/deploy/", "services/executor/tests/test_plans")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of one stack together, and begin with them: the many short ones fill the cores at the end."""
+    first = []
+    for item in items:
+        module = item.path.relative_to(config.rootpath).as_posix()
+        if module.startswith(STACKS):
+            item.add_marker(pytest.mark.xdist_group(module))
+            first.append(item)
+    together = set(first)
+    items[:] = first + [item for item in items if item not in together]
 
 
 @pytest.fixture(scope="session")

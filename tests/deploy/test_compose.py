@@ -84,7 +84,7 @@ def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
 
 
 @pytest.mark.connected
-@pytest.mark.parametrize("channel", ["direct", "tunnel"])
+@pytest.mark.parametrize("channel", [pytest.param("direct", marks=pytest.mark.slow), "tunnel"])
 def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
     """NATS with the users of compose and chart; the services, and a client with the client's rights."""
     from wooly_testkit.nats import nats_server

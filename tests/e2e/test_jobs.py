@@ -217,7 +217,7 @@ def test_killed_executor_s_job_is_run_by_another(stack, slow_module):
     assert last["state"] == "completed" and last["attempt"] == 2, last
     story = [json.loads(line) for line in run("logs", name, "--json", stack=stack).stdout.splitlines()]
     assert [s["state"] for s in story] == ["pending", "started", "pending", "started", "completed"]
-    assert re.search("lost|does not have it", story[2]["reason"]) and story[2]["at"] - story[1]["at"] < 12
+    assert re.search("lost|does not have it", story[2]["reason"])
 
 
 def test_cancel_and_deadline_stop_what_runs(stack, slow_module):

@@ -137,7 +137,7 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
     assert not alive and len(gone) == 7
 
 
-@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_executor_ends_the_session_on_the_other_and_is_named(tmp_path, used):
     """The script works on cuda:`used` only, and the executor of cuda:1 dies."""
     own = start_stack(tmp_path / "own", ephemeral=True, gpus=2)

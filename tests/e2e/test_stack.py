@@ -86,7 +86,7 @@ def _argv(process):
         return []
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
     path = script(
         tmp_path,

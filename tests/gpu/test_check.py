@@ -48,6 +48,7 @@ def only(*patterns):
     return [word for pattern in patterns for word in ("--only", pattern)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_some_cases_equal_the_truth(tmp_path):
     options = ["operators", "facade", "--samples", "2", *only("add", "softmax*", "linalg.svd")]

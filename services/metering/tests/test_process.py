@@ -122,7 +122,7 @@ def held(url):
         database.close()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]])
 async def test_one_entry_per_event_whoever_is_killed(tmp_path, url, start_metering, seed):
     """Metering and NATS are killed at moments of chance while events come, some twice: the ledger has each once."""
     chance = random.Random(seed)
