@@ -256,8 +256,8 @@ class Vram:
         """Bytes that would be free if all others that may leave did."""
         room = self.ledger.spare + self._leaving
         for other in self._sessions.values():
-            if other is not session and other.swappable and other.residence is Residence.HERE:
-                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id)
+            if other is not session and other.swappable and other.residence in (Residence.HERE, Residence.COMING):
+                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id) + other.account.reserved
         return room
 
     def begun(self, session: Session, frame: Frame) -> None:
