@@ -97,6 +97,11 @@ class RouterActor:
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
         app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
+    @property
+    def bus(self) -> ServiceApp:
+        """The connection to NATS, for who asks other services."""
+        return self._app
+
     async def resume(self) -> None:
         """Take over the sessions of routers before: while none was there, no client could renew its lease."""
         await self.world.tasks.prolong_all(self.clock() + self._settings.lease_s)

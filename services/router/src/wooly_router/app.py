@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -35,7 +35,9 @@ log = logging.getLogger("wooly.router")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to `until_signalled`."""
+    """uvicorn without its signal handlers: signals belong to `until_signalled`. `closing` ends what would not end by itself."""
+
+    closing: Callable[[], None]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -61,9 +63,9 @@ async def serve(settings: RouterSettings) -> None:
     duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
-    server = _Server(
-        uvicorn.Config(create_api(actor, desk, access), log_level="warning", access_log=False, lifespan="off")
-    )
+    api = create_api(actor, desk, access)
+    server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
+    server.closing = api.state.hub.close
     try:
         await actor.resume()
         await first_token(settings, world, actor.clock())
@@ -99,6 +101,7 @@ async def _first_end(server: _Server, listener: socket.socket, *others: Coroutin
     stopping = asyncio.create_task(until_signalled())
     done, _ = await asyncio.wait((http, *running, stopping), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    server.closing()
     for task in (*running, stopping):
         task.cancel()
     await asyncio.wait((http, *running), timeout=3)

@@ -14,7 +14,8 @@ from wooly_bus.blobs import BlobMissingError
 from wooly_bus.errors import BusError, RefusedError
 
 from wooly_router.actor import RouterActor
-from wooly_router.rest import cluster, tasks, tenants
+from wooly_router import ui
+from wooly_router.rest import cluster, credits, events, login, metrics, tasks, tenants
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem
 from wooly_router.tasks import TaskActor
@@ -29,6 +30,8 @@ STATUS = {
     "router.no_group": 404,
     "router.no_tenant": 404,
     "router.no_token": 404,
+    "router.no_metering": 404,
+    "router.no_scheduler": 404,
     "router.bad_cursor": 422,
     "router.bad_value": 422,
     "router.too_large": 413,
@@ -43,13 +46,16 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access) -> FastAPI:
     """The application."""
     api = FastAPI(title="Wooly controller", version="0.1.0", responses=_PROBLEMS, docs_url=None, redoc_url=None)
     api.state.actor, api.state.desk, api.state.access = actor, desk, access
+    api.state.bus, api.state.hub = actor.bus, events.Hub(actor)
 
     @api.get("/healthz")
     async def healthz() -> Health:
         return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
 
-    for router in (cluster.router, tasks.router, tenants.router):
-        api.include_router(router, prefix="/api/v1")
+    routed = (cluster, credits, events, login, metrics, tasks, tenants)
+    for module in routed:
+        api.include_router(module.router, prefix="/api/v1")
+    ui.serve(api)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
