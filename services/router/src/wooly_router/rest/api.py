@@ -13,8 +13,8 @@ from starlette.exceptions import HTTPException
 from wooly_bus.blobs import BlobMissingError
 from wooly_bus.errors import BusError, RefusedError
 
-from wooly_router.actor import RouterActor
 from wooly_router import ui
+from wooly_router.actor import RouterActor
 from wooly_router.rest import cluster, credits, events, login, metrics, tasks, tenants
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem

@@ -51,7 +51,7 @@ class LoginBody(Body):
 class Me(BaseModel):
     """Who calls.
 
-    `auth`: whether tokens are asked for; `tenant`: whose tasks they see, null: everybody's; `own`: to whom belongs what they make.
+    `auth`: whether tokens are asked for; `tenant`: whose tasks they see, null: everybody's; `own`: whose what they make is.
     """
 
     auth: Literal["open", "tokens"]
