@@ -75,6 +75,14 @@ amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip wi
 postgres: ## install a PostgreSQL server (Debian; tests on it skip without)
 	apt-get install -y --no-install-recommends postgresql
 
+.PHONY: browser
+browser: ## install a browser for the tests of the web UI (Debian; they skip without)
+	apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+
+.PHONY: screenshots
+screenshots: setup ## take docs/images/ui-*.png anew, of a stack with work in it (needs `make browser`; two minutes)
+	$(BIN)/python docs/images/screenshots.py
+
 .PHONY: every-float
 every-float: setup ## our elementary functions against all 2**32 numbers: minutes per function
 	WOOLY_EVERY_FLOAT=1 $(BIN)/python -m pytest services/compiler/tests/test_mathlib.py -k far_and_wide -s

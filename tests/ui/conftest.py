@@ -93,10 +93,9 @@ class Device:
 class Cluster:
     """Fake devices, scheduler and metering on a real NATS, in a thread of their own; a real router beside them."""
 
-    def __init__(self, nats, directory):
-        self.nats, self.directory = nats, directory
+    def __init__(self, nats, directory, **env):
+        self.nats, self.directory, self._env = nats, directory, env
         self.budgets = {}
-        self.credits = True
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._routers = []
@@ -104,7 +103,7 @@ class Cluster:
     def __enter__(self):
         self._thread.start()
         self.call(self._start())
-        self.url = self.router("router")
+        self.url = self.router("router", **self._env)
         return self
 
     def __exit__(self, *_):
@@ -209,6 +208,13 @@ def browser():
 def cluster(tmp_path_factory):
     """A router without tokens, two nodes with a device each."""
     with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui")) as running:
+        yield running
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """The same with tokens."""
+    with start_nats_server() as nats, Cluster(nats, tmp_path, WOOLY_ROUTER_AUTH="tokens") as running:
         yield running
 
 

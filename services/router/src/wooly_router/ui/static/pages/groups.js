@@ -16,7 +16,14 @@ export default function groups({ body, head, live, can }) {
     draw();
   }, (error) => toast(error.message, "bad"));
 
-  function edit(group) {
+  async function edit(group) {
+    if (can("nodes:read")) {
+      try {
+        nodes = (await api.get("nodes")).nodes; // those that came meanwhile, too
+      } catch (error) {
+        toast(error.message, "bad");
+      }
+    }
     ask(group ? `Group ${group.name}` : "New group", group ? "Save" : "Create", (form) => {
       const name = h("input", { required: true, maxlength: 128, pattern: "[^\\/]+", value: group?.name ?? "", disabled: Boolean(group), spellcheck: "false" });
       const description = h("input", { maxlength: 1000, value: group?.description ?? "" });
@@ -71,7 +78,7 @@ export default function groups({ body, head, live, can }) {
         found.map((g) => [
           [h("strong", {}, g.name), h("span", { class: "sub" }, g.description)],
           g.nodes.length
-            ? h("span", { class: "chips" }, g.nodes.map((n) => chip(`${n}${states.has(n) ? "" : " (not heard of)"}`, states.get(n) ?? "unknown")))
+            ? h("span", { class: "chips" }, g.nodes.map((n) => chip(states.get(n) === "active" ? n : `${n}: ${states.get(n) ?? "unknown"}`, states.get(n))))
             : "none",
           h("span", { class: "num" }, clock(g.created_at, false)),
           can("groups:write") && [

@@ -84,6 +84,7 @@ function one({ body, head, rest }) {
     const begin = Math.min(...trace.spans.map((s) => s.start_ns));
     const end = Math.max(...trace.spans.map((s) => s.end_ns));
     const whole = Math.max(1, end - begin);
+    const share = (ns) => `${((100 * ns) / whole).toFixed(2)}%`;
     const services = [...new Set(trace.spans.map((s) => s.service))].sort();
     const opened = new Set();
     const list = h("div", { class: "waterfall", role: "list", "aria-label": "Spans" });
@@ -121,7 +122,7 @@ function one({ body, head, rest }) {
             { class: "lane", "aria-hidden": "true" },
             h("span", {
               class: `bar s${services.indexOf(span.service) % 6}`,
-              style: { left: `${(100 * (span.start_ns - begin)) / whole}%`, width: `max(2px, ${(100 * took) / whole}%)` },
+              style: { left: share(span.start_ns - begin), width: `max(2px, ${share(took)})` },
             }),
           ),
           h("span", { class: "num took" }, nanos(took)),
