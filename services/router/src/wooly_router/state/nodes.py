@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import BigInteger, cast, delete, func, select, update
+from sqlalchemy import BigInteger, cast, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from wooly_router.state.database import Database
@@ -193,7 +193,8 @@ class NodeStore:
 
         Shares are means; memory and sessions are the most that there was.
         """
-        bucket = (cast(SampleRow.at, BigInteger) // step).label("bucket")
+        width = literal(step, literal_execute=True)  # as text: a parameter is not the same expression twice
+        bucket = (cast(SampleRow.at, BigInteger) // width).label("bucket")
         query = (
             select(
                 bucket,
