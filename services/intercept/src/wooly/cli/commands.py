@@ -79,6 +79,7 @@ def run(
     if not settings.model:
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
+    sys.argv[0] = target  # its sessions are called so
     from wooly import api
     from wooly.cli import script
 

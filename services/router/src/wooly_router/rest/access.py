@@ -64,8 +64,10 @@ class Access:
         self.auth = gate.auth
 
     def refuse_others(self, request: Request) -> None:
-        """Raises:
-        RefusedError: a page of another origin's sends this; see `from_elsewhere`.
+        """Let no page of another origin's in.
+
+        Raises:
+            RefusedError: one sends this; see `from_elsewhere`.
         """
         why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), self.auth)
         if why:
@@ -126,7 +128,7 @@ def from_elsewhere(origin: str, host: str, auth: str) -> str:
 bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
 
 
-async def called(
+async def admitted(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 ) -> Caller:
     """A dependency: the caller, by the header or, in a browser, by the cookie."""
@@ -152,7 +154,7 @@ def secret_of(request: Request, credentials: HTTPAuthorizationCredentials | None
 def needs(area: Area, verb: Verb) -> Callable[..., Awaitable[Caller]]:
     """A dependency: the caller, who may do this in that area."""
 
-    async def check(caller: Annotated[Caller, Depends(called)]) -> Caller:
+    async def check(caller: Annotated[Caller, Depends(admitted)]) -> Caller:
         if f"{area}:{verb}" not in caller.may:
             raise RefusedError("router.forbidden", f"this token may not {verb} {area}")
         return caller

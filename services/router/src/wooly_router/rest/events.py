@@ -30,7 +30,7 @@ from wooly_router.actor import RouterActor
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.core.tasks import ENDED
 from wooly_router.gate import Caller
-from wooly_router.rest.access import Access, bearer, called, secret_of
+from wooly_router.rest.access import Access, admitted, bearer, secret_of
 from wooly_router.rest.metrics import live
 from wooly_router.state.nodes import GroupRecord
 
@@ -177,7 +177,7 @@ def _framed(event: str, data: Any) -> str:
 @router.get("/events", include_in_schema=False)  # a stream has no end that a client of the schema could wait for
 async def events(
     request: Request,
-    caller: Annotated[Caller, Depends(called)],
+    caller: Annotated[Caller, Depends(admitted)],
     credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
 ) -> StreamingResponse:
     """Follow what changes."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Depends, Request, Response
 
 from wooly_router.gate import Caller
-from wooly_router.rest.access import COOKIE, Access, called
+from wooly_router.rest.access import COOKIE, Access, admitted
 from wooly_router.rest.models import LoginBody, Me
 
 router = APIRouter()
@@ -18,7 +18,7 @@ def _me(caller: Caller, auth: Literal["open", "tokens"]) -> Me:
 
 
 @router.get("/me")
-async def me(request: Request, caller: Annotated[Caller, Depends(called)]) -> Me:
+async def me(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Me:
     """Who calls, and what they may."""
     access: Access = request.app.state.access
     return _me(caller, access.auth)
@@ -38,7 +38,7 @@ async def login(request: Request, response: Response, body: LoginBody) -> Me:
 
 
 @router.delete("/login", status_code=204)
-async def logout(request: Request, caller: Annotated[Caller, Depends(called)]) -> Response:
+async def logout(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Response:
     """Let the browser forget its token. The token itself goes on."""
     response = Response(status_code=204)
     response.delete_cookie(COOKIE, path="/api/v1", httponly=True, samesite="strict")

@@ -113,7 +113,7 @@ export default function dashboard({ body, head, live, can }) {
           "Latest tasks",
           ["task", "state", "class", "tenant", "since"],
           found.map((t) => [
-            h("a", { href: `#/tasks/${encodeURIComponent(t.task_id)}`, "data-key": `task ${t.task_id}` }, t.name || t.task_id),
+            h("a", { class: "short", title: t.name, href: `#/tasks/${encodeURIComponent(t.task_id)}`, "data-key": `task ${t.task_id}` }, t.name || t.task_id),
             chip(t.state, t.state),
             chip(`P${t.priority}`, `p${t.priority}`),
             t.tenant,
