@@ -47,10 +47,11 @@ export function clock(at, seconds = true) {
   return day(d) === day(new Date()) ? time : `${day(d)} ${time}`;
 }
 
-/** Micro-credits -> "12.345". */
+/** Micro-credits -> "12.345"; of thousands, no parts. */
 export function credits(ucr) {
-  const n = ucr / 1e6;
-  return n.toLocaleString("en", { minimumFractionDigits: 3, maximumFractionDigits: n !== 0 && Math.abs(n) < 1 ? 6 : 3 });
+  const n = Math.abs(ucr / 1e6);
+  const digits = n >= 1000 ? 0 : 3;
+  return (ucr / 1e6).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: n > 0 && n < 1 ? 6 : digits });
 }
 
 /** 12345 -> "12,345". */

@@ -146,7 +146,7 @@ export default function dashboard({ body, head, live, can }) {
       can("tasks:read") && tile("Running", String(states.started ?? 0), `${states.completed ?? 0} completed`, "#/tasks?state=started"),
       can("tasks:read") && tile("Waiting", String(states.pending ?? 0), `${states.failed ?? 0} failed`, "#/tasks?state=pending"),
       tile("Utilization", gpus.length ? percent(sum("utilization") / gpus.length) : "–", "mean, last second"),
-      tile("Starvation", told.length ? percent(sum("starvation") / told.length) : "–", told.length ? "others wait" : "no scheduler tells"),
+      tile("Starvation", told.length ? percent(sum("starvation") / told.length) : "–", told.length ? "busy, others wait" : "no scheduler tells"),
       tile("VRAM", bytes(sum("memory_used")), `of ${bytes(sum("memory_total"))}`),
     );
     swap(

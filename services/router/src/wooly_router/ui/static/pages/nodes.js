@@ -146,7 +146,7 @@ export default function nodes({ body, live, can }) {
     const audited = figures.get(gpu.executor_id);
     const shown = open.has(gpu.executor_id);
     const id = `sessions-${gpu.executor_id}`;
-    const facts = [gpu.device.vendor, gpu.device.arch, `${gpu.device.cores} cores`, bytes(gpu.device.total_memory), gpu.device.runtime];
+    const facts = [gpu.device.vendor, gpu.device.arch, plural(gpu.device.cores, "core"), bytes(gpu.device.total_memory), gpu.device.runtime];
     return h(
       "article",
       { class: "device", "aria-label": `Device ${gpu.executor_id}` },

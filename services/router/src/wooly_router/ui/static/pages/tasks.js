@@ -36,7 +36,7 @@ function whyHere(placement) {
           names.map((n) => h("tr", {}, h("th", { scope: "row" }, n), used.map((p) => h("td", { class: "r" }, String(placement.here[n][p] ?? 0))))),
         ),
       ),
-      h("p", { class: "hint" }, "Points; the least wins. ", next ? `Next best: ${next.executor_id} with ${next.cost}.` : "Nothing else fitted."),
+      h("p", { class: "hint" }, used.length === 1 ? "Idle, so without points; " : "Points; ", "the least wins. ", next ? `Next best: ${next.executor_id} with ${next.cost}.` : "Nothing else fitted."),
     ];
   }
   if (placement.why === "waiting") {
