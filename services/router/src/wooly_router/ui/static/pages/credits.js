@@ -67,7 +67,7 @@ export default function credits({ body, head, me, can }) {
   function budgets(found) {
     const used = (b) => {
       const limit = b.hard_ucr ?? b.soft_ucr;
-      return limit === null ? amount(b.spent_ucr) : meter(limit ? b.spent_ucr / limit : 1, `${amount(b.spent_ucr)} of ${amount(limit)}`, `Budget of ${b.tenant}`);
+      return limit === null ? amount(b.spent_ucr) : meter(limit ? b.spent_ucr / limit : 1, amount(b.spent_ucr), `Budget of ${b.tenant}`);
     };
     const limit = (ucr) => (ucr === null ? "–" : amount(ucr));
     return card(

@@ -157,7 +157,7 @@ export default function dashboard({ body, head, live, can }) {
           "Devices",
           ["device", "utilization", "starvation", "VRAM", { text: "sessions", class: "r" }],
           gpus.slice(0, DEVICES).map((g) => [
-            [h("span", { class: "key-cell" }, g.executor_id), h("span", { class: "sub" }, g.node_id)],
+            [h("span", { class: "key-cell" }, g.executor_id), h("span", { class: "sub num" }, g.node_id)],
             meter(g.utilization, percent(g.utilization), `Utilization of ${g.executor_id}`),
             g.starvation === null ? "–" : meter(g.starvation, percent(g.starvation), `Starvation of ${g.executor_id}`),
             meter(g.memory_used / (g.memory_total || 1), bytes(g.memory_used), `VRAM of ${g.executor_id}`),
