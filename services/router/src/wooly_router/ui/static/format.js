@@ -59,3 +59,6 @@ export const count = (n) => n.toLocaleString("en");
 
 /** (1, "task") -> "1 task". */
 export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** The task of a session: attempts at a job are sessions called by the job, a dash and a number; others are tasks themselves. */
+export const taskOf = (session) => session.replace(/^(.{8,})-\d+$/, "$1");

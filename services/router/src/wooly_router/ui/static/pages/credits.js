@@ -2,7 +2,7 @@
 
 import { api, refresher } from "../api.js";
 import { ask, card, chip, field, h, meter, swap, table, toast } from "../dom.js";
-import { bytes, clock, count, credits as amount, nanos } from "../format.js";
+import { bytes, clock, count, credits as amount, nanos, taskOf } from "../format.js";
 
 const EVERY_MS = 5000;
 const ROWS = 100;
@@ -93,7 +93,7 @@ export default function credits({ body, head, me, can }) {
   function draw(found, plans) {
     const name = (row) => {
       if (by === "hour") return clock(Number(row.name) / 1e6, false);
-      return by === "run" ? h("a", { href: `#/tasks/${encodeURIComponent(row.name)}`, "data-key": `run ${row.name}` }, row.name) : row.name || "–";
+      return by === "run" ? h("a", { href: `#/tasks/${encodeURIComponent(taskOf(row.name))}`, "data-key": `run ${row.name}` }, row.name) : row.name || "–";
     };
     const tile = (label, value, note) => h("div", { class: "tile" }, h("span", { class: "name" }, label), h("span", { class: "value" }, value), h("span", { class: "note" }, note));
     const most = Math.max(1, ...found.rows.map((r) => r.core_ucr + r.vram_ucr));
@@ -159,7 +159,7 @@ export default function credits({ body, head, me, can }) {
               amount(p.idle_rate),
               p.valid_from_us ? clock(p.valid_from_us / 1e6, false) : "ever",
             ]),
-            "There are no prices.",
+            "No plan was added: the prices that are built in hold.",
           ),
         ),
       ),

@@ -2,7 +2,7 @@
 
 import { api, refresher } from "../api.js";
 import { ask, chip, field, h, meter, swap, table, toast } from "../dom.js";
-import { bytes, nanos, percent, plural, span } from "../format.js";
+import { bytes, nanos, percent, plural, span, taskOf } from "../format.js";
 
 const EVERY_MS = 3000;
 /** Kinds of a device's memory, in the order in which they are drawn: field of `MemoryState`, name. */
@@ -81,7 +81,7 @@ function sessionsOf(gpu, figures) {
     ids.map((id) => {
       const [m, a] = [held.get(id), audited.get(id)];
       return [
-        id === "others" ? "other tenants'" : h("a", { href: `#/tasks/${encodeURIComponent(id)}`, "data-key": `session ${gpu.executor_id} ${id}` }, id),
+        id === "others" ? "other tenants'" : h("a", { href: `#/tasks/${encodeURIComponent(taskOf(id))}`, "data-key": `session ${gpu.executor_id} ${id}` }, id),
         (m ?? a).tenant || "–",
         a ? [chip(`P${a.policy.priority}`, `p${a.policy.priority}`), a.suspended && " suspended"] : "–",
         a ? percent(a.share_permille / 1000) : "–",
