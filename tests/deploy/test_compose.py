@@ -1,13 +1,16 @@
 """The compose stack: its file always, the stack itself where there is a Docker engine."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -54,11 +57,11 @@ def test_variables_of_compose_are_settings_of_services():
     seen = set()
     for service in services().values():
         for name in service.get("environment", {}):
-            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|EXECUTOR)_(\w+)", name)
+            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|COMPILER|EXECUTOR)_(\w+)", name)
             if match:
                 assert match[2].lower() in settings_of(match[1]).model_fields
                 seen.add(match[1])
-    assert seen == {"ROUTER", "SCHEDULER", "METERING", "EXECUTOR"}
+    assert seen == {"ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR"}
 
 
 def test_services_of_ours_may_do_little():
@@ -212,6 +215,44 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
             run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
         rest = client.communicate(timeout=300)[0]
     assert client.returncode == 0 and "done" in rest, rest
+
+
+#: Seconds of one core.
+WORK = """
+import torch
+def build():
+    def work(x):
+        for _ in range(400):
+            x = (x @ x).tanh()
+        return x
+    return work, (torch.empty(600, 600),)
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
+def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
+    run, env = stack
+
+    def wooly(*argv):
+        return _patient([sys.executable, "-m", "wooly", *map(str, argv)], env).stdout
+
+    (tmp_path / "work.py").write_text(WORK)
+    wooly("export", f"{tmp_path / 'work.py'}:build", "-o", tmp_path / "work.wism")
+    np.save(tmp_path / "x.npy", np.eye(600, dtype=np.float32))
+    jobs = set()
+    for service in ("router", "scheduler", "metering", "compiler", "nats", "postgres", "executor-cpu"):
+        jobs.add(wooly("submit", tmp_path / "work.wism", "-i", f"x={tmp_path / 'x.npy'}").strip())
+        for name in run("ps", "-q", service).stdout.split():
+            subprocess.run(["docker", "restart", name], check=True, capture_output=True)
+        run("up", "-d", "--wait", "--no-recreate")
+    while True:
+        listed = json.loads(wooly("tasks", "--kind", "job", "--json"))["tasks"]
+        states = {t["task_id"]: (t["state"], t["reason"]) for t in listed}
+        assert jobs <= set(states) and not any(state in ("failed", "cancelled") for state, _ in states.values()), states
+        if all(state == "completed" for state, _ in states.values()):
+            return
+        time.sleep(1)
 
 
 @pytest.mark.docker
