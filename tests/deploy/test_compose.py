@@ -86,6 +86,18 @@ def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
     assert '"$name.Dockerfile"' in script
 
 
+#: Seconds of one core.
+WORK = """
+import torch
+def build():
+    def work(x):
+        for _ in range(400):
+            x = (x @ x).tanh()
+        return x
+    return work, (torch.empty(600, 600),)
+"""
+
+
 @pytest.mark.connected
 @pytest.mark.parametrize("channel", [pytest.param("direct", marks=pytest.mark.slow), "tunnel"])
 def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
@@ -120,6 +132,23 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
         ran = _patient([sys.executable, "-m", "wooly", "run", str(script)], client)
         assert "sum 48.0" in ran.stdout
+        (tmp_path / "work.py").write_text(WORK.replace("400", "4"))
+        np.save(tmp_path / "x.npy", np.eye(600, dtype=np.float32))
+        job = [
+            "submit",
+            f"{tmp_path / 'work.wism'}",
+            "-i",
+            f"x={tmp_path / 'x.npy'}",
+            "-o",
+            f"{tmp_path / 'out'}",
+            "--json",
+        ]
+        for argv in (["export", f"{tmp_path / 'work.py'}:build", "-o", f"{tmp_path / 'work.wism'}"], job):
+            ran = subprocess.run(
+                [sys.executable, "-m", "wooly", *argv], env=client, capture_output=True, text=True, timeout=100
+            )
+            assert ran.returncode == 0, ran.stderr
+        assert json.loads(ran.stdout)["state"] == "completed" and json.loads(ran.stdout)["files"]
         forbidden = "wooly.v1.evt.executor.node.heartbeat"
         with pytest.raises(subprocess.CalledProcessError):
             subprocess.run([sys.executable, "-c", FORGE, outer, forbidden], check=True, capture_output=True, timeout=60)
@@ -215,18 +244,6 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
             run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
         rest = client.communicate(timeout=300)[0]
     assert client.returncode == 0 and "done" in rest, rest
-
-
-#: Seconds of one core.
-WORK = """
-import torch
-def build():
-    def work(x):
-        for _ in range(400):
-            x = (x @ x).tanh()
-        return x
-    return work, (torch.empty(600, 600),)
-"""
 
 
 @pytest.mark.docker
