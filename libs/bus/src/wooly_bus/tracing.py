@@ -83,7 +83,7 @@ class SpanQueue(SpanProcessor):
         size = 0
         while self._waiting and len(found) < MAX_SPANS:
             record = record_of(self._waiting[0])
-            size += len(record.model_dump_json())
+            size += len(record.model_dump_json().encode())
             if found and size > MAX_PAYLOAD // 2:
                 break
             self._waiting.popleft()

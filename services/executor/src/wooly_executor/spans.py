@@ -51,6 +51,7 @@ class SessionSpans:
         self._context = trace.set_span_in_context(self._span, Context())
         self.parent = traceparent(self._span)
         self.fresh: set[bytes] = set()
+        self._seen: set[bytes] = set()
         self.left_out = 0
         self._left = self._swaps_left = SINGLE
         self._since, self._period, self._told = now, PERIOD_NS, 0
@@ -68,8 +69,9 @@ class SessionSpans:
         self._tracer.start_span(f"executor.{name}", self._context, attributes=attributes, start_time=begun).end(ended)
 
     def defined(self, digest: bytes, nbytes: int, begun: int) -> None:
-        """A program was defined."""
-        if self.take():
+        """A program was defined, perhaps for the first time."""
+        if digest not in self._seen and self.take():
+            self._seen.add(digest)
             name = digest.hex()[:16]
             self._tell("define", begun, time.time_ns(), program=name, bytes=nbytes)
             if self._left > 0:

@@ -16,8 +16,9 @@ from wooly_wis.traces import SpanInfo, TraceInfo, TraceReply, TraceRequest, Trac
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
-#: Characters of a whole trace's bar.
-WIDTH = 40
+#: Characters of a whole trace's bar at least and at most, and of the columns beside it.
+WIDTH = (12, 60)
+_OTHERS = 34
 #: Deeper spans are drawn as deep as this.
 DEEPEST = 12
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green")
@@ -84,15 +85,17 @@ def print_trace(console: Console, trace_id: str, spans: Sequence[SpanInfo], as_j
     console.print(f"trace {trace_id}: {len(spans)} spans in {_time(last - first)}", highlight=False)
     services = list(dict.fromkeys(s.service for s in spans))
     table = Table(box=None, pad_edge=False)
-    table.add_column("span", overflow="fold", ratio=1)
+    rows = [("  " * min(depth, DEEPEST) + span.name, span) for depth, span in in_order(spans)]
+    width = min(max(console.width - _OTHERS - max(len(name) for name, _ in rows), WIDTH[0]), WIDTH[1])
+    table.add_column("span", overflow="fold")
     for column in ("service", "at", "took"):
         table.add_column(column, no_wrap=True, justify="left" if column == "service" else "right")
-    table.add_column("", no_wrap=True, min_width=WIDTH)
-    for depth, span in in_order(spans):
+    table.add_column("", no_wrap=True, min_width=width)
+    for text, span in rows:
         colour = "red" if span.error else _COLOURS[services.index(span.service) % len(_COLOURS)]
-        name = Text("  " * min(depth, DEEPEST) + span.name, style="red" if span.error else "")
+        name = Text(text, style="red" if span.error else "")
         row = (name, span.service, _time(span.start_ns - first), _time(span.end_ns - span.start_ns))
-        table.add_row(*row, Text(bar(span, first, last), style=colour))
+        table.add_row(*row, Text(bar(span, first, last, width), style=colour))
     console.print(table)
     for span in spans:
         if span.error:
@@ -123,11 +126,11 @@ def in_order(spans: Sequence[SpanInfo]) -> Iterable[tuple[int, SpanInfo]]:
             waiting += [(depth + 1, child) for child in reversed(children.get(span.span_id, []))]
 
 
-def bar(span: SpanInfo, first: int, last: int) -> str:
-    """Where in the whole a span lies; nothing is too short to be seen."""
+def bar(span: SpanInfo, first: int, last: int, width: int) -> str:
+    """Where in the whole a span lies, which is `width` characters; nothing is too short to be seen."""
     whole = max(last - first, 1)
-    begin = min((span.start_ns - first) * WIDTH // whole, WIDTH - 1)
-    end = max(-(-(span.end_ns - first) * WIDTH // whole), begin + 1)
+    begin = min((span.start_ns - first) * width // whole, width - 1)
+    end = max(-(-(span.end_ns - first) * width // whole), begin + 1)
     return " " * begin + "━" * (end - begin)
 
 
