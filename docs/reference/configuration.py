@@ -22,7 +22,7 @@ HEAD = """# Configuration
 
 Every variable of every process, written from the settings models (`make docs`). Client settings may
 also stand in `~/.config/wooly/config` (TOML, lower case, without the prefix); variables win. `OTEL_EXPORTER_OTLP_ENDPOINT` and
-its kin are OpenTelemetry's own and hold for every process.
+its kin are OpenTelemetry's own and hold for every process, clients too.
 """
 
 
