@@ -1,10 +1,12 @@
 """One trace from a script or a job through every service that took part, as users meet it."""
 
+import http.server
 import json
 import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -162,3 +164,51 @@ def test_no_trace_is_said_so(stack):
     argv = [sys.executable, "-m", "wooly", "trace", "nobody"]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1 and "task nobody has no trace" in done.stderr.replace("\n", " ")
+
+
+@pytest.mark.slow
+def test_collector_hears_the_same_trace_of_client_and_services(tmp_path):
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    traces = {}
+
+    class Collector(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            for part in ExportTraceServiceRequest.FromString(body).resource_spans:
+                service = next(a.value.string_value for a in part.resource.attributes if a.key == "service.name")
+                for span in [s for scope in part.scope_spans for s in scope.spans]:
+                    traces.setdefault(span.trace_id, set()).add((service, span.name))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+            patch.setenv("WOOLY_TRACES", "off")
+            stack = start_stack(tmp_path / "stack", ephemeral=True)
+            env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+            argv = [sys.executable, "-m", "wooly", "run", "-q", str(script)]
+            subprocess.run(argv, check=True, env=env, timeout=120)
+        assert rest(stack, "traces") == {"traces": []}
+        stack.stop()
+    finally:
+        server.shutdown()
+        server.server_close()
+    (found,) = [t for t in traces.values() if ("wooly-client", "client.session") in t]
+    assert found >= {
+        ("wooly-router", "router.place"),
+        ("wooly-scheduler", "scheduler.admit"),
+        ("wooly-executor", "executor.session"),
+        ("wooly-metering", "metering.book"),
+    }
