@@ -27,7 +27,7 @@ class Message(BaseModel):
 
 
 class DeviceFacts(Message):
-    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942), if anything."""
+    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942, x86_64)."""
 
     name: str
     vendor: str
