@@ -8,7 +8,9 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanContext, TraceFlags
 from wooly_bus.tracing import SpanQueue, provider_of
 from wooly_executor import spans
+from wooly_executor.memory.swap import Policy
 from wooly_executor.spans import spans_of
+from wooly_executor.vram import SwapSettings
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
 
@@ -34,7 +36,7 @@ def add(wis):
 def traced(device, wis, recorded):
     """`traced("name")`: a client whose session the control plane opened in a trace."""
 
-    def make(name, hosted=HOSTED):
+    def make(name, device=device, hosted=HOSTED):
         device.call(lambda: device.loop.open_session(name, f"token of {name}", None, hosted=hosted))
         device.clients.append(wis.client(device.endpoint, name, f"token of {name}"))
         return device.clients[-1]
@@ -89,6 +91,21 @@ def test_session_that_nobody_traces_has_no_spans(device, add, recorded):
     a.run(add, {"x": 1, "y": 2})
     a.sync()
     assert device.call(lambda: [s.spans for s in device.loop.sessions()]) == [None] and not taken(recorded)
+
+
+def test_session_that_had_to_leave_and_came_back_says_so(make_device, traced, wis, recorded, tmp_path):
+    swap = SwapSettings(Policy(0, 1 << 20, 0), 64 << 20, 64 << 20, tmp_path, 30_000_000_000)
+    device = make_device(memory=8 << 20, swap=swap)
+    a, b = traced("a", device), traced("b", device)
+    for client in (a, b):
+        client.run(wis.body().alloc("x", 5 << 20), {"x": 1})
+        client.sync()
+    assert a.read(1, 4) == bytes(4)
+    for client in (a, b):
+        client.close()
+    found = taken(recorded)
+    out, back = [next(s for s in found if s.name == f"executor.swap_{way}") for way in ("out", "in")]
+    assert out.attributes["bytes"] == back.attributes["bytes"] == 5 << 20 and out.end_ns <= back.start_ns
 
 
 def test_many_programs_leave_few_spans(recorded, monkeypatch):
