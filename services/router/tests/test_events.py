@@ -127,7 +127,7 @@ async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
 
     monkeypatch.setattr(events, "KEEP_S", 0.05)
     async with rig("a", auth="tokens") as r:
-        api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000.0, 1000.0)))
+        api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000.0, 1000.0)), r.traces)
         transport = httpx.ASGITransport(api)
         async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
             assert (await http.get("events")).status_code == 401
