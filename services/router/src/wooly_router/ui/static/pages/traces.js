@@ -33,7 +33,7 @@ function all({ body }) {
               String(t.spans),
               t.error && chip("error", "failed"),
             ]),
-            "No trace yet. Run something.",
+            "No trace yet. Run something; outside of a local stack, WOOLY_TRACES=router makes services tell the router of theirs.",
           ),
         ),
       );
