@@ -229,6 +229,37 @@ print("done", flush=True)
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
+def test_three_nats_servers_carry_on_without_one(tmp_path):
+    need_compose()
+    host, files = "127.0.0.8", ("compose.yaml", *(["local.yaml"] if os.environ.get("WOOLY_COMPOSE_LOCAL") else []))
+
+    def run(*arguments, check=True):
+        more = {
+            "WOOLY_BIND": host,
+            "WOOLY_HOST": host,
+            "NATS_CONFIG": "cluster.conf",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "",
+        }
+        argv = ("-p", "wooly-three", "--profile", "cpu", "--profile", "three-nats", *arguments)
+        return compose(*argv, files=files, check=check, **more)
+
+    try:
+        run("up", "-d", "--wait", "--wait-timeout", "300")
+        url = f"nats://client:{PASSWORDS['WOOLY_CLIENT_PASSWORD']}@{host}:4222"
+        env = {**os.environ, "WOOLYAI_CONTROLLER_URL": url, "HOME": str(tmp_path)}
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
+        argv = [sys.executable, "-m", "wooly", "run", str(script)]
+        assert "sum 16.0" in _patient(argv, env).stdout
+        run("kill", "nats-2")
+        assert "sum 16.0" in _patient(argv, env).stdout
+    finally:
+        print(run("logs", "--tail", "30", check=False).stdout)
+        run("down", "--volumes", "--timeout", "5", check=False)
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
 def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
     run, env = stack
     two = {"WOOLY_REST_PORTS": "8420-8421"}
