@@ -13,6 +13,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Host = Annotated[str, StringConstraints(max_length=255)]
 Endpoints = Annotated[tuple[Annotated[str, StringConstraints(max_length=1024)], ...], Field(max_length=32)]
 Token = Annotated[str, StringConstraints(max_length=128)]
+#: What a client shows at its data channel, signed by the router.
+ChannelToken = Annotated[str, StringConstraints(max_length=4096)]
 #: BLAKE2b of 32 bytes, in hex.
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 #: Bytes; what a signed 64-bit column holds.
@@ -183,16 +185,17 @@ class OpenSessionRequest(Message):
 
 
 class SessionPart(Message):
-    """One device of a session: who serves it, and where to connect."""
+    """One device of a session: who serves it, where to connect, and what to show there; without `token`, the session's."""
 
     executor_id: Id
     node: Host
     endpoints: Endpoints
     device: DeviceFacts
+    token: ChannelToken = ""
 
 
 class OpenSessionReply(Message):
-    """The client's session: its devices, each on an executor of its own, one token for all; renew within `lease_s` seconds."""
+    """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds."""
 
     session_id: SessionId
     token: Token
@@ -246,6 +249,8 @@ class HostSessionRequest(Message):
 
     `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
     the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
+    `token` renews the lease. `channel_key`: who signs what clients show at the data channel, at the router's time `at` (seconds
+    since the epoch); without, they show `token`.
     """
 
     session_id: SessionId
@@ -259,6 +264,8 @@ class HostSessionRequest(Message):
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
     model: str = Field(default="", max_length=256)
     lease_s: float = Field(gt=0)
+    channel_key: str = Field(default="", max_length=128)
+    at: float = Field(default=0.0, ge=0)
 
 
 class SteerSessionRequest(Message):

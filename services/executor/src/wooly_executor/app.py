@@ -16,6 +16,7 @@ import torch
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.streams import StreamError
@@ -117,7 +118,7 @@ def prepare_alone(loop: DeviceLoop, token: str) -> threading.Event:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loop.open_session("standalone", token, None)
+    loop.open_session("standalone", SharedPass(token), None)
     return stop
 
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
 from wooly_dispatch.events import Policy
@@ -41,7 +42,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
-from wooly_executor.settings import ExecutorSettings
+from wooly_executor.settings import PREFIX, ExecutorSettings
 
 T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
@@ -94,16 +95,39 @@ class ExecutorActor(Actor):
         known = self._leases.get(request.session_id)
         if known is None or known[2] != request.token:
             policy = _policy(request.policy or SessionPolicy(priority=request.priority))
-            await self._ask(lambda: self._open(request, policy))
+            entry = self._entry(request)
+            await self._ask(lambda: self._open(request, entry, policy))
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
         return HostSessionReply(endpoints=self._endpoints)
 
-    def _open(self, request: HostSessionRequest, policy: Policy) -> None:
+    def _entry(self, request: HostSessionRequest) -> Pass:
+        """What lets the session's client in.
+
+        Raises:
+            RefusedError: we are told to trust one router's key, and it is another.
+        """
+        trusted = self._settings.channel_key
+        if trusted and request.channel_key != trusted:
+            raise RefusedError(
+                "executor.channel_key", f"the router's channel key is not the one that {PREFIX}CHANNEL_KEY names"
+            )
+        if not request.channel_key:
+            return SharedPass(request.token)
+        clock, opened = self._clock, self._clock()
+        return SignedPass(
+            request.channel_key,
+            request.session_id,
+            request.tenant,
+            self._settings.id,
+            lambda: request.at + clock() - opened,
+        )
+
+    def _open(self, request: HostSessionRequest, entry: Pass, policy: Policy) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         self._loop.open_session(
             request.session_id,
-            request.token,
+            entry,
             request.quota,
             policy,
             request.tenant,

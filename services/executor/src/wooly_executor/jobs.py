@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 import time
 from collections import OrderedDict
@@ -19,6 +20,7 @@ from nats.js import JetStreamContext
 from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore
 from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_queue, publish
 from wooly_dispatch.events import Policy
@@ -177,15 +179,18 @@ class Jobs:
         fetched = time.monotonic()
         policy = Policy(**{f.name: getattr(request.policy, f.name) for f in fields(Policy)})
         near, far = socket.socketpair()
+        secret = secrets.token_hex(32)
         try:
             try:
-                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, policy)))
+                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, secret, policy)))
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
             await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
             client = ChannelClient(near)
-            play = asyncio.get_running_loop().run_in_executor(None, _play, client, request.session_id, module, sources)
+            play = asyncio.get_running_loop().run_in_executor(
+                None, _play, client, request.session_id, secret, module, sources
+            )
             try:
                 results = await asyncio.shield(play)
             except asyncio.CancelledError:
@@ -210,11 +215,12 @@ class Jobs:
         )
         return tuple(outputs), summary
 
-    def _open(self, request: RunJobRequest, policy: Policy) -> None:
+    def _open(self, request: RunJobRequest, secret: str, policy: Policy) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
+        entry = SharedPass(secret)
         self._loop.open_session(
-            request.session_id, request.session_id, request.quota, policy, request.tenant, swappable=request.swap
+            request.session_id, entry, request.quota, policy, request.tenant, swappable=request.swap
         )
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
@@ -238,7 +244,7 @@ class Jobs:
         return [found[name] for name, _, _ in names]
 
 
-def _play(client: ChannelClient, session_id: str, module: Module, sources: list[bytes]) -> list[_Result]:
+def _play(client: ChannelClient, session_id: str, token: str, module: Module, sources: list[bytes]) -> list[_Result]:
     """Play a module's steps over a channel and read its outputs (blocking).
 
     Raises:
@@ -246,7 +252,7 @@ def _play(client: ChannelClient, session_id: str, module: Module, sources: list[
         JobLostError: the session was closed.
     """
     try:
-        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": session_id}))
+        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
         _answer(client, Kind.WELCOME)
         names = [digest(raw) for raw in module.programs]
         defined: OrderedDict[int, None] = OrderedDict()

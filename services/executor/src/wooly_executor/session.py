@@ -11,6 +11,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from wooly_bus.channel import Connection
+from wooly_bus.channel.token import Pass
 from wooly_wis.frames import Run
 
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
@@ -113,7 +114,7 @@ class Session:
 
     Attributes:
         id: session id.
-        token: what the client must show.
+        entry: what lets its client in.
         quota: bytes it may hold.
         bytes: bytes it holds.
         queue: frames received and not yet processed.
@@ -146,7 +147,7 @@ class Session:
     """
 
     id: str
-    token: str
+    entry: Pass
     quota: int
     store: ProgramStore
     runtime: Runtime

@@ -36,11 +36,13 @@ class Part:
         endpoints: where its executor says that it listens.
         executor_id: for messages.
         node: for messages.
+        token: what it wants to see; empty: the session's.
     """
 
     endpoints: Sequence[str]
     executor_id: str = ""
     node: str = ""
+    token: str = ""
 
 
 @dataclass
@@ -168,7 +170,7 @@ def _connect(
             client = _dial(endpoint, control_url, tls_ca)
             try:
                 where = f"{part.executor_id or 'executor'} ({endpoint})"
-                return Link(client, session_id, token, where, jit=jit), endpoint
+                return Link(client, session_id, part.token or token, where, jit=jit), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -213,11 +215,11 @@ def enable(settings: Any = None) -> None:
                 settings.programs_dir.mkdir(parents=True, exist_ok=True)
             opened = open_session(settings)
             try:
-                first, *more = [Part(p.endpoints, p.executor_id, p.node) for p in opened.parts]
+                first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
                 attach(
                     first.endpoints,
                     opened.session_id,
-                    opened.token,
+                    first.token or opened.token,
                     more=more,
                     flush_instructions=settings.flush_instructions,
                     flush_interval_s=settings.flush_interval_ms / 1e3,

@@ -16,6 +16,7 @@ from typing import Any
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.token import channel_token
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
 from wooly_wis.messages import (
     AdmitSessionReply,
@@ -89,6 +90,7 @@ class RouterActor:
         self._settings = settings
         self._app = app
         self._started = clock()
+        self._channel_key = settings.channel_signer()
         self._closing: set[asyncio.Task[None]] = set()
         app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
@@ -223,6 +225,8 @@ class RouterActor:
                         overcommit_vram_percent=percent,
                         model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
                         lease_s=lease,
+                        channel_key=self._channel_key.public,
+                        at=self.clock(),
                     ),
                     HostSessionReply,
                     timeout=timeout,
@@ -245,6 +249,13 @@ class RouterActor:
                     node=executor.node,
                     endpoints=answer.endpoints,
                     device=executor.device,
+                    token=channel_token(
+                        self._channel_key,
+                        session_id=session_id,
+                        tenant=request.tenant,
+                        executor_id=executor.executor_id,
+                        now=self.clock(),
+                    ),
                 )
                 parts.append(part)
         if len(parts) < len(executors):

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import URL
+from wooly_bus.keys import Key
 
 from wooly_router.core.cluster import ClusterConfig
 
@@ -31,6 +32,8 @@ class RouterSettings(BaseSettings):
         auth: "open": whoever reaches REST may do everything; "tokens": it asks for a tenant's API token. The first one, an
             administrator's,
             is written to `state_dir`/admin.token.
+        channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
+            makes one); without, each router has its own, which executors take from whoever may open sessions on them.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is
@@ -46,10 +49,20 @@ class RouterSettings(BaseSettings):
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
+    channel_key: Path | None = None
     rate_limit: float = Field(default=100.0, gt=0)
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )
+
+    def channel_signer(self) -> Key:
+        """What signs the tokens of data channels.
+
+        Raises:
+            KeyFormatError: the file has no such key.
+            OSError: it cannot be read.
+        """
+        return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
 
     def cluster(self) -> ClusterConfig:
         """What the cluster's settings are until somebody changes them."""
