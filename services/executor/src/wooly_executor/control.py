@@ -89,6 +89,7 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
         app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
+        app.serve_tenants(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
         """Take a session. Asking twice for the same one changes nothing."""

@@ -1,7 +1,7 @@
 """Tokens that open a data channel: the router signs, the executor verifies.
 
-A token names its session, tenant and executor, and ends soon: it is shown once, right after the session is opened. Whoever reads it
-on the way gains nothing that lasts, and no executor can use it at another. Seconds are the router's: it says its time when it
+A token names its session, tenant and executor, and ends soon: it is shown once, right after the session is opened. Whoever reads
+it on the way gains nothing that lasts, and no executor can use it at another. Seconds are the router's: it says its time when it
 opens the session, and the executor counts on from there, so that clocks need not agree.
 """
 
