@@ -7,13 +7,15 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from wooly_bus.channel.tls import client_context
-from wooly_bus.credentials import Credentials
-from wooly_bus.errors import shown
+from wooly_bus.channel.tls import ChannelTlsError, client_context
+from wooly_bus.errors import BusConnectError, shown
+
+if TYPE_CHECKING:
+    from wooly_bus.credentials import Credentials
 
 
 class NatsSettings(BaseSettings):
@@ -52,6 +54,8 @@ class Access:
     @classmethod
     def of_service(cls, url: str) -> Access:
         """A service's way, by its environment."""
+        from wooly_bus.credentials import Credentials  # clients without any do not pay for the cryptography of it
+
         settings = NatsSettings()
         creds = settings.creds
         return cls(url, None if creds is None else lambda: Credentials.load(creds), settings.tls_ca)
@@ -60,12 +64,15 @@ class Access:
         return shown(self.url)
 
     def tls(self) -> ssl.SSLContext | None:
-        """What a connection trusts; None where it is not encrypted.
+        """What a connection trusts; None where the system's authorities do.
 
         Raises:
-            ChannelTlsError: the file of authorities is missing or holds none.
+            BusConnectError: the file of authorities is missing or holds none.
         """
-        return client_context(self.tls_ca) if self.tls_ca is not None or "tls://" in self.url else None
+        try:
+            return None if self.tls_ca is None else client_context(self.tls_ca)
+        except ChannelTlsError as e:
+            raise BusConnectError(f"NATS at {self}: {e}") from e
 
 
 def options(held: Credentials | None, tls: ssl.SSLContext | None) -> dict[str, Any]:

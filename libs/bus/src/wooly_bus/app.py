@@ -55,7 +55,7 @@ class ServiceApp:
 
     Raises:
         CredentialsError: what is to be shown to NATS cannot be read.
-        ChannelTlsError: the authorities to trust cannot be read.
+        BusConnectError: the authorities to trust cannot be read.
     """
 
     def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:

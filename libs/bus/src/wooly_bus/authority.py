@@ -92,7 +92,7 @@ def make_authority(folder: Path) -> Authority:
     authority = Authority(folder)
     if authority.server_conf.exists():  # written last
         return authority
-    operator, system, account, signing = (Key.new(k) for k in ("operator", "account", "account", "account"))  # type: ignore[arg-type]
+    operator, system, account, signing = (Key.new(k) for k in ("operator", "account", "account", "account"))
     issuer = Issuer(signing, account.public)
     accounts = {
         system.public: _account("SYS", system, operator, (), storage=False),

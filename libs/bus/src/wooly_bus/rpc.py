@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -20,9 +20,11 @@ from wooly_wis.messages import Message
 
 from wooly_bus import subjects
 from wooly_bus.access import Access, options
-from wooly_bus.credentials import Credentials
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
+
+if TYPE_CHECKING:
+    from wooly_bus.credentials import Credentials
 
 log = logging.getLogger("wooly.bus")
 #: Seconds for which a connection with old credentials is kept, for answers that are on their way.

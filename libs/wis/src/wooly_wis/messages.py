@@ -88,6 +88,10 @@ class MemoryState(Message):
     swapped_in: int = Field(default=0, ge=0)
     sessions: tuple[SessionMemory, ...] = Field(default=(), max_length=1000)
 
+    def of_tenant(self, tenant: str) -> MemoryState:
+        """What a tenant may know of it: the sums, and its own sessions."""
+        return self.model_copy(update={"sessions": tuple([s for s in self.sessions if s.tenant == tenant])})
+
 
 class MemoryBorne(Message):
     """What one session bore of a device's memory from one moment to another (event, for metering).
@@ -195,12 +199,16 @@ class SessionPart(Message):
 
 
 class OpenSessionReply(Message):
-    """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds."""
+    """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds.
+
+    `credentials`: of NATS, for tunnels to these executors; empty where NATS asks for none.
+    """
 
     session_id: SessionId
     token: Token
     lease_s: float = Field(gt=0)
     parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
+    credentials: str = Field(default="", max_length=65536)
 
 
 class RenewSessionRequest(Message):
@@ -385,6 +393,12 @@ class GpuState(Message):
     open_sessions: int = Field(default=0, ge=0)
     sessions: tuple[GpuSession, ...] = ()
     memory: MemoryState | None = None
+
+    def of_tenant(self, tenant: str) -> GpuState:
+        """What a tenant may know of it: how busy it is, and its own sessions."""
+        own = tuple([s for s in self.sessions if s.tenant == tenant])
+        hidden = {"sessions": own, "last_violation": "", "memory": self.memory and self.memory.of_tenant(tenant)}
+        return self.model_copy(update=hidden)
 
 
 class GpusReply(Message):

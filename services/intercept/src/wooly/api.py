@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 
 from wooly import children
@@ -79,7 +80,7 @@ def attach(
     executor_id: str = "",
     node: str = "",
     channel: str = "auto",
-    control_url: str = "",
+    control_url: str | Access = "",
     tls_ca: Path | None = None,
     dedup: str = "off",
     jit: str = "exact",
@@ -158,7 +159,7 @@ def _adopt(device: Device, links: list[Link]) -> None:
 
 
 def _connect(
-    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None, jit: str
+    part: Part, session_id: str, token: str, channel: str, control_url: str | Access, tls_ca: Path | None, jit: str
 ) -> tuple[Link, Endpoint]:
     failures = []
     for text in part.endpoints:
@@ -182,7 +183,7 @@ def _connect(
     raise NotConnectedError(f"no endpoint of {who} could be reached:\n  " + "\n  ".join(failures))
 
 
-def _dial(endpoint: Endpoint, control_url: str, tls_ca: Path | None) -> ChannelClient:
+def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
     if endpoint.scheme == "nats":
         from wooly_bus.channel.tunnel import open_tunnel
 
@@ -227,7 +228,7 @@ def enable(settings: Any = None) -> None:
                     executor_id=first.executor_id,
                     node=first.node,
                     channel=settings.channel,
-                    control_url=opened.control_url,
+                    control_url=opened.tunnels,
                     tls_ca=settings.tls_ca,
                     dedup=settings.dedup,
                 )
@@ -240,7 +241,7 @@ def enable(settings: Any = None) -> None:
             opened.on_lost = lambda why: links[0].lose(why)
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
-            children.settings = settings.model_copy(update={"controller_url": opened.control_url})
+            children.settings = settings.model_copy(update=opened.reach)
         install_facade()
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from wooly_bus import subjects
+from wooly_bus.access import Access
 from wooly_wis.messages import (
     PrioritizeTaskRequest,
     TaskChanged,
@@ -53,7 +54,7 @@ def export(target: str, output: Path | None, blobs: Path | None, console: Consol
 
 def submit(
     settings: Settings,
-    url: str,
+    access: Access,
     path: Path,
     inputs: list[str],
     wait: bool,
@@ -67,8 +68,8 @@ def submit(
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
-    first = jobs.run(jobs.mark(url)) if waits else 1
-    job = jobs.run(jobs.submit(url, settings.tenant, file, given, credential=settings.credential, **wanted))
+    first = jobs.run(jobs.mark(access)) if waits else 1
+    job = jobs.run(jobs.submit(access, settings.tenant, file, given, credential=settings.credential, **wanted))
     if not waits:
         print(json.dumps({"task_id": job.job_id}) if as_json else job.job_id)
         return 0
@@ -79,9 +80,11 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each, first))
+    last = jobs.run(jobs.follow(access, settings.tenant, job.job_id, each, first))
     files = (
-        jobs.run(jobs.fetch(url, settings.tenant, last.outputs, output)) if output is not None and last.outputs else []
+        jobs.run(jobs.fetch(access, settings.tenant, last.outputs, output))
+        if output is not None and last.outputs
+        else []
     )
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}

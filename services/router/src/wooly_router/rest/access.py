@@ -106,9 +106,10 @@ def from_elsewhere(origin: str, host: str, auth: str) -> str:
 _bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
 
 
-async def _caller(
+async def admitted(
     request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Caller:
+    """A dependency: the caller, whatever they may."""
     access: Access = request.app.state.access
     why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), access.auth)
     if why:
@@ -120,7 +121,7 @@ async def _caller(
 def needs(area: Area, verb: Verb) -> Callable[..., Awaitable[Caller]]:
     """A dependency: the caller, who may do this in that area."""
 
-    async def check(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+    async def check(caller: Annotated[Caller, Depends(admitted)]) -> Caller:
         if f"{area}:{verb}" not in caller.may:
             raise RefusedError("router.forbidden", f"this token may not {verb} {area}")
         return caller

@@ -14,7 +14,7 @@ from wooly_bus.blobs import BlobMissingError
 from wooly_bus.errors import BusError, RefusedError
 
 from wooly_router.actor import RouterActor
-from wooly_router.rest import cluster, tasks, tenants
+from wooly_router.rest import cluster, credentials, tasks, tenants
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem
 from wooly_router.tasks import TaskActor
@@ -48,7 +48,7 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access) -> FastAPI:
     async def healthz() -> Health:
         return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
 
-    for router in (cluster.router, tasks.router, tenants.router):
+    for router in (cluster.router, tasks.router, tenants.router, credentials.router):
         api.include_router(router, prefix="/api/v1")
 
     @api.exception_handler(HTTPException)
