@@ -29,7 +29,7 @@ its kin are OpenTelemetry's own and hold for every process.
 def models() -> Iterator[tuple[str, Path, type[BaseSettings]]]:
     """Title, distribution's folder and model, of all settings there are."""
     found = sorted(ROOT.glob("services/*/src/*/settings.py")) + sorted(ROOT.glob("deploy/*/src/*/settings.py"))
-    for path in (*found, ROOT / "libs/bus/src/wooly_bus/health.py"):
+    for path in (*found, *[ROOT / "libs/bus/src/wooly_bus" / name for name in ("health.py", "access.py")]):
         module = importlib.import_module(f"{path.parent.name}.{path.stem}")
         for _, model in inspect.getmembers(module, inspect.isclass):
             if issubclass(model, BaseSettings) and model.__module__ == module.__name__:
