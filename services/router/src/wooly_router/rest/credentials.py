@@ -26,12 +26,14 @@ async def create_credentials(
         raise RefusedError(
             "router.no_credentials", "this router makes no NATS credentials: WOOLY_ROUTER_SIGNING_KEY is not set"
         )
-    tenant, all_of_it = body.tenant or caller.own, caller.tenant is None and caller.may == ROLES["admin"]
+    # Who may do everything because nobody is asked for a token is still nobody to whom JetStream is handed out.
+    proved = access.auth == "tokens" and caller.tenant is None and caller.may == ROLES["admin"]
+    tenant = body.tenant or caller.own
     if caller.tenant is not None and tenant != caller.tenant:
         raise RefusedError("router.forbidden", "this token gets credentials of its own tenant only")
-    if body.role == "admin" and not all_of_it:
-        raise RefusedError("router.forbidden", "this token is not an administrator's")
-    role = body.role or ("admin" if all_of_it and body.tenant is None else "user")
+    if body.role == "admin" and not proved:
+        raise RefusedError("router.forbidden", "an administrator's token is needed for an administrator's credentials")
+    role = body.role or ("admin" if proved and body.tenant is None else "user")
     now = actor.clock()
     ends = min(
         now + (body.expires_in_s or actor.credentials_s),
