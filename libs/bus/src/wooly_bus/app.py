@@ -217,7 +217,8 @@ class ServiceApp:
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         try:
-            self.live["connection"] = lambda: self._client is not None and not self._client.is_closed
+            if self.knows_tenants:  # credentials that end close the connection for good: only a restart reads new ones
+                self.live["connection"] = lambda: self._client is not None and not self._client.is_closed
             async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
                 yield self
         finally:
