@@ -112,7 +112,7 @@ docker-engine: ## install a Docker engine (Debian); dockerd is started by whoeve
 # BASE, TORCH_INDEX, PIP_CONF, CA_FILE, BUILD_ARGS: see deploy/docker/build.sh. LOCAL=1: NATS and PostgreSQL are built too.
 .PHONY: compose-test
 compose-test: setup ## build the images, run the compose stack, and scripts on it (needs a Docker engine; minutes)
-	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering operator executor-cpu client
+	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering compiler operator executor-cpu client
 	WOOLY_COMPOSE_LOCAL=$(LOCAL) $(BIN)/python -m pytest tests/deploy/test_compose.py -m docker -p no:xdist
 
 .PHONY: manifests

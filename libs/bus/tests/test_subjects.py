@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 GRAMMAR = re.compile(r"wooly\.v1\.(rpc|cmd|evt)\.[a-z]+\.[a-z]+\.[a-z]+(\.[^.*>\s]+)?")
 NAMES = {k: v for k, v in vars(subjects).items() if k.isupper() and k not in ("PREFIX", "INBOX") and isinstance(v, str)}
 STREAMS = {k: v for k, v in NAMES.items() if k.endswith("_STREAM")}
-CONSTANTS = {k: v for k, v in NAMES.items() if k not in STREAMS and not v.endswith(".*")}
+CONSTANTS = {k: v for k, v in NAMES.items() if k not in STREAMS and "*" not in v}
 FUNCTIONS = [
     subjects.executor_session_open,
     subjects.executor_session_renew,

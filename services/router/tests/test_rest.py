@@ -35,7 +35,7 @@ def rest(rig):
             async with rig(*names, url=url, auth=auth) as r:
                 now = [0.0]
                 access = Access(r.actor.gate, Buckets(rate, rate, lambda: now[0]))
-                api = create_api(r.actor, r.desk, access)
+                api = create_api(r.actor, r.desk, access, r.traces)
                 transport = httpx.ASGITransport(api, raise_app_exceptions=False)
                 async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
                     r.api, r.now = api, now

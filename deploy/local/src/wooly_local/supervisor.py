@@ -68,6 +68,7 @@ class Supervisor:
         make_authority(self.keys.folder)
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
+        os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
         router = Service(
             "router",
             [sys.executable, "-m", "wooly_router"],

@@ -29,7 +29,7 @@ class Message(BaseModel):
 
 
 class DeviceFacts(Message):
-    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942), if anything."""
+    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942, x86_64)."""
 
     name: str
     vendor: str
@@ -201,7 +201,8 @@ class SessionPart(Message):
 class OpenSessionReply(Message):
     """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds.
 
-    `credentials`: of NATS, for tunnels to these executors; empty where NATS asks for none.
+    `credentials`: of NATS, for tunnels to these executors; empty where NATS asks for none. `trace_id`: the trace that is kept of
+    it; empty: none is.
     """
 
     session_id: SessionId
@@ -209,6 +210,7 @@ class OpenSessionReply(Message):
     lease_s: float = Field(gt=0)
     parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
     credentials: str = Field(default="", max_length=65536)
+    trace_id: str = Field(default="", max_length=32)
 
 
 class RenewSessionRequest(Message):

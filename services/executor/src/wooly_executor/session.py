@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.trace import SpanContext
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
 from wooly_wis.frames import Run
@@ -21,6 +22,7 @@ from wooly_executor.mover import Job
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
+from wooly_executor.spans import SessionSpans
 from wooly_executor.stowage import Copy
 from wooly_executor.tiers import Jit, Tiers, Work, choose
 from wooly_executor.usage import Used
@@ -94,6 +96,7 @@ class Frame:
         need: bytes that it lacks, where it waits for room.
         reserved: bytes that are promised to it.
         refused: what it asks for was answered already: its session is held.
+        begun_ns: when its program began, where that is to be told; ns since 1970.
     """
 
     seq: int
@@ -106,6 +109,7 @@ class Frame:
     need: int = 0
     reserved: int = 0
     refused: bool = False
+    begun_ns: int = 0
 
 
 @dataclass(eq=False)
@@ -144,6 +148,8 @@ class Session:
         paused: somebody suspended it.
         hold: why it is suspended beside that; empty: it is not.
         used: what it uses of the device, for metering.
+        hosted: what it was opened under, where it is traced.
+        spans: what is told of it, from its client's hello on.
     """
 
     id: str
@@ -186,12 +192,14 @@ class Session:
     paused: bool = False
     hold: str = ""
     used: Used = field(init=False)
+    hosted: SpanContext | None = None
+    spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def define(self, raw: bytes) -> None:
+    def define(self, raw: bytes) -> ReadyProgram:
         """Take a program's definition."""
         ready = self.store.define(raw)
         if ready.digest not in self.programs:
@@ -201,6 +209,7 @@ class Session:
         while len(self.programs) > PROGRAMS_KEPT or self.program_bytes > PROGRAM_BYTES_KEPT:
             _, gone = self.programs.popitem(last=False)
             self.program_bytes -= gone.nbytes
+        return ready
 
     def expected(self, digest: bytes) -> Cut:
         """What a run of a program is expected to take."""
@@ -285,7 +294,7 @@ class Session:
             vram.contents.unshare(self, [bindings[slot] for slot in ready.written])
         before = self.bytes
         freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        prepared = choose(self.tiers, ready, self.jit, params)
+        prepared = choose(self.tiers, ready, self.jit, params, self.spans)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
         vram.ledger.begin(self.account, kept, ready.workspace, vram.clock())
         self.running = True
@@ -394,6 +403,8 @@ class Session:
         """Keep the first failure until the client is answered."""
         if self.failure is None:
             self.failure = Failure(code, message, seq, instruction)
+            if self.spans is not None:
+                self.spans.failed(code, message)
 
     def take_failure(self) -> Failure | None:
         """The kept failure, once."""

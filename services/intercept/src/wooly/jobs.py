@@ -155,7 +155,13 @@ async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
 
 
 async def submit(
-    there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[str, bytes], **wanted: Any
+    there: str | Access,
+    tenant: str,
+    file: ModuleFile,
+    inputs: Mapping[str, bytes],
+    *,
+    headers: dict[str, str] | None = None,
+    **wanted: Any,
 ) -> SubmitJob:
     """Put everything into the tenant's blobs, then the job into the queue. Returns it once it is acknowledged.
 
@@ -164,6 +170,7 @@ async def submit(
         tenant: whose job it is.
         file: what to run.
         inputs: content by name.
+        headers: of the message: the trace that the job is to be in.
         wanted: further fields of `SubmitJob`.
     """
     async with jetstream(there) as js:
@@ -174,7 +181,7 @@ async def submit(
         blobs = tuple([Blob(name=n, digest=d) for n, d in zip(inputs, names, strict=True)])
         fields = {"job_id": f"job-{secrets.token_hex(8)}"} | wanted
         job = SubmitJob(tenant=tenant, module=module, inputs=blobs, **fields)
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode(), timeout=5.0)
+        await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode(), timeout=5.0, headers=headers)
         return job
 
 

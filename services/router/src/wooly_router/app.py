@@ -18,7 +18,7 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
-from wooly_bus.tracing import setup_tracing
+from wooly_bus.tracing import handing_over, setup_tracing
 
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
@@ -31,6 +31,7 @@ from wooly_router.state.database import Database, migrate
 from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
+from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
 
@@ -58,13 +59,15 @@ async def serve(settings: RouterSettings) -> None:
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
+    world.traces.keeps = handing_over() is not None
+    traces = TraceActor(app, world, gate)
     access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
     duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
     tls = settings.tls()
     config = uvicorn.Config(
-        create_api(actor, desk, access),
+        create_api(actor, desk, access, traces),
         log_level="warning",
         access_log=False,
         lifespan="off",
@@ -82,7 +85,13 @@ async def serve(settings: RouterSettings) -> None:
                 "router: REST on %s://%s:%d, NATS at %s", scheme, settings.http_host, port, shown(settings.nats_url)
             )
             await _first_end(
-                server, listener, leadership.run(), duties.run(), jobs.take_commands(), jobs.take_reports()
+                server,
+                listener,
+                leadership.run(),
+                duties.run(),
+                jobs.take_commands(),
+                jobs.take_reports(),
+                traces.run(),
             )
     finally:
         port_file.unlink(missing_ok=True)

@@ -48,6 +48,8 @@ class RouterSettings(BaseSettings):
         tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
         tls_key: PEM file with its private key; empty: in the same file.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
+        traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
+        trace_retention_s: how long a trace is kept.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is
             configured once.
@@ -70,6 +72,8 @@ class RouterSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     rate_limit: float = Field(default=100.0, gt=0)
+    traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
+    trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )

@@ -48,6 +48,9 @@ class WorkerProcess:
         limits: of each request.
         module: what runs in the process; it calls `serve`.
         arguments: of the process, besides the limit.
+
+    Attributes:
+        steps: what the last answer's work consisted of: names, and when each began and ended in ns since 1970.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class WorkerProcess:
         self._module = module
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
+        self.steps: list[tuple[str, int, int]] = []
 
     def ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
         """The answer to a request; `target` and `what` are for messages.
@@ -68,12 +72,14 @@ class WorkerProcess:
             BuildError: it is refused, or the process crashed or took too long.
         """
         deadline = time.monotonic() + self._limits.seconds
+        self.steps = []
         process = self._started()
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             answer = json.loads(self._read(process, None, deadline))
+            self.steps = [(str(n), int(b), int(e)) for n, b, e in answer.get("steps", ())]
             if "error" in answer:
                 raise BuildError(answer["error"])
             return self._read(process, answer["nbytes"], deadline)
@@ -152,8 +158,11 @@ class BuildWorker(WorkerProcess):
         return self.ask(request, target.name, source.name)
 
 
-def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes]) -> None:
-    """Answer requests until the input ends: the worker's main loop."""
+def serve(
+    memory: int, answer_to: Callable[[dict[str, Any]], bytes], steps: list[tuple[str, int, int]] | None = None
+) -> None:
+    """Answer requests until the input ends: the worker's main loop. `steps`: where `answer_to` notes what it did."""
+    noted = steps if steps is not None else []
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
@@ -163,6 +172,7 @@ def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes]) -> None:
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
         artifact = b""
+        noted.clear()
         try:
             default_signals()
             artifact = answer_to(request)
@@ -171,6 +181,8 @@ def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes]) -> None:
             answer = {"error": str(e)}
         except MemoryError:
             answer = {"error": f"the compiler wanted more than {memory} bytes"}
+        if noted:
+            answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + artifact)
         answers.flush()
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from wooly_wis.messages import Blob, Digest, JobId, Name, NodeInfo, TaskInfo, TaskStep
+from wooly_wis.traces import SpanInfo, TraceInfo
 
 from wooly_router.gate import SCOPES
 
@@ -292,3 +293,16 @@ class AuditPage(BaseModel):
     """The newest entries first. Ask again with the last id as `before`."""
 
     entries: list[AuditEntry]
+
+
+class TraceList(BaseModel):
+    """Recent traces, newest first."""
+
+    traces: list[TraceInfo]
+
+
+class Trace(BaseModel):
+    """A trace's spans in the order in which they began. The parent of one may not be there: it has not ended, or is lost."""
+
+    trace_id: str
+    spans: list[SpanInfo]
