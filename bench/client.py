@@ -285,7 +285,7 @@ def bench_traces(repeat):
     api.disable()
     stack = start_stack(None, ephemeral=True)
     executor = next(pid for name, pid in stack.services.items() if name.startswith("executor"))
-    settings = Settings(controller_url=stack.nats_url)
+    settings = Settings(controller_url=stack.nats_url, nats_creds=stack.creds)
     found = {"always_on": ([], []), "always_off": ([], [])}
     for i in range(6 * repeat):
         for sampler in ("always_on", "always_off")[:: 1 if i % 2 else -1]:

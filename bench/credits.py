@@ -224,7 +224,7 @@ def work(order):
         job = json.loads(line)
         model = build(job["model"], job["scale"])
         begun = time.perf_counter()
-        api.enable(Settings(controller_url=order["url"], tenant=job["tenant"], model=job["model"]))
+        api.enable(Settings(tenant=job["tenant"], model=job["model"]))
         session = api.opened_session().session_id
         with torch.no_grad():
             there = model.to("cuda")
@@ -239,9 +239,9 @@ def work(order):
 class Tenant:
     """A process that works."""
 
-    def __init__(self, url):
-        argv = [sys.executable, __file__, "--work", json.dumps({"url": url})]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
+    def __init__(self, reach):
+        argv = [sys.executable, __file__, "--work", "{}"]
+        env = os.environ | reach | {"OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline() == "ready\n"
 
@@ -284,7 +284,7 @@ def local_stack():
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     stack = start_stack(ephemeral=True)
-    client = ControlClient(stack.nats_url)
+    client = ControlClient(stack.access())
     try:
         yield stack, client
     finally:
@@ -307,7 +307,7 @@ def bench_models(args):
     names = args.models.split(",") if args.models else list(MODELS)
     job = {"scale": args.scale, "generations": args.generations, "length": args.length}
     with local_stack() as (stack, client):
-        tenant, neighbour = Tenant(stack.nats_url), Tenant(stack.nats_url)
+        tenant, neighbour = Tenant(stack.client_env), Tenant(stack.client_env)
         flag = stack.state_dir / "work"
         try:
             for name in names:
@@ -408,7 +408,7 @@ def bench_budget(args):
             with contextlib.suppress(Exception):
                 client.request(subjects.METERING_BUDGET_SET, budget, BudgetState, timeout=10)
                 break
-        env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url, "WOOLYAI_TENANT": "spender"}
+        env = os.environ | stack.client_env | {"WOOLYAI_TENANT": "spender"}
         argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(script)]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
         assert done.stdout.strip() == "held", done.stdout + done.stderr

@@ -260,11 +260,7 @@ class Client:
     def __init__(self, stack, folder, number, **settings):
         path = Path(folder) / f"{number}.py"
         path.write_text(WORK)
-        env = (
-            os.environ
-            | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
-            | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
-        )
+        env = os.environ | stack.client_env | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
         argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         if self.process.stdout.readline() != "ready\n":
@@ -288,7 +284,7 @@ class Client:
 
 
 def memory(stack):
-    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+    env = os.environ | stack.client_env
     argv = [sys.executable, "-m", "wooly", "nodes", "--json"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)["nodes"][0]["memory"]

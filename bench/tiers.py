@@ -126,8 +126,8 @@ def tier0_per_call(call):
 # -- here --------------------------------------------------------------------------------------------------------------------
 
 
-def measured(name, jit, repeat, url):
-    env = os.environ | {"WOOLYAI_JIT": jit, "WOOLYAI_CONTROLLER_URL": url}
+def measured(name, jit, repeat, reach):
+    env = os.environ | reach | {"WOOLYAI_JIT": jit}
     argv = [sys.executable, __file__, "--child", name, "--repeat", str(repeat)]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -135,10 +135,10 @@ def measured(name, jit, repeat, url):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def bench(name, repeat, url):
+def bench(name, repeat, reach):
     unit = "ms/token" if name == "llama" else "ms"
     for jit in JITS:
-        found = measured(name, jit, repeat, url)
+        found = measured(name, jit, repeat, reach)
         yield row(f"{name}, {jit}: steady", unit, found["steady"], found["local"], None)
         yield row(f"{name}, {jit}: first", "ms", found["first"], None, None)
         goal = None if jit == "full" else 1.0
@@ -170,7 +170,7 @@ def main():
         try:
             for name in MODELS:
                 if args.only in (None, name):
-                    rows += bench(name, args.repeat, stack.nats_url)
+                    rows += bench(name, args.repeat, stack.client_env)
         finally:
             stack.stop()
     show(rows, args.json, baseline="local")

@@ -1,6 +1,8 @@
 """Submit a job and read its result with nats-py alone. Before: `wooly up`, and `wooly export examples/job.py:build --blobs job/`.
 
-Run: python examples/job_over_nats.py NATS_URL job/ MODULE_DIGEST input.bin
+Run: python examples/job_over_nats.py NATS_URL CREDS job/ MODULE_DIGEST input.bin
+
+CREDS is a .creds file for a NATS that asks for credentials (nats-py wants `nkeys` for it); "" for one that does not.
 """
 
 import asyncio
@@ -13,8 +15,8 @@ import uuid
 import nats
 
 
-async def main(url, folder, module, path):
-    client = await nats.connect(url)
+async def main(url, creds, folder, module, path):
+    client = await nats.connect(url, user_credentials=creds or None)
     js = client.jetstream()
     blobs = await js.object_store("WOOLY_BLOBS_default")
     for blob in [*pathlib.Path(folder).iterdir(), pathlib.Path(path)]:

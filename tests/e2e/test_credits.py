@@ -42,7 +42,7 @@ def stack(tmp_path_factory):
 
 
 def environment(stack, **settings):
-    return os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+    return os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
 
 
 def wooly(stack, *arguments, **settings):

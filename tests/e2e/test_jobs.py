@@ -38,7 +38,7 @@ def stack(tmp_path_factory):
 def run(*argv, stack=None, code=0, **options):
     env = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | {"OMP_NUM_THREADS": "1"}
     if stack is not None:
-        env["WOOLYAI_CONTROLLER_URL"] = stack.nats_url
+        env |= stack.client_env
     argv = [str(a) for a in argv]
     done = subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=120, **options)
     assert done.returncode == code, done.stderr + done.stdout
@@ -82,7 +82,7 @@ def slow_module(tmp_path_factory):
 
 def ask(stack, subject, request, reply):
     """The router, asked without a process of its own."""
-    control = ControlClient(stack.nats_url)
+    control = ControlClient(stack.access())
     try:
         return control.request(subject, request, reply, timeout=20)
     finally:
@@ -169,6 +169,7 @@ print([t.name for t in made.module.inputs], [o.tensor.name for o in made.module.
 
 
 def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
+    pytest.importorskip("nkeys", reason="nats-py signs in with it")
     _, x, scores = classifier
     module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
     assert (tmp_path / "job" / module).exists()
@@ -177,6 +178,7 @@ def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
         sys.executable,
         ROOT / "examples/job_over_nats.py",
         stack.nats_url,
+        stack.creds,
         tmp_path / "job",
         module,
         tmp_path / "x.bin",
@@ -196,12 +198,12 @@ def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
         from wooly.jobs import follow, jetstream, read_module, submit
 
         file = read_module(folder / "job.wism")
-        job = await submit(stack.nats_url, "default", file, {"x": x.tobytes()}, job_id=name)
-        async with jetstream(stack.nats_url) as js:
+        job = await submit(stack.access(), "default", file, {"x": x.tobytes()}, job_id=name)
+        async with jetstream(stack.access()) as js:
             for _ in range(5):
                 await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode())
         states = []
-        await follow(stack.nats_url, "default", name, lambda e: states.append((e.number, e.state)))
+        await follow(stack.access(), "default", name, lambda e: states.append((e.number, e.state)))
         return states
 
     assert asyncio.run(send()) == [(1, "pending"), (2, "started"), (3, "completed")]

@@ -67,7 +67,7 @@ def run(stack, tmp_path):
             [sys.executable, "-m", "wooly", "run", str(path)],
             capture_output=True,
             text=True,
-            env=clean | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | settings,
+            env=clean | stack.client_env | settings,
             timeout=120,
         )
 
@@ -107,7 +107,7 @@ def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim)
         "import torch\nt = torch.zeros(9, device='cuda')\nprint(t.sum().item(), flush=True)\nwhile True: t = t + 1\n"
     )
     try:
-        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url, "WOOLYAI_CHANNEL": "tunnel"}
+        env = os.environ | own.client_env | {"WOOLYAI_CHANNEL": "tunnel"}
         client = subprocess.Popen(
             [sys.executable, "-m", "wooly", "run", str(path)],
             stdout=subprocess.PIPE,

@@ -32,7 +32,7 @@ def stack(tmp_path_factory):
 
 
 def wooly(stack, *arguments):
-    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+    env = os.environ | stack.client_env
     return subprocess.run(
         [sys.executable, "-m", "wooly", *arguments], env=env, capture_output=True, text=True, timeout=60
     )
@@ -57,7 +57,7 @@ class Tenant:
 
     def __init__(self, stack, path, **settings):
         path.write_text(WORK)
-        env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+        env = os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "wooly", "run", "-q", str(path)],
             env=env,

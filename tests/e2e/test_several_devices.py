@@ -26,7 +26,7 @@ def stack(tmp_path_factory):
 
 def environment(stack=None, **variables):
     full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | variables
-    return full | ({"WOOLYAI_CONTROLLER_URL": stack.nats_url} if stack else {})
+    return full | (stack.client_env if stack else {})
 
 
 def run(*argv, stack=None, **variables):

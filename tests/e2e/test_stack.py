@@ -32,7 +32,7 @@ def stack(tmp_path_factory):
 def run(*argv, stack=None, env=None, timeout=120, **options):
     full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | (env or {})
     if stack is not None:
-        full["WOOLYAI_CONTROLLER_URL"] = stack.nats_url
+        full |= stack.client_env
     return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=full, timeout=timeout, **options)
 
 
@@ -181,7 +181,7 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
                 t = t + 1
             """,
         )
-        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url}
+        env = os.environ | own.client_env
         client = subprocess.Popen(
             [*WOOLY, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
         )
@@ -212,7 +212,7 @@ def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path,
             (t + 1).sum().item()
             """,
         )
-        env = os.environ | {"WOOLYAI_CONTROLLER_URL": own.nats_url}
+        env = os.environ | own.client_env
         client = subprocess.Popen(
             [*WOOLY, "run", path],
             stdin=subprocess.PIPE,
@@ -271,7 +271,7 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
 
 def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
-    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+    env = os.environ | stack.client_env
     client = subprocess.Popen([*WOOLY, "run", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert client.stdout.readline() == "up\n"
     assert len(_sessions(stack)) == 1

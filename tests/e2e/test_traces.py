@@ -42,7 +42,7 @@ def stack(tmp_path_factory):
 
 def run(stack, *argv, code=0):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "OTEL_"))} | {"OMP_NUM_THREADS": "1"}
-    env["WOOLYAI_CONTROLLER_URL"] = stack.nats_url
+    env |= stack.client_env
     argv = [sys.executable, "-m", "wooly", *[str(a) for a in argv]]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == code, done.stderr + done.stdout
@@ -160,7 +160,7 @@ def test_script_that_fails_on_the_device_has_a_trace_that_says_so(stack, tmp_pat
 
 
 def test_no_trace_is_said_so(stack):
-    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+    env = os.environ | stack.client_env
     argv = [sys.executable, "-m", "wooly", "trace", "nobody"]
     done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1 and "task nobody has no trace" in done.stderr.replace("\n", " ")
@@ -197,7 +197,7 @@ def test_collector_hears_the_same_trace_of_client_and_services(tmp_path):
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
             patch.setenv("WOOLY_TRACES", "off")
             stack = start_stack(tmp_path / "stack", ephemeral=True)
-            env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
+            env = os.environ | stack.client_env
             argv = [sys.executable, "-m", "wooly", "run", "-q", str(script)]
             subprocess.run(argv, check=True, env=env, timeout=120)
         assert rest(stack, "traces") == {"traces": []}

@@ -13,6 +13,7 @@ from itertools import pairwise
 import nats
 import pytest
 from wooly_bus import subjects
+from wooly_bus.access import options
 from wooly_bus.stream_reader import read_stream
 from wooly_local.stack import start_stack
 from wooly_wis.messages import MemoryBorne
@@ -68,11 +69,7 @@ def stack(tmp_path_factory):
 class Client:
     def __init__(self, stack, path, **settings):
         path.write_text(WORK)
-        env = (
-            os.environ
-            | {"WOOLYAI_CONTROLLER_URL": stack.nats_url}
-            | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
-        )
+        env = os.environ | stack.client_env | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
         argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
         self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout.readline() == "ready\n"
@@ -110,7 +107,7 @@ def client(stack, tmp_path):
 
 
 def wooly(stack, *arguments, **settings):
-    env = os.environ | {"WOOLYAI_CONTROLLER_URL": stack.nats_url} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+    env = os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
     return subprocess.run(
         [sys.executable, "-m", "wooly", *arguments], env=env, capture_output=True, text=True, timeout=100
     )
@@ -254,7 +251,8 @@ def test_what_sessions_bear_is_published_without_gaps(stack, client):
     each.end()
 
     async def read():
-        app = await nats.connect(stack.nats_url)
+        access = stack.access()
+        app = await nats.connect(access.url, **options(access.credentials(), None))
         found = []
         async for kept in read_stream(
             app.jetstream(), subjects.EXECUTOR_MEMORY_STREAM, subjects.EXECUTOR_MEMORY_EVENTS

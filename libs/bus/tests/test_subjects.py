@@ -8,9 +8,9 @@ from wooly_bus import subjects
 
 ROOT = Path(__file__).parents[3]
 GRAMMAR = re.compile(r"wooly\.v1\.(rpc|cmd|evt)\.[a-z]+\.[a-z]+\.[a-z]+(\.[^.*>\s]+)?")
-NAMES = {k: v for k, v in vars(subjects).items() if k.isupper() and k != "PREFIX"}
+NAMES = {k: v for k, v in vars(subjects).items() if k.isupper() and k not in ("PREFIX", "INBOX") and isinstance(v, str)}
 STREAMS = {k: v for k, v in NAMES.items() if k.endswith("_STREAM")}
-CONSTANTS = {k: v for k, v in NAMES.items() if k not in STREAMS and not v.endswith(".*")}
+CONSTANTS = {k: v for k, v in NAMES.items() if k not in STREAMS and "*" not in v}
 FUNCTIONS = [
     subjects.executor_session_open,
     subjects.executor_session_renew,
@@ -81,3 +81,23 @@ def test_tenant_of_any_name_has_one_token_of_its_own():
     names = ["a", "a.b", "a*", ">", "a b", "%", "a%2Eb", "ü\n"]
     subjects_ = {subjects.router_task_changed(n) for n in names}
     assert len(subjects_) == len(names) and all(GRAMMAR.fullmatch(s) for s in subjects_)
+
+
+@pytest.mark.parametrize("tenant", ["acme", "a.b", "ü *>", "%2E", "a b"])
+def test_tenant_has_subjects_and_inboxes_of_its_own(tenant):
+    subject = subjects.for_tenant(subjects.ROUTER_TASK_LIST, tenant)
+    head, _, token = subject.rpartition(".")
+    assert head == subjects.ROUTER_TASK_LIST and subjects.tenant_of(token) == tenant
+    assert subjects.template(subject) == subjects.ROUTER_TASK_LIST and not re.search(r"[*>\s]", token)
+    inbox = subjects.client_inbox(tenant, "u1")
+    assert subjects.inbox(inbox + ".x.y") and subjects.is_inbox_of(inbox + ".x", tenant)
+    assert not subjects.is_inbox_of(inbox + ".x", tenant + "2") and not subjects.is_inbox_of(inbox[:-4], tenant)
+    tunnel = subjects.tunnel_inbox(inbox + ".x")
+    assert subjects.inbox(tunnel + ".y") and not subjects.is_inbox_of(tunnel + ".y", tenant)
+    assert tunnel != subjects.tunnel_inbox(subjects.client_inbox(tenant, "u2"))
+
+
+def test_tunnel_has_no_inbox_without_a_user():
+    for wrong in ("_INBOX.x", "_INBOX.tunnel.x", "wooly.v1.rpc", "_INBOX." + "a" * 32):
+        with pytest.raises(ValueError, match="no user's inbox"):
+            subjects.tunnel_inbox(wrong)

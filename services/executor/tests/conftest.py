@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
 from wooly_dispatch.events import Policy
 from wooly_dispatch.invariants import Auditor
@@ -224,9 +225,9 @@ class Device:
         return self.loop.call(function).result(WAIT_S)
 
     def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, **policy):
-        token, found = f"token of {session_id}", Policy(**policy)
+        entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
         self.call(
-            lambda: self.loop.open_session(session_id, token, quota, found, tenant, scope=scope, swappable=swappable)
+            lambda: self.loop.open_session(session_id, entry, quota, found, tenant, scope=scope, swappable=swappable)
         )
 
     def open(self, session_id, quota=None, **policy):

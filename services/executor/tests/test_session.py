@@ -203,8 +203,9 @@ def test_frame_of_no_clients_kind_ends_only_that_session(pair, device):
 def test_hello_without_a_right_to_the_session_is_turned_away(device, wis, session_id, token):
     device.admit("a")
     taken = device.open("taken")
-    with pytest.raises(ChannelClosedError):
+    with pytest.raises(wis.error) as refused:
         wis.client(device.endpoint, session_id, token)
+    assert refused.value.code == "executor.turned_away"
     assert taken.sync() == {}
     rightful = wis.client(device.endpoint, "a", "token of a")
     assert rightful.sync() == {}

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import actor as actor_module
 from wooly_router.core.registry import Registry
@@ -40,6 +41,8 @@ async def test_open_asks_the_executor_and_remembers(rig):
         (part,) = opened.parts
         assert (part.executor_id, part.node, part.endpoints) == ("a", "host", ("unix:///tmp/a.sock",))
         assert (hosted.token, hosted.tenant, hosted.priority, hosted.quota) == (opened.token, "t", 1, 10)
+        entry = SignedPass(hosted.channel_key, opened.session_id, "t", "a", lambda: hosted.at)
+        entry.check(part.token)
         assert opened.lease_s == hosted.lease_s == 9.0 and len(opened.token) >= 32
         record = await r.tasks.get(opened.session_id)
         assert (record.name, record.state, record.kind) == ("train.py", "started", "session")

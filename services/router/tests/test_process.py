@@ -14,7 +14,9 @@ import httpx
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel import client_context
 from wooly_bus.errors import BusError, RefusedError
+from wooly_testkit.certificates import make_certificates
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -218,3 +220,43 @@ async def test_router_that_wants_tokens_makes_the_first_one(tmp_path, start_rout
                 assert [(t["name"], t["role"]) for t in listed] == [("first", "admin")]
         process.terminate()
         await ended(process)
+
+
+async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path):
+    files = make_certificates(tmp_path, "localhost")
+    start_router(WOOLY_ROUTER_TLS_CERT=str(files.certificate), WOOLY_ROUTER_TLS_KEY=str(files.key))
+    port_file = tmp_path / "router" / "router.port"
+    until = time.monotonic() + 60
+    while not port_file.exists() or not port_file.read_text():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.02)
+    url = f"https://localhost:{port_file.read_text()}/healthz"
+    trusting = client_context(files.authority)
+    async with httpx.AsyncClient(verify=trusting, trust_env=False) as http:
+        while True:
+            try:
+                assert (await http.get(url)).json()["status"] == "ok"
+                break
+            except httpx.ConnectError:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.02)
+        with pytest.raises(httpx.HTTPError):
+            await http.get(url.replace("https:", "http:"))
+    async with httpx.AsyncClient(trust_env=False) as http:
+        with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
+            await http.get(url)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"WOOLY_ROUTER_TLS_CERT": "/missing.pem"}, "cannot read /missing.pem"),
+        ({"WOOLY_ROUTER_SIGNING_KEY": "/missing.seed"}, "WOOLY_NATS_CREDS"),
+        ({"WOOLY_ROUTER_CHANNEL_KEY": "/missing.seed"}, "/missing.seed"),
+        ({"WOOLY_NATS_CREDS": "/missing.creds"}, "cannot read /missing.creds"),
+    ],
+)
+def test_router_with_a_key_or_certificate_that_cannot_be_used_says_so(start_router, settings, why):
+    process = start_router(**settings)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 1 and why in said and "Traceback" not in said

@@ -8,7 +8,9 @@ import httpx
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
+from wooly_bus.authority import make_authority
 from wooly_bus.blobs import BlobStore
+from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
 from wooly_router.gate import ROLES
 from wooly_router.rest.access import Access, Buckets, from_elsewhere
@@ -526,3 +528,19 @@ async def test_foreign_origin_is_refused_on_every_route(rest):
             answer = await http.request(method, f"http://127.0.0.1{path}", headers={"Origin": "http://evil.example"})
             assert answer.status_code in (403, 422), (method, path)
         await told(http, "POST", "tasks/x/cancel", 403, headers={"Origin": "http://evil.example"})
+
+
+async def test_credentials_are_made_where_the_router_has_the_key(rest, tmp_path):
+    async with rest() as (r, http):
+        error = await told(http, "POST", "credentials", 409, json={})
+        assert error["code"] == "router.no_credentials" and "WOOLY_ROUTER_SIGNING_KEY" in error["message"]
+        r.actor.issuer = make_authority(tmp_path / "keys").issuer()
+        made = await told(http, "POST", "credentials", 201, json={"expires_in_s": 60})
+        assert (made["tenant"], made["role"], made["nats_url"]) == ("default", "user", "nats://127.0.0.1:4222")
+        held = Credentials.parse(made["credentials"])
+        assert held.tenant == "default" and held.expires_at == made["expires_at"] <= r.clock.now + 60
+        assert (await told(http, "POST", "credentials", 201, json={"tenant": "acme"}))["tenant"] == "acme"
+        for wrong in ({"expires_in_s": 0}, {"role": "operator"}, {"tenant": "a/b"}, {"more": 1}):
+            await told(http, "POST", "credentials", 422, json=wrong)
+        # Nobody proved to be an administrator here.
+        assert (await told(http, "POST", "credentials", 403, json={"role": "admin"}))["code"] == "router.forbidden"

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from wooly_bus.access import Access
+from wooly_bus.authority import Authority
+from wooly_bus.credentials import Credentials
 
 START_TIMEOUT_S = 90.0
 
@@ -44,6 +47,20 @@ class Stack:
     ephemeral: bool = False
     _process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def creds(self) -> Path:
+        """What its owner shows its NATS."""
+        return keys_of(self.state_dir).admin_creds
+
+    def access(self) -> Access:
+        """Its owner's way into its NATS."""
+        return Access(self.nats_url, lambda: Credentials.load(self.creds))
+
+    @property
+    def client_env(self) -> dict[str, str]:
+        """Variables by which clients find it, and may do what its owner may."""
+        return {"WOOLYAI_CONTROLLER_URL": self.nats_url, "WOOLYAI_NATS_CREDS": str(self.creds)}
+
     def stop(self) -> None:
         """Stop it and wait until it is gone."""
         stop_stack(self.state_dir)
@@ -53,6 +70,11 @@ class Stack:
             self._process.wait(10)
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
+
+
+def keys_of(state_dir: Path) -> Authority:
+    """The keys of a stack; only its user may read them."""
+    return Authority(state_dir / "keys")
 
 
 def default_state_dir() -> Path:

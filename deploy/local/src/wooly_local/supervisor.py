@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from wooly_bus.authority import make_authority
 
 from wooly_local.processes import Service, die_with_parent
-from wooly_local.stack import default_state_dir
+from wooly_local.stack import default_state_dir, keys_of
 
 READY_TIMEOUT_S = 60.0
 
@@ -47,6 +48,7 @@ class Supervisor:
 
     def __init__(self, state_dir: Path, gpus: int, *, ephemeral: bool = False) -> None:
         self.dir = state_dir
+        self.keys = keys_of(state_dir)
         self.ephemeral = ephemeral
         self.gpus = gpus
         self.services: list[Service] = []
@@ -63,6 +65,8 @@ class Supervisor:
         logs = self.dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         (self.dir / "router.port").unlink(missing_ok=True)
+        make_authority(self.keys.folder)
+        os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
         os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
         router = Service(
@@ -72,6 +76,8 @@ class Supervisor:
                 "WOOLY_ROUTER_NATS_URL": self.nats_url,
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_PORT": "0",
+                "WOOLY_ROUTER_SIGNING_KEY": str(self.keys.signing_seed),
+                "WOOLY_ROUTER_CHANNEL_KEY": str(self.keys.channel_seed),
             },
             logs / "router.log",
         )
@@ -125,6 +131,7 @@ class Supervisor:
             "WOOLY_EXECUTOR_ID": f"local-{index}",
             "WOOLY_EXECUTOR_NODE": socket.gethostname(),
             "WOOLY_EXECUTOR_STATE_DIR": str(self.dir),
+            "WOOLY_EXECUTOR_CHANNEL_KEY": self.keys.channel_public,
         }
         if self.gpus > 1:  # they share the host's memory and cores, unless the user says otherwise
             shares = {
@@ -138,8 +145,9 @@ class Supervisor:
         ports_dir = self.dir / "nats"
         shutil.rmtree(ports_dir, ignore_errors=True)
         ports_dir.mkdir(parents=True)
-        argv = [nats_server_binary(), "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", str(ports_dir)]
-        nats = Service("nats", [*argv, "-js", "-sd", str(self.dir / "jetstream")], {}, logs / "nats.log")
+        argv = [nats_server_binary(), "-c", str(self.keys.server_conf), "-a", "127.0.0.1", "-js"]
+        argv += ["-sd", str(self.dir / "jetstream"), "-p"]
+        nats = Service("nats", [*argv, "-1", "--ports_file_dir", str(ports_dir)], {}, logs / "nats.log")
         nats.start()
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline and nats.pid is not None:
@@ -149,8 +157,7 @@ class Supervisor:
                 except (ValueError, KeyError, IndexError):
                     continue  # it is being written
                 # The same port after a restart, for clients that are connected.
-                port = self.nats_url.rsplit(":", 1)[1]
-                nats.argv = [nats.argv[0], "-a", "127.0.0.1", "-p", port, *nats.argv[7:]]
+                nats.argv = [*argv, self.nats_url.rsplit(":", 1)[1]]
                 return nats
             time.sleep(0.01)
         nats.stop()

@@ -16,12 +16,14 @@ import nats.errors
 from faststream import AckPolicy
 from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
+from faststream.nats.security import NatsJWT, NatsSecurity
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 from wooly_wis.traces import SpansRecorded
 
 from wooly_bus import subjects
+from wooly_bus.access import Access, Shows
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
@@ -52,11 +54,20 @@ class ServiceApp:
     Attributes:
         live: what must hold for the process to be worth keeping, by name; asked by `/livez` (see `health`).
         health_port: where that is answered, inside `running`; None where it is not configured.
+        knows_tenants: NATS lets tenants' clients speak for their tenant alone; see `serve_tenants`.
+
+    Raises:
+        CredentialsError: what is to be shown to NATS cannot be read.
+        BusConnectError: the authorities to trust cannot be read.
     """
 
     def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:
+        access = Access.of_service(nats_url)
+        tls = access.tls()
+        shows = None if access.credentials is None else Shows(access.credentials)
         self.name = name
         self.url = shown(nats_url)
+        self.knows_tenants = shows is not None
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
@@ -74,6 +85,9 @@ class ServiceApp:
             graceful_timeout=GRACE_S,
             # Control traffic is core NATS: there is nothing to acknowledge, and nothing may be acknowledged by surprise.
             ack_policy=AckPolicy.MANUAL,
+            security=NatsSecurity(ssl_context=tls)
+            if shows is None
+            else NatsJWT(shows.jwt, shows.signature, ssl_context=tls),
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnect,
             reconnected_cb=self._on_reconnect,
@@ -104,14 +118,49 @@ class ServiceApp:
         """
 
         async def answer(body: bytes, message: NatsMessage) -> None:
-            with consumer_span(self.name, subject, message.headers):
-                reply = await _handled(handler, model, bytes(message.body))
-                if isinstance(reply, ErrorReply):
-                    mark_failed(reply.code)
-                if reply is not None and message.reply_to:
-                    data, headers = _encoded(reply)
-                    await self.broker.publish(data, message.reply_to, headers=headers)
+            await self._answer(subject, message, lambda: _handled(handler, model, bytes(message.body)))
 
+        self._subscribe(subject, queue, answer)
+
+    def serve_tenants(
+        self, subject: str, model: type[Q], handler: Callable[[Q, str], Awaitable[Message | None]], *, queue: str = ""
+    ) -> None:
+        """Answer what tenants' clients ask at `subjects.for_tenant(subject, tenant)`: the handler gets the tenant, too.
+
+        NATS lets nobody publish there but that tenant's clients, so it need not be proved again. Only where NATS
+        knows tenants: without credentials, anybody could say to be anybody, and nothing is served.
+        """
+        if not self.knows_tenants:
+            return
+
+        async def answer(body: bytes, message: NatsMessage) -> None:
+            tenant = subjects.tenant_of(message.raw_message.subject.rpartition(".")[2])
+            if message.reply_to and not subjects.is_inbox_of(message.reply_to, tenant):
+                log.warning("%s dropped: its reply would go to another than %s, who asks", subject, tenant)
+                return
+
+            async def bound(request: Q) -> Message | None:
+                return await handler(request, tenant)
+
+            await self._answer(subject, message, lambda: _handled(bound, model, bytes(message.body)))
+
+        self._subscribe(f"{subject}.*", queue, answer)
+
+    async def _answer(
+        self, subject: str, message: NatsMessage, handled: Callable[[], Awaitable[Message | None]]
+    ) -> None:
+        with consumer_span(self.name, subject, message.headers):
+            if subjects.is_service(message.reply_to):
+                log.warning("%s dropped: its reply would go to %s", subject, message.reply_to)
+                return
+            reply = await handled()
+            if isinstance(reply, ErrorReply):
+                mark_failed(reply.code)
+            if reply is not None and message.reply_to:
+                data, headers = _encoded(reply)
+                await self.broker.publish(data, message.reply_to, headers=headers)
+
+    def _subscribe(self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]]) -> None:
         self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS)(
             answer
         )
@@ -174,6 +223,8 @@ class ServiceApp:
         spans = handing_over()
         handing = asyncio.create_task(self._hand_over(spans)) if spans is not None else None
         try:
+            if self.knows_tenants:  # credentials that end close the connection for good: only a restart reads new ones
+                self.live["connection"] = lambda: self._client is not None and not self._client.is_closed
             async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
                 yield self
         finally:

@@ -8,17 +8,27 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
 from wooly_wis.messages import Message
 
+from wooly_bus import subjects
+from wooly_bus.access import Access, options
 from wooly_bus.envelope import decode_reply, encode
-from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError, shown
+from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
 
+if TYPE_CHECKING:
+    from wooly_bus.credentials import Credentials
+
+log = logging.getLogger("wooly.bus")
+#: Seconds for which a connection with old credentials is kept, for answers that are on their way.
+OLD_CONNECTION_S = 5.0
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
@@ -55,22 +65,31 @@ async def settled(client: Client) -> None:
 class ControlClient:
     """A connection to NATS that can be used from any thread. It comes back by itself when NATS does.
 
+    Credentials that end are renewed in time: a second connection is made with new ones, and takes the place of the first.
+
     Raises:
         BusConnectError: no server answers within `timeout` seconds.
+        CredentialsError: there are no credentials to show.
     """
 
-    def __init__(self, url: str, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
-        self.url = shown(url)
-        self._address = url
+    def __init__(self, there: str | Access, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
+        self.access = Access.of(there)
+        self.url = str(self.access)
+        self._tls = self.access.tls()
+        self._held = None if self.access.credentials is None else self.access.credentials()
+        self._name = name
         self._last_error = ""
+        self._leaving: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
         self._thread.start()
         try:
-            self._nc: Client = self._await(self._connect(timeout, name), timeout + 2)
+            self._nc: Client = self._await(self._connect(timeout, self._held), timeout + 2)
         except BaseException:
             self._stop()
             raise
+        if self._held is not None and self._held.expires_at is not None:
+            asyncio.run_coroutine_threadsafe(self._keep_valid(timeout), self._loop)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -88,24 +107,61 @@ class ControlClient:
         """Connection errors reach the caller through the request that they break."""
         self._last_error = str(error) or type(error).__name__
 
-    async def _connect(self, timeout: float, name: str) -> Client:
+    async def _keep_valid(self, timeout: float) -> None:
+        """Have a connection with new credentials before the old ones end."""
+        while self._held is not None and self._held.expires_at is not None and self.access.credentials is not None:
+            await asyncio.sleep(max(0.2, (self._held.expires_at - time.time()) / 3 * 2))
+            try:
+                held = await asyncio.to_thread(self.access.credentials)
+                if held.jwt == self._held.jwt:
+                    continue  # whoever renews them has not done so yet
+                connection = await self._connect(timeout, held)
+            except BusError as e:
+                log.warning("the credentials for NATS at %s could not be renewed: %s", self.url, e)
+                continue
+            leaving = asyncio.create_task(self._leave(self._nc))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
+            self._held, self._nc = held, connection
+
+    async def _leave(self, connection: Client) -> None:
+        try:
+            await asyncio.sleep(OLD_CONNECTION_S)  # for what was asked by it
+        finally:
+            await connection.close()
+
+    async def _connect(self, timeout: float, held: Credentials | None) -> Client:
         client = Client()
+
+        async def on_error(error: Exception) -> None:
+            await self._on_error(error)
+            if client.is_connecting and "authorization" in str(error).lower():
+                raise error  # nats-py would try for ever
+
         connecting = client.connect(
-            self._address,
-            name=name,
+            [server.strip() for server in self.access.url.split(",")],
+            name=self._name,
             connect_timeout=max(1, int(timeout)),
             max_reconnect_attempts=-1,
             reconnect_time_wait=0.2,  # type: ignore[arg-type]  # it sleeps so long; annotated int
             allow_reconnect=True,
-            error_cb=self._on_error,
+            error_cb=on_error,
+            **options(held, self._tls),
         )
         try:
             await asyncio.wait_for(connecting, timeout)
+        except asyncio.CancelledError:
+            await client.close()
+            raise
         except TimeoutError as e:
             await client.close()
             why = self._last_error or f"silence for {timeout:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         except (OSError, ValueError, nats.errors.Error) as e:
+            if "authorization" in str(e).lower():
+                await client.close()
+                what = "its credentials" if held is None else "other credentials"
+                raise BusConnectError(f"NATS at {self.url} does not let us in: it wants to see {what}") from e
             raise BusConnectError(f"cannot use {self.url} as the address of a NATS server: {e}") from e
         return client
 
@@ -131,6 +187,12 @@ class ControlClient:
             BusConnectError: the connection is broken or was closed.
         """
         data, headers = encode(message)
+        held = self._held
+        if held is not None:
+            if held.tenant is not None:
+                subject = subjects.for_tenant(subject, held.tenant)
+            if not held.permissions.may_publish(subject):
+                raise RefusedError("bus.forbidden", f"these credentials may not ask {subjects.template(subject)}")
 
         async def ask() -> M:
             with nats_errors(self.url, subject, timeout):

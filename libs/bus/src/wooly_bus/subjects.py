@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 PREFIX = "wooly.v1"
 
@@ -58,6 +59,36 @@ METERING_QUARANTINE_LIST = f"{PREFIX}.rpc.metering.quarantine.list"
 METERING_BUDGET_REACHED = f"{PREFIX}.evt.metering.budget.reached"
 METERING_STATEMENT_MADE = f"{PREFIX}.evt.metering.statement.made"
 METERING_USAGE_QUARANTINED = f"{PREFIX}.evt.metering.usage.quarantined"
+#: Where replies are heard.
+INBOX = "_INBOX"
+#: What a tenant's client may ask, each by the scope that it needs; as `for_tenant` makes it.
+CLIENT_SUBJECTS = (
+    ("tasks:write", ROUTER_SESSION_OPEN),
+    ("tasks:write", ROUTER_SESSION_RENEW),
+    ("tasks:write", ROUTER_SESSION_CLOSE),
+    ("tasks:read", ROUTER_TASK_LIST),
+    ("tasks:read", ROUTER_TASK_GET),
+    ("tasks:write", ROUTER_TASK_CANCEL),
+    ("tasks:write", ROUTER_TASK_PRIORITIZE),
+    ("tasks:write", ROUTER_TRACE_ADD),
+    ("tasks:read", ROUTER_TRACE_GET),
+    ("tasks:read", ROUTER_TRACE_LIST),
+    ("nodes:read", ROUTER_NODE_LIST),
+    ("nodes:read", SCHEDULER_GPU_LIST),
+    ("tasks:write", SCHEDULER_SESSION_STEER),
+    ("tasks:read", METERING_CREDITS_SHOW),
+    ("tasks:write", COMPILER_PROGRAM_EXPLAIN),
+)
+#: What the cluster's administrator may publish: requests and jobs, and what JetStream and tunnels need.
+ADMINISTRATOR_SUBJECTS = (
+    f"{PREFIX}.rpc.>",
+    ROUTER_JOB_SUBMIT,
+    "$JS.API.>",
+    "$JS.ACK.>",
+    "$JS.FC.>",
+    "$O.>",
+    f"{INBOX}.>",
+)
 
 
 def _id(value: str) -> str:
@@ -118,7 +149,65 @@ def executor_job_ended(executor_id: str) -> str:
 
 def router_task_changed(tenant: str) -> str:
     """Where a tenant hears what becomes of its tasks. What cannot be part of a subject is percent-encoded."""
-    return f"{PREFIX}.evt.router.task.changed.{quote(tenant, safe='').replace('.', '%2E')}"
+    return f"{PREFIX}.evt.router.task.changed.{tenant_token(tenant)}"
+
+
+def tenant_token(tenant: str) -> str:
+    """A tenant's name as one token of a subject: what cannot be part of one is percent-encoded."""
+    return quote(tenant, safe="").replace(".", "%2E")
+
+
+def tenant_of(token: str) -> str:
+    """The tenant whose `tenant_token` this is."""
+    return unquote(token)
+
+
+def for_tenant(subject: str, tenant: str) -> str:
+    """Where a tenant's clients ask what others ask at `subject`: NATS lets nobody else publish there."""
+    return f"{subject}.{tenant_token(tenant)}"
+
+
+def _tenant_inbox(tenant: str) -> str:
+    """Inboxes have no room for every name, and need not be read."""
+    return f"{INBOX}.{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
+
+
+def client_inbox(tenant: str, user_id: str) -> str:
+    """Under which one user of a tenant's hears replies, and nobody else."""
+    return f"{_tenant_inbox(tenant)}.{_id(user_id)}"
+
+
+def tunnel_inbox(inbox: str) -> str:
+    """Under which an executor hears the tunnels of the user who has `inbox`; nobody else may publish there.
+
+    Raises:
+        ValueError: that is no user's inbox.
+    """
+    found = re.match(rf"{INBOX}\.([0-9a-f]{{32}}\.[A-Za-z0-9_-]{{1,64}})(\.|$)", inbox)
+    if found is None:
+        raise ValueError(f"{inbox[:100]!r} is no user's inbox")
+    return f"{INBOX}.tunnel.{found[1]}"
+
+
+def is_inbox_of(subject: str, tenant: str) -> bool:
+    """Whether `subject` is an inbox of a user of that tenant's."""
+    return subject.startswith(f"{_tenant_inbox(tenant)}.")
+
+
+def is_service(subject: str) -> bool:
+    """Whether services, or NATS itself, listen there: a reply must not go to such a subject, for it would speak in our name."""
+    return subject.startswith((f"{PREFIX}.", "$"))
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a subject is one of those that a pattern with `*` and `>` stands for."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for i, part in enumerate(wanted):
+        if part == ">":
+            return len(given) > i
+        if i >= len(given) or part not in ("*", given[i]):
+            return False
+    return len(wanted) == len(given)
 
 
 def executor_usage(executor_id: str) -> str:

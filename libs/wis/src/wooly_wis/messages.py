@@ -13,6 +13,8 @@ Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Host = Annotated[str, StringConstraints(max_length=255)]
 Endpoints = Annotated[tuple[Annotated[str, StringConstraints(max_length=1024)], ...], Field(max_length=32)]
 Token = Annotated[str, StringConstraints(max_length=128)]
+#: What a client shows at its data channel, signed by the router.
+ChannelToken = Annotated[str, StringConstraints(max_length=4096)]
 #: BLAKE2b of 32 bytes, in hex.
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 #: Bytes; what a signed 64-bit column holds.
@@ -85,6 +87,10 @@ class MemoryState(Message):
     swapped_out: int = Field(default=0, ge=0)
     swapped_in: int = Field(default=0, ge=0)
     sessions: tuple[SessionMemory, ...] = Field(default=(), max_length=1000)
+
+    def of_tenant(self, tenant: str) -> MemoryState:
+        """What a tenant may know of it: the sums, and its own sessions."""
+        return self.model_copy(update={"sessions": tuple([s for s in self.sessions if s.tenant == tenant])})
 
 
 class MemoryBorne(Message):
@@ -183,24 +189,27 @@ class OpenSessionRequest(Message):
 
 
 class SessionPart(Message):
-    """One device of a session: who serves it, and where to connect."""
+    """One device of a session: who serves it, where to connect, and what to show there; without `token`, the session's."""
 
     executor_id: Id
     node: Host
     endpoints: Endpoints
     device: DeviceFacts
+    token: ChannelToken = ""
 
 
 class OpenSessionReply(Message):
-    """The client's session: its devices, each on an executor of its own, one token for all; renew within `lease_s` seconds.
+    """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds.
 
-    `trace_id`: the trace that is kept of it; empty: none is.
+    `credentials`: of NATS, for tunnels to these executors; empty where NATS asks for none. `trace_id`: the trace that is kept of
+    it; empty: none is.
     """
 
     session_id: SessionId
     token: Token
     lease_s: float = Field(gt=0)
     parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
+    credentials: str = Field(default="", max_length=65536)
     trace_id: str = Field(default="", max_length=32)
 
 
@@ -250,6 +259,8 @@ class HostSessionRequest(Message):
 
     `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
     the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
+    `token` renews the lease. `channel_key`: who signs what clients show at the data channel, at the router's time `at` (seconds
+    since the epoch); without, they show `token`.
     """
 
     session_id: SessionId
@@ -263,6 +274,8 @@ class HostSessionRequest(Message):
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
     model: str = Field(default="", max_length=256)
     lease_s: float = Field(gt=0)
+    channel_key: str = Field(default="", max_length=128)
+    at: float = Field(default=0.0, ge=0)
 
 
 class SteerSessionRequest(Message):
@@ -382,6 +395,12 @@ class GpuState(Message):
     open_sessions: int = Field(default=0, ge=0)
     sessions: tuple[GpuSession, ...] = ()
     memory: MemoryState | None = None
+
+    def of_tenant(self, tenant: str) -> GpuState:
+        """What a tenant may know of it: how busy it is, and its own sessions."""
+        own = tuple([s for s in self.sessions if s.tenant == tenant])
+        hidden = {"sessions": own, "last_violation": "", "memory": self.memory and self.memory.of_tenant(tenant)}
+        return self.model_copy(update=hidden)
 
 
 class GpusReply(Message):

@@ -82,7 +82,9 @@ class CompilerActor:
         for family in families:
             subject = subjects.compiler_program_compile(family)
             self._app.serve(subject, CompileProgramRequest, self.on_compile_program, queue=QUEUE)
-        self._app.serve(subjects.COMPILER_PROGRAM_EXPLAIN, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
+        subject = subjects.COMPILER_PROGRAM_EXPLAIN
+        self._app.serve(subject, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
+        self._app.serve_tenants(subject, ExplainProgramRequest, self.on_explain_tenants, queue=QUEUE)
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
         """See that there is an artifact."""
@@ -106,6 +108,10 @@ class CompilerActor:
         except WisError as e:
             raise RefusedError("compiler.refused", str(e)[:4000]) from e
         return CompileProgramReply(state="ready", compiler=mine, name=name)
+
+    async def on_explain_tenants(self, request: ExplainProgramRequest, tenant: str) -> ExplainProgramReply:
+        """The same for tenants: nothing here is anybody's."""
+        return await self.on_explain_program(request)
 
     async def on_explain_program(self, request: ExplainProgramRequest) -> ExplainProgramReply:
         """The text after every pass."""

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.streams import StreamError
@@ -69,7 +71,10 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     """Be part of the control plane until a signal comes. `alive`: whether the device's thread runs."""
     app = ServiceApp("executor", settings.nats_url)
     app.live["device"] = alive
-    tunnels = TunnelListener(settings.nats_url, lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)))
+    tunnels = TunnelListener(
+        Access.of_service(settings.nats_url),
+        lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)),
+    )
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
     async with app.running(), contextlib.aclosing(tunnels):
@@ -117,7 +122,7 @@ def prepare_alone(loop: DeviceLoop, token: str) -> threading.Event:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loop.open_session("standalone", token, None)
+    loop.open_session("standalone", SharedPass(token), None)
     return stop
 
 

@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanContext
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
 from wooly_dispatch.events import Policy
@@ -42,7 +43,7 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
-from wooly_executor.settings import ExecutorSettings
+from wooly_executor.settings import PREFIX, ExecutorSettings
 from wooly_executor.spans import hosted_under
 
 T = TypeVar("T")
@@ -92,23 +93,47 @@ class ExecutorActor(Actor):
         app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
         app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
+        app.serve_tenants(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
         """Take a session. Asking twice for the same one changes nothing."""
         known = self._leases.get(request.session_id)
         if known is None or known[2] != request.token:
             policy = _policy(request.policy or SessionPolicy(priority=request.priority))
+            entry = self._entry(request)
             hosted = hosted_under()
-            await self._ask(lambda: self._open(request, policy, hosted))
+            await self._ask(lambda: self._open(request, entry, policy, hosted))
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
         return HostSessionReply(endpoints=self._endpoints)
 
-    def _open(self, request: HostSessionRequest, policy: Policy, hosted: SpanContext | None) -> None:
+    def _entry(self, request: HostSessionRequest) -> Pass:
+        """What lets the session's client in.
+
+        Raises:
+            RefusedError: we are told to trust one router's key, and it is another.
+        """
+        trusted = self._settings.channel_key
+        if trusted and request.channel_key != trusted:
+            raise RefusedError(
+                "executor.channel_key", f"the router's channel key is not the one that {PREFIX}CHANNEL_KEY names"
+            )
+        if not request.channel_key:
+            return SharedPass(request.token)
+        clock, opened = self._clock, self._clock()
+        return SignedPass(
+            request.channel_key,
+            request.session_id,
+            request.tenant,
+            self._settings.id,
+            lambda: request.at + clock() - opened,
+        )
+
+    def _open(self, request: HostSessionRequest, entry: Pass, policy: Policy, hosted: SpanContext | None) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         self._loop.open_session(
             request.session_id,
-            request.token,
+            entry,
             request.quota,
             policy,
             request.tenant,

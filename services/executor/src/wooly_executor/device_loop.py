@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from opentelemetry.trace import SpanContext
 from wooly_bus.channel import ChannelServer, Connected, Connection, Disconnected, Endpoint, Event, ProtocolError
+from wooly_bus.channel.token import Pass
 from wooly_dispatch.events import Policy
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
@@ -115,7 +116,7 @@ class DeviceLoop:
     def open_session(
         self,
         session_id: str,
-        token: str,
+        entry: Pass,
         quota: int | None,
         policy: Policy | None = None,
         tenant: str = "",
@@ -134,7 +135,7 @@ class DeviceLoop:
             raise AdmissionError(f"session {session_id} is open already")
         swappable = swappable and not self.dispatch.fifo  # in the order of arrival nobody can be passed over
         most = self.vram.quota(session_id, quota, swappable)
-        session = Session(session_id, token, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
+        session = Session(session_id, entry, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
         session.hosted = hosted
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
@@ -301,12 +302,18 @@ class DeviceLoop:
             if hello.get("protocol") != PROTOCOL:
                 raise ProtocolError(f"protocol {hello.get('protocol')} is not spoken here, {PROTOCOL} is")
             session = self._sessions.get(str(hello.get("session_id")))
-            if session is None or session.token != hello.get("token") or session.conn is not None:
-                raise ProtocolError("unknown session or wrong token")
+            if session is None:
+                raise ProtocolError("the session is not open here")
+            session.entry.check(str(hello.get("token")))
+            if session.conn is not None:
+                raise ProtocolError("the session has its client already; a token opens one channel")
             jit = hello.get("jit", "exact")
             if jit not in ("0", "exact", "full"):
                 raise ProtocolError(f"WOOLYAI_JIT={jit} is not known here; 0, exact and full are")
         except (ProtocolError, DecodeError) as e:
+            log.warning("%s is turned away: %s", conn.peer, e)
+            conn.send(Kind.ERROR, pack_json(Failure("executor.turned_away", str(e), seq, None).to_json()))
+            self.server.flush()  # the last thing that it hears
             conn.close(str(e))
             return
         session.tiers = self.tiers

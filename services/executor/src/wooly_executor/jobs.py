@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 import time
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from opentelemetry.trace import SpanContext
 from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore
 from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_queue, publish
 from wooly_bus.tracing import step
@@ -183,16 +185,18 @@ class Jobs:
         fetched = time.monotonic()
         policy = Policy(**{f.name: getattr(request.policy, f.name) for f in fields(Policy)})
         near, far = socket.socketpair()
-        hosted = hosted_under()
+        secret, hosted = secrets.token_hex(32), hosted_under()
         try:
             try:
-                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, policy, hosted)))
+                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, secret, policy, hosted)))
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
             await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
             client = ChannelClient(near)
-            play = asyncio.get_running_loop().run_in_executor(None, _play, client, request.session_id, module, sources)
+            play = asyncio.get_running_loop().run_in_executor(
+                None, _play, client, request.session_id, secret, module, sources
+            )
             try:
                 results = await asyncio.shield(play)
             except asyncio.CancelledError:
@@ -218,12 +222,13 @@ class Jobs:
         )
         return tuple(outputs), summary
 
-    def _open(self, request: RunJobRequest, policy: Policy, hosted: SpanContext | None) -> None:
+    def _open(self, request: RunJobRequest, secret: str, policy: Policy, hosted: SpanContext | None) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
+        entry = SharedPass(secret)
         self._loop.open_session(
             request.session_id,
-            request.session_id,
+            entry,
             request.quota,
             policy,
             request.tenant,
@@ -252,7 +257,7 @@ class Jobs:
         return [found[name] for name, _, _ in names]
 
 
-def _play(client: ChannelClient, session_id: str, module: Module, sources: list[bytes]) -> list[_Result]:
+def _play(client: ChannelClient, session_id: str, token: str, module: Module, sources: list[bytes]) -> list[_Result]:
     """Play a module's steps over a channel and read its outputs (blocking).
 
     Raises:
@@ -260,7 +265,7 @@ def _play(client: ChannelClient, session_id: str, module: Module, sources: list[
         JobLostError: the session was closed.
     """
     try:
-        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": session_id}))
+        client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
         _answer(client, Kind.WELCOME)
         names = [digest(raw) for raw in module.programs]
         defined: OrderedDict[int, None] = OrderedDict()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import SpanContext
 from wooly_bus.channel import Connection
+from wooly_bus.channel.token import Pass
 from wooly_wis.frames import Run
 
 from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
@@ -117,7 +118,7 @@ class Session:
 
     Attributes:
         id: session id.
-        token: what the client must show.
+        entry: what lets its client in.
         quota: bytes it may hold.
         bytes: bytes it holds.
         queue: frames received and not yet processed.
@@ -152,7 +153,7 @@ class Session:
     """
 
     id: str
-    token: str
+    entry: Pass
     quota: int
     store: ProgramStore
     runtime: Runtime

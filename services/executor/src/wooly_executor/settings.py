@@ -28,6 +28,7 @@ class ExecutorSettings(BaseSettings):
 
     `memory` is the device's, where it is not to be all of it. A large allocation leaves `reserve` free, if sessions idle for
     `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
+    `channel_key` is the public key of the router, if no other may open sessions here.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
@@ -40,6 +41,7 @@ class ExecutorSettings(BaseSettings):
     advertise: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    channel_key: str = ""
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
     memory: Annotated[int, Field(ge=256, lt=1 << 63)] | None = None
     reserve: int = Field(default=2 << 30, ge=0)

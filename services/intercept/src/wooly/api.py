@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
 
 from wooly import children
@@ -40,11 +41,13 @@ class Part:
         endpoints: where its executor says that it listens.
         executor_id: for messages.
         node: for messages.
+        token: what it wants to see; empty: the session's.
     """
 
     endpoints: Sequence[str]
     executor_id: str = ""
     node: str = ""
+    token: str = ""
 
 
 @dataclass
@@ -81,7 +84,7 @@ def attach(
     executor_id: str = "",
     node: str = "",
     channel: str = "auto",
-    control_url: str = "",
+    control_url: str | Access = "",
     tls_ca: Path | None = None,
     dedup: str = "off",
     jit: str = "exact",
@@ -170,7 +173,7 @@ def _connect(
     session_id: str,
     token: str,
     channel: str,
-    control_url: str,
+    control_url: str | Access,
     tls_ca: Path | None,
     jit: str,
     trace: str,
@@ -185,7 +188,7 @@ def _connect(
             client = _dial(endpoint, control_url, tls_ca)
             try:
                 where = f"{part.executor_id or 'executor'} ({endpoint})"
-                return Link(client, session_id, token, where, jit=jit, trace=trace), endpoint
+                return Link(client, session_id, part.token or token, where, jit=jit, trace=trace), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -197,7 +200,7 @@ def _connect(
     raise NotConnectedError(f"no endpoint of {who} could be reached:\n  " + "\n  ".join(failures))
 
 
-def _dial(endpoint: Endpoint, control_url: str, tls_ca: Path | None) -> ChannelClient:
+def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
     if endpoint.scheme == "nats":
         from wooly_bus.channel.tunnel import open_tunnel
 
@@ -230,11 +233,11 @@ def enable(settings: Any = None) -> None:
                 settings.programs_dir.mkdir(parents=True, exist_ok=True)
             opened = open_session(settings)
             try:
-                first, *more = [Part(p.endpoints, p.executor_id, p.node) for p in opened.parts]
+                first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
                 attach(
                     first.endpoints,
                     opened.session_id,
-                    opened.token,
+                    first.token or opened.token,
                     more=more,
                     flush_instructions=settings.flush_instructions,
                     flush_interval_s=settings.flush_interval_ms / 1e3,
@@ -242,7 +245,7 @@ def enable(settings: Any = None) -> None:
                     executor_id=first.executor_id,
                     node=first.node,
                     channel=settings.channel,
-                    control_url=opened.control_url,
+                    control_url=opened.tunnels,
                     tls_ca=settings.tls_ca,
                     dedup=settings.dedup,
                     trace=opened.trace,
@@ -256,7 +259,7 @@ def enable(settings: Any = None) -> None:
             opened.on_lost = lambda why: links[0].lose(why)
             for recorder in _attached.device.devices.recorders:
                 recorder.programs_dir = settings.programs_dir
-            children.settings = settings.model_copy(update={"controller_url": opened.control_url})
+            children.settings = settings.model_copy(update=opened.reach)
         install_facade()
 
 

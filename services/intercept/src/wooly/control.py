@@ -11,11 +11,13 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from wooly_bus import subjects
+from wooly_bus.access import Access
 from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError, shown
 from wooly_bus.rpc import ControlClient
 from wooly_wis.messages import (
@@ -38,6 +40,7 @@ from wooly_wis.messages import (
     SteerSessionRequest,
 )
 
+from wooly.access import access_of
 from wooly.errors import WoolyError
 from wooly.settings import Settings
 
@@ -65,20 +68,31 @@ def local_stack() -> Any:
 class Controller:
     """A connection to the controller.
 
+    Attributes:
+        access: the way into its NATS.
+        reach: settings by which other processes find it, where they are not this process's own.
+
     Raises:
         ControlError: there is none at that address.
     """
 
-    def __init__(self, url: str, ephemeral_stack: Any = None) -> None:
-        self.url = url
+    def __init__(
+        self, there: str | Access, ephemeral_stack: Any = None, reach: Mapping[str, Any] | None = None
+    ) -> None:
+        self.access = Access.of(there)
+        self.reach = dict(reach or {})
+        self.url = self.access.url
         self._stack = ephemeral_stack
         try:
-            self._client = ControlClient(url)
+            self._client = ControlClient(self.access)
         except BusConnectError as e:
             raise ControlError(
                 f"no controller answers: {e}. Start a local stack with `wooly up`, or point WOOLYAI_CONTROLLER_URL at "
-                "your controller's NATS"
+                "your controller; where its NATS asks for credentials, name its REST (https://…) and your API token "
+                "(WOOLYAI_CREDENTIAL), or a .creds file (WOOLYAI_NATS_CREDS)"
             ) from e
+        except BusError as e:
+            raise ControlError(f"there are no credentials to show to the controller: {e}") from e
 
     def ask(self, subject: str, message: Any, reply: Any, timeout: float = 4.0, who: str = "router") -> Any:
         """Ask the router, or another service.
@@ -167,20 +181,27 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
         ControlError: there is none; the message says what to start.
     """
     if settings.controller_url:
-        return Controller(settings.controller_url)
+        try:
+            return Controller(access_of(settings))
+        except BusError as e:
+            raise ControlError(str(e)) from e
     stack_module = local_stack()
     if stack_module is None:
         raise ControlError("no controller is configured; set WOOLYAI_CONTROLLER_URL to your controller's NATS")
     running = stack_module.read_stack(settings.state_dir)
     if running is not None:
-        return Controller(running.nats_url)
+        return Controller(running.access(), reach=_reach(running))
     if not start:
         raise ControlError("no stack is running here; start one with `wooly up`")
     try:
         stack = stack_module.start_stack(None, ephemeral=True, gpus=settings.gpu_count)
     except RuntimeError as e:
         raise ControlError(f"a local stack could not be started: {e}") from e
-    return Controller(stack.nats_url, stack)
+    return Controller(stack.access(), stack, _reach(stack))
+
+
+def _reach(stack: Any) -> dict[str, Any]:
+    return {"controller_url": stack.nats_url, "nats_creds": stack.creds}
 
 
 class OpenedSession:
@@ -190,7 +211,8 @@ class OpenedSession:
         session_id: name of the session.
         token: what the data channels want to see.
         parts: who serves each device, and where.
-        control_url: NATS, as this process reaches it.
+        tunnels: NATS, as this process opens tunnels through it.
+        reach: see `Controller`.
         trace: this process's spans of it.
         on_closed: called when the session was given back, before the controller is left.
         on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
@@ -208,7 +230,8 @@ class OpenedSession:
         self.session_id = opened.session_id
         self.token = opened.token
         self.parts = opened.parts
-        self.control_url = controller.url
+        self.reach = controller.reach
+        self.tunnels = _tunnels(controller.access, opened.credentials)
         self._controller = controller
         self._lease_s = opened.lease_s
         self._closing = threading.Event()
@@ -254,6 +277,15 @@ class OpenedSession:
         finally:
             self._controller.close()
             self.trace.flush()
+
+
+def _tunnels(access: Access, credentials: str) -> Access:
+    if not credentials:
+        return access
+    from wooly_bus.credentials import Credentials
+
+    held = Credentials.parse(credentials)
+    return replace(access, credentials=lambda: held)
 
 
 def open_session(settings: Settings) -> OpenedSession:

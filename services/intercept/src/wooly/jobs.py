@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from wooly_bus import subjects
+from wooly_bus.access import Access, options
 from wooly_bus.blobs import BlobStore, put_all
 from wooly_bus.envelope import decode
 from wooly_bus.errors import BusError
@@ -119,8 +120,11 @@ def write_output(directory: Path, output: JobOutput, content: bytes) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def jetstream(url: str) -> AsyncIterator[JetStreamContext]:
+async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
     """A connection's JetStream; NATS's errors as ours.
+
+    Args:
+        there: NATS, with credentials that allow JetStream where it asks for any.
 
     Raises:
         ControlError: NATS does not answer, or refuses.
@@ -129,20 +133,29 @@ async def jetstream(url: str) -> AsyncIterator[JetStreamContext]:
     async def quiet(error: Exception) -> None:
         """What matters is raised where it is asked."""
 
+    access = Access.of(there)
     try:
+        held = None if access.credentials is None else access.credentials()
+        if held is not None and not held.permissions.may_publish(subjects.ROUTER_JOB_SUBMIT):
+            raise ControlError("these credentials have no JetStream, for it knows no tenants: submit jobs over REST")
         client = await nats.connect(
-            url, connect_timeout=3, max_reconnect_attempts=3, allow_reconnect=True, error_cb=quiet
+            access.url,
+            connect_timeout=3,
+            max_reconnect_attempts=3,
+            allow_reconnect=True,
+            error_cb=quiet,
+            **options(held, access.tls()),
         )
         try:
             yield client.jetstream()
         finally:
             await client.close()
     except (OSError, TimeoutError, nats.errors.Error, JetStreamError, BusError) as e:
-        raise ControlError(f"the controller at {url} does not take it: {str(e) or type(e).__name__}") from e
+        raise ControlError(f"the controller at {access} does not take it: {str(e) or type(e).__name__}") from e
 
 
 async def submit(
-    url: str,
+    there: str | Access,
     tenant: str,
     file: ModuleFile,
     inputs: Mapping[str, bytes],
@@ -153,14 +166,14 @@ async def submit(
     """Put everything into the tenant's blobs, then the job into the queue. Returns it once it is acknowledged.
 
     Args:
-        url: NATS.
+        there: NATS.
         tenant: whose job it is.
         file: what to run.
         inputs: content by name.
         headers: of the message: the trace that the job is to be in.
         wanted: further fields of `SubmitJob`.
     """
-    async with jetstream(url) as js:
+    async with jetstream(there) as js:
         store = BlobStore(js, tenant)
         module = await store.put(file.raw)
         await put_all(store, list(file.constants))
@@ -172,17 +185,17 @@ async def submit(
         return job
 
 
-async def mark(url: str) -> int:
+async def mark(there: str | Access) -> int:
     """The number that the next event will have at least: where to `follow` from a job that is submitted after this."""
-    async with jetstream(url) as js:
+    async with jetstream(there) as js:
         return int((await js.stream_info(subjects.ROUTER_EVENT_STREAM)).state.last_seq) + 1
 
 
 async def follow(
-    url: str, tenant: str, task_id: str, each: Callable[[TaskChanged], None], first: int = 1
+    there: str | Access, tenant: str, task_id: str, each: Callable[[TaskChanged], None], first: int = 1
 ) -> TaskChanged:
     """Hear what becomes of a task, in events from number `first` on. Returns its last step."""
-    async with jetstream(url) as js:
+    async with jetstream(there) as js:
         config = ConsumerConfig(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=first)
         subscription = await js.subscribe(subjects.router_task_changed(tenant), ordered_consumer=True, config=config)
         while True:
@@ -197,10 +210,10 @@ async def follow(
                     return event
 
 
-async def fetch(url: str, tenant: str, outputs: tuple[JobOutput, ...], directory: Path) -> list[Path]:
+async def fetch(there: str | Access, tenant: str, outputs: tuple[JobOutput, ...], directory: Path) -> list[Path]:
     """Write a job's results into a directory. Returns where."""
     directory.mkdir(parents=True, exist_ok=True)
-    async with jetstream(url) as js:
+    async with jetstream(there) as js:
         store = BlobStore(js, tenant)
         return [write_output(directory, o, await store.get(o.digest, o.nbytes)) for o in outputs]
 

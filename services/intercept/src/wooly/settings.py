@@ -35,10 +35,13 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
 
     controller_url: str = Field(
-        "", description="NATS URL of the controller; empty: the local stack, or one for this run"
+        "",
+        description="the controller: its REST (`https://…`), which gives credentials for NATS, or the URL of its NATS; empty: "
+        "the local stack, or one for this run",
     )
+    nats_creds: Path | None = Field(None, description="`.creds` file for a NATS that asks for credentials")
     tenant: str = Field("default", description="tenant to run as")
-    credential: str = Field("", description="the tenant's credential")
+    credential: str = Field("", description="an API token of the tenant's")
     priority: int = Field(2, ge=0, le=4, description="0 (highest) to 4")
     weight: int = Field(
         1, ge=1, le=1 << 20, description="share of the device inside the class, relative to the others'"
@@ -74,7 +77,9 @@ class Settings(BaseSettings):
         description="auto: the executor's first endpoint that answers; direct: no tunnel; tunnel: only through NATS",
     )
     tls_ca: Path | None = Field(
-        None, description="PEM file of the authorities that may vouch for executors on tls://; empty: the system's"
+        None,
+        description="PEM file of the authorities that may vouch for executors and NATS on tls:// and REST on https://; empty: "
+        "the system's",
     )
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     programs_dir: Path | None = Field(

@@ -76,6 +76,7 @@ class MeteringActor:
             (subjects.METERING_QUARANTINE_LIST, QuarantineRequest, self.on_quarantine),
         ):
             app.serve(subject, model, handler, queue="metering")  # type: ignore[arg-type]  # pairs that fit
+        app.serve_tenants(subjects.METERING_CREDITS_SHOW, CreditsRequest, self.on_credits_of, queue="metering")
 
     def now_us(self) -> int:
         """Microseconds since 1970."""
@@ -123,6 +124,12 @@ class MeteringActor:
         if request.settled and request.session_id:
             await self._settled(request)
         return await asyncio.to_thread(self._credits, request)
+
+    async def on_credits_of(self, request: CreditsRequest, tenant: str) -> CreditsReply:
+        """What has been booked for a tenant."""
+        if request.tenant not in ("", "default", tenant):
+            raise RefusedError("metering.forbidden", f"these credentials are not of tenant {request.tenant}")
+        return await self.on_credits(request.model_copy(update={"tenant": tenant}))
 
     async def _settled(self, request: CreditsRequest) -> None:
         until = time.monotonic() + SETTLE_S

@@ -13,6 +13,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
+from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
 
@@ -66,13 +67,18 @@ async def _http(settings: MeteringSettings, actor: MeteringActor) -> AsyncIterat
     registry.register(CreditsCollector(actor))
     port_file = settings.state_dir / "metering.port"
     with socket.create_server((settings.http_host, settings.http_port)) as listener:
-        config = uvicorn.Config(create_rest(actor, registry), log_level="warning", lifespan="off")
+        tls = settings.tls()
+        factory = None if tls is None else lambda config, default: tls
+        config = uvicorn.Config(
+            create_rest(actor, registry), log_level="warning", lifespan="off", ssl_context_factory=factory
+        )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
-            log.info("metering: http://%s:%d/api/v1/credits", settings.http_host, port)
+            scheme = "http" if tls is None else "https"
+            log.info("metering: %s://%s:%d/api/v1/credits", scheme, settings.http_host, port)
             yield
         finally:
             port_file.unlink(missing_ok=True)
@@ -94,7 +100,7 @@ def main() -> int:
             asyncio.run(serve(settings, database))
         finally:
             database.close()
-    except (BusError, ValidationError, OSError, sqlalchemy.exc.SQLAlchemyError) as e:
+    except (BusError, ChannelError, ValidationError, OSError, sqlalchemy.exc.SQLAlchemyError) as e:
         log.error("metering ends: %s", e)
         return 1
     return 0

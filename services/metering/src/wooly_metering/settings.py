@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from wooly_bus.channel import server_context
 
 
 def _state_dir() -> Path:
@@ -23,6 +25,8 @@ class MeteringSettings(BaseSettings):
         state_dir: where files are.
         http_host: where REST and `/metrics` listen.
         http_port: 0 takes any free port; empty: neither. The one taken is written to `state_dir`/metering.port.
+        tls_cert: PEM file with the certificate of REST and `/metrics`; empty: they are not encrypted.
+        tls_key: PEM file with its private key; empty: in the same file.
         batch_events: messages booked in one transaction at most.
         budgets_s: how often budgets are looked at beside what is booked: a day or month may begin, an executor come back.
     """
@@ -34,6 +38,8 @@ class MeteringSettings(BaseSettings):
     state_dir: Path = Field(default_factory=_state_dir)
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=9430, ge=0, le=65535)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     batch_events: int = Field(default=500, ge=1)
     budgets_s: float = Field(default=5.0, gt=0)
 
@@ -41,6 +47,14 @@ class MeteringSettings(BaseSettings):
     @classmethod
     def _off(cls, value: object) -> object:
         return None if value == "" else value
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What REST shows; None: it is not encrypted.
+
+        Raises:
+            ChannelTlsError: certificate and key cannot be used.
+        """
+        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key)
 
     @property
     def ledger_url(self) -> str:

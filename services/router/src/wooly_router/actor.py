@@ -17,7 +17,8 @@ from typing import Any
 from opentelemetry import trace
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.channel.token import channel_token
+from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError, shown
 from wooly_bus.tracing import step, trace_id_of
 from wooly_wis.messages import (
     AdmitSessionReply,
@@ -43,7 +44,7 @@ from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.placement import Want, as_record, summary
 from wooly_router.core.queue import held_devices
 from wooly_router.core.registry import LOST_AFTER_S, Registry
-from wooly_router.gate import Gate
+from wooly_router.gate import Caller, Gate
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
@@ -92,11 +93,19 @@ class RouterActor:
         self.settings = settings
         self._app = app
         self._started = clock()
+        self._channel_key = settings.channel_signer()
+        self.issuer = settings.issuer()
+        self.credentials_s = settings.credentials_s
+        self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
         self._closing: set[asyncio.Task[None]] = set()
         app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
         app.serve(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes, queue="router")
+        app.serve_tenants(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_tenants, queue="router")
+        app.serve_tenants(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_tenants, queue="router")
+        app.serve_tenants(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_tenants, queue="router")
+        app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes_of, queue="router")
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
         app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
@@ -112,8 +121,16 @@ class RouterActor:
     # -- opening -----------------------------------------------------------------------------------------------------
 
     async def on_open_session(self, request: OpenSessionRequest) -> OpenSessionReply:
-        """Place a session: each of its devices on another executor, the best that answer and do not refuse; all or none."""
+        """Open a session for who shows a token, or anybody where none is asked for."""
         caller = await self.gate.over_nats(request.credential, request.tenant, "tasks:write")
+        return await self._open_for(caller, request)
+
+    async def on_open_tenants(self, request: OpenSessionRequest, tenant: str) -> OpenSessionReply:
+        """Open a session for a tenant's NATS user."""
+        return await self._open_for(await self.gate.of_tenant(tenant, request.tenant), request)
+
+    async def _open_for(self, caller: Caller, request: OpenSessionRequest) -> OpenSessionReply:
+        """Place a session: each of its devices on another executor, the best that answer and do not refuse; all or none."""
         request = request.model_copy(update={"tenant": caller.own, "credential": ""})
         until = self.clock() + OPEN_BUDGET_S
         await self._first_heartbeat()
@@ -242,6 +259,8 @@ class RouterActor:
                         overcommit_vram_percent=percent,
                         model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
                         lease_s=lease,
+                        channel_key=self._channel_key.public,
+                        at=self.clock(),
                     ),
                     HostSessionReply,
                     timeout=timeout,
@@ -264,6 +283,13 @@ class RouterActor:
                     node=executor.node,
                     endpoints=answer.endpoints,
                     device=executor.device,
+                    token=channel_token(
+                        self._channel_key,
+                        session_id=session_id,
+                        tenant=request.tenant,
+                        executor_id=executor.executor_id,
+                        now=self.clock(),
+                    ),
                 )
                 parts.append(part)
         if len(parts) < len(executors):
@@ -281,7 +307,13 @@ class RouterActor:
         if not opened:  # cancelled meanwhile
             await self.close_on([p.executor_id for p in parts], session_id, "the session was cancelled")
             raise RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")
-        return OpenSessionReply(session_id=session_id, token=token, lease_s=lease, parts=tuple(parts))
+        credentials = ""
+        if self.issuer is not None:
+            names, ttl_s = [e.executor_id for e in executors], self.settings.session_credentials_s
+            credentials = self.issuer.session(request.tenant, session_id, names, ttl_s=ttl_s).text()
+        return OpenSessionReply(
+            session_id=session_id, token=token, lease_s=lease, parts=tuple(parts), credentials=credentials
+        )
 
     async def _admit_all(
         self,
@@ -345,6 +377,27 @@ class RouterActor:
         if not _same(lease.token, token):
             raise RefusedError("router.no_session", f"session {session_id} is not yours")
         return await self.world.tasks.get(session_id)
+
+    async def _must_be_of(self, session_id: str, tenant: str) -> None:
+        """A session that there is must be this tenant's: its token alone does not do.
+
+        Raises:
+            RefusedError: it is another's.
+        """
+        record = await self.world.tasks.get(session_id)
+        if record is not None and record.tenant != tenant:
+            raise RefusedError("router.no_session", f"session {session_id} is not yours")
+
+    async def on_renew_tenants(self, request: RenewSessionRequest, tenant: str) -> RenewSessionReply:
+        """Prolong a lease of a tenant's."""
+        await self.gate.of_tenant(tenant, None)
+        await self._must_be_of(request.session_id, tenant)
+        return await self.on_renew_session(request)
+
+    async def on_close_tenants(self, request: CloseSessionRequest, tenant: str) -> CloseSessionReply:
+        """End a session of a tenant's."""
+        await self._must_be_of(request.session_id, tenant)
+        return await self.on_close_session(request)
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
         """Prolong a lease, on all executors of the session and here."""
@@ -446,6 +499,13 @@ class RouterActor:
             if node is not None:
                 more |= {"wish": node.wish, "groups": tuple(sorted(node.groups))}
             found.append(info.model_copy(update=more))
+        return NodesReply(nodes=tuple(found))
+
+    async def on_nodes_of(self, request: NodesRequest, tenant: str) -> NodesReply:
+        """List all executors, with what a tenant may know of them: nothing of others' sessions."""
+        await self.gate.of_tenant(tenant, None)
+        reply = await self.on_nodes(request)
+        found = [n.model_copy(update={"memory": n.memory and n.memory.of_tenant(tenant)}) for n in reply.nodes]
         return NodesReply(nodes=tuple(found))
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:

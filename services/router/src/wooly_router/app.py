@@ -15,6 +15,7 @@ import uvicorn
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
+from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import handing_over, setup_tracing
@@ -67,7 +68,15 @@ async def serve(settings: RouterSettings) -> None:
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
     api = create_api(actor, desk, access, traces)
-    server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
+    tls = settings.tls()
+    config = uvicorn.Config(
+        api,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
+    )
+    server = _Server(config)
     server.closing = api.state.hub.close
     try:
         await actor.resume()
@@ -75,7 +84,10 @@ async def serve(settings: RouterSettings) -> None:
         async with app.running():
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
-            log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, shown(settings.nats_url))
+            scheme = "http" if tls is None else "https"
+            log.info(
+                "router: REST on %s://%s:%d, NATS at %s", scheme, settings.http_host, port, shown(settings.nats_url)
+            )
             await _first_end(
                 server,
                 listener,
@@ -128,7 +140,7 @@ def main() -> int:
         os.umask(0o077)
         migrate(settings.database())
         asyncio.run(serve(settings))
-    except (BusError, ValidationError, SQLAlchemyError, OSError) as e:
+    except (BusError, ChannelError, ValidationError, SQLAlchemyError, OSError) as e:
         log.error("the router ends: %s", e)
         return 1
     return 0

@@ -39,12 +39,14 @@ class Caller:
         tenant: whose tasks they see; None: everybody's.
         own: the tenant that what they make belongs to.
         may: scopes.
+        until: when this ends, in seconds since the epoch; None: not by itself.
     """
 
     actor: str
     tenant: str | None
     own: str
     may: frozenset[str]
+    until: float | None = None
 
 
 class Gate:
@@ -74,7 +76,21 @@ class Gate:
         may = ROLES[token.role]
         if token.scopes:
             may &= frozenset(token.scopes)
-        return Caller(f"token:{token.id}", token.tenant if token.role == "user" else None, token.tenant, may)
+        tenant = token.tenant if token.role == "user" else None
+        return Caller(f"token:{token.id}", tenant, token.tenant, may, token.expires_at)
+
+    async def of_tenant(self, tenant: str, claimed: str | None) -> Caller:
+        """Who sent a message by a NATS user of that tenant's: NATS says so. What they may, its permissions have let through.
+
+        Raises:
+            RefusedError: the tenant is disabled or gone, or the message is about another.
+        """
+        found = await self.world.tenants.get(tenant)
+        if found.disabled if found is not None else self.auth == "tokens":
+            raise RefusedError("router.unauthorized", f"tenant {tenant} may not ask any more")
+        if claimed not in (None, DEFAULT_TENANT, tenant):
+            raise RefusedError("router.forbidden", f"these credentials are not of tenant {claimed}, but of {tenant}")
+        return Caller(f"nats:{tenant}", tenant, tenant, ROLES["user"])
 
     async def over_nats(self, credential: str, claimed: str | None, scope: str) -> Caller:
         """Who sent a message, with the tenant that it is about as `own`.

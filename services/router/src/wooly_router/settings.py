@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import URL
+from wooly_bus.access import NatsSettings
+from wooly_bus.authority import read_issuer
+from wooly_bus.channel.tls import server_context
+from wooly_bus.credentials import CredentialsError, Issuer
+from wooly_bus.keys import Key
 
 from wooly_router.core.cluster import ClusterConfig
 
@@ -31,6 +37,16 @@ class RouterSettings(BaseSettings):
         auth: "open": whoever reaches REST may do everything; "tokens": it asks for a tenant's API token. The first one, an
             administrator's,
             is written to `state_dir`/admin.token.
+        channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
+            makes one); without, each router has its own, which executors take from whoever may open sessions on them.
+        signing_key: file with the seed of the key that signs NATS credentials (`python -m wooly_bus.authority` makes it); with
+            it, REST and opened sessions give such credentials. `WOOLY_NATS_CREDS` must be of the same account.
+        credentials_s: for how long those of REST hold; clients renew them.
+        session_credentials_s: for how long those of a session hold, with which it opens tunnels through NATS: as long as such a
+            session can last.
+        client_nats_url: where clients are told that NATS is; empty: `nats_url`.
+        tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
+        tls_key: PEM file with its private key; empty: in the same file.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
         trace_retention_s: how long a trace is kept.
@@ -48,12 +64,50 @@ class RouterSettings(BaseSettings):
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
+    channel_key: Path | None = None
+    signing_key: Path | None = None
+    credentials_s: float = Field(default=3600.0, ge=1)
+    session_credentials_s: float = Field(default=7 * 86400.0, ge=60)
+    client_nats_url: str = ""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
     trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )
+
+    def channel_signer(self) -> Key:
+        """What signs the tokens of data channels.
+
+        Raises:
+            KeyFormatError: the file has no such key.
+            OSError: it cannot be read.
+        """
+        return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What REST shows; None: it is not encrypted.
+
+        Raises:
+            ChannelTlsError: certificate and key cannot be used.
+        """
+        return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key)
+
+    def issuer(self) -> Issuer | None:
+        """What makes NATS credentials, if anything does.
+
+        Raises:
+            BusError: there is no such key, or the router has no credentials itself.
+            OSError: the key's file cannot be read.
+        """
+        if self.signing_key is None:
+            return None
+        creds = NatsSettings().creds
+        if creds is None:
+            raise CredentialsError("WOOLY_ROUTER_SIGNING_KEY is set, but the router has no WOOLY_NATS_CREDS itself")
+        return read_issuer(self.signing_key, creds)
 
     def cluster(self) -> ClusterConfig:
         """What the cluster's settings are until somebody changes them."""

@@ -43,12 +43,32 @@ class TaskActor:
         app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, cancel, queue="router")
         prioritize = self._let_in(self.on_prioritize_task, "tasks:write")
         app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, prioritize, queue="router")
+        app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, self._of_tenant(self.on_tasks), queue="router")
+        app.serve_tenants(subjects.ROUTER_TASK_GET, TaskRequest, self._of_tenant(self.on_task), queue="router")
+        app.serve_tenants(
+            subjects.ROUTER_TASK_CANCEL, TaskRequest, self._of_tenant(self.on_cancel_task), queue="router"
+        )
+        app.serve_tenants(
+            subjects.ROUTER_TASK_PRIORITIZE,
+            PrioritizeTaskRequest,
+            self._of_tenant(self.on_prioritize_task),
+            queue="router",
+        )
 
     def _let_in(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
         """The handler, for those who may; of a request that is about the tasks that they see."""
 
         async def check(request: Q) -> R:
             caller = await self._router.gate.over_nats(request.credential, request.tenant, scope)
+            return await handler(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+        return check
+
+    def _of_tenant(self, handler: Callable[[Q], Awaitable[R]]) -> Callable[[Q, str], Awaitable[R]]:
+        """The handler, for a tenant's NATS users."""
+
+        async def check(request: Q, tenant: str) -> R:
+            caller = await self._router.gate.of_tenant(tenant, request.tenant)
             return await handler(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
 
         return check

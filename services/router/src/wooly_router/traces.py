@@ -30,7 +30,7 @@ from wooly_wis.traces import (
     TracesRequest,
 )
 
-from wooly_router.gate import Gate
+from wooly_router.gate import Caller, Gate
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.traces import OWNER, TraceStore
 from wooly_router.state.world import World
@@ -90,6 +90,9 @@ class TraceActor:
         app.serve(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self.on_add_spans, queue="router")
         app.serve(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace, queue="router")
         app.serve(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces, queue="router")
+        app.serve_tenants(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self._add_of, queue="router")
+        app.serve_tenants(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace_of, queue="router")
+        app.serve_tenants(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces_of, queue="router")
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 
@@ -102,6 +105,12 @@ class TraceActor:
     async def on_add_spans(self, request: AddSpansRequest) -> AddSpansReply:
         """A client recorded spans of a task of its own tenant's."""
         caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:write")
+        return await self._add(request, caller)
+
+    async def _add_of(self, request: AddSpansRequest, tenant: str) -> AddSpansReply:
+        return await self._add(request, await self._gate.of_tenant(tenant, request.tenant))
+
+    async def _add(self, request: AddSpansRequest, caller: Caller) -> AddSpansReply:
         trace_id = await self.store.of_task(request.task_id, caller.tenant)
         if trace_id is None:
             raise _no_trace(f"task {request.task_id} has no trace")
@@ -148,6 +157,14 @@ class TraceActor:
 
     async def _read_traces(self, request: TracesRequest) -> TracesReply:
         caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:read")
+        return await self.on_traces(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+    async def _read_trace_of(self, request: TraceRequest, tenant: str) -> TraceReply:
+        caller = await self._gate.of_tenant(tenant, request.tenant)
+        return await self.on_trace(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+    async def _read_traces_of(self, request: TracesRequest, tenant: str) -> TracesReply:
+        caller = await self._gate.of_tenant(tenant, request.tenant)
         return await self.on_traces(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
 
     async def on_traces(self, request: TracesRequest) -> TracesReply:

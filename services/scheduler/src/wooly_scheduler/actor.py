@@ -66,6 +66,8 @@ class SchedulerActor:
         app.serve(subjects.SCHEDULER_SESSION_ADMIT, AdmitSessionRequest, self.on_admit_session, queue="scheduler")
         app.serve(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_session, queue="scheduler")
         app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus, queue="scheduler")
+        app.serve_tenants(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_of, queue="scheduler")
+        app.serve_tenants(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus_of, queue="scheduler")
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
         app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
@@ -250,6 +252,21 @@ class SchedulerActor:
         first = answers[0]
         assert isinstance(first, SteerSessionReply)
         return first
+
+    async def on_steer_of(self, request: SteerSessionRequest, tenant: str) -> SteerSessionReply:
+        """A tenant treats a session of its own otherwise: its class, its weight, whether it is suspended."""
+        if any(value is not None for value in (request.policy, request.exclusive, request.hold)):
+            raise RefusedError("scheduler.forbidden", "these credentials set class, weight and suspension only")
+        await self._settled(*self.gpus.values())
+        found = [gpu.demand(request.session_id) for gpu in self.gpus.values()]
+        if not any(demand is not None and demand.tenant == tenant for demand in found):
+            raise RefusedError("scheduler.no_session", f"session {request.session_id} is not open on any GPU")
+        return await self.on_steer_session(request)
+
+    async def on_gpus_of(self, request: GpusRequest, tenant: str) -> GpusReply:
+        """What every GPU does, and a tenant's own sessions there."""
+        reply = await self.on_gpus(request)
+        return reply.model_copy(update={"gpus": tuple([g.of_tenant(tenant) for g in reply.gpus])})
 
     def _judge(self, gpu: GpuActor, request: SteerSessionRequest) -> None:
         """Refuse what would make an admitted session late."""

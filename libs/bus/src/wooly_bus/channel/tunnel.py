@@ -39,6 +39,7 @@ from pydantic import AfterValidator, Field
 from wooly_wis.messages import Message
 
 from wooly_bus import subjects
+from wooly_bus.access import Access, options
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
 from wooly_bus.envelope import decode_reply, encode
@@ -133,8 +134,9 @@ class TunnelSocket(socket.socket):
 class _Tunnel:
     """One end, in the event loop that made it."""
 
-    def __init__(self, url: str, key: str) -> None:
-        self._url = url
+    def __init__(self, access: Access, key: str) -> None:
+        self._access = access
+        self._tenant: str | None = None
         self._key = bytes.fromhex(key)
         self._client = Client()
         self._fate = _Fate()
@@ -159,16 +161,23 @@ class _Tunnel:
         self._peer_ended = False
         self.inbox = ""
 
-    async def connect(self, timeout: float) -> None:
+    async def connect(self, timeout: float, under: str = "") -> None:
         """Connect to NATS and listen on an inbox of this tunnel's own.
+
+        Args:
+            timeout: seconds.
+            under: where that inbox has to be; without, where our credentials have theirs.
 
         Raises:
             ChannelError: no server answers.
+            CredentialsError: there are no credentials to show.
         """
+        held = None if self._access.credentials is None else self._access.credentials()
+        self._tenant = None if held is None else held.tenant
         try:
             async with asyncio.timeout(timeout):
                 await self._client.connect(
-                    [server.strip() for server in self._url.split(",")],
+                    [server.strip() for server in self._access.url.split(",")],
                     name="wooly-tunnel",
                     allow_reconnect=False,  # what was under way is lost: the stream could not go on
                     connect_timeout=max(1, int(timeout)),
@@ -178,18 +187,17 @@ class _Tunnel:
                     * WINDOW,  # never reached; nats-py would wait, and give up, in the middle of a publish
                     error_cb=self._on_error,
                     closed_cb=self._on_closed,
+                    **options(held, self._access.tls()),
                 )
-                self.inbox = self._client.new_inbox()
+                self.inbox = f"{under}.{secrets.token_hex(11)}" if under else self._client.new_inbox()
                 await self._client.subscribe(self.inbox, cb=self._on_message)
                 await settled(self._client)
         except TimeoutError as e:
             await self._disconnect()
-            raise ChannelTimeoutError(f"no NATS server answers at {shown(self._url)} within {timeout:g} s") from e
+            raise ChannelTimeoutError(f"no NATS server answers at {self._access} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             await self._disconnect()
-            raise ChannelClosedError(
-                f"no NATS server for the tunnel at {shown(self._url)}: {self._last_error or e}"
-            ) from e
+            raise ChannelClosedError(f"no NATS server for the tunnel at {self._access}: {self._last_error or e}") from e
 
     async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
         """Ask for the other end.
@@ -198,7 +206,9 @@ class _Tunnel:
             BusError: nobody answers, or refuses.
         """
         data, headers = encode(request)
-        with nats_errors(shown(self._url), subject, timeout):
+        if self._tenant is not None:
+            subject = subjects.for_tenant(subject, self._tenant)
+        with nats_errors(str(self._access), subject, timeout):
             answer = await self._client.request(subject, data, timeout=timeout, headers=headers)
         return decode_reply(answer.data, answer.headers, OpenTunnelReply)
 
@@ -389,18 +399,18 @@ class _Tunnel:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = what = str(error) or type(error).__name__
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {shown(self._url)} failed: {what}")
+            await self.end(f"the tunnel broke: the connection to NATS at {self._access} failed: {what}")
 
     async def _on_closed(self) -> None:
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {shown(self._url)} is gone")
+            await self.end(f"the tunnel broke: the connection to NATS at {self._access} is gone")
 
 
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-def open_tunnel(url: str, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
-    """A connected stream socket whose other end is at whoever serves `subject` on the NATS server at `url`.
+def open_tunnel(there: str | Access, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
+    """A connected stream socket whose other end is at whoever serves `subject` on the NATS server there.
 
     One daemon thread pumps it, and ends when the socket is closed or the tunnel breaks.
 
@@ -411,7 +421,9 @@ def open_tunnel(url: str, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> T
     """
     opened: concurrent.futures.Future[TunnelSocket] = concurrent.futures.Future()
     thread = threading.Thread(
-        target=lambda: asyncio.run(_client_end(url, subject, timeout, opened)), name="wooly-tunnel", daemon=True
+        target=lambda: asyncio.run(_client_end(Access.of(there), subject, timeout, opened)),
+        name="wooly-tunnel",
+        daemon=True,
     )
     thread.start()
     try:
@@ -422,11 +434,13 @@ def open_tunnel(url: str, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> T
         raise
 
 
-async def _client_end(url: str, subject: str, timeout: float, opened: concurrent.futures.Future[TunnelSocket]) -> None:
+async def _client_end(
+    access: Access, subject: str, timeout: float, opened: concurrent.futures.Future[TunnelSocket]
+) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     request = OpenTunnelRequest.model_construct(inbox="", key=secrets.token_hex(8), window=WINDOW)
-    tunnel = _Tunnel(url, request.key)
+    tunnel = _Tunnel(access, request.key)
     try:
         await tunnel.connect(timeout)
         request = request.model_copy(update={"inbox": tunnel.inbox})
@@ -471,13 +485,15 @@ class TunnelListener:
     """The executor's end of all tunnels, in the event loop of its control side.
 
     Args:
-        url: where NATS is.
+        there: NATS.
         deliver: gets the near socket of every new tunnel, and a name for its peer.
         limit: tunnels at a time.
     """
 
-    def __init__(self, url: str, deliver: Callable[[socket.socket, str], object], *, limit: int = 64) -> None:
-        self._url = url
+    def __init__(
+        self, there: str | Access, deliver: Callable[[socket.socket, str], object], *, limit: int = 64
+    ) -> None:
+        self._access = Access.of(there)
         self._deliver = deliver
         self._limit = limit
         self._tunnels: dict[_Tunnel, asyncio.Task[None]] = {}
@@ -488,21 +504,34 @@ class TunnelListener:
         """Tunnels that are open now."""
         return len(self._tunnels)
 
+    async def on_open_tenants_tunnel(self, request: OpenTunnelRequest, tenant: str) -> OpenTunnelReply:
+        """Handle the request of a tenant's client: both inboxes are such as only that one user may use.
+
+        Raises:
+            RefusedError: see `on_open_tunnel`; or the inbox is another tenant's.
+        """
+        if not subjects.is_inbox_of(request.inbox, tenant):
+            raise RefusedError("channel.inbox", "the tunnel would go to an inbox that is not the tenant's")
+        return await self._open(request, subjects.tunnel_inbox(request.inbox))
+
     async def on_open_tunnel(self, request: OpenTunnelRequest) -> OpenTunnelReply:
         """Handle a client's request.
 
         Raises:
             RefusedError: there are too many tunnels, or NATS does not let us in.
         """
+        return await self._open(request)
+
+    async def _open(self, request: OpenTunnelRequest, under: str = "") -> OpenTunnelReply:
         if len(self._tunnels) + self._opening >= self._limit:
             raise RefusedError(
                 "channel.busy", f"{self._limit} tunnels are open here, no more are served", retryable=True
             )
-        tunnel = _Tunnel(self._url, request.key)
+        tunnel = _Tunnel(self._access, request.key)
         self._opening += 1
         try:
-            await tunnel.connect(OPEN_TIMEOUT_S - 1)
-        except ChannelError as e:
+            await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
+        except (ChannelError, BusError) as e:
             raise RefusedError(e.code, str(e), retryable=e.retryable) from e
         finally:
             self._opening -= 1

@@ -353,10 +353,10 @@ def submit(
 
     settings = _settings()
     try:
-        url = jobs.with_controller(lambda: connect(settings), lambda c: c.url)
+        access = jobs.with_controller(lambda: connect(settings), lambda c: c.access)
         code = jobs.submit(
             settings,
-            url,
+            access,
             module,
             inputs or [],
             wait,

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from wooly_bus import subjects
+from wooly_bus.access import Access
 from wooly_wis.messages import (
     PrioritizeTaskRequest,
     TaskChanged,
@@ -53,7 +54,7 @@ def export(target: str, output: Path | None, blobs: Path | None, console: Consol
 
 def submit(
     settings: Settings,
-    url: str,
+    access: Access,
     path: Path,
     inputs: list[str],
     wait: bool,
@@ -68,10 +69,10 @@ def submit(
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
-    first = jobs.run(jobs.mark(url)) if waits else 1
+    first = jobs.run(jobs.mark(access)) if waits else 1
     trace = ClientTrace("submit")
     wanted |= {"headers": trace.headers(), "credential": settings.credential}
-    job = jobs.run(jobs.submit(url, settings.tenant, file, given, **wanted))
+    job = jobs.run(jobs.submit(access, settings.tenant, file, given, **wanted))
     trace.root.set_attribute("task_id", job.job_id)
     trace.end()
     trace.flush()
@@ -85,10 +86,12 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each, first))
-    with_controller(lambda: Controller(url), lambda c: trace.send(c, job.job_id, settings.credential))
+    last = jobs.run(jobs.follow(access, settings.tenant, job.job_id, each, first))
+    with_controller(lambda: Controller(access), lambda c: trace.send(c, job.job_id, settings.credential))
     files = (
-        jobs.run(jobs.fetch(url, settings.tenant, last.outputs, output)) if output is not None and last.outputs else []
+        jobs.run(jobs.fetch(access, settings.tenant, last.outputs, output))
+        if output is not None and last.outputs
+        else []
     )
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}

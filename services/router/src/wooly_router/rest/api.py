@@ -17,7 +17,7 @@ from wooly_bus.errors import BusError, RefusedError
 from wooly_router import ui
 from wooly_router.actor import RouterActor
 from wooly_router.exporter import SpanCollector
-from wooly_router.rest import cluster, credits, events, login, metrics, tasks, tenants, traces
+from wooly_router.rest import cluster, credentials, credits, events, login, metrics, tasks, tenants, traces
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem
 from wooly_router.tasks import TaskActor
@@ -56,7 +56,7 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     async def healthz() -> Health:
         return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
 
-    routed = (cluster, credits, events, login, metrics, tasks, tenants, traces)
+    routed = (cluster, credentials, credits, events, login, metrics, tasks, tenants, traces)
     for module in routed:
         api.include_router(module.router, prefix="/api/v1")
     ui.serve(api)

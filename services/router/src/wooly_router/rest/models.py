@@ -216,6 +216,28 @@ class Tenant(BaseModel):
     created_at: float
 
 
+class CredentialsBody(Body):
+    """NATS credentials. Without more: of the caller's own tenant, for as long as may be, with all that the token may.
+
+    `role`: `user` for a tenant's client, `admin` for who runs the cluster; without, the caller's own. `tenant`: another than the
+    caller's, for who may see all. `expires_in_s`: sooner than they would end.
+    """
+
+    role: Literal["admin", "user"] | None = None
+    tenant: PathName | None = None
+    expires_in_s: float | None = Field(default=None, ge=1, le=1e9, allow_inf_nan=False)
+
+
+class NatsCredentials(BaseModel):
+    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch."""
+
+    credentials: str
+    nats_url: str
+    role: Literal["admin", "user"]
+    tenant: str
+    expires_at: float
+
+
 class TenantList(BaseModel):
     """All tenants."""
 

@@ -1,0 +1,349 @@
+"""Credentials against a real nats-server: what their permissions say, it enforces; what they do not, is refused."""
+
+import asyncio
+import contextlib
+import stat
+import subprocess
+import sys
+import time
+
+import nats
+import nats.errors
+import pytest
+from nats.aio.client import Client
+from wooly_bus import subjects
+from wooly_bus.access import Access, options
+from wooly_bus.app import ServiceApp
+from wooly_bus.authority import Authority, make_authority
+from wooly_bus.channel.tunnel import OpenTunnelReply, OpenTunnelRequest
+from wooly_bus.credentials import Credentials, CredentialsError, Permissions
+from wooly_bus.errors import BusConnectError, RefusedError
+from wooly_bus.keys import Key
+from wooly_bus.rpc import ControlClient
+from wooly_testkit.nats import nats_server as start
+from wooly_wis.messages import NodesReply, NodesRequest, TasksReply, TasksRequest
+
+USER = frozenset({"tasks:read", "tasks:write", "nodes:read"})
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory):
+    return make_authority(tmp_path_factory.mktemp("authority") / "keys")
+
+
+@pytest.fixture(scope="module")
+def issuer(authority):
+    return authority.issuer()
+
+
+@pytest.fixture(scope="module")
+def url(authority):
+    with start("-c", str(authority.server_conf)) as running:
+        yield running
+
+
+@contextlib.asynccontextmanager
+async def connected(url, credentials):
+    """Yields a connection and the errors that the server told it."""
+    errors = []
+
+    async def error(e):
+        errors.append(str(e))
+
+    client = Client()
+    shows = options(credentials, None)
+    try:
+        await client.connect(url, error_cb=error, allow_reconnect=False, connect_timeout=5, **shows)
+        yield client, errors
+    finally:
+        await client.close()
+
+
+async def allowed(url, credentials, *, publish=None, subscribe=None):
+    async with connected(url, credentials) as (client, errors):
+        if publish:
+            await client.publish(publish, b"{}")
+        if subscribe:
+            await client.subscribe(subscribe)
+        await client.flush()
+        await client.flush()
+        return not errors
+
+
+def test_keys_are_made_once_and_are_their_owners_alone(authority):
+    files = sorted(authority.folder.iterdir())
+    assert len(files) == 7 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    assert stat.S_IMODE(authority.folder.stat().st_mode) == 0o700
+    before = {f: f.read_text() for f in files}
+    assert make_authority(authority.folder) == authority
+    assert {f: f.read_text() for f in files} == before
+
+
+def test_command_makes_keys_and_says_where_they_belong(tmp_path):
+    argv = [sys.executable, "-m", "wooly_bus.authority", str(tmp_path / "keys")]
+    said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    made = Authority(tmp_path / "keys")
+    assert f"WOOLY_EXECUTOR_CHANNEL_KEY={made.channel_public}" in said and str(made.signing_seed) in said
+    assert not any(path.read_text() in said for path in made.folder.iterdir())
+
+
+async def test_who_shows_nothing_or_anothers_key_is_not_let_in(url, issuer):
+    foreign = make_foreign(issuer)
+    for credentials in (None, foreign):
+        with pytest.raises(nats.errors.Error):
+            async with connected(url, credentials):
+                pass
+
+
+def make_foreign(issuer):
+    """A user of our account, signed by a key that the account does not know."""
+    return type(issuer)(Key.new("account"), issuer.account).client("acme", USER)
+
+
+async def test_credentials_end(url, issuer):
+    with pytest.raises(nats.errors.Error):
+        async with connected(url, issuer.client("acme", USER, ttl_s=60, now=time.time() - 61)):
+            pass
+
+
+async def test_service_may_everything(url, authority):
+    service = Credentials.load(authority.service_creds)
+    assert (service.role, service.tenant, service.expires_at) == ("service", None, None)
+    assert await allowed(url, service, publish=subjects.EXECUTOR_HEARTBEAT, subscribe=">")
+    async with connected(url, service) as (client, _):
+        assert (await client.jetstream().account_info()).limits.max_storage == -1
+
+
+async def test_client_speaks_for_its_tenant_alone(url, issuer):
+    mine = issuer.client("acme", USER)
+    assert (mine.tenant, mine.role) == ("acme", "user")
+    for _, subject in subjects.CLIENT_SUBJECTS:
+        assert await allowed(url, mine, publish=subjects.for_tenant(subject, "acme"))
+        assert not await allowed(url, mine, publish=subjects.for_tenant(subject, "other"))
+        assert not await allowed(url, mine, publish=subject)
+    for forbidden in (
+        subjects.EXECUTOR_HEARTBEAT,
+        subjects.executor_session_open("x"),
+        subjects.ROUTER_JOB_SUBMIT,
+        subjects.METERING_BUDGET_SET,
+        subjects.for_tenant(subjects.METERING_BUDGET_SET, "acme"),
+        subjects.for_tenant(subjects.executor_tunnel("x"), "acme"),
+        "_INBOX.x.y",
+        "$JS.API.INFO",
+        "$SYS.REQ.SERVER.PING",
+    ):
+        assert not await allowed(url, mine, publish=forbidden), forbidden
+
+
+async def test_client_hears_its_own_replies_and_its_tenants_tasks_alone(url, issuer):
+    mine, other = issuer.client("acme", USER), issuer.client("acme", USER)
+    assert await allowed(url, mine, subscribe=mine.inbox + ".>")
+    assert await allowed(url, mine, subscribe=subjects.router_task_changed("acme"))
+    for forbidden in (
+        ">",
+        "_INBOX.>",
+        other.inbox + ".>",
+        subjects.router_task_changed("other"),
+        subjects.ROUTER_TASKS_CHANGED,
+        subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"),
+        "$SYS.>",
+    ):
+        assert not await allowed(url, mine, subscribe=forbidden), forbidden
+
+
+async def test_scopes_take_from_what_a_client_may(url, issuer):
+    reader = issuer.client("acme", {"tasks:read"})
+    assert await allowed(url, reader, publish=subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme"))
+    assert not await allowed(url, reader, publish=subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"))
+    blind = issuer.client("acme", {"nodes:read"})
+    assert not await allowed(url, blind, subscribe=subjects.router_task_changed("acme"))
+
+
+async def test_session_credentials_open_tunnels_to_its_executors_alone(url, issuer):
+    mine = issuer.session("acme", "s1", ["x", "y"], ttl_s=60)
+    for executor in ("x", "y"):
+        assert await allowed(url, mine, publish=subjects.for_tenant(subjects.executor_tunnel(executor), "acme"))
+    assert await allowed(url, mine, publish=subjects.tunnel_inbox(mine.inbox) + ".z")
+    another = issuer.session("acme", "s2", ["x"], ttl_s=60)
+    for forbidden in (
+        subjects.for_tenant(subjects.executor_tunnel("z"), "acme"),
+        subjects.for_tenant(subjects.executor_tunnel("x"), "other"),
+        subjects.executor_tunnel("x"),
+        subjects.tunnel_inbox(another.inbox) + ".z",
+        subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"),
+    ):
+        assert not await allowed(url, mine, publish=forbidden), forbidden
+    assert not await allowed(url, mine, subscribe=subjects.tunnel_inbox(mine.inbox) + ".>")
+    assert not await allowed(url, mine, subscribe=another.inbox + ".>")
+
+
+async def test_administrator_asks_everybody_and_has_jetstream(url, authority):
+    admin = Credentials.load(authority.admin_creds)
+    assert await allowed(url, admin, publish=subjects.METERING_BUDGET_SET, subscribe=subjects.ROUTER_TASKS_CHANGED)
+    assert not await allowed(url, admin, publish=subjects.EXECUTOR_HEARTBEAT)
+    async with connected(url, admin) as (client, _):
+        assert (await client.jetstream().account_info()).limits.max_storage == -1
+
+
+def test_credentials_are_read_from_their_text(issuer, tmp_path):
+    made = issuer.client("a.b *ü", USER, ttl_s=100)
+    read = Credentials.parse(made.text())
+    for name in ("jwt", "user_id", "tenant", "role", "account", "expires_at", "permissions", "inbox"):
+        assert getattr(read, name) == getattr(made, name)
+    assert read.tenant == "a.b *ü" and read.key.seed == made.key.seed
+    other = issuer.client("other", USER)
+    for wrong in ("", made.jwt, made.text().replace(made.key.seed, other.key.seed), made.text().replace("SU", "SA")):
+        with pytest.raises(CredentialsError):
+            Credentials.parse(wrong)
+    with pytest.raises(CredentialsError, match="cannot read"):
+        Credentials.load(tmp_path / "missing.creds")
+
+
+def test_permissions_match_as_the_server_does():
+    some = Permissions(("a.*.c", "d.>"), ())
+    for subject, may in (("a.b.c", True), ("a.b", False), ("a.b.c.d", False), ("d.e.f", True), ("d", False)):
+        assert some.may_publish(subject) == may
+    assert Permissions().may_publish("anything")
+
+
+# -- services and clients --------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def service(url, authority, monkeypatch):
+    """A service that answers everybody, and tenants with their name."""
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
+    app = ServiceApp("router", url)
+
+    async def answer(request):
+        return TasksReply(tasks=(), next="everybody")
+
+    async def answer_tenant(request, tenant):
+        return TasksReply(tasks=(), next=tenant)
+
+    app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, answer, queue="router")
+    app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, answer_tenant, queue="router")
+    async with app.running():
+        yield app
+
+
+async def test_service_knows_the_tenant_from_the_connection(url, authority, issuer, monkeypatch):
+    async with service(url, authority, monkeypatch):
+        for credentials, known in (
+            (issuer.client("a.b", USER), "a.b"),
+            (issuer.client("ü *", USER), "ü *"),
+            (Credentials.load(authority.admin_creds), "everybody"),
+        ):
+            client = await asyncio.to_thread(ControlClient, Access(url, lambda held=credentials: held))
+            try:
+                request = TasksRequest(tenant="somebody else's")
+                reply = await asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, request, TasksReply)
+                assert reply.next == known
+            finally:
+                await asyncio.to_thread(client.close)
+
+
+async def test_client_learns_at_once_what_its_credentials_do_not_allow(url, authority, issuer, monkeypatch):
+    client = await asyncio.to_thread(ControlClient, Access(url, lambda: issuer.client("acme", {"tasks:read"})))
+    try:
+        for subject in (subjects.ROUTER_NODE_LIST, subjects.METERING_BUDGET_SET):
+            with pytest.raises(RefusedError, match="these credentials may not") as refused:
+                await asyncio.to_thread(client.request, subject, NodesRequest(), NodesReply)
+            assert refused.value.code == "bus.forbidden"
+    finally:
+        await asyncio.to_thread(client.close)
+
+
+async def test_reply_goes_to_no_service_and_to_no_other_tenant(url, authority, issuer, monkeypatch):
+    mine = issuer.client("acme", USER)
+    body = TasksRequest().model_dump_json().encode()
+    subject = subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme")
+    others = issuer.client("other", USER)
+    everybody = Credentials.load(authority.service_creds)
+    async with (
+        service(url, authority, monkeypatch),
+        connected(url, mine) as (client, errors),
+        connected(url, everybody) as (ears, _),
+    ):
+        heard = []
+
+        async def hear(message):
+            heard.append(message.subject)
+
+        await ears.subscribe(">", cb=hear)
+        await ears.flush()
+        for target in (subjects.EXECUTOR_HEARTBEAT, others.inbox + ".x", "_INBOX.x", "$JS.API.INFO"):
+            await client.publish(subject, body, reply=target)
+        await client.flush()
+        right = await client.request(subject, body, timeout=5)  # answered after those before it
+        assert TasksReply.model_validate_json(right.data).next == "acme"
+        await ears.flush()
+        replies = [s for s in heard if s != subject]
+        assert replies and all(s.startswith(mine.inbox) for s in replies) and not errors
+
+
+def test_without_credentials_tenants_subjects_are_not_served(nats_server):
+    async def ask():
+        app = ServiceApp("router", nats_server)
+        app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, lambda r, t: None)
+        async with app.running():
+            client = await nats.connect(nats_server)
+            with pytest.raises(nats.errors.NoRespondersError):
+                await client.request(subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme"), b"{}")
+            await client.close()
+
+    asyncio.run(ask())
+
+
+async def test_client_renews_its_credentials_before_they_end(url, authority, issuer, monkeypatch):
+    made = []
+
+    def renew():
+        made.append(issuer.client("acme", USER, ttl_s=2))
+        return made[-1]
+
+    async with service(url, authority, monkeypatch):
+        client = await asyncio.to_thread(ControlClient, Access(url, renew))
+        try:
+            until = time.monotonic() + 30
+            while len(made) < 4:  # the first ones have ended by then
+                reply = await asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+                assert reply.next == "acme" and time.monotonic() < until
+                await asyncio.sleep(0.05)
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+def test_control_client_without_credentials_is_told_so(url):
+    with pytest.raises(BusConnectError, match="does not let us in: it wants to see its credentials"):
+        ControlClient(url, timeout=1)
+
+
+async def test_tunnel_of_a_session_is_its_users_alone(url, authority, issuer, monkeypatch):
+    from wooly_bus.channel.tunnel import TunnelListener, open_tunnel
+
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
+    app = ServiceApp("executor", url)
+    got = asyncio.Queue()
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait((sock, peer)))
+    app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
+    held = issuer.session("acme", "s1", ["x"], ttl_s=60)
+    other = issuer.session("other", "s2", ["x"], ttl_s=60)
+    async with app.running(), contextlib.aclosing(listener):
+        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
+        far, peer = await got.get()
+        assert held.inbox in peer
+        near.sendall(b"to the executor")
+        far.setblocking(True)
+        assert await asyncio.to_thread(far.recv, 100) == b"to the executor"
+        await asyncio.to_thread(far.sendall, b"back")
+        assert await asyncio.to_thread(near.recv, 100) == b"back"
+        async with connected(url, held) as (client, _):
+            request = OpenTunnelRequest(inbox=other.inbox + ".x", key="0" * 16, window=1 << 20)
+            subject = subjects.for_tenant(subjects.executor_tunnel("x"), "acme")
+            answer = await client.request(subject, request.model_dump_json().encode(), timeout=5)
+            assert b"channel.inbox" in answer.data
+            with pytest.raises(ValueError):
+                OpenTunnelReply.model_validate_json(answer.data)
+        near.close()
+        far.close()

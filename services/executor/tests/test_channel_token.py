@@ -1,0 +1,115 @@
+"""Tokens signed by the router: who shows another than the session's own, or shows it again, opens no channel and is told why."""
+
+import base64
+import json
+
+import pytest
+from wooly_bus.channel.token import VALID_S, SignedPass, channel_token
+from wooly_bus.keys import Key
+
+ROUTER = Key.new("cluster")
+OPENED = 1_000_000.0
+
+
+class Clock:
+    def __init__(self):
+        self.now = OPENED
+
+    def __call__(self):
+        return self.now
+
+
+def token(**changes):
+    """The right one for session "a" of "acme" on "x", but for the changes."""
+    key = changes.pop("key", ROUTER)
+    right = {"session_id": "a", "tenant": "acme", "executor_id": "x", "now": OPENED}
+    return channel_token(key, **right | changes)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def hosting(device, clock):
+    """The executor "x", which hosts the session "a" of "acme"."""
+
+    def open_session(session_id="a"):
+        entry = SignedPass(ROUTER.public, session_id, "acme", "x", clock)
+        device.call(lambda: device.loop.open_session(session_id, entry, None))
+
+    open_session()
+    device.open_session = open_session
+    return device
+
+
+def altered(text):
+    """The same token, but for a later end, under the old signature."""
+    head, body, signature = text.split(".")
+    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+    claims["exp"] += 1e6
+    body = base64.urlsafe_b64encode(json.dumps(claims, separators=(",", ":")).encode()).rstrip(b"=").decode()
+    return f"{head}.{body}.{signature}"
+
+
+def unsigned(text):
+    """The same claims under the header of a token without a signature."""
+    head = base64.urlsafe_b64encode(b'{"typ":"wooly-channel","alg":"none"}').rstrip(b"=").decode()
+    return f"{head}.{text.split('.')[1]}."
+
+
+def refusal(device, wis, shown, session_id="a"):
+    with pytest.raises(wis.error) as refused:
+        wis.client(device.endpoint, session_id, shown)
+    assert refused.value.code == "executor.turned_away"
+    return refused.value.message
+
+
+def test_token_opens_the_channel_of_its_session(hosting, wis):
+    client = wis.client(hosting.endpoint, "a", token())
+    assert client.sync() == {}
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("shown", "why"),
+    [
+        (token(session_id="b"), "for another session"),
+        (token(tenant="evil"), "for another tenant"),
+        (token(executor_id="y"), "for another executor"),
+        (token(key=Key.new("cluster")), "not the router's: the signature"),
+        (altered(token()), "not the router's: the signature"),
+        (unsigned(token()), "not the router's: not a token"),
+        (token()[:-2], "not the router's"),
+        ("", "not the router's: not a token"),
+        ("a.b.c", "not the router's: not a token"),
+        ("[" * 900, "not the router's: not a token"),
+    ],
+)
+def test_other_token_is_refused_with_its_reason(hosting, wis, shown, why):
+    assert why in refusal(hosting, wis, shown)
+    rightful = wis.client(hosting.endpoint, "a", token())  # whose session is untouched
+    assert rightful.sync() == {}
+    rightful.close()
+
+
+def test_token_expires(hosting, wis, clock):
+    clock.now = OPENED + VALID_S
+    assert "expired" in refusal(hosting, wis, token())
+    clock.now -= 0.001
+    wis.client(hosting.endpoint, "a", token()).close()
+
+
+def test_token_opens_one_channel(hosting, wis):
+    first = wis.client(hosting.endpoint, "a", token())
+    assert "has its client already" in refusal(hosting, wis, token())
+    assert first.sync() == {}
+    first.close()
+    hosting.wait_closed("a")
+    assert "not open here" in refusal(hosting, wis, token())
+
+
+def test_token_of_one_session_opens_no_other_of_the_same_tenant(hosting, wis):
+    hosting.open_session("b")
+    assert "for another session" in refusal(hosting, wis, token(), "b")

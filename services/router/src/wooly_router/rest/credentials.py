@@ -1,0 +1,55 @@
+"""NATS credentials for who shows an API token: short-lived, for their tenant, with what the token may."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from wooly_bus.errors import RefusedError
+
+from wooly_router.actor import RouterActor
+from wooly_router.gate import ROLES, Caller
+from wooly_router.rest.access import Access, admitted
+from wooly_router.rest.models import CredentialsBody, NatsCredentials
+
+router = APIRouter()
+
+
+@router.post("/credentials", status_code=201)
+async def create_credentials(
+    request: Request, body: CredentialsBody, caller: Annotated[Caller, Depends(admitted)]
+) -> NatsCredentials:
+    """Credentials for NATS. Ask again before they end."""
+    actor: RouterActor = request.app.state.actor
+    access: Access = request.app.state.access
+    if actor.issuer is None:
+        raise RefusedError(
+            "router.no_credentials", "this router makes no NATS credentials: WOOLY_ROUTER_SIGNING_KEY is not set"
+        )
+    # Who may do everything because nobody is asked for a token is still nobody to whom JetStream is handed out.
+    proved = access.auth == "tokens" and caller.tenant is None and caller.may == ROLES["admin"]
+    tenant = body.tenant or caller.own
+    if caller.tenant is not None and tenant != caller.tenant:
+        raise RefusedError("router.forbidden", "this token gets credentials of its own tenant only")
+    if body.role == "admin" and not proved:
+        raise RefusedError("router.forbidden", "an administrator's token is needed for an administrator's credentials")
+    role = body.role or ("admin" if proved and body.tenant is None else "user")
+    now = actor.clock()
+    ends = min(
+        now + (body.expires_in_s or actor.credentials_s),
+        now + actor.credentials_s,
+        now + actor.credentials_s if caller.until is None else caller.until,
+    )
+    lasting = {"ttl_s": ends - now, "now": now}
+    if role == "admin":
+        made = actor.issuer.administrator(**lasting)
+    else:
+        made = actor.issuer.client(tenant, caller.may & ROLES["user"], **lasting)
+    await access.log(caller, "credentials.create", made.user_id, tenant=tenant, role=role)
+    return NatsCredentials(
+        credentials=made.text(),
+        nats_url=actor.client_nats_url,
+        role=role,
+        tenant=tenant,
+        expires_at=made.expires_at or ends,
+    )
