@@ -161,7 +161,7 @@ class Forms:
             known = self._ids.get(raw)
             if known is None:
                 fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
-                name = form.attr("name")
+                name = form.attr("name") or form.attr("entry")
                 writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
                 random = form.attr("rng") is not None
                 view = form.operands[0].view if form.opcode == "alloc" else None
