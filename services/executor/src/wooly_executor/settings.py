@@ -28,7 +28,6 @@ class ExecutorSettings(BaseSettings):
 
     `memory` is the device's, where it is not to be all of it. A large allocation leaves `reserve` free, if sessions idle for
     `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
-    One launch of a session's own kernel may take `kernel_s`.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)

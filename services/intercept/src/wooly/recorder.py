@@ -103,6 +103,12 @@ def set_library_roots(roots: tuple[str, ...]) -> None:
     _codes_seen.clear()
 
 
+def add_library_root(root: str) -> None:
+    """One more directory whose frames are never shown."""
+    if root not in _library_roots:
+        set_library_roots((*_library_roots, root))
+
+
 def _is_library(code: CodeType) -> bool:
     _codes_seen.append(code)
     known = _library_code[id(code)] = code.co_filename.startswith(_library_roots)
