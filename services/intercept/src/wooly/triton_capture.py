@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.abc
 import importlib.machinery
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import EncodeError
-from wooly_wis.foreign import Source
+from wooly_wis.foreign import MAX_ARGUMENTS, Source
 
 from wooly.kernels.launch import ForeignKernel, Pointer
 from wooly.recorder import add_library_root
@@ -227,7 +228,8 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
             given = [(k, name, t) for k, (name, t) in enumerate(self._types) if t != "constexpr"]
             self._given = tuple([k for k, _, _ in given])
             name = self._metadata.name
-            parameters = tuple([_parameter(name, argument, t) for _, argument, t in given])
+            writes = written(text, name)
+            parameters = tuple([_parameter(name, argument, t, k in writes) for k, (_, argument, t) in enumerate(given)])
             options = (("num_stages", self._metadata.num_stages), ("num_warps", self._metadata.num_warps))
             try:
                 self._kernel = ForeignKernel(Source("ttir", text), name, parameters, (1, 1, 1), options)
@@ -310,11 +312,47 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _parameter(kernel: str, name: str, kind: Any) -> Pointer | DType:
+def written(text: str, entry: str) -> frozenset[int]:
+    """Parameters of a function through which it may write, found by following pointers through the text.
+
+    What cannot be told apart counts as written; the executor holds the kernel to it.
+    """
+    head = re.search(rf"tt\.func public @{re.escape(entry)}\((.*)\) attributes", text)
+    names = re.findall(r"(%[\w$.-]+):", head[1]) if head is not None else []
+    if head is None or re.search(r"tt\.(call|descriptor|make_tensor|elementwise_inline_asm)", text):
+        return frozenset(range(MAX_ARGUMENTS))
+    group: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        while name in group:
+            name = group[name]
+        return name
+
+    found: list[str] = []
+    for line in text[head.end() :].splitlines():
+        if "!tt.ptr" not in line:
+            continue
+        defined, _, rest = line.rpartition(" = ") if "scf." not in line else ("", "", line)
+        operands = re.findall(r"%[\w$.-]+", rest)
+        if "tt.store" in line or "tt.atomic" in line:
+            found.append(operands[0])
+        elif "tt.load" not in line:
+            together = operands[:1] if "tt.addptr" in line else operands
+            together += re.findall(r"%[\w$.-]+", defined)
+            if re.search(r"scf\.|cf\.|\^bb", line):  # passed on, here or there
+                together.append("passed")
+            for name in together[1:]:
+                if of(name) != of(together[0]):
+                    group[of(name)] = of(together[0])
+    groups = {of(name) for name in found}
+    return frozenset([k for k, name in enumerate(names) if of(name) in groups])
+
+
+def _parameter(kernel: str, name: str, kind: Any, writes: bool) -> Pointer | DType:
     dtype = _DTYPES.get(kind.lstrip("*").removeprefix("k")) if isinstance(kind, str) else None
     if dtype is None:
         raise NotImplementedError(
             f"Triton kernel {kernel}: an argument of type {kind} ({name}) is not supported; pointers to, and numbers of, "
             f"{', '.join(_DTYPES)} are"
         )
-    return Pointer(dtype) if kind.startswith("*") else dtype
+    return Pointer(dtype, writes) if kind.startswith("*") else dtype

@@ -360,7 +360,7 @@ class Lowering:
 
     def _arith_constant(self, op: Op) -> None:
         words, t = op.words, op.types[-1] if op.types else Type("i1")
-        if t.pointer or not words:
+        if t.pointer or not words or (not op.types and words not in (["true"], ["false"])):
             raise ForeignError(f"{op.place}: a constant {t}")
         if words[0] != "dense":
             text = literal(t.elem, words[0])
@@ -961,6 +961,8 @@ class Lowering:
         self._out(f"goto L{label[1:]};")
 
     def _yielded(self, block: Block, name: str, op: Op) -> list[str]:
+        if name == "scf.yield" and (not block.ops or block.ops[-1].name != name):
+            return []  # it is not written where nothing is passed on
         if not block.ops or block.ops[-1].name != name:
             raise ForeignError(f"{op.place}: a region does not end with {name}")
         return block.ops[-1].operands
@@ -971,10 +973,8 @@ class Lowering:
     _scf_condition = _scf_yield
 
     def _inside(self, block: Block) -> None:
-        """A region's operations but the last."""
-        last = block.ops.pop()
+        """A region's operations; what passes values on is its owner's."""
         self._ops(block)
-        block.ops.append(last)
 
     def _scf_for(self, op: Op) -> None:
         if "unsigned" in op.words:

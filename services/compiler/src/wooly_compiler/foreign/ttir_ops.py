@@ -347,6 +347,8 @@ STRUCTURAL: Final[dict[str, str]] = {
     "scf.for": "ended if the launch takes too long",
     "scf.while": "ended if the launch takes too long",
     "scf.if": "",
+    "scf.yield": "",
+    "scf.condition": "",
     "cf.br": "between blocks of the function; ended if the launch takes too long",
     "cf.cond_br": "likewise",
     "gpu.barrier": "nothing: a program is one thread here",

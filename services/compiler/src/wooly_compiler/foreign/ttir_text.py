@@ -301,6 +301,8 @@ class Reader:
             if n > 64:
                 raise self._wrong("too many results")
             results = [f"{name}#{k}" for k in range(n)] if n else [name]
+            while self._take(","):
+                results.append(self._next().text)
             self._expect("=")
         token = self._next()
         if token.kind not in ("word", "string"):
