@@ -1,4 +1,7 @@
-"""What lowered kernels call: C functions without undefined behaviour, which compilers can make vectors of."""
+"""What lowered kernels call: C functions without undefined behaviour, which compilers can make vectors of.
+
+Products and sums are contracted only where it is said: PoCL's `fma` is a call, and no loop with one becomes vectors.
+"""
 
 from __future__ import annotations
 
@@ -84,24 +87,27 @@ static inline float w_scale2(float y, float t) {
   return y * as_float((uint)(h + 127) << 23) * as_float((uint)(n - h + 127) << 23);
 }
 static inline float w_exp_part(float r) {
+#pragma OPENCL FP_CONTRACT ON
   float y = 1.9841270e-4f;
-  y = fma(y, r, 1.3888889e-3f);
-  y = fma(y, r, 8.3333333e-3f);
-  y = fma(y, r, 4.1666667e-2f);
-  y = fma(y, r, 1.6666667e-1f);
-  y = fma(y, r, 0.5f);
-  y = fma(y, r, 1.0f);
-  return fma(y, r, 1.0f);
+  y = y * r + 1.3888889e-3f;
+  y = y * r + 8.3333333e-3f;
+  y = y * r + 4.1666667e-2f;
+  y = y * r + 1.6666667e-1f;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  return y * r + 1.0f;
 }
 static inline float w_exp(float x) {
+#pragma OPENCL FP_CONTRACT ON
   float c = x > 89.0f ? 89.0f : x > -105.0f ? x : -105.0f;
-  float t = fma(c, 1.44269504f, 12582912.0f) - 12582912.0f;
-  float r = fma(t, -0.693145752f, c);
-  r = fma(t, -1.42860677e-6f, r);
+  float t = c * 1.44269504f + 12582912.0f - 12582912.0f;
+  float r = t * -0.693145752f + c;
+  r = t * -1.42860677e-6f + r;
   float y = w_scale2(w_exp_part(r), t);
   return x != x ? x : y;
 }
 static inline float w_exp2(float x) {
+#pragma OPENCL FP_CONTRACT ON
   float c = x > 129.0f ? 129.0f : x > -151.0f ? x : -151.0f;
   float t = (c + 12582912.0f) - 12582912.0f;
   float y = w_scale2(w_exp_part((c - t) * 0.693147181f), t);

@@ -884,6 +884,8 @@ class Lowering:
         jn = 32 if n % 32 == 0 else n if n <= 32 else next(w for w in (16, 8, 4, 2, 1) if n % w == 0)
         im = 4 if m % 4 == 0 else 2 if m % 2 == 0 else 1
         i, j, l, x, y, z = [self._fresh() for _ in range(6)]  # noqa: E741
+        self._out("{")
+        self._out("#pragma OPENCL FP_CONTRACT ON")
         self._out(f"for (int {z} = 0; {z} < {t.numel // (m * n)}; {z}++)")
         self._out(
             f"for (int {j} = 0; {j} < {n}; {j} += {jn}) {{ if (W_END) return; "
@@ -895,11 +897,11 @@ class Lowering:
         left = f"({of}){a.array}[({z} * {m} + {i} + {x}) * {k} + {l}]"
         right = f"({of}){b.array}[({z} * {k} + {l}) * {n} + {j} + {y}]"
         if is_float(t.elem):
-            step = f"t[{x}][{y}] = fma({left}, {right}, t[{x}][{y}]);"
+            step = f"t[{x}][{y}] += {left} * {right};"
         else:
             step = f"t[{x}][{y}] = (int)((uint)t[{x}][{y}] + (uint)({left}) * (uint)({right}));"
         self._out(f"for (int {l} = 0; {l} < {k}; {l}++) {row} {step}")
-        self._out(f"{row} {cell} = {rounded(t.elem, f't[{x}][{y}]')}; }} }}")
+        self._out(f"{row} {cell} = {rounded(t.elem, f't[{x}][{y}]')}; }} }} }}")
         self._set(op, result)
 
     def _tt_histogram(self, op: Op) -> None:
