@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+# loadgroup: tests of one stack run in one process, one after the other (see conftest.py)
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
 
 .DEFAULT_GOAL := help
@@ -29,11 +31,11 @@ run: setup ## train a network on the digits data set, its "cuda" work executed b
 
 .PHONY: test
 test: setup ## the tests (under ten minutes on two cores)
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu and not docker"
+	$(PYTEST) -m "not slow and not gpu and not docker"
 
 .PHONY: test-all
 test-all: setup ## all tests, the slow ones too
-	$(BIN)/python -m pytest -n 2 -m "not gpu and not docker"
+	$(PYTEST) -m "not gpu and not docker"
 
 .PHONY: lint
 lint: setup ## ruff, mypy (strict for libs), import contracts

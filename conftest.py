@@ -23,6 +23,7 @@ os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wool
 STACKS = ("tests/e2e/", "tests/tiers/", "tests/deploy/", "services/executor/tests/test_plans")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of one stack together, and begin with them: the many short ones fill the cores at the end."""
     first = []

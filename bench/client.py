@@ -5,7 +5,6 @@ Run: .venv/bin/python bench/client.py [--json] [--only NAME] [--repeat N]
 
 import argparse
 import copy
-import json
 import multiprocessing
 import os
 import statistics
@@ -13,32 +12,15 @@ import sys
 import time
 import warnings
 
+from figures import row, show
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from wooly import api
 from wooly_testkit.delay_proxy import delay_proxy
 from wooly_testkit.executor import executor_process
-
-
-def row(name, unit, ours, baseline, goal, *, higher_is_better=False, spread=None, against="ratio"):
-    """One result. `goal` bounds the ratio to the baseline, or with `against="value"` our own figure."""
-    ratio = ours / baseline if baseline else None
-    value = ours if against == "value" else ratio
-    ok = value >= goal if higher_is_better else value <= goal
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "baseline": round(baseline, 3) if baseline else None,
-        "ratio": round(ratio, 3) if ratio else None,
-        "goal": goal,
-        "ok": bool(ok),
-        "spread": spread,
-    }
 
 
 def timed(function, repeat, clock=time.perf_counter):
@@ -312,14 +294,7 @@ def main():
             if args.only in (None, name):
                 rows += bench(args.repeat)
         api.disable()
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        table = Table("name", "unit", "ours", "local", "ratio", "spread", "goal", "ok")
-        for r in rows:
-            table.add_row(*["" if r[k] is None else str(r[k]) for k in
-                            ("name", "unit", "ours", "baseline", "ratio", "spread", "goal", "ok")])  # fmt: skip
-        Console(width=120).print(table)
+    show(rows, args.json, baseline="local")
     sys.stdout.flush()
     os._exit(0)
 

@@ -9,13 +9,12 @@ Run: .venv/bin/python bench/control.py [--json] [--only NAME] [--nodes N]
 """
 
 import argparse
-import json
+import functools
 import random
 import time
 from collections import deque
 
-from rich.console import Console
-from rich.table import Table
+import figures
 from wooly_router.core.placement import Gpu, Pool, Want, cost_of, fits
 from wooly_router.core.queue import Waiting, claims_of, plan
 
@@ -23,19 +22,7 @@ GIB = 1 << 30
 #: Devices per node, as often as they occur.
 SIZES = (1, 4, 8, 8)
 
-
-def row(name, unit, ours, baseline, goal):
-    """One result. `goal` bounds our own figure from below; None: only reported."""
-    ratio = ours / baseline if baseline else None
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 1),
-        "baseline": round(baseline, 1) if baseline else None,
-        "ratio": round(ratio, 2) if ratio else None,
-        "goal": goal,
-        "ok": goal is None or bool(ours >= goal),
-    }
+row = functools.partial(figures.row, higher_is_better=True, against="value", digits=1)
 
 
 def cluster(nodes, rng):
@@ -140,14 +127,7 @@ def main():
     for name, bench in BENCHES.items():
         if args.only in (None, name):
             rows += bench(gpus, args.seconds)
-    if args.json:
-        print(json.dumps(rows))
-        return
-    columns = ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
-    table = Table(*columns, title=f"{args.nodes} nodes, {len(gpus)} devices")
-    for r in rows:
-        table.add_row(*["" if r[k] is None else str(r[k]) for k in columns])
-    Console(width=120).print(table)
+    figures.show(rows, args.json, title=f"{args.nodes} nodes, {len(gpus)} devices")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import zlib
 from pathlib import Path
 
 import psutil
+from figures import row, show
 from rich.console import Console
 from rich.table import Table
 from wooly_bus import subjects
@@ -31,22 +32,6 @@ from wooly_wis.credits import CreditsReply, CreditsRequest, UsageRecord, UsageRe
 
 #: Sessions that report, records of one message.
 SESSIONS, PER_MESSAGE = 1000, 100
-
-
-def row(name, unit, ours, baseline, goal, *, higher_is_better=False, against="ratio"):
-    """One result. `goal` bounds the ratio to the baseline, or with `against="value"` our own figure."""
-    ratio = ours / baseline if baseline else None
-    value = ours if against == "value" else ratio
-    ok = value >= goal if higher_is_better else value <= goal
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "baseline": round(baseline, 3) if baseline else None,
-        "ratio": round(ratio, 3) if ratio else None,
-        "goal": goal,
-        "ok": bool(ok),
-    }
 
 
 # -- the ledger ------------------------------------------------------------------------------------------------------
@@ -444,14 +429,6 @@ def bench_budget(args):
 BENCHES = {"ledger": lambda args: bench_ledger(args.events), "models": bench_models, "budget": bench_budget}
 
 
-def show(rows):
-    table = Table("figure", "unit", "ours", "baseline", "ratio", "goal", "ok", box=None)
-    for r in rows:
-        figures = [str(r[k]) if r[k] is not None else "" for k in ("ours", "baseline", "ratio", "goal")]
-        table.add_row(r["name"], r["unit"], *figures, "yes" if r["ok"] else "NO")
-    Console().print(table)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -471,10 +448,7 @@ def main():
     for name in args.only or BENCHES:
         with contextlib.redirect_stdout(sys.stderr):
             rows += BENCHES[name](args)
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        show(rows)
+    show(rows, args.json)
     return 0
 
 

@@ -6,14 +6,13 @@ Run: .venv/bin/python bench/dispatch.py [--json] [--profiles FILE] [--only cost|
 """
 
 import argparse
-import json
+import functools
 import sys
 import time
 from collections import deque
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+import figures
 from wooly_dispatch.core import step
 from wooly_dispatch.events import LaunchDoneEvent, Policy, ProgramSubmittedEvent, SessionOpenedEvent
 from wooly_dispatch.journal import Journal, Replayer
@@ -21,21 +20,7 @@ from wooly_dispatch.simulate import study
 from wooly_dispatch.simulate.workload import read_profiles, synthetic_profiles
 from wooly_dispatch.state import DispatchState
 
-
-def row(name, unit, ours, baseline, goal, *, higher_is_better=False, against="value"):
-    """One result. `goal` bounds our own figure, or with `against="ratio"` its ratio to the baseline; None: only reported."""
-    ratio = ours / baseline if baseline else None
-    value = ours if against == "value" else ratio
-    ok = goal is None or (value >= goal if higher_is_better else value <= goal)
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "baseline": round(baseline, 3) if baseline else None,
-        "ratio": round(ratio, 3) if ratio else None,
-        "goal": goal,
-        "ok": bool(ok),
-    }
+row = functools.partial(figures.row, against="value")
 
 
 def busy(tenants, decisions, journal=None):
@@ -159,17 +144,8 @@ def main():
             rows.append(found)
             if not given.json:
                 print(f"{found['name']}: {found['ours']} {found['unit']}", file=sys.stderr)
-    if given.json:
-        json.dump(rows, sys.stdout, indent=1)
-        print()
-    else:
-        table = Table()
-        for column in rows[0]:
-            table.add_column(column)
-        for found in rows:
-            table.add_row(*("" if v is None else str(v) for v in found.values()))
-        Console(width=200).print(table)
-    return 0 if all(found["ok"] for found in rows) else 1
+    figures.show(rows, given.json)
+    return 1 if any(found["ok"] is False for found in rows) else 0
 
 
 if __name__ == "__main__":

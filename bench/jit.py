@@ -12,12 +12,14 @@ Run: .venv/bin/python bench/jit.py [--json] [--only NAME] [--repeat N] [--quick]
 """
 
 import argparse
-import json
+import functools
 import os
 import sys
 import tempfile
 import time
 import warnings
+
+import figures
 
 # a cold cache, so that the cost of a build is that of a new kernel
 os.environ["POCL_CACHE_DIR"] = _cache = tempfile.mkdtemp(prefix="wooly-jit-bench-")
@@ -25,30 +27,13 @@ os.environ["POCL_CACHE_DIR"] = _cache = tempfile.mkdtemp(prefix="wooly-jit-bench
 import numpy as np
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
 
-
-def row(name, unit, ours, baseline, goal, *, higher_is_better=True, spread=None):
-    """One result; the ratio says how many times faster we are (or, for costs, is left out)."""
-    ratio = baseline / ours if baseline else None
-    value = ratio if baseline else ours
-    ok = None if goal is None else (value >= goal if higher_is_better else value <= goal)
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "baseline": round(baseline, 3) if baseline else None,
-        "ratio": round(ratio, 3) if ratio else None,
-        "goal": goal,
-        "ok": ok,
-        "spread": spread,
-    }
+row = functools.partial(figures.row, higher_is_better=True, speedup=True)
 
 
 class Pool:
@@ -370,15 +355,9 @@ def main():
     for name, bench in BENCHES.items():
         if args.only in (None, name):
             rows += bench(args, 16 if args.quick else 1)
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        table = Table("name", "unit", "ours", "torch", "ratio", "spread", "goal", "ok",
-                      title=f"{device.platform}, {device.name}, {torch.get_num_threads()} threads")  # fmt: skip
-        for r in rows:
-            table.add_row(*["" if r[k] is None else str(r[k]) for k in
-                            ("name", "unit", "ours", "baseline", "ratio", "spread", "goal", "ok")])  # fmt: skip
-        Console(width=130).print(table)
+    figures.show(
+        rows, args.json, title=f"{device.platform}, {device.name}, {torch.get_num_threads()} threads", baseline="torch"
+    )
     sys.stdout.flush()
     os._exit(0)
 

@@ -13,6 +13,7 @@ Run: .venv/bin/python bench/memory.py [--json] [--only NAME] [--allocations N]
 import argparse
 import bisect
 import contextlib
+import functools
 import json
 import os
 import re
@@ -24,10 +25,10 @@ import threading
 import time
 from pathlib import Path
 
+import figures
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from rich.console import Console
-from rich.table import Table
 from wooly_executor.memory.pool import Pool
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Loading, LoadJob, Mover, SaveJob, Saving
@@ -38,21 +39,7 @@ from wooly_testkit.traces import tenants
 MIB = 1 << 20
 SESSIONS = 8
 
-
-def row(name, unit, ours, baseline, goal, *, of="ours", least=False):
-    """One result. `goal` bounds our own figure (or the `ratio`) from above, or with `least` from below; None: only reported."""
-    ratio = ours / baseline if baseline else None
-    judged = ratio if of == "ratio" else ours
-    ok = goal is None or (judged >= goal if least else judged <= goal)
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": round(ours, 3),
-        "baseline": round(baseline, 3) if baseline else None,
-        "ratio": round(ratio, 3) if ratio else None,
-        "goal": goal,
-        "ok": bool(ok),
-    }
+row = functools.partial(figures.row, against="value")
 
 
 class FirstFit:
@@ -225,7 +212,12 @@ def bench_fragmentation(allocations):
         replay(events, allocate, lambda block, cached=cached: cached[block[0]].free(block[1]))
         reserved = sum(c.high for c in cached)
         yield row(
-            f"memory needed, {who}, against PyTorch's caching", "MiB", facts.high / MIB, reserved / MIB, 1, of="ratio"
+            f"memory needed, {who}, against PyTorch's caching",
+            "MiB",
+            facts.high / MIB,
+            reserved / MIB,
+            1,
+            against="ratio",
         )
         tight = pool(int(peak / 0.9), sessions)
         replay(events, tight.allocate, tight.free)  # raises if it does not fit
@@ -357,12 +349,12 @@ def bench_lora(allocations):
         used / MIB,
         wanted / MIB,
         1.02,
-        of="ratio",
+        against="ratio",
     )
     yield row(f"{TENANTS} LoRA sessions over one base, against copies", "MiB", used / MIB, alone / MIB, None)
     seconds = statistics.median([s for s, _ in loads[1:]])
     sent = max(n for _, n in loads[1:])
-    yield row("second load, bytes sent", "MiB", sent / MIB, loads[0][1] / MIB, 0.01, of="ratio")
+    yield row("second load, bytes sent", "MiB", sent / MIB, loads[0][1] / MIB, 0.01, against="ratio")
     yield row("second load, time", "s", seconds, loads[0][0], None)
 
 
@@ -426,9 +418,11 @@ def bench_overcommit(allocations):
     roomy, alone, none, _ = bursts(4 * (STATE + 8 * MIB), 0)
     work = 3 * BURSTS
     yield row("bursts per second at 150 %, against none overcommitted", "1/s", work / tight, work / roomy, None)
-    yield row("all bursts done", "", sum(map(len, times)), work, 1, of="ratio", least=True)
+    yield row("all bursts done", "", sum(map(len, times)), work, 1, against="ratio", higher_is_better=True)
     wronged = sum("(P0)" in left and "(P2)" in others for left, others in choices)
-    yield row("sessions chosen to leave", "", sum(left.count("(P") for left, _ in choices), None, 1, least=True)
+    yield row(
+        "sessions chosen to leave", "", sum(left.count("(P") for left, _ in choices), None, 1, higher_is_better=True
+    )
     yield row("of them P0 while another could have left", "", wronged, None, 0)
     yield row("times the P0 session was swapped out", "", swaps.get("t0", 0), None, None)
     yield row("times P2 sessions were swapped out", "", sum(swaps.values()) - swaps.get("t0", 0), None, None)
@@ -510,14 +504,7 @@ def main():
     for name, bench in BENCHES.items():
         if args.only in (None, name):
             rows += bench(args.allocations)
-    if args.json:
-        print(json.dumps(rows))
-        return
-    columns = ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
-    table = Table(*columns)
-    for r in rows:
-        table.add_row(*["" if r[k] is None else str(r[k]) for k in columns])
-    Console(width=120).print(table)
+    figures.show(rows, args.json)
 
 
 if __name__ == "__main__":

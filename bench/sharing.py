@@ -20,11 +20,11 @@ import threading
 import time
 from pathlib import Path
 
+from figures import row, show
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import nats
-from rich.console import Console
-from rich.table import Table
 from wooly_bus import subjects
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
@@ -286,23 +286,6 @@ def shares(stack, seconds, weights):
     return [s / sum(steps) for s in steps], [t / max(sum(times), 1) for t in times]
 
 
-def row(name, unit, ours, baseline, goal, *, higher_is_better=False, against="ratio"):
-    """One result, as in `client.py`. Without a goal it is there to compare with."""
-    ratio = ours / baseline if baseline else None
-    value = ours if against == "value" else ratio
-    ok = None if goal is None else bool(value >= goal if higher_is_better else value <= goal)
-    numbers = [None if v is None else round(v, 3) for v in (ours, baseline, ratio)]
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": numbers[0],
-        "baseline": numbers[1],
-        "ratio": numbers[2],
-        "goal": goal,
-        "ok": ok,
-    }
-
-
 def measure(seconds, only):
     found = {}
     for dispatch in ("fair", "fifo"):
@@ -358,15 +341,7 @@ def main():
     if args.tenant:
         tenant(*args.tenant)
     rows = rows_of(measure(args.seconds, args.only))
-    if args.json:
-        print(json.dumps(rows))
-        return
-    table = Table("name", "unit", "ours", "baseline", "ratio", "goal", "ok")
-    for r in rows:
-        table.add_row(
-            *["" if r[k] is None else str(r[k]) for k in ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")]
-        )
-    Console(width=130).print(table)
+    show(rows, args.json)
 
 
 if __name__ == "__main__":

@@ -17,24 +17,11 @@ import time
 import warnings
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from figures import row, show
 
 JITS = ("0", "exact", "full")
 SETTLING_S = 90.0
 SHOWN = {"instructions": "instructions", "ns": "time"}
-
-
-def row(name, unit, ours, baseline, goal, *, higher_is_better=False):
-    """One result; the ratio says how many times longer than the baseline we take."""
-    ratio = ours / baseline if baseline else None
-    value = ours if ratio is None else ratio
-    ok = None if goal is None else (value >= goal if higher_is_better else value <= goal)
-    shown = {
-        k: round(v, 3) if v is not None else None
-        for k, v in {"ours": ours, "baseline": baseline, "ratio": ratio}.items()
-    }
-    return {"name": name, "unit": unit, **shown, "goal": goal, "ok": ok}
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------------
@@ -186,15 +173,7 @@ def main():
                     rows += bench(name, args.repeat, stack.nats_url)
         finally:
             stack.stop()
-    if args.json:
-        print(json.dumps(rows))
-        return
-    table = Table("name", "unit", "ours", "local", "ratio", "goal", "ok")
-    for r in rows:
-        table.add_row(
-            *["" if r[k] is None else str(r[k]) for k in ("name", "unit", "ours", "baseline", "ratio", "goal", "ok")]
-        )
-    Console(width=120).print(table)
+    show(rows, args.json, baseline="local")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ def test_sixty_trainings_give_the_cpus_losses_every_time(cuda, local):
     assert unlike == []
 
 
+@pytest.mark.slow
 def test_long_way_gives_the_same_numbers_with_the_same_waits(local):
     with executor_process() as near:
         loopback = client(near.endpoints[0], near.token)

@@ -36,7 +36,16 @@ def results(model, inputs, device):
     return [loss.detach().cpu(), *evaluated], tensors(output), gradients
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+#: A third of them are quick enough for every change; these always.
+FIRST = {"llama", "bert", "gpt2", "t5", "mamba", "vit"}
+
+
+def architectures():
+    for n, name in enumerate(ARCHITECTURES):
+        yield pytest.param(name, marks=() if name in FIRST or n % 3 == 0 else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", list(architectures()))
 def test_model_equals_the_cpu_bit_for_bit(cuda, name):
     architecture = ARCHITECTURES[name]
     theirs = architecture.build()

@@ -103,7 +103,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+#: The others are slow.
+QUICK = {"plain", "accumulation", "checkpointing", "fused"}
+
+
+def options():
+    for name, given in OPTIONS.items():
+        yield pytest.param(given, id=name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", list(options()))
 def test_trainer_gives_the_cpus_losses_and_weights(train, options):
     ours = train(**options)
     found = history(ours), history(ours, "grad_norm"), ours.evaluate()["eval_loss"]
@@ -113,10 +122,11 @@ def test_trainer_gives_the_cpus_losses_and_weights(train, options):
     assert len(found[0]) == 6 and found[2] < found[0][0]
 
 
+BOTH = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
+
+
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize(
-    "more", [{}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}], ids=["plain", "both"]
-)
+@pytest.mark.parametrize("more", [{}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["plain", "both"])
 def test_trainer_learns_in_mixed_precision(train, precision, more):
     exact = history(train(**more))
     ours = train(**{precision: True}, **more)

@@ -199,7 +199,7 @@ def test_penalties_and_forbidden_words_give_the_cpus_tokens(cuda, name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @NOISE
-@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "bart"])
 def test_static_cache_compiles_and_gives_the_cpus_tokens(cuda, name):
     torch._dynamo.reset()
     architecture = ARCHITECTURES[name]

@@ -9,6 +9,7 @@ import pytest
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.connected
 @pytest.mark.timeout(300)
 def test_everything_works_on_two_devices():

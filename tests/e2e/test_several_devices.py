@@ -112,6 +112,7 @@ def test_nodes_show_every_executor_with_its_share_of_the_host(stack):
     assert all(n["device"]["total_memory"] == psutil.virtual_memory().total // 2 for n in nodes)
 
 
+@pytest.mark.slow
 def test_run_without_a_stack_starts_as_many_executors_as_asked_for(tmp_path):
     path = script(
         tmp_path,
@@ -137,7 +138,8 @@ def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
     assert not alive and len(gone) == 7
 
 
-@pytest.mark.parametrize("used", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("used", [0, 1])
 def test_killed_executor_ends_the_session_on_the_other_and_is_named(tmp_path, used):
     """The script works on cuda:`used` only, and the executor of cuda:1 dies."""
     own = start_stack(tmp_path / "own", ephemeral=True, gpus=2)

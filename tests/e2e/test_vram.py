@@ -174,6 +174,7 @@ out = api.session_stats()["bytes_sent"] - before
 LOGITS = "out = model(torch.arange(5, device='cuda')[None]).logits.double().sum().item()"
 
 
+@pytest.mark.slow
 def test_pretrained_model_is_shared_without_special_steps(tmp_path):
     """On a device of 4 GiB: transformers takes 1.2 GiB of any for granted."""
     from transformers import LlamaConfig, LlamaForCausalLM

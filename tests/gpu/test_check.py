@@ -59,6 +59,7 @@ def test_some_cases_equal_the_truth(tmp_path):
     assert all(row["same"] + row["close"] == row["cases"] for row in rows.values()), said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_wrong_numbers_and_crashes_are_told(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SABOTAGE)

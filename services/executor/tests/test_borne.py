@@ -7,7 +7,7 @@ import pytest
 from wooly_bus.streams import StreamError
 from wooly_executor import borne
 from wooly_executor.borne import BornePublisher
-from wooly_executor.vram import Sample
+from wooly_executor.samples import Sample
 from wooly_wis.messages import MemoryBorne
 
 

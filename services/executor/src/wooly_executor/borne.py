@@ -16,7 +16,7 @@ from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.messages import MemoryBorne
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.vram import Sample
+from wooly_executor.samples import Sample
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 1.0

@@ -518,7 +518,7 @@ class DeviceLoop:
             self._answer(conn, {"known": self._offer(session, frame)})
         elif kind == Kind.SEAL:
             buffer, nbytes, _, name = unpack_content(frame.payload)
-            self.vram.seal(session, buffer, nbytes, name)
+            self.vram.contents.seal(session, buffer, nbytes, name)
         elif kind == Kind.PIN:
             self._answer(conn, self._pin(session, unpack_json(frame.payload)))
         elif kind == Kind.CLOSE:
@@ -529,7 +529,7 @@ class DeviceLoop:
     def _offer(self, session: Session, frame: Frame) -> bool:
         buffer, nbytes, head, name = unpack_content(frame.payload)
         try:
-            return self.vram.offer(session, buffer, nbytes, head, name)
+            return self.vram.contents.offer(session, buffer, nbytes, head, name)
         except ExecutorError as e:  # the upload that follows will say so again; this question is always answered
             session.fail(e.code, str(e), frame.seq)
             return False
@@ -539,12 +539,12 @@ class DeviceLoop:
         vram, tenant, name = self.vram, session.account.tenant, str(ask.get("name", ""))
         try:
             if ask.get("do") == "add":
-                return {"bytes": vram.pin(session, name)}
+                return {"bytes": vram.pins.add(session, name)}
             if ask.get("do") == "remove":
-                return {"removed": vram.unpin(tenant, name)}
+                return {"removed": vram.pins.remove(tenant, name)}
         except ExecutorError as e:
             return {"error": str(e)}
-        return {"pins": vram.pins(tenant)}
+        return {"pins": vram.pins.of(tenant)}
 
     # -- answers -----------------------------------------------------------------------------------------------------
 

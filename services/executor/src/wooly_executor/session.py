@@ -315,7 +315,7 @@ class Session:
         self._check_bindings(ready, run.bindings)
         bindings, vram = run.bindings, self.vram
         if self.guarded:
-            vram.unshare(self, [bindings[slot] for slot in ready.written])
+            vram.contents.unshare(self, [bindings[slot] for slot in ready.written])
         before = self.bytes
         freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
         prepared = choose(self.tiers, ready, self.jit, params)
@@ -411,7 +411,7 @@ class Session:
         if offset + nbytes > known.nbytes:
             raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
         if writing and self.guarded:
-            self.vram.unshare(self, [buffer], whole=nbytes == known.nbytes)
+            self.vram.contents.unshare(self, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:
             known.base, known.poison = zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)

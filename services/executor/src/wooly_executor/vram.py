@@ -21,21 +21,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from wooly_dispatch.overcommit import Commitment, headroom, promises
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.frames import Kind, unpack_run
 from wooly_wis.messages import MemoryState, SessionMemory
 
+from wooly_executor.contents import Contents, flat
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import BindingError, OutOfMemoryError
-from wooly_executor.memory.book import Gone, Leaving, Scope
+from wooly_executor.errors import OutOfMemoryError
+from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Account, Ledger
 from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, admit, choose
-from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Loading, LoadJob, Mover, SaveJob, Saving
+from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
+from wooly_executor.pins import Pins
+from wooly_executor.samples import Sample, Samples
 from wooly_executor.session import Frame, Residence, Session
-from wooly_executor.stowage import Copy, Pages, Stowage
+from wooly_executor.stowage import Pages, Stowage
 
 log = logging.getLogger("wooly.executor")
 #: The reserve is at most this share of the device.
@@ -82,24 +84,6 @@ class Want:
     tried: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """What one session bore in a stretch of time; see `wooly_wis.messages.MemoryBorne`."""
-
-    session: str
-    tenant: str
-    sequence: int
-    from_ns: int
-    to_ns: int
-    own: int
-    shared: int
-    own_byte_ns: int
-    shared_byte_ns: int
-    host: int
-    disk: int
-    last: bool
-
-
 class Vram:
     """The memory of one device.
 
@@ -134,22 +118,24 @@ class Vram:
         self.swapped_out = self.swapped_in = 0
         self._dispatch, self._call, self._proceed = dispatch, call, proceed
         self._sessions: dict[str, Session] = {}
-        self._contents: dict[int, Tensor] = {}  # store -> its bytes on the device
-        self._copies: dict[int, Copy] = {}  # store -> its copy elsewhere
         self._wants: dict[str, Want] = {}
         self._leaving = 0  # bytes that will be free when those who leave have left
         self._choices = 0
         self._retry = 0
         self._wake: int | None = None
-        self._pins: dict[tuple[str, str], Account] = {}
-        self._samples: dict[str, tuple[int, int, int, int]] = {}  # session -> sequence, until, integrals so far
-        self._ended: list[Sample] = []
+        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, proceed)
+        self._samples = Samples(self.ledger, clock)
+        self.pins = Pins(self.ledger, self.contents, self._samples, clock)
         dispatch.on_swap_in = self.ask
 
     @property
     def capacity(self) -> int:
         """Bytes of the device."""
         return self.ledger.pool.capacity
+
+    def _changed(self) -> None:
+        """There is room that was not there before."""
+        self.due = self.due or bool(self._wants)
 
     def stop(self) -> None:
         """End the mover's thread."""
@@ -164,15 +150,14 @@ class Vram:
         session.account = self.ledger.open(session.id, tenant=tenant, scope=scope, now=now)
         session.idle_since = now
         self._sessions[session.id] = session
-        self._samples[session.id] = (0, now, 0, 0)
+        self._samples.open(session.account, now)
 
     def close(self, session: Session) -> None:
         """A session is over, wherever its memory was."""
         if self._sessions.pop(session.id, None) is None:
             return
         self._wants.pop(session.id, None)
-        self._ended.append(self._sample(session, last=True))
-        del self._samples[session.id]
+        self._samples.close(session.account, self.stowed(session))
         for job in session.sealing.values():
             job.cancelled = True
         session.sealing.clear()
@@ -184,7 +169,7 @@ class Vram:
         self.due = True
 
     def _bury(self, session: Session) -> None:
-        self._departed(self.ledger.close(session.account, self.clock()))
+        self.contents.departed(self.ledger.close(session.account, self.clock()))
         for copy in session.copies.values():
             self.stowage.drop(copy)
         session.copies.clear()
@@ -193,7 +178,7 @@ class Vram:
     def commitments(self) -> list[Commitment]:
         """What every session was promised; what is pinned stays, and counts as such."""
         found = [Commitment(s.id, s.promised, s.swappable) for s in self._sessions.values()]
-        return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self._pins.values()]
+        return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
 
     def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
         """What a session that asks for so much, or for nothing in particular, may have.
@@ -271,8 +256,8 @@ class Vram:
         """Bytes that would be free if all others that may leave did."""
         room = self.ledger.spare + self._leaving
         for other in self._sessions.values():
-            if other is not session and other.swappable and other.residence is Residence.HERE:
-                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id)
+            if other is not session and other.swappable and other.residence in (Residence.HERE, Residence.COMING):
+                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id) + other.account.reserved
         return room
 
     def begun(self, session: Session, frame: Frame) -> None:
@@ -297,7 +282,10 @@ class Vram:
         return False
 
     def writable(self, session: Session, buffer: int) -> bool:
-        """Whether the client may write a buffer now; if not, its memory or room for a copy is asked for, and `proceed` called then."""
+        """Whether the client may write a buffer now.
+
+        If not, its session's memory or room for a copy is asked for, and `proceed` called then.
+        """
         if not self.present(session):
             return False
         lacks = self.ledger.cost_of_writing(session.account, [buffer]) if buffer in session.guarded else 0
@@ -342,173 +330,7 @@ class Vram:
             self.stowage.drop(copy)
         found = self.ledger.free(session.account, buffer, now)
         if found:
-            self._departed(found)
-
-    def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
-        """Some buffers are about to be written: from now on they are the session's own.
-
-        Args:
-            session: whose.
-            buffers: which; those that are not shared are left alone.
-            whole: all their bytes are overwritten.
-
-        Raises:
-            OutOfMemoryError: there is no room for a copy.
-        """
-        for buffer in buffers:
-            if buffer not in session.guarded:
-                continue
-            job = session.sealing.pop(buffer, None)
-            if job is not None:
-                job.cancelled = True
-            if buffer in session.account.shared:
-                written = self.ledger.write(session.account, buffer, self.clock())
-                source = self._contents[written.store] if written.copy else self._contents.pop(written.store)
-                known = session.buffers[buffer]
-                if written.copy:
-                    known.base = torch.empty_like(source) if whole else source.clone()
-                    known.view = None
-                self._departed(written.found)
-            session.guarded.discard(buffer)
-
-    def _departed(self, found: Iterable[Gone | Leaving]) -> None:
-        for each in found:
-            if isinstance(each, Gone):
-                self._contents.pop(each.store, None)
-                copy = self._copies.pop(each.store, None)
-                if copy is not None:
-                    self.stowage.drop(copy)
-            else:
-                self._orphan(each)
-        self.due = self.due or bool(self._wants)
-
-    def _orphan(self, each: Leaving) -> None:
-        """Content that only sessions hold that are away leaves the device, whatever the budget: nobody else can be asked."""
-        if each.store in self._copies:
-            self.ledger.evict(each.store)
-            self._contents.pop(each.store, None)
-            return
-        source = self._contents[each.store]
-        copy = self.stowage.take(Place.HOST, len(source), None)
-
-        def left(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._orphan_left(each.store, copy, error))
-
-        self.mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(each.store, source, copy)]))
-
-    def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
-        known = store in self._contents
-        if error is not None or not known or store in self._copies:
-            self.stowage.drop(copy)
-            return
-        self._copies[store] = copy
-        if not self.ledger.book.borne(store):
-            self.ledger.evict(store)
-            del self._contents[store]
-            self.due = True
-
-    # -- contents ----------------------------------------------------------------------------------------------------
-
-    def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
-        """A client is about to upload a content: is it here? Then the buffer has it from now on, and nothing need travel.
-
-        Raises:
-            BindingError: no such buffer.
-        """
-        known = session.buffers.get(buffer)
-        if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
-        if head:
-            return self.ledger.knows_head(session.account, nbytes, name)
-        if buffer in session.guarded:
-            self.unshare(session, [buffer], whole=True)
-        store = self.ledger.share(session.account, buffer, nbytes, name, self.clock())
-        if store is None:
-            return False
-        source = self._contents[store]
-        known.base, known.view, known.poison = source, None, ""
-        session.guarded.add(buffer)
-        return True
-
-    def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
-        """All of a buffer was uploaded: once its content is hashed here, others may share it. `name` is what the client says.
-
-        Raises:
-            BindingError: no such buffer.
-        """
-        known = session.buffers.get(buffer)
-        if known is None or known.nbytes != nbytes:
-            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
-        if session.account.scope is Scope.OFF or known.base is None or not nbytes or buffer in session.guarded:
-            return
-
-        def hashed(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._sealed(session, buffer, job, name))
-
-        job = HashJob(LEAST_URGENT, hashed, source=flat(known.base, nbytes))
-        session.guarded.add(buffer)
-        session.sealing[buffer] = job
-        self.mover.submit(job)
-
-    def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
-        assert isinstance(job, HashJob)
-        if session.sealing.get(buffer) is not job:
-            return  # it was written meanwhile, or is no more
-        del session.sealing[buffer]
-        known = session.buffers.get(buffer)
-        found = None
-        if job.content and job.content == name and known is not None and session.residence is Residence.HERE:
-            found = self.ledger.seal(session.account, buffer, known.nbytes, job.content, job.head, self.clock())
-        if found is None or known is None:
-            session.guarded.discard(buffer)
-        elif found[1]:
-            known.base, known.view = self._contents[found[0]], None
-        else:
-            assert known.base is not None
-            self._contents[found[0]] = flat(known.base, known.nbytes)
-        if not session.sealing:
-            self._proceed(session)
-
-    def pin(self, session: Session, name: str) -> int:
-        """Keep what the session shares when it is gone, under a name. Returns the bytes.
-
-        Raises:
-            BindingError: the session shares nothing, or its tenant has pinned something under that name.
-        """
-        account = session.account
-        key = (account.tenant, name)
-        if not account.shared:
-            raise BindingError(
-                "nothing to pin: this session shares no content (WOOLYAI_DEDUP is off, or nothing was uploaded)"
-            )
-        if key in self._pins:
-            raise BindingError(f"weights {name!r} are pinned already; `wooly weights rm {name}` first")
-        now = self.clock()
-        pin = self.ledger.open(f"pin {account.tenant} {name}", tenant=account.tenant, scope=account.scope, now=now)
-        for number, store in enumerate(dict.fromkeys(account.shared.values()), 1):
-            self.ledger.adopt(pin, number, store, now)
-        self._pins[key] = pin
-        self._samples[pin.name] = (0, now, 0, 0)
-        return self.ledger.book.has(pin.name)
-
-    def unpin(self, tenant: str, name: str) -> bool:
-        """Let pinned contents go. False if there are none of that name."""
-        pin = self._pins.pop((tenant, name), None)
-        if pin is None:
-            return False
-        self._ended.append(self._sample_of(pin, last=True))
-        del self._samples[pin.name]
-        self._departed(self.ledger.close(pin, self.clock()))
-        return True
-
-    def pins(self, tenant: str) -> list[dict[str, Any]]:
-        """What a tenant has pinned."""
-        book = self.ledger.book
-        return [
-            {"name": name, "scope": pin.scope.value, "bytes": book.has(pin.name), "tensors": len(pin.shared)}
-            for (owner, name), pin in self._pins.items()
-            if owner == tenant
-        ]
+            self.contents.departed(found)
 
     # -- who comes and who leaves ------------------------------------------------------------------------------------
 
@@ -616,8 +438,8 @@ class Vram:
             self._promise(session, head, promised)
         session.residence = Residence.COMING
         pieces = [Loading(("own", b), copy) for b, copy in session.copies.items()]
-        wanted = {*stores, *[s for s in session.account.shared.values() if s not in self._contents]}
-        pieces += [Loading(("store", s), self._copies[s]) for s in sorted(wanted) if s in self._copies]
+        wanted = {*stores, *[s for s in session.account.shared.values() if s not in self.contents.here]}
+        pieces += [Loading(("store", s), self.contents.copies[s]) for s in sorted(wanted) if s in self.contents.copies]
 
         def came(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._came(session, job, error))
@@ -646,12 +468,12 @@ class Vram:
                 if piece.target is None:
                     known.poison = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
             elif piece.target is not None:
-                self._contents.setdefault(key, piece.target)
+                self.contents.here.setdefault(key, piece.target)
             else:
                 lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
         for buffer, store in session.account.shared.items():
             known = session.buffers[buffer]
-            known.base, known.view = self._contents.get(store), None
+            known.base, known.view = self.contents.here.get(store), None
             if known.base is None:
                 known.poison = lost.get(store, "its content is lost")
         for copy in session.copies.values():
@@ -698,7 +520,7 @@ class Vram:
             idle = None if busy else self._idle_since(session)
             keys = [*dict.fromkeys(account.shared.values())]
             for store in keys:
-                contents[store] = Content(ledger.store_bytes(store), store in self._copies)
+                contents[store] = Content(ledger.store_bytes(store), store in self.contents.copies)
             eligible = session.swappable and idle is not None and now - idle >= self.policy.idle_ns
             if eligible and not session.sealing:
                 may.append(session.id)
@@ -711,10 +533,10 @@ class Vram:
             residents.append(
                 Resident(session.id, self._priority(session), idle, tuple(keys), swappable, session.chosen)
             )
-        for pin in self._pins.values():
+        for pin in self.pins.accounts.values():
             stores = tuple(pin.shared.values())
             for store in stores:
-                contents[store] = Content(ledger.store_bytes(store), store in self._copies)
+                contents[store] = Content(ledger.store_bytes(store), store in self.contents.copies)
             residents.append(Resident(pin.name, 4, None, stores, False))
         free = self.stowage.free
         room = Room(ledger.spare + self._leaving, free(Place.HOST), free(Place.DISK))
@@ -741,7 +563,7 @@ class Vram:
                     left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
             elif move.to is not Place.NOWHERE:
                 last = [n for n in plan.victims if move.content in self._sessions[n].account.shared.values()][-1]
-                source = self._contents[move.content]
+                source = self.contents.here[move.content]
                 left[last].append((("store", move.content), source, move.to, len(source)))
         for name, blocks in left.items():
             self._choices += 1
@@ -800,7 +622,9 @@ class Vram:
             return
         account = session.account
         saved = {piece.key: piece for piece in job.pieces}
-        more = [s for s in self.ledger.sole_stores(account) if ("store", s) not in saved and s not in self._copies]
+        more = [
+            s for s in self.ledger.sole_stores(account) if ("store", s) not in saved and s not in self.contents.copies
+        ]
         for piece in job.pieces:
             kind, key = piece.key  # type: ignore[misc]
             if kind == "own":
@@ -808,8 +632,8 @@ class Vram:
                     session.copies[key] = piece.copy
                 else:
                     self.stowage.drop(piece.copy)
-            elif key in self._contents and key not in self._copies:
-                self._copies[key] = piece.copy
+            elif key in self.contents.here and key not in self.contents.copies:
+                self.contents.copies[key] = piece.copy
             else:
                 self.stowage.drop(piece.copy)
         for buffer in account.own:
@@ -822,9 +646,9 @@ class Vram:
             session.buffers[buffer].base = session.buffers[buffer].view = None
         for leaving in self.ledger.swap_out(account, self.clock()):
             if leaving.store in more:  # whoever shared it has gone since: it follows
-                self._orphan(leaving)
+                self.contents.orphan(leaving)
             else:
-                self.stowage.pages.give(self._contents.pop(leaving.store))
+                self.stowage.pages.give(self.contents.here.pop(leaving.store))
         session.residence = Residence.AWAY
         self.swapped_out += 1
         session.swaps += 1
@@ -883,11 +707,11 @@ class Vram:
         ledger.check()
         coming = any(s.residence is Residence.COMING for s in self._sessions.values())
         for store in ledger.stores():
-            assert store in self._contents or coming, f"store {store} has a block and no bytes"
-        assert set(self._contents) <= set(ledger.stores()), "bytes without a block"
+            assert store in self.contents.here or coming, f"store {store} has a block and no bytes"
+        assert set(self.contents.here) <= set(ledger.stores()), "bytes without a block"
         moving = [s.job for s in self._sessions.values() if s.job is not None]
         if not moving:
-            copies = [*self._copies.values(), *[c for s in self._sessions.values() for c in s.copies.values()]]
+            copies = [*self.contents.copies.values(), *[c for s in self._sessions.values() for c in s.copies.values()]]
             for place, used in stowage.used.items():
                 assert used >= sum(c.nbytes for c in copies if c.place is place), (
                     f"copies in {place} that nobody pays for"
@@ -898,7 +722,7 @@ class Vram:
             if session.residence is Residence.HERE:
                 for buffer, store in session.account.shared.items():
                     base = session.buffers[buffer].base
-                    known = self._contents[store]
+                    known = self.contents.here[store]
                     assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
 
     def state(self) -> MemoryState:
@@ -922,7 +746,7 @@ class Vram:
             swapped_out=self.swapped_out,
             swapped_in=self.swapped_in,
             sessions=tuple(
-                [*map(self._memory_of, self._sessions.values()), *map(self._pinned, self._pins.values())][:1000]
+                [*map(self._memory_of, self._sessions.values()), *map(self._pinned, self.pins.accounts.values())][:1000]
             ),
         )
 
@@ -953,36 +777,8 @@ class Vram:
 
     def samples(self) -> list[Sample]:
         """What every session and pin bore since it was last asked, those that ended included."""
-        ended, self._ended = self._ended, []
-        found = [self._sample(s) for s in self._sessions.values()]
-        return ended + found + [self._sample_of(pin) for pin in self._pins.values()]
-
-    def _sample(self, session: Session, *, last: bool = False) -> Sample:
-        return self._sample_of(session.account, self.stowed(session), last=last)
-
-    def _sample_of(self, account: Account, stowed: tuple[int, int] = (0, 0), *, last: bool = False) -> Sample:
-        now = self.clock()
-        sequence, since, own, shared = self._samples[account.name]
-        bearing = self.ledger.bearing(account, now)
-        self._samples[account.name] = (sequence + 1, now, bearing.own_byte_ns, bearing.shared_byte_ns)
-        return Sample(
-            account.name,
-            account.tenant,
-            sequence + 1,
-            since,
-            now,
-            bearing.own,
-            bearing.shared,
-            bearing.own_byte_ns - own,
-            bearing.shared_byte_ns - shared,
-            *stowed,
-            last,
-        )
-
-
-def flat(base: Tensor, nbytes: int) -> Tensor:
-    """The bytes of a buffer."""
-    return torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), 0, (nbytes,), (1,))
+        sessions = [(s.account, self.stowed(s)) for s in self._sessions.values()]
+        return self._samples.take([*sessions, *[(pin, (0, 0)) for pin in self.pins.accounts.values()]])
 
 
 def _written(frame: Frame, slots: frozenset[int]) -> list[int]:

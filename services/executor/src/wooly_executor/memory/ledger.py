@@ -188,6 +188,8 @@ class Ledger:
         self.settle(account, now)
         done: list[int] = []
         try:
+            if self.reserved > account.reserved:
+                self._leave_promises(account, [*[n for _, n in kept], max(0, workspace - account.workspace)])
             for buffer, nbytes in kept:
                 own[buffer] = pool.allocate(name, nbytes)
                 done.append(buffer)
@@ -205,6 +207,16 @@ class Ledger:
         held = pool.held(name)
         if held > account.peak:
             account.peak = held
+
+    def _leave_promises(self, account: Account, wanted: Sequence[int]) -> None:
+        """See that these allocations take nothing that is promised to other accounts.
+
+        Raises:
+            OutOfMemoryError: they would.
+        """
+        promised = self.reserved - account.reserved
+        if room_of(wanted) > self.pool.free_bytes - promised:
+            raise OutOfMemoryError(f"{promised} bytes are promised to others")
 
     def _compact(self, wanted: int) -> bool:
         """Put the free bytes together, where they suffice but no piece does."""
@@ -262,6 +274,8 @@ class Ledger:
         """
         self.settle(account, now)
         try:
+            if self.reserved > account.reserved:
+                self._leave_promises(account, [nbytes])
             account.own[buffer] = self.pool.allocate(account.name, nbytes)
         except OutOfMemoryError as e:
             if self._compact(room_of([nbytes])):

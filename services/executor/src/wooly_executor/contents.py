@@ -1,0 +1,182 @@
+"""Contents that sessions share: who may have which, what a write does to them, and where their bytes are.
+
+Owned by the device loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly_executor.errors import BindingError
+from wooly_executor.memory.book import Gone, Leaving, Scope
+from wooly_executor.memory.ledger import Ledger
+from wooly_executor.memory.swap import Place
+from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
+from wooly_executor.session import Residence, Session
+from wooly_executor.stowage import Copy, Stowage
+
+
+class Contents:
+    """The bytes behind the stores of the ledger's book.
+
+    Args:
+        ledger: whose stores.
+        stowage: where copies go.
+        mover: what hashes and copies.
+        clock: monotonic ns.
+        call: has a function run in the device loop's thread; from any thread.
+        changed: there is room that was not there before.
+        proceed: goes on with a session's frames.
+
+    Attributes:
+        here: the bytes on the device, by store.
+        copies: the copies elsewhere, by store.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        stowage: Stowage,
+        mover: Mover,
+        clock: Callable[[], int],
+        call: Callable[[Callable[[], None]], Any],
+        changed: Callable[[], None],
+        proceed: Callable[[Session], None],
+    ) -> None:
+        self.here: dict[int, Tensor] = {}
+        self.copies: dict[int, Copy] = {}
+        self._ledger, self._stowage, self._mover, self._clock = ledger, stowage, mover, clock
+        self._call, self._changed, self._proceed = call, changed, proceed
+
+    def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
+        """Some buffers are about to be written: from now on they are the session's own.
+
+        Args:
+            session: whose.
+            buffers: which; those that are not shared are left alone.
+            whole: all their bytes are overwritten.
+
+        Raises:
+            OutOfMemoryError: there is no room for a copy.
+        """
+        for buffer in buffers:
+            if buffer not in session.guarded:
+                continue
+            job = session.sealing.pop(buffer, None)
+            if job is not None:
+                job.cancelled = True
+            if buffer in session.account.shared:
+                written = self._ledger.write(session.account, buffer, self._clock())
+                source = self.here[written.store] if written.copy else self.here.pop(written.store)
+                known = session.buffers[buffer]
+                if written.copy:
+                    known.base = torch.empty_like(source) if whole else source.clone()
+                    known.view = None
+                self.departed(written.found)
+            session.guarded.discard(buffer)
+
+    def departed(self, found: Iterable[Gone | Leaving]) -> None:
+        """The book has let go of some contents: so do the device and what keeps copies."""
+        for each in found:
+            if isinstance(each, Gone):
+                self.here.pop(each.store, None)
+                copy = self.copies.pop(each.store, None)
+                if copy is not None:
+                    self._stowage.drop(copy)
+            else:
+                self.orphan(each)
+        self._changed()
+
+    def orphan(self, each: Leaving) -> None:
+        """Content that only sessions hold that are away leaves the device, whatever the budget: nobody else can be asked."""
+        if each.store in self.copies:
+            self._ledger.evict(each.store)
+            self.here.pop(each.store, None)
+            return
+        source = self.here[each.store]
+        copy = self._stowage.take(Place.HOST, len(source), None)
+
+        def left(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._orphan_left(each.store, copy, error))
+
+        self._mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(each.store, source, copy)]))
+
+    def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
+        known = store in self.here
+        if error is not None or not known or store in self.copies:
+            self._stowage.drop(copy)
+            return
+        self.copies[store] = copy
+        if not self._ledger.book.borne(store):
+            self._ledger.evict(store)
+            del self.here[store]
+            self._changed()
+
+    def offer(self, session: Session, buffer: int, nbytes: int, head: bool, name: bytes) -> bool:
+        """A client is about to upload a content: is it here? Then the buffer has it from now on, and nothing need travel.
+
+        Raises:
+            BindingError: no such buffer.
+        """
+        known = session.buffers.get(buffer)
+        if known is None or known.nbytes != nbytes:
+            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+        if head:
+            return self._ledger.knows_head(session.account, nbytes, name)
+        if buffer in session.guarded:
+            self.unshare(session, [buffer], whole=True)
+        store = self._ledger.share(session.account, buffer, nbytes, name, self._clock())
+        if store is None:
+            return False
+        source = self.here[store]
+        known.base, known.view, known.poison = source, None, ""
+        session.guarded.add(buffer)
+        return True
+
+    def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
+        """All of a buffer was uploaded: once its content is hashed here, others may share it. `name` is what the client says.
+
+        Raises:
+            BindingError: no such buffer.
+        """
+        known = session.buffers.get(buffer)
+        if known is None or known.nbytes != nbytes:
+            raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
+        if session.account.scope is Scope.OFF or known.base is None or not nbytes or buffer in session.guarded:
+            return
+
+        def hashed(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._sealed(session, buffer, job, name))
+
+        job = HashJob(LEAST_URGENT, hashed, source=flat(known.base, nbytes))
+        session.guarded.add(buffer)
+        session.sealing[buffer] = job
+        self._mover.submit(job)
+
+    def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
+        assert isinstance(job, HashJob)
+        if session.sealing.get(buffer) is not job:
+            return  # it was written meanwhile, or is no more
+        del session.sealing[buffer]
+        known = session.buffers.get(buffer)
+        found = None
+        if job.content and job.content == name and known is not None and session.residence is Residence.HERE:
+            found = self._ledger.seal(session.account, buffer, known.nbytes, job.content, job.head, self._clock())
+        if found is None or known is None:
+            session.guarded.discard(buffer)
+        elif found[1]:
+            known.base, known.view = self.here[found[0]], None
+        else:
+            assert known.base is not None
+            self.here[found[0]] = flat(known.base, known.nbytes)
+        if not session.sealing:
+            self._proceed(session)
+
+
+def flat(base: Tensor, nbytes: int) -> Tensor:
+    """The bytes of a buffer."""
+    return torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), 0, (nbytes,), (1,))

@@ -1,0 +1,80 @@
+"""What each account bore of the device's memory, in stretches of time that follow each other without a gap.
+
+Owned by the device loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from wooly_executor.memory.ledger import Account, Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What one session bore in a stretch of time; see `wooly_wis.messages.MemoryBorne`."""
+
+    session: str
+    tenant: str
+    sequence: int
+    from_ns: int
+    to_ns: int
+    own: int
+    shared: int
+    own_byte_ns: int
+    shared_byte_ns: int
+    host: int
+    disk: int
+    last: bool
+
+
+class Samples:
+    """The stretches of one device's accounts.
+
+    Args:
+        ledger: which integrates what they bear.
+        clock: monotonic ns.
+    """
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], int]) -> None:
+        self._ledger, self._clock = ledger, clock
+        self._told: dict[str, tuple[int, int, int, int]] = {}  # account -> sequence, until, integrals so far
+        self._ended: list[Sample] = []
+
+    def open(self, account: Account, now: int) -> None:
+        """An account begins, at a time in ns."""
+        self._told[account.name] = (0, now, 0, 0)
+
+    def close(self, account: Account, stowed: tuple[int, int] = (0, 0)) -> None:
+        """An account is about to be closed: its last stretch."""
+        self._ended.append(self._sample(account, stowed, last=True))
+        del self._told[account.name]
+
+    def take(self, accounts: Iterable[tuple[Account, tuple[int, int]]]) -> list[Sample]:
+        """The stretches of those that ended since this was last asked, and of these.
+
+        Args:
+            accounts: with their bytes in host memory and on disk.
+        """
+        ended, self._ended = self._ended, []
+        return ended + [self._sample(account, stowed) for account, stowed in accounts]
+
+    def _sample(self, account: Account, stowed: tuple[int, int], *, last: bool = False) -> Sample:
+        now = self._clock()
+        sequence, since, own, shared = self._told[account.name]
+        bearing = self._ledger.bearing(account, now)
+        self._told[account.name] = (sequence + 1, now, bearing.own_byte_ns, bearing.shared_byte_ns)
+        return Sample(
+            account.name,
+            account.tenant,
+            sequence + 1,
+            since,
+            now,
+            bearing.own,
+            bearing.shared,
+            bearing.own_byte_ns - own,
+            bearing.shared_byte_ns - shared,
+            *stowed,
+            last,
+        )
