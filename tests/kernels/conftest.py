@@ -1,4 +1,4 @@
-"""A device that runs kernels in other languages: an executor with OpenCL, in a process of its own."""
+"""The device of all tests, where it runs kernels in other languages: with OpenCL, and a compiler beside it."""
 
 import pytest
 
@@ -13,16 +13,7 @@ def triton_cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def gpu(triton_cache):
+def gpu(triton_cache, cuda):
     """After this, "cuda" is a device with kernels."""
     pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
-    import torch
-    from wooly import api
-    from wooly_testkit.executor import executor_process
-
-    torch.set_num_threads(1)
-    with executor_process(runtime="opencl", threads=2) as running:
-        api.attach(running.endpoints, running.session_id, running.token)
-        api.install_facade()
-        yield "cuda"
-        api.disable()
+    return cuda

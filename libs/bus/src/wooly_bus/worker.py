@@ -79,10 +79,17 @@ class WorkerProcess:
         except (EOFError, BrokenPipeError):
             code = process.wait()
             self.close()
-            raise self.error(f"the compiler for {target} crashed (exit {code}) on {what}") from None
+            raise self._failed(f"the compiler for {target} crashed (exit {code}) on {what}") from None
         except TimeoutError:
             self.close()
-            raise self.error(f"the compiler for {target} took more than {self._limits.seconds:g} s on {what}") from None
+            seconds = f"{self._limits.seconds:g} s"
+            raise self._failed(f"the compiler for {target} took more than {seconds} on {what}") from None
+
+    def _failed(self, message: str) -> WisError:
+        """What is not the request's fault for sure: it may be asked again."""
+        error = self.error(message)
+        error.retryable = True
+        return error
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._process.poll() is not None:

@@ -26,7 +26,7 @@ _TOKEN = re.compile(
     |(?P<label>\^[A-Za-z0-9_]+)
     |(?P<symbol>@[A-Za-z0-9_$.]+)
     |(?P<string>"(?:[^"\\\n]|\\.)*")
-    |(?P<type>tensor<(?:\d+x)*(?:!tt\.ptr<\w+(?:,\ \d+)?>|\w+)>|!tt\.ptr<\w+(?:,\ \d+)?>)
+    |(?P<type>tensor<(?:\d{1,7}x){0,64}(?:!tt\.ptr<\w{1,16}(?:,\ \d{1,9})?>|\w{1,16})>|!tt\.ptr<\w{1,16}(?:,\ \d{1,9})?>)
     |(?P<arrow>->)
     |(?P<number>0x[0-9A-Fa-f]+|-?\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)
     |(?P<word>!?[A-Za-z_][A-Za-z0-9_.$]*)
@@ -34,7 +34,7 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 SCALAR_TYPES: Final = ("i1", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)(!tt\.ptr<\w+(?:, \d+)?>|\w+)>")
+_TENSOR = re.compile(r"tensor<((?:\d{1,7}x){0,64})(!tt\.ptr<\w+(?:, \d+)?>|\w+)>")
 _POINTER = re.compile(r"!tt\.ptr<(\w+)(?:, \d+)?>")
 
 

@@ -188,6 +188,8 @@ class Foreign:
             if len(self._known) > KERNELS_KEPT:
                 self._known.popitem(last=False)
             self.compile(found)
+        else:
+            found.retry()
         self._known.move_to_end(key)
         return found
 
