@@ -45,6 +45,7 @@ def works(place):
 
     x, y = make(1 << 20), make(1 << 20)
     rows, w, b = make(1024, 1000), make(1000), make(1000)
+    few = rows[:64].contiguous()
     a, c = make(256, 256), make(256, 256)
     q, k, v = [make(1, 4, 256, 64) for _ in range(3)]
     functional = torch.nn.functional
@@ -69,10 +70,10 @@ def works(place):
             lambda: torch.softmax(rows, -1, out=soft),
         ),
         (
-            "layer norm, 1024 x 1000",
+            "layer norm, 64 x 1000",
             6.0,
-            lambda: kernels.LayerNorm.apply(rows, w, b, 1e-5),
-            lambda: functional.layer_norm(rows, (1000,), w, b),
+            lambda: kernels.LayerNorm.apply(few, w, b, 1e-5),
+            lambda: functional.layer_norm(few, (1000,), w, b),
         ),
         ("matmul, 256", 10.0, matmul, lambda: torch.mm(a, c, out=product)),
         (
