@@ -581,9 +581,10 @@ class Lowering:
         row = self._row(p)
 
         def dense(i: Index) -> str:
-            read = _held(t.elem, f"r[{i[row]}]")
-            value = read if mask is None else f"({mask.at(i)} ? {read} : {other.at(i) if other is not None else zero})"
-            return f"{name}[{flat(p.shape, i)}] = {value};"
+            # all of the row is in bounds: what is masked off is read too, so that the loop has no branches
+            otherwise = other.at(i) if other is not None else zero
+            value = "t" if mask is None else f"({mask.at(i)} ? t : {otherwise})"
+            return f"const {C_TYPE[t.elem]} t = {_held(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
 
         def checked(i: Index) -> str:
             return (
@@ -607,6 +608,7 @@ class Lowering:
         dense: Callable[[Index], str],
         checked: Callable[[Index], str],
         bad: str,
+        mask: Value | None = None,
     ) -> None:
         """Go through a tensor of pointers row by row: a row that is dense and in bounds needs no check of its elements."""
         outer = [d for d in range(len(p.shape)) if d != row]
@@ -626,7 +628,13 @@ class Lowering:
             self._out(f"int run = o0 >= 0 && o1 >= o0 && o1 - o0 == {size - 1} && (ulong)o1 < {count};")
             if step != 1 and size > 2:
                 self._out(f"if (run) {loop} run &= {p.at(at(index[row]))} == o0 + {index[row]};")
-        self._out(f"if (run) {{ {begin} {loop} {{ {dense(at(index[row]))} }} }}")
+        body = dense(at(index[row]))
+        if mask is None:
+            self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
+        else:  # a store: most rows are written as a whole
+            some = mask.at(at(index[row]))
+            self._out(f"if (run) {{ {begin} int all = 1; {loop} all &= {some};")
+            self._out(f"if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }} }}")
         self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(index[row]))} }} if (bad) {bad} }} }}")
         self._close(len(outer))
 
@@ -651,13 +659,14 @@ class Lowering:
         gate = (lambda i: f"if ({mask.at(i)}) ") if mask is not None else (lambda i: "")
 
         def dense(i: Index) -> str:
-            return f"{gate(i)}r[{i[row]}] = {_put(elem, v.at(i))};"
+            return f"r[{i[row]}] = {_put(elem, v.at(i))};"
 
         def checked(i: Index) -> str:
             write = f"{base}[o] = {_put(elem, v.at(i))}"
             return f"{gate(i)}{{ const long o = {p.at(i)}; if ((ulong)o < {count}) {write}; else bad = 1; }}"
 
-        self._rows(p, row, f"global {memory} *r = {base} + o0;", count, dense, checked, f"W_BAD(2, {place});")
+        begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
+        self._rows(p, row, begin, count, dense, checked, bad, mask)
 
     def _tt_atomic_rmw(self, op: Op) -> None:
         p, v, *more = self._operands(op, 2, 3)
