@@ -76,6 +76,14 @@ amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip wi
 postgres: ## install a PostgreSQL server (Debian; tests on it skip without)
 	apt-get install -y --no-install-recommends postgresql
 
+.PHONY: browser
+browser: ## install a browser for the tests of the web UI (Debian; they skip without)
+	apt-get install -y --no-install-recommends chromium fonts-dejavu-core
+
+.PHONY: screenshots
+screenshots: setup ## take docs/images/ui-*.png anew, of a stack with work in it (needs `make browser`; two minutes)
+	$(BIN)/python docs/images/screenshots.py
+
 .PHONY: every-float
 every-float: setup ## our elementary functions against all 2**32 numbers: minutes per function
 	WOOLY_EVERY_FLOAT=1 $(BIN)/python -m pytest services/compiler/tests/test_mathlib.py -k far_and_wide -s
@@ -114,7 +122,7 @@ docker-engine: ## install a Docker engine (Debian); dockerd is started by whoeve
 # BASE, TORCH_INDEX, PIP_CONF, CA_FILE, BUILD_ARGS: see deploy/docker/build.sh. LOCAL=1: NATS and PostgreSQL are built too.
 .PHONY: compose-test
 compose-test: setup ## build the images, run the compose stack, and scripts on it (needs a Docker engine; minutes)
-	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering operator executor-cpu client
+	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering compiler operator executor-cpu client
 	WOOLY_COMPOSE_LOCAL=$(LOCAL) $(BIN)/python -m pytest tests/deploy/test_compose.py -m docker -p no:xdist
 
 .PHONY: manifests

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 import warnings
+from pathlib import Path
 
 from figures import row, show
 
@@ -267,6 +268,51 @@ def bench_link(repeat):
     )  # fmt: skip
 
 
+def cpu_ns(pid):
+    """CPU time of all of a process's threads."""
+    return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
+
+
+def bench_traces(repeat):
+    """What a session costs that is traced; the baseline is one that its client does not sample, on the same executor, in turn.
+
+    CPU time, because the machine has other things to do; a launch's is that of this thread and of the executor's process. Of many
+    short stretches in turn the lower quartile, which neighbours disturb least.
+    """
+    from wooly.settings import Settings
+    from wooly_local.stack import start_stack
+
+    api.disable()
+    stack = start_stack(None, ephemeral=True)
+    executor = next(pid for name, pid in stack.services.items() if name.startswith("executor"))
+    settings = Settings(controller_url=stack.nats_url)
+    found = {"always_on": ([], []), "always_off": ([], [])}
+    for i in range(6 * repeat):
+        for sampler in ("always_on", "always_off")[:: 1 if i % 2 else -1]:
+            os.environ["OTEL_TRACES_SAMPLER"] = sampler
+            api.enable(settings)
+            work, x = chain("cuda"), torch.ones(4, device="cuda")
+            work(), x.add_(1)
+            torch.cuda.synchronize()
+            for _ in range(6):
+                started = time.thread_time_ns()
+                work()
+                found[sampler][0].append(time.thread_time_ns() - started)
+                torch.cuda.synchronize()
+            for _ in range(6):
+                started, theirs = time.thread_time_ns(), cpu_ns(executor)
+                for _ in range(125):
+                    x.add_(1)
+                    torch.cuda.synchronize()
+                found[sampler][1].append((time.thread_time_ns() - started + cpu_ns(executor) - theirs) * 8)
+            api.disable()
+    del os.environ["OTEL_TRACES_SAMPLER"]
+    stack.stop()
+    for at, name in enumerate(("client CPU per eager op, traced", "CPU per launch, traced")):
+        ours, base = [statistics.quantiles(found[s][at], n=4)[0] / 1e6 for s in found]
+        yield row(name, "us", ours, base, 1.02)
+
+
 BENCHES = {
     "chain": bench_chain,
     "item": bench_item,
@@ -274,7 +320,8 @@ BENCHES = {
     "llama": bench_llama,
     "compiled": bench_compiled,
     "transfer": bench_transfer,
-    "link": bench_link,  # the last: it attaches to executors of its own
+    "link": bench_link,  # from here on they attach to executors of their own
+    "traces": bench_traces,
 }
 
 

@@ -22,7 +22,7 @@ build() { # NAME DOCKERFILE [ARGS...]
 }
 
 build wooly-python base.Dockerfile --build-arg BASE="${BASE:-python:3.12-slim-bookworm}"
-for name in ${*:-router scheduler metering operator executor-cpu client}; do
+for name in ${*:-router scheduler metering compiler operator executor-cpu client}; do
     case $name in
         nats | postgres) build "wooly-local-$name" "local/$name.Dockerfile" ;;
         executor-cpu | executor-rocm | client)

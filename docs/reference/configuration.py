@@ -22,14 +22,15 @@ HEAD = """# Configuration
 
 Every variable of every process, written from the settings models (`make docs`). Client settings may
 also stand in `~/.config/wooly/config` (TOML, lower case, without the prefix); variables win. `OTEL_EXPORTER_OTLP_ENDPOINT` and
-its kin are OpenTelemetry's own and hold for every process.
+its kin are OpenTelemetry's own and hold for every process, clients too.
 """
 
 
 def models() -> Iterator[tuple[str, Path, type[BaseSettings]]]:
     """Title, distribution's folder and model, of all settings there are."""
     found = sorted(ROOT.glob("services/*/src/*/settings.py")) + sorted(ROOT.glob("deploy/*/src/*/settings.py"))
-    for path in (*found, ROOT / "libs/bus/src/wooly_bus/health.py"):
+    bus = ROOT / "libs/bus/src/wooly_bus"
+    for path in (*found, bus / "health.py", bus / "tracing.py"):
         module = importlib.import_module(f"{path.parent.name}.{path.stem}")
         for _, model in inspect.getmembers(module, inspect.isclass):
             if issubclass(model, BaseSettings) and model.__module__ == module.__name__:

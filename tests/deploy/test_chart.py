@@ -55,6 +55,7 @@ VALUES = {
     "small": {
         "nats": {"replicas": 1},
         "scheduler": {"enabled": False},
+        "compiler": {"enabled": False},
         "operator": {"enabled": False},
         "networkPolicies": {"enabled": False},
     },
@@ -182,6 +183,7 @@ def test_containers_may_do_little(objects):
 def settings_of(service):
     """Variables that a service reads, and how to read them."""
     from wooly_bus.health import HealthSettings
+    from wooly_compiler.settings import CompilerSettings
     from wooly_executor.settings import ExecutorSettings
     from wooly_metering.settings import MeteringSettings
     from wooly_operator.settings import OperatorSettings
@@ -192,6 +194,7 @@ def settings_of(service):
         "ROUTER": RouterSettings,
         "SCHEDULER": SchedulerSettings,
         "METERING": MeteringSettings,
+        "COMPILER": CompilerSettings,
         "EXECUTOR": ExecutorSettings,
         "OPERATOR": OperatorSettings,
         "HEALTH": HealthSettings,
@@ -202,7 +205,7 @@ def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
     """A slip in a name would be ignored by the service; a wrong value would end it."""
     seen = 0
     for container in containers(objects):
-        for service in ("ROUTER", "SCHEDULER", "METERING", "EXECUTOR", "OPERATOR", "HEALTH"):
+        for service in ("ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR", "OPERATOR", "HEALTH"):
             prefix = f"WOOLY_{service}_"
             env = {e["name"]: e.get("value", "something") for e in container["env"] if e["name"].startswith(prefix)}
             if not env:

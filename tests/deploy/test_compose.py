@@ -1,13 +1,16 @@
 """The compose stack: its file always, the stack itself where there is a Docker engine."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 
@@ -54,11 +57,11 @@ def test_variables_of_compose_are_settings_of_services():
     seen = set()
     for service in services().values():
         for name in service.get("environment", {}):
-            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|EXECUTOR)_(\w+)", name)
+            match = re.fullmatch(r"WOOLY_(ROUTER|SCHEDULER|METERING|COMPILER|EXECUTOR)_(\w+)", name)
             if match:
                 assert match[2].lower() in settings_of(match[1]).model_fields
                 seen.add(match[1])
-    assert seen == {"ROUTER", "SCHEDULER", "METERING", "EXECUTOR"}
+    assert seen == {"ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR"}
 
 
 def test_services_of_ours_may_do_little():
@@ -70,7 +73,7 @@ def test_services_of_ours_may_do_little():
 def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
     script = (ROOT / "deploy" / "docker" / "build.sh").read_text()
     files = sorted((ROOT / "deploy" / "docker").glob("*.Dockerfile"))
-    assert len(files) == 9
+    assert len(files) == 10
     for path in files:
         text = path.read_text()
         if path.name == "base.Dockerfile":
@@ -81,6 +84,18 @@ def test_each_dockerfile_is_built_by_the_script_and_does_not_run_as_root():
         for source in re.findall(r"COPY (libs|services/\w+|deploy/\w+) ", text):
             assert (ROOT / source).exists()
     assert '"$name.Dockerfile"' in script
+
+
+#: Seconds of one core.
+WORK = """
+import torch
+def build():
+    def work(x):
+        for _ in range(400):
+            x = (x @ x).tanh()
+        return x
+    return work, (torch.empty(600, 600),)
+"""
 
 
 @pytest.mark.connected
@@ -117,6 +132,23 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
         ran = _patient([sys.executable, "-m", "wooly", "run", str(script)], client)
         assert "sum 48.0" in ran.stdout
+        (tmp_path / "work.py").write_text(WORK.replace("400", "4"))
+        np.save(tmp_path / "x.npy", np.eye(600, dtype=np.float32))
+        job = [
+            "submit",
+            f"{tmp_path / 'work.wism'}",
+            "-i",
+            f"x={tmp_path / 'x.npy'}",
+            "-o",
+            f"{tmp_path / 'out'}",
+            "--json",
+        ]
+        for argv in (["export", f"{tmp_path / 'work.py'}:build", "-o", f"{tmp_path / 'work.wism'}"], job):
+            ran = subprocess.run(
+                [sys.executable, "-m", "wooly", *argv], env=client, capture_output=True, text=True, timeout=100
+            )
+            assert ran.returncode == 0, ran.stderr
+        assert json.loads(ran.stdout)["state"] == "completed" and json.loads(ran.stdout)["files"]
         forbidden = "wooly.v1.evt.executor.node.heartbeat"
         with pytest.raises(subprocess.CalledProcessError):
             subprocess.run([sys.executable, "-c", FORGE, outer, forbidden], check=True, capture_output=True, timeout=60)
@@ -197,6 +229,37 @@ print("done", flush=True)
 
 @pytest.mark.docker
 @pytest.mark.timeout(900)
+def test_three_nats_servers_carry_on_without_one(tmp_path):
+    need_compose()
+    host, files = "127.0.0.8", ("compose.yaml", *(["local.yaml"] if os.environ.get("WOOLY_COMPOSE_LOCAL") else []))
+
+    def run(*arguments, check=True):
+        more = {
+            "WOOLY_BIND": host,
+            "WOOLY_HOST": host,
+            "NATS_CONFIG": "cluster.conf",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "",
+        }
+        argv = ("-p", "wooly-three", "--profile", "cpu", "--profile", "three-nats", *arguments)
+        return compose(*argv, files=files, check=check, **more)
+
+    try:
+        run("up", "-d", "--wait", "--wait-timeout", "300")
+        url = f"nats://client:{PASSWORDS['WOOLY_CLIENT_PASSWORD']}@{host}:4222"
+        env = {**os.environ, "WOOLYAI_CONTROLLER_URL": url, "HOME": str(tmp_path)}
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
+        argv = [sys.executable, "-m", "wooly", "run", str(script)]
+        assert "sum 16.0" in _patient(argv, env).stdout
+        run("kill", "nats-2")
+        assert "sum 16.0" in _patient(argv, env).stdout
+    finally:
+        print(run("logs", "--tail", "30", check=False).stdout)
+        run("down", "--volumes", "--timeout", "5", check=False)
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
 def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
     run, env = stack
     two = {"WOOLY_REST_PORTS": "8420-8421"}
@@ -212,6 +275,32 @@ def test_restarts_of_control_services_lose_no_session(stack, tmp_path):
             run("up", "-d", "--wait", "--no-recreate", "--scale", "router=2", **two)  # one after the other
         rest = client.communicate(timeout=300)[0]
     assert client.returncode == 0 and "done" in rest, rest
+
+
+@pytest.mark.docker
+@pytest.mark.timeout(900)
+def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
+    run, env = stack
+
+    def wooly(*argv):
+        return _patient([sys.executable, "-m", "wooly", *map(str, argv)], env).stdout
+
+    (tmp_path / "work.py").write_text(WORK)
+    wooly("export", f"{tmp_path / 'work.py'}:build", "-o", tmp_path / "work.wism")
+    np.save(tmp_path / "x.npy", np.eye(600, dtype=np.float32))
+    jobs = set()
+    for service in ("router", "scheduler", "metering", "compiler", "nats", "postgres", "executor-cpu"):
+        jobs.add(wooly("submit", tmp_path / "work.wism", "-i", f"x={tmp_path / 'x.npy'}").strip())
+        for name in run("ps", "-q", service).stdout.split():
+            subprocess.run(["docker", "restart", name], check=True, capture_output=True)
+        run("up", "-d", "--wait", "--no-recreate")
+    while True:
+        listed = json.loads(wooly("tasks", "--kind", "job", "--json"))["tasks"]
+        states = {t["task_id"]: (t["state"], t["reason"]) for t in listed}
+        assert jobs <= set(states) and not any(state in ("failed", "cancelled") for state, _ in states.values()), states
+        if all(state == "completed" for state, _ in states.values()):
+            return
+        time.sleep(1)
 
 
 @pytest.mark.docker

@@ -56,6 +56,8 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
 
     assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
     assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly status" in ours.stderr
+    listed = run("tasks", "--json", stack=stack).stdout
+    assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 
 
 def test_lora_example_learns_to_count(stack):

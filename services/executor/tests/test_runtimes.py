@@ -1,5 +1,6 @@
 """The prepared runtime against the reference, bit for bit: generated programs, and results that are awkward to adopt."""
 
+import platform
 import warnings
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, byte
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.dtypes import DType
+from wooly_wis.messages import DeviceFacts
 from wooly_wis.program import OperandRef, ParamKind, ParamRef
 
 REFS = tuple(OperandRef(i) for i in range(4))
@@ -546,3 +548,9 @@ def test_lengths_of_packed_sequences_are_constants(wis):
     assert failed is None, error
     expected = torch.rnn_tanh(x, torch.tensor([3, 2]), h, [w, w], False, 1, 0.0, False, False)[0]
     assert left[body.names.index("y")][2] == expected.numpy().tobytes()
+
+
+def test_device_says_of_which_architecture_it_is():
+    for runtime in (TorchCpuRuntime(), ReferenceRuntime()):
+        facts = DeviceFacts(**runtime.facts())
+        assert (facts.vendor, facts.arch) == ("cpu", platform.machine()) != ("cpu", "")

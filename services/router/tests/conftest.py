@@ -16,6 +16,7 @@ from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
+from wooly_router.traces import TraceActor
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -104,6 +105,7 @@ class Rig:
     executors: list[FakeExecutor]
     jobs: JobActor
     desk: TaskActor
+    traces: TraceActor
 
     async def beat(self):
         for executor in self.executors:
@@ -120,7 +122,7 @@ class Rig:
     def another(self):
         """A second router on the same database and NATS, that is asked by its methods only."""
         other = RouterActor(
-            self.actor._settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
+            self.actor.settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
         )
         other._app = self.app
         return other
@@ -164,7 +166,9 @@ def rig(nats_server, settings):
         app = ServiceApp("test", url)
         actor = RouterActor(settings, app, world, Gate(world, auth, clock), clock)
         jobs = JobActor(app, actor)
-        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], jobs, TaskActor(app, actor, jobs))
+        world.traces.keeps = True
+        desk, traces = TaskActor(app, actor, jobs), TraceActor(app, world, actor.gate)
+        built = Rig(app, actor, clock, [FakeExecutor(app, n) for n in names], jobs, desk, traces)
         await actor.resume()
         try:
             async with app.running():

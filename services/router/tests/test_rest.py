@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
 from wooly_bus.errors import RefusedError
 from wooly_router.gate import ROLES
@@ -16,7 +17,19 @@ from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
 from wooly_router.state.tenants import TenantRecord
 from wooly_testkit.nats import nats_server as start_nats_server
-from wooly_wis.messages import SubmitJob, TaskReply, TaskRequest, TasksReply, TasksRequest
+from wooly_wis.credits import BudgetState, CreditsReply, CreditsRequest, SetBudgetRequest
+from wooly_wis.messages import (
+    GpusReply,
+    GpusRequest,
+    GpuState,
+    MemoryState,
+    SessionMemory,
+    SubmitJob,
+    TaskReply,
+    TaskRequest,
+    TasksReply,
+    TasksRequest,
+)
 from wooly_wis.module import Module, encode_module, module_digest
 
 pytestmark = pytest.mark.connected
@@ -33,10 +46,10 @@ def rest(rig):
             async with rig(*names, url=url, auth=auth) as r:
                 now = [0.0]
                 access = Access(r.actor.gate, Buckets(rate, rate, lambda: now[0]))
-                api = create_api(r.actor, r.desk, access)
+                api = create_api(r.actor, r.desk, access, r.traces)
                 transport = httpx.ASGITransport(api, raise_app_exceptions=False)
                 async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
-                    r.api, r.now = api, now
+                    r.api, r.now, r.url = api, now, url
                     await r.duties().keep_nodes()
                     yield r, http
 
@@ -159,6 +172,73 @@ async def test_history_and_audit_are_read_back(rest):
         assert [e["target"] for e in first + rest_of] == ["2", "1", "0"]
 
 
+async def test_history_comes_in_steps(rest):
+    async with rest() as (r, http):
+        await r.actor.world.nodes.sample([Sample(float(t), "a", "host", t / 100, 0.0, t, 2, 3) for t in (10, 20, 30)])
+        found = (await told(http, "GET", "metrics/history", params={"step": 20}))["samples"]
+        assert [(s["at"], s["utilization"], s["memory_used"]) for s in found] == [(0.0, 0.1, 10), (20.0, 0.25, 30)]
+        await told(http, "GET", "metrics/history", 422, params={"step": 9})
+
+
+async def test_overview_counts_nodes_and_tasks_by_state(rest):
+    async with rest("a", "b") as (r, http):
+        await r.open()
+        r.actor.world.starvation = {"a": 250}
+        found = await told(http, "GET", "overview")
+        assert (found["nodes"], found["tasks"]) == ({"active": 1}, {"started": 1})
+        assert [(g["executor_id"], g["starvation"], g["memory_total"]) for g in found["gpus"]] == [
+            ("a", 0.25, 1000),
+            ("b", None, 1000),
+        ]
+
+
+async def test_figures_of_devices_come_from_the_scheduler_page_by_page(rest):
+    async with rest() as (r, http):
+        assert (await told(http, "GET", "metrics/gpus", 404))["code"] == "router.no_scheduler"
+        scheduler = ServiceApp("scheduler", r.url)
+
+        async def page(request):
+            left = [n for n in "abc" if n > request.after]
+            gpus = tuple(GpuState(executor_id=n, journal="j", entries=1) for n in left[:2])
+            return GpusReply(gpus=gpus, more=len(left) > 2)
+
+        scheduler.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, page)
+        async with scheduler.running():
+            found = (await told(http, "GET", "metrics/gpus"))["gpus"]
+        assert [g["executor_id"] for g in found] == ["a", "b", "c"]
+
+
+async def test_credits_are_asked_of_metering_each_tenant_s_for_itself(rest):
+    asked = []
+
+    async def show(request):
+        asked.append(request.tenant)
+        return CreditsReply(core_ucr=3, vram_ucr=4)
+
+    async def budget(request):
+        return BudgetState(tenant=request.tenant, hard_ucr=request.hard_ucr)
+
+    async with rest(auth="tokens") as (r, http):
+        _, admin = await token_for(r, "ops", "admin")
+        _, operator = await token_for(r, "ops", "operator")
+        _, mine = await token_for(r, "mine", "user")
+        for path in ("credits", "credits/plans", "credits/statements/ops"):
+            assert (await told(http, "GET", path, 404, headers=admin))["code"] == "router.no_metering"
+        metering = ServiceApp("metering", r.url)
+        metering.serve(subjects.METERING_CREDITS_SHOW, CreditsRequest, show)
+        metering.serve(subjects.METERING_BUDGET_SET, SetBudgetRequest, budget)
+        async with metering.running():
+            assert (await told(http, "GET", "credits", headers=mine))["vram_ucr"] == 4
+            await told(http, "GET", "credits", headers=operator, params={"tenant": "x"})
+            await told(http, "GET", "credits", 403, headers=mine, params={"tenant": "yours"})
+            await told(http, "GET", "credits/statements/yours", 403, headers=mine)
+            assert asked == ["mine", "x"]
+            for headers, status in ((mine, 403), (operator, 403), (admin, 200)):
+                await told(http, "PUT", "credits/budgets/mine", status, json={"hard_ucr": 5}, headers=headers)
+            await told(http, "PUT", "credits/budgets/mine", 422, json={"hard_ucr": -1}, headers=admin)
+        assert "budget.set" in [e["action"] for e in (await told(http, "GET", "audit", headers=admin))["entries"]]
+
+
 async def test_every_error_has_one_shape(rest):
     async with rest() as (r, http):
         await told(http, "GET", "nothing", 404)
@@ -261,6 +341,59 @@ async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
         await told(http, "POST", "tasks", 409, json={"module": digest, "job_id": name}, headers=yours)
         assert (await r.tasks.get(name)).state == "pending" and session in await r.sessions()
         assert {t["tenant"] for t in (await told(http, "GET", "tasks", headers=operator))["tasks"]} == {"mine", "yours"}
+
+
+async def test_memory_of_other_tenants_has_no_names(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        _, mine = await token_for(r, "mine", "user")
+        _, operator = await token_for(r, "ops", "operator")
+        held = [("s1", "mine", 1), ("s2", "yours", 2), ("s3", "theirs", 4)]
+        sessions = tuple(SessionMemory(session_id=s, tenant=t, own=n) for s, t, n in held)
+        memory = MemoryState(capacity=100, own=7, free=93, sessions=sessions)
+        await r.actor.on_heartbeat(r.executors[0].heartbeat(memory=memory))
+        for path in ("nodes", "nodes/host"):
+            answer = await http.get(path, headers=mine)
+            assert not [x for x in ("yours", "theirs", "s2", "s3") if x in answer.text]
+            node = answer.json().get("nodes", [answer.json()])[0]
+            found = node["gpus"][0]["memory"]["sessions"]
+            assert [(s["session_id"], s["own"]) for s in found] == [("s1", 1), ("others", 6)]
+            assert "theirs" in (await http.get(path, headers=operator)).text
+
+
+async def test_browser_s_cookie_opens_what_its_token_opens_and_changes_only_for_pages_of_ours(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        token, head = await token_for(r, "ops", "operator")
+        secret = head["Authorization"][7:]
+        await told(http, "POST", "login", 401, json={"token": "guess"})
+        await told(http, "POST", "login", 403, json={"token": secret}, headers={"Origin": "http://evil.example"})
+        assert not http.cookies
+        answer = await http.post("login", json={"token": secret})
+        assert answer.json()["own"] == "ops" and answer.json()["tenant"] is None and secret not in answer.text
+        cookie = answer.headers["set-cookie"].lower()
+        assert (
+            "httponly" in cookie and "samesite=strict" in cookie and "path=/api/v1" in cookie and "secure" not in cookie
+        )
+        assert (await told(http, "GET", "me"))["actor"] == f"token:{token.id}"
+        state, ours = {"state": "cordoned"}, {"x-wooly-page": "1"}
+        await told(http, "PUT", "nodes/host/state", 403, json=state)
+        await told(http, "PUT", "nodes/host/state", json=state, headers=ours)
+        await told(http, "PUT", "config", 403, json={}, headers=ours)
+        await told(http, "DELETE", "login", 403)
+        await told(http, "DELETE", "login", 204, headers=ours)
+        assert not http.cookies
+        await told(http, "GET", "me", 401)
+        secured = await http.post("https://127.0.0.1/api/v1/login", json={"token": secret})
+        assert "secure" in secured.headers["set-cookie"].lower()
+        await r.actor.world.tenants.revoke("ops", token.id, r.clock.now)
+        http.cookies.set("wooly_token", secret)
+        await told(http, "GET", "nodes", 401)
+
+
+async def test_without_tokens_a_login_is_not_needed_and_leaves_nothing(rest):
+    async with rest() as (_, http):
+        assert (await told(http, "GET", "me"))["auth"] == "open"
+        answer = await http.post("login", json={"token": "anything"})
+        assert answer.status_code == 200 and "set-cookie" not in answer.headers
 
 
 async def test_token_is_made_shown_once_and_revoked(rest):

@@ -337,6 +337,24 @@ async def test_history_has_what_was_sampled_in_the_span(database):
     assert await store.history(0.0, 9.0) == samples[4:]
 
 
+async def test_history_in_steps_has_means_of_shares_and_the_most_memory(database):
+    store = NodeStore(database)
+    await store.sample([Sample(float(t), e, "n", t / 100, 0.5, t, BIG, 1) for t in range(0, 60, 10) for e in "ab"])
+    found = await store.means(10.0, 60.0, 30)
+    assert [(s.at, s.executor_id) for s in found] == [(0.0, "a"), (0.0, "b"), (30.0, "a"), (30.0, "b")]
+    assert [(round(s.utilization, 6), s.memory_used) for s in found[::2]] == [(0.15, 20), (0.4, 50)]
+    assert found[0].memory_total == BIG and found[0].node_id == "n"
+    assert [s.executor_id for s in await store.means(0.0, 60.0, 60, "b")] == ["b"]
+    assert len(await store.means(0.0, 60.0, 30, limit=3)) == 3
+
+
+async def test_glance_has_what_lives_and_what_is_new(tasks):
+    await put(tasks, task("old", created_at=1.0), task("new", created_at=9.0), task("runs", created_at=1.0, priority=3))
+    for name in ("old", "new"):
+        assert await move(tasks, name, "failed", "no", 9.5)
+    assert await tasks.glance(5.0) == {"new": ("x", "failed", "no", 2), "runs": ("x", "pending", "", 3)}
+
+
 # -- tenants, config, audit ------------------------------------------------------------------------------------------
 
 

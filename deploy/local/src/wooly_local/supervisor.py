@@ -64,6 +64,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         (self.dir / "router.port").unlink(missing_ok=True)
         nats = self._start_nats(logs)
+        os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
         router = Service(
             "router",
             [sys.executable, "-m", "wooly_router"],

@@ -19,12 +19,14 @@ from faststream.nats.annotations import NatsMessage
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
+from wooly_wis.traces import SpansRecorded
 
+from wooly_bus import subjects
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.rpc import nats_errors, settled
-from wooly_bus.tracing import consumer_span, mark_failed
+from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
 
 log = logging.getLogger("wooly.bus")
 Q = TypeVar("Q", bound=Message)
@@ -35,6 +37,8 @@ HandlerFunction = Callable[[Q], Awaitable[Message | None]]
 CONCURRENT_REQUESTS = 64
 #: Seconds that requests in work have to finish when a service ends.
 GRACE_S = 5.0
+#: Seconds between two messages with spans.
+SPANS_EVERY_S = 0.25
 
 
 class ServiceApp:
@@ -57,6 +61,7 @@ class ServiceApp:
         self._last_error = ""
         self._ending = False
         self._client: Client | None = None
+        self._dropped_told = 0
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
         self.broker = NatsBroker(
@@ -166,11 +171,36 @@ class ServiceApp:
             await self.broker.stop()
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
+        spans = handing_over()
+        handing = asyncio.create_task(self._hand_over(spans)) if spans is not None else None
         try:
             async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
                 yield self
         finally:
+            if handing is not None and spans is not None:
+                handing.cancel()
+                await asyncio.wait((handing,))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._publish_spans(spans), 1.0)
             await self._stop()
+
+    async def _hand_over(self, spans: SpanQueue) -> None:
+        """Send this process's spans to the routers, for ever."""
+        while True:
+            await asyncio.sleep(SPANS_EVERY_S)
+            await self._publish_spans(spans)
+
+    async def _publish_spans(self, spans: SpanQueue) -> None:
+        """Send what waits. While NATS is away it goes on waiting, as far as there is room; what fails otherwise is dropped."""
+        while len(spans) and self._connected():
+            found, dropped = spans.take(), spans.dropped - self._dropped_told
+            try:
+                message = SpansRecorded(service=self.name, dropped=dropped, spans=tuple(found))
+                await self.publish(subjects.spans_recorded(self.name), message)
+                self._dropped_told += dropped
+            except Exception as e:
+                log.info("%d spans are lost: %s", len(found), e)
+                spans.dropped += len(found)
 
     def _connected(self) -> bool:
         return self._client is not None and self._client.is_connected

@@ -38,6 +38,11 @@ class Taken:
         """What it says."""
         return self.message.data
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """What came with it."""
+        return self.message.headers or {}
+
     async def done(self) -> None:
         """What it asks for is done, or will never be: it does not come again."""
         await self.message.ack()

@@ -34,6 +34,11 @@ ROUTER_EVENT_STREAM = "WOOLY_EVT_ROUTER"
 #: How attempts at jobs ended (`JobEnded`), by executor, and the stream that keeps it until a router has taken it in.
 EXECUTOR_JOBS_ENDED = f"{PREFIX}.evt.executor.job.ended.*"
 EXECUTOR_JOB_STREAM = "WOOLY_EVT_EXECUTORJOB"
+#: Traces: what clients add to their own, what is asked; and spans of services (`SpansRecorded`), which nobody keeps but a router.
+ROUTER_TRACE_ADD = f"{PREFIX}.rpc.router.trace.add"
+ROUTER_TRACE_GET = f"{PREFIX}.rpc.router.trace.get"
+ROUTER_TRACE_LIST = f"{PREFIX}.rpc.router.trace.list"
+SPANS = f"{PREFIX}.evt.*.span.recorded"
 SCHEDULER_SESSION_ADMIT = f"{PREFIX}.rpc.scheduler.session.admit"
 SCHEDULER_SESSION_STEER = f"{PREFIX}.rpc.scheduler.session.steer"
 SCHEDULER_GPU_LIST = f"{PREFIX}.rpc.scheduler.gpu.list"
@@ -119,6 +124,11 @@ def router_task_changed(tenant: str) -> str:
 def executor_usage(executor_id: str) -> str:
     """Where an executor publishes what its sessions used (`wooly_wis.credits.UsageRecorded`)."""
     return f"{PREFIX}.evt.executor.usage.recorded.{_id(executor_id)}"
+
+
+def spans_recorded(service: str) -> str:
+    """Where a service hands over the spans that it recorded."""
+    return f"{PREFIX}.evt.{_id(service)}.span.recorded"
 
 
 def executor_tunnel(executor_id: str) -> str:

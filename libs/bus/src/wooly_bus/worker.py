@@ -49,6 +49,9 @@ class WorkerProcess:
         limits: of each request.
         module: what runs in the process; it calls `serve`.
         arguments: of the process, besides the limit.
+
+    Attributes:
+        steps: what the last answer's work consisted of: names, and when each began and ended in ns since 1970.
     """
 
     #: What is raised.
@@ -59,6 +62,7 @@ class WorkerProcess:
         self._module = module
         self._arguments = arguments
         self._process: subprocess.Popen[bytes] | None = None
+        self.steps: list[tuple[str, int, int]] = []
 
     def ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
         """The answer to a request; `target` and `what` are for messages.
@@ -67,12 +71,14 @@ class WorkerProcess:
             WorkerError: it is refused, or the process crashed or took too long (of the class that `error` says).
         """
         deadline = time.monotonic() + self._limits.seconds
+        self.steps = []
         process = self._started()
         try:
             assert process.stdin is not None
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             answer = json.loads(self._read(process, None, deadline))
+            self.steps = [(str(n), int(b), int(e)) for n, b, e in answer.get("steps", ())]
             if "error" in answer:
                 raise self.error(answer["error"])
             return self._read(process, answer["nbytes"], deadline)
@@ -138,14 +144,21 @@ class WorkerProcess:
         self.close()
 
 
-def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes], before: Callable[[], None] = lambda: None) -> None:
+def serve(
+    memory: int,
+    answer_to: Callable[[dict[str, Any]], bytes],
+    before: Callable[[], None] = lambda: None,
+    steps: list[tuple[str, int, int]] | None = None,
+) -> None:
     """Answer requests until the input ends: the worker's main loop.
 
     Args:
         memory: bytes of address space that the process may have.
         answer_to: what answers a request; a `WisError` that it raises is the answer.
         before: called before each request.
+        steps: where `answer_to` notes what it did.
     """
+    noted = steps if steps is not None else []
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
@@ -153,6 +166,7 @@ def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes], before: Cal
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
         found = b""
+        noted.clear()
         try:
             before()
             found = answer_to(request)
@@ -161,5 +175,7 @@ def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes], before: Cal
             answer = {"error": str(e)}
         except MemoryError:
             answer = {"error": f"the compiler wanted more than {memory} bytes"}
+        if noted:
+            answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + found)
         answers.flush()

@@ -1,4 +1,4 @@
-"""What two real trainings allocate and free, alone and many at once: services/executor/tools/record_allocations.py."""
+"""What two real trainings allocate and free, alone and many at once: bench/record_allocations.py."""
 
 from __future__ import annotations
 

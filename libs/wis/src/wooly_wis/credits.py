@@ -40,6 +40,7 @@ class UsageRecord(BaseModel):
         resident_mib_us: MiB resident times microseconds of its own device time.
         idle_mib_us: MiB resident times all other microseconds.
         ended: the session is over, and this is its last record.
+        trace: with the last record of a session that is traced: its span, as W3C's `traceparent`. Nothing is billed by it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -58,6 +59,7 @@ class UsageRecord(BaseModel):
     resident_mib_us: int = 0
     idle_mib_us: int = 0
     ended: bool = False
+    trace: str = ""
 
 
 class UsageRecorded(Message):

@@ -27,7 +27,7 @@ class Message(BaseModel):
 
 
 class DeviceFacts(Message):
-    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942), if anything."""
+    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942, x86_64)."""
 
     name: str
     vendor: str
@@ -192,12 +192,16 @@ class SessionPart(Message):
 
 
 class OpenSessionReply(Message):
-    """The client's session: its devices, each on an executor of its own, one token for all; renew within `lease_s` seconds."""
+    """The client's session: its devices, each on an executor of its own, one token for all; renew within `lease_s` seconds.
+
+    `trace_id`: the trace that is kept of it; empty: none is.
+    """
 
     session_id: SessionId
     token: Token
     lease_s: float = Field(gt=0)
     parts: tuple[SessionPart, ...] = Field(min_length=1, max_length=64)
+    trace_id: str = Field(default="", max_length=32)
 
 
 class RenewSessionRequest(Message):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-os.nice(
-    10
-)  # compiling is for later, what runs is for now; and importing is most of what is done where nothing is compiled
+# Compiling is for later, what runs is for now; and importing is most of what is done where nothing is compiled.
+os.nice(10)
 
 from wooly_compiler.app import main  # noqa: E402
 

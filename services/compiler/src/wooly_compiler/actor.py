@@ -13,11 +13,13 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from opentelemetry import trace
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import StreamError
+from wooly_bus.tracing import step, tracer
 from wooly_wis.artifact import DIGEST_SIZE, Key
 from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
@@ -39,6 +41,8 @@ KEPT_S = 14 * 86400.0
 KEPT_BYTES = 8 << 30
 #: Refusals remembered: the same program is refused again without another try.
 REFUSALS = 4096
+#: Passes of a program that are told of.
+STEPS = 32
 
 
 def _bytes(text: str) -> bytes:
@@ -191,13 +195,24 @@ class CompilerActor:
         worker = await self._workers.get()
         asking = asyncio.ensure_future(asyncio.to_thread(worker.ask, request, target, what))
         try:
-            return await asyncio.shield(asking)
+            with step("compiler", "work", target=target, what=what):
+                try:
+                    return await asyncio.shield(asking)
+                finally:
+                    _tell(worker.steps if asking.done() else [])
         except asyncio.CancelledError:
             worker.close()  # a compiler that nobody waits for ends now
             await asyncio.wait((asking,))
             raise
         finally:
             self._workers.put_nowait(worker)
+
+
+def _tell(steps: list[tuple[str, int, int]]) -> None:
+    """Spans of what a worker did, under the current one."""
+    if trace.get_current_span().is_recording():
+        for name, begun, ended in steps[:STEPS]:
+            tracer("compiler").start_span(f"compiler.{name}", start_time=begun).end(ended)
 
 
 def whole(data: bytes) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +35,8 @@ from wooly_compiler.version import version
 _CPU: Final = re.compile(r"opencl:[0-9a-f]{12}-x(\d{1,4})")
 
 
+#: What comes after the passes.
+BUILD: Final = "build"
 #: Some CPU, for those who only want to see a plan.
 ANY_CPU: Final = "opencl:000000000000-x1"
 
@@ -78,6 +81,7 @@ def _compiled(program: Program, *, trace: Trace | None, **how: Any) -> Plan:
             raise
         if trace is not None:
             trace.stages.clear()
+            trace.steps.clear()
         return compile_program(program, fusing=False, trace=trace, **how)
 
 
@@ -88,7 +92,7 @@ def _params(program: Program, decided: dict[int, Any] | None) -> list[Any] | Non
     return [decided.get(k, 0) for k in range(len(program.param_kinds))]
 
 
-def make(raw: bytes, key: Key, compiler: str, cache: Path) -> bytes:
+def make(raw: bytes, key: Key, compiler: str, cache: Path, trace: Trace | None = None) -> bytes:
     """The bytes of an artifact.
 
     Args:
@@ -96,6 +100,7 @@ def make(raw: bytes, key: Key, compiler: str, cache: Path) -> bytes:
         key: of the artifact.
         compiler: this compiler's version.
         cache: where the code of kernels is kept.
+        trace: where it is noted what was done when.
 
     Raises:
         WisError: the program breaks a law, or cannot be compiled.
@@ -104,11 +109,14 @@ def make(raw: bytes, key: Key, compiler: str, cache: Path) -> bytes:
     verify_program(program)
     if digest(raw) != key.program:
         raise CompilerError("the program is not that of the key")
-    plan = plan_of(program, key.target, key.mode, decided_values(program, key.decided))
+    plan = plan_of(program, key.target, key.mode, decided_values(program, key.decided), trace)
+    begun = time.time_ns()
     build = _builder(key.target)
     codes = tuple(
         [_cached(kernel, key.target, build, _unit(plan, kernel, key.target), cache) for kernel in plan.kernels]
     )
+    if trace is not None:
+        trace.steps.append((BUILD, begun, time.time_ns()))
     return encode_artifact(Artifact(key, compiler, plan, codes))
 
 

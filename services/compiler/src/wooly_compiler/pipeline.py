@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -25,9 +26,24 @@ UNIT_PASSES: Final[tuple[tuple[str, Callable[[Unit], Unit]], ...]] = (
 
 @dataclass(slots=True)
 class Trace:
-    """The text of every stage: (pass, text) in order."""
+    """The text of every stage: (pass, text) in order. Without `texts`, only when each began and ended.
+
+    Attributes:
+        steps: passes, with ns since 1970.
+    """
 
     stages: list[tuple[str, str]] = field(default_factory=list)
+    texts: bool = True
+    steps: list[tuple[str, int, int]] = field(default_factory=list)
+    _since: int = field(default_factory=time.time_ns)
+
+    def after(self, name: str, text: Callable[[], str]) -> None:
+        """A pass has ended."""
+        now = time.time_ns()
+        self.steps.append((name, self._since, now))
+        if self.texts:
+            self.stages.append((name, text()))
+        self._since = time.time_ns()
 
     def __str__(self) -> str:
         return "\n".join(f"; after {name}\n{text}" for name, text in self.stages)
@@ -65,22 +81,22 @@ def compile_program(
     unit = units.unit_of(program)
     units.verify(unit)
     if trace is not None:
-        trace.stages.append(("resolve-views", units.text(unit)))
+        trace.after("resolve-views", lambda: units.text(unit))
     passes = (*UNIT_PASSES, (split_bias.NAME, split_bias.run)) if biases else UNIT_PASSES
     for name, run in passes:
         unit = run(unit)
         units.verify(unit)
         if trace is not None:
-            trace.stages.append((name, units.text(unit)))
+            trace.after(name, lambda unit=unit: units.text(unit))  # type: ignore[misc]
     groups = fuse.run(unit, fusing=fusing, params=params, checks=checks, refuse=refuse)
     if trace is not None:
-        trace.stages.append((fuse.NAME, fuse.text(groups)))
+        trace.after(fuse.NAME, lambda: fuse.text(groups))
     if costs is not None:
         groups = weigh.run(unit, groups, costs)
         if trace is not None:
-            trace.stages.append((weigh.NAME, fuse.text(groups)))
+            trace.after(weigh.NAME, lambda: fuse.text(groups))
     plan = lower.run(unit, groups, fusing=fusing)
     plans.verify(plan)
     if trace is not None:
-        trace.stages.append((lower.NAME, plans.text(plan)))
+        trace.after(lower.NAME, lambda: plans.text(plan))
     return plan

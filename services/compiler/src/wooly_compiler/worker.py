@@ -19,6 +19,9 @@ from wooly_wis.verifier import verify_program
 
 from wooly_compiler.build.worker import serve
 
+#: Passes of the present request, with when each began and ended.
+STEPS: list[tuple[str, int, int]] = []
+
 
 def answer(request: dict[str, Any]) -> bytes:
     """What a request asks for."""
@@ -42,11 +45,12 @@ def answer(request: dict[str, Any]) -> bytes:
         artifacts.plan_of(program, target, request["mode"], known, trace)
         return json.dumps(trace.stages).encode()
     key = Key(bytes.fromhex(request["digest"]), request["target"], request["mode"], decided)
-    return artifacts.make(raw, key, request["compiler"], Path(sys.argv[2]) / "kernels")
+    timed = Trace(texts=False, steps=STEPS)
+    return artifacts.make(raw, key, request["compiler"], Path(sys.argv[2]) / "kernels", timed)
 
 
 if __name__ == "__main__":
     from wooly_compiler.build import pocl
 
     pocl.prepare(Path(sys.argv[2]) / "pocl")
-    serve(int(sys.argv[1]), answer)
+    serve(int(sys.argv[1]), answer, STEPS)

@@ -18,6 +18,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError
+from wooly_bus.tracing import step
 from wooly_wis.artifact import Artifact, Key, decode_artifact, family
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
@@ -171,6 +172,14 @@ class PlanSource:
 
     async def _serve(self, entry: Wanted) -> None:
         """Get one plan, and hand it over."""
+        name = entry.digest.hex()[:16]
+        with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
+            prepared, why, final = await self._got(entry)
+            span.set_attributes({"plan": prepared is not None, "why": why})
+        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
+
+    async def _got(self, entry: Wanted) -> tuple[PreparedProgram | None, str, bool]:
+        """A plan; or why there is none, and whether there never will be."""
         what = f"program {entry.digest.hex()[:16]}"
         prepared: PreparedProgram | None = None
         why, final = "", True
@@ -187,7 +196,7 @@ class PlanSource:
         except Exception as e:
             why, final = f"{type(e).__name__}: {e}", entry.mode == "exact"
             log.exception("%s has no plan", what)
-        await asyncio.wrap_future(self._loop.call(lambda: self._tiers.took(entry, prepared, why, final=final)))
+        return prepared, why, final
 
     async def _plan(self, entry: Wanted) -> PreparedProgram | None:
         """The plan, ready to run; None if the compilers say that there is none.

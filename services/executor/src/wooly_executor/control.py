@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, fields, replace
 from typing import TypeVar
 
+from opentelemetry.trace import SpanContext
 from wooly_bus import subjects
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
@@ -42,11 +43,14 @@ from wooly_executor.errors import ExecutorError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
 from wooly_executor.settings import ExecutorSettings
+from wooly_executor.spans import hosted_under
 
 T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
 #: Seconds that a heartbeat waits for the device's thread.
 BUSY_S = 0.5
+#: Seconds between two looks at what traced sessions ran.
+SAMPLE_S = 1.0
 
 
 def _policy(message: SessionPolicy) -> Policy:
@@ -94,11 +98,12 @@ class ExecutorActor(Actor):
         known = self._leases.get(request.session_id)
         if known is None or known[2] != request.token:
             policy = _policy(request.policy or SessionPolicy(priority=request.priority))
-            await self._ask(lambda: self._open(request, policy))
+            hosted = hosted_under()
+            await self._ask(lambda: self._open(request, policy, hosted))
         self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
         return HostSessionReply(endpoints=self._endpoints)
 
-    def _open(self, request: HostSessionRequest, policy: Policy) -> None:
+    def _open(self, request: HostSessionRequest, policy: Policy, hosted: SpanContext | None) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         self._loop.open_session(
@@ -110,6 +115,7 @@ class ExecutorActor(Actor):
             model=request.model,
             scope=Scope(request.dedup),
             swappable=request.swap,
+            hosted=hosted,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
@@ -167,8 +173,8 @@ class ExecutorActor(Actor):
         return await asyncio.wrap_future(self._loop.call(lambda: self._loop.close_session(session_id, reason)))
 
     async def watch(self) -> None:
-        """Heartbeats and lapsed leases, for ever."""
-        await asyncio.gather(self._beat(), self._lapse(), self._report_closed())
+        """Heartbeats, lapsed leases, sessions that closed, and spans, for ever."""
+        await asyncio.gather(self._beat(), self._lapse(), self._report_closed(), self._sample())
 
     async def _beat(self) -> None:
         while True:
@@ -183,6 +189,12 @@ class ExecutorActor(Actor):
                     log.warning("session %s: its lease of %.0f s lapsed", session_id, lease)
                     await self._close(session_id, "the session's lease lapsed")
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def _sample(self) -> None:
+        """Have traced sessions tell what they ran. Where the device is busy for long, this waits for it."""
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            await asyncio.wrap_future(self._loop.call(self._loop.sample_spans))
 
     async def heartbeat(self) -> ExecutorHeartbeat:
         """What this executor says of itself now.

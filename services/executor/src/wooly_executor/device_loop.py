@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
+from opentelemetry.trace import SpanContext
 from wooly_bus.channel import ChannelServer, Connected, Connection, Disconnected, Endpoint, Event, ProtocolError
 from wooly_dispatch.events import Policy
 from wooly_wis.codec import DIGEST_SIZE
@@ -39,6 +40,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Failure, Frame, Session
+from wooly_executor.spans import spans_of
 from wooly_executor.tiers import Tiers, Work
 from wooly_executor.usage import Taken, UsageBook
 from wooly_executor.vram import SwapSettings, Vram
@@ -121,8 +123,9 @@ class DeviceLoop:
         model: str = "",
         scope: Scope = Scope.OFF,
         swappable: bool = True,
+        hosted: SpanContext | None = None,
     ) -> None:
-        """Admit a session (in the loop's thread).
+        """Admit a session (in the loop's thread). `hosted`: what it is opened under, where it is traced.
 
         Raises:
             AdmissionError: the id is taken, or what is asked for cannot be promised.
@@ -133,6 +136,7 @@ class DeviceLoop:
         most = self.vram.quota(session_id, quota, swappable)
         session = Session(session_id, token, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
+        session.hosted = hosted
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
@@ -143,6 +147,8 @@ class DeviceLoop:
         if session is None:
             return False
         self.dispatch.closed(session)
+        if session.spans is not None:
+            session.spans.end(session, reason)
         self.usage.closed(session_id, self.vram.clock())
         session.release()
         if session.conn is not None and not session.conn.closed:
@@ -189,6 +195,13 @@ class DeviceLoop:
         """What sessions used since the last time (in the loop's thread)."""
         self._workers.look()
         return self.usage.take(self.dispatch.priority_of, self.vram.clock())
+
+    def sample_spans(self) -> None:
+        """Tell what traced sessions ran (in the loop's thread)."""
+        now = time.time_ns()
+        for session in self._sessions.values():
+            if session.spans is not None:
+                session.spans.sample(session, now)
 
     def stop(self) -> None:
         """Make `run` return."""
@@ -298,6 +311,9 @@ class DeviceLoop:
             return
         session.tiers = self.tiers
         session.jit = jit
+        session.spans = spans_of(session.id, session.hosted, hello.get("trace"))
+        if session.spans is not None:
+            session.used.trace = session.spans.parent
         session.conn, conn.owner, conn.authenticated = conn, session, True
         conn.ack(seq)
         facts = self.runtime.facts() | {"total_memory": session.quota}
@@ -373,7 +389,7 @@ class DeviceLoop:
             if session.conn is not None and session.queue:
                 self._proceed(session)
 
-        session.awaiting = tiers.awaits(ready, params, go_on)
+        session.awaiting = tiers.awaits(ready, params, go_on, session.spans)
         return session.awaiting
 
     def _compiling(self, session: Session, frame: Frame) -> bool:
@@ -403,14 +419,21 @@ class DeviceLoop:
         error: Exception | None = None
         try:
             if frame.kind == Kind.DEFINE:
-                begun = time.thread_time_ns()  # no work for a device, but it takes the device's thread
+                begun, told = (
+                    time.thread_time_ns(),
+                    time.time_ns(),
+                )  # no work for a device, but it takes the device's thread
                 try:
-                    session.define(bytes(frame.payload))
+                    ready = session.define(bytes(frame.payload))
+                    if session.spans is not None:
+                        session.spans.defined(ready.digest, len(frame.payload), told)
                 finally:
                     gpu_ns = time.thread_time_ns() - begun
                     self._definitions.observe(len(frame.payload), gpu_ns)
             else:
                 if not first:
+                    if session.spans is not None and session.spans.fresh:
+                        frame.begun_ns = time.time_ns()
                     self.vram.begun(session, frame)
                     frame.running = session.begin(unpack_run(frame.payload), frame.seq)
                 if frame.running is not None:
@@ -491,6 +514,9 @@ class DeviceLoop:
                 work.ran(running.prepared, computing, running.gpu_ns, kernel_ns)
             session.used.ran(running.ready.digest, running.ready.prepared.program)
             outcome = session.finish(running)
+            if session.spans is not None and session.spans.fresh:
+                program, failed = running.ready.prepared.program, outcome.failed_at is not None
+                session.spans.ran(running.ready.digest, frame.begun_ns, running.gpu_ns, len(program.body), failed)
             if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
                 for slot in running.ready.dynamic:
                     session.free(running.run.bindings[slot])

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from nats.js import JetStreamContext
+from opentelemetry.trace import SpanContext
 from wooly_bus import subjects
 from wooly_bus.blobs import BlobStore
 from wooly_bus.channel import ChannelClient, ChannelError
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_queue, publish
+from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
 from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
@@ -31,6 +33,7 @@ from wooly_wis.module import MAX_MODULE_BYTES, Load, Module, check_module, decod
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
 from wooly_executor.session import PROGRAMS_KEPT
+from wooly_executor.spans import hosted_under
 
 log = logging.getLogger("wooly.executor")
 #: Bytes of the queue of reports.
@@ -130,7 +133,8 @@ class Jobs:
     async def _serve(self, request: RunJobRequest, js: JetStreamContext) -> None:
         task_id, attempt = request.task_id, request.attempt
         try:
-            outputs, summary = await self._run(request, js)
+            with step("executor", "job", task_id=task_id, attempt=attempt):
+                outputs, summary = await self._run(request, js)
             report = self._report(request, "completed", summary, outputs)
         except (JobFailedError, WisError) as e:
             report = self._report(request, "failed", str(e))
@@ -169,17 +173,20 @@ class Jobs:
         """The job's results, kept, and what it took in words."""
         begun = time.monotonic()
         store = BlobStore(js, request.tenant)
-        module = decode_module(await store.get(request.module, MAX_MODULE_BYTES))
-        peak = check_module(module)
+        with step("executor", "fetch_module"):
+            module = decode_module(await store.get(request.module, MAX_MODULE_BYTES))
+            peak = check_module(module)
         if peak > (request.quota or self._loop.memory):
             raise JobFailedError(f"its buffers need {peak} bytes, {request.quota or self._loop.memory} were asked for")
-        sources = await self._sources(request, module, store)
+        with step("executor", "fetch_inputs"):
+            sources = await self._sources(request, module, store)
         fetched = time.monotonic()
         policy = Policy(**{f.name: getattr(request.policy, f.name) for f in fields(Policy)})
         near, far = socket.socketpair()
+        hosted = hosted_under()
         try:
             try:
-                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, policy)))
+                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, policy, hosted)))
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
@@ -198,10 +205,11 @@ class Jobs:
             closing = self._loop.call(lambda: self._loop.close_session(request.session_id, "the job ended"))
             await asyncio.wrap_future(closing)
         ran = time.monotonic()
-        outputs = [
-            JobOutput(name=r.name, dtype=r.dtype, sizes=r.sizes, digest=await store.put(r.data), nbytes=len(r.data))
-            for r in results
-        ]
+        with step("executor", "keep_results"):
+            outputs = [
+                JobOutput(name=r.name, dtype=r.dtype, sizes=r.sizes, digest=await store.put(r.data), nbytes=len(r.data))
+                for r in results
+            ]
         runs = sum(not isinstance(s, Load) for s in module.steps)
         moved = sum(len(data) for data in sources)
         summary = (
@@ -210,11 +218,17 @@ class Jobs:
         )
         return tuple(outputs), summary
 
-    def _open(self, request: RunJobRequest, policy: Policy) -> None:
+    def _open(self, request: RunJobRequest, policy: Policy, hosted: SpanContext | None) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         self._loop.open_session(
-            request.session_id, request.session_id, request.quota, policy, request.tenant, swappable=request.swap
+            request.session_id,
+            request.session_id,
+            request.quota,
+            policy,
+            request.tenant,
+            swappable=request.swap,
+            hosted=hosted,
         )
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -35,12 +36,14 @@ class Job:
         done: told, in the mover's thread, with what went wrong, if anything.
         cancelled: set by anybody; the job ends at the next chunk.
         moved: bytes so far.
+        begun_ns: when it was asked for, ns since 1970.
     """
 
     priority: int
     done: Callable[[Job, Exception | None], None]
     cancelled: bool = False
     moved: int = 0
+    begun_ns: int = field(default_factory=time.time_ns)
 
     def steps(self) -> Iterator[int]:
         """Do it, and yield the bytes of each chunk."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from opentelemetry.trace import SpanContext
 from wooly_bus.channel import Connection
 from wooly_wis.codec import digest
 from wooly_wis.foreign import Source, decode_source
@@ -29,6 +30,7 @@ from wooly_executor.mover import Job
 from wooly_executor.programs import ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
+from wooly_executor.spans import SessionSpans
 from wooly_executor.stowage import Copy
 from wooly_executor.tiers import Jit, Tiers, Work, choose
 from wooly_executor.usage import Used
@@ -105,6 +107,7 @@ class Frame:
         need: bytes that it lacks, where it waits for room.
         reserved: bytes that are promised to it.
         refused: what it asks for was answered already: its session is held.
+        begun_ns: when its program began, where that is to be told; ns since 1970.
     """
 
     seq: int
@@ -117,6 +120,7 @@ class Frame:
     need: int = 0
     reserved: int = 0
     refused: bool = False
+    begun_ns: int = 0
 
 
 @dataclass(eq=False)
@@ -157,6 +161,8 @@ class Session:
         used: what it uses of the device, for metering.
         sources: texts of its own kernels, by digest.
         compiling: its next program waits for kernels that are being compiled.
+        hosted: what it was opened under, where it is traced.
+        spans: what is told of it, from its client's hello on.
     """
 
     id: str
@@ -199,6 +205,8 @@ class Session:
     paused: bool = False
     hold: str = ""
     used: Used = field(init=False)
+    hosted: SpanContext | None = None
+    spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
     sources: dict[bytes, Source] = field(default_factory=dict)
@@ -207,7 +215,7 @@ class Session:
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def define(self, raw: bytes) -> None:
+    def define(self, raw: bytes) -> ReadyProgram:
         """Take a program's definition."""
         ready = self.store.define(raw, self.sources)
         if ready.digest not in self.programs:
@@ -217,6 +225,7 @@ class Session:
         while len(self.programs) > PROGRAMS_KEPT or self.program_bytes > PROGRAM_BYTES_KEPT:
             _, gone = self.programs.popitem(last=False)
             self.program_bytes -= gone.nbytes
+        return ready
 
     def take_source(self, raw: bytes) -> None:
         """Take the source of kernels, for programs that name it.
@@ -318,7 +327,7 @@ class Session:
             vram.contents.unshare(self, [bindings[slot] for slot in ready.written])
         before = self.bytes
         freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
-        prepared = choose(self.tiers, ready, self.jit, params)
+        prepared = choose(self.tiers, ready, self.jit, params, self.spans)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
         vram.ledger.begin(self.account, kept, ready.workspace, vram.clock())
         self.running = True
@@ -427,6 +436,8 @@ class Session:
         """Keep the first failure until the client is answered."""
         if self.failure is None:
             self.failure = Failure(code, message, seq, instruction)
+            if self.spans is not None:
+                self.spans.failed(code, message)
 
     def take_failure(self) -> Failure | None:
         """The kept failure, once."""

@@ -24,6 +24,7 @@ from wooly_wis.verifier import ProgramFacts
 from wooly_executor.errors import NoCompilerError
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.torch_cpu import PreparedProgram
+from wooly_executor.spans import SessionSpans
 
 #: How a session wants its programs to run: as the library does, with kernels of the same bits, with all kernels.
 Jit = Literal["0", "exact", "full"]
@@ -53,6 +54,7 @@ class Wanted:
         prepared: the plan, ready to run.
         why: why there is none.
         waiting: to be called once more is known.
+        trace: the session that asked first, as `traceparent`; empty: it is not traced.
     """
 
     digest: bytes
@@ -65,6 +67,7 @@ class Wanted:
     prepared: PreparedProgram | None = None
     why: str = ""
     waiting: list[Callable[[], None]] = field(default_factory=list)
+    trace: str = ""
 
 
 @dataclass(slots=True)
@@ -96,14 +99,16 @@ class Work:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def choose(tiers: Tiers | None, ready: ReadyProgram, jit: Jit, params: Sequence[Any]) -> Any:
+def choose(
+    tiers: Tiers | None, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None
+) -> Any:
     """What to run for a program; see `Tiers.choose`. Without tiers, all programs run as they are.
 
     Raises:
         NoCompilerError: the session wants no program to run as it is.
     """
     if tiers is not None:
-        return tiers.choose(ready, jit, params)
+        return tiers.choose(ready, jit, params, spans)
     if jit == "full":
         raise NoCompilerError(
             "WOOLYAI_JIT=full needs a runtime that runs kernels, and compilers; this executor has none. Not so WOOLYAI_JIT=exact"
@@ -120,7 +125,7 @@ class Tiers:
         self._known: OrderedDict[tuple[bytes, str, tuple[tuple[int, bytes], ...]], Wanted] = OrderedDict()
         self._deciding: dict[bytes, tuple[int, ...]] = {}
 
-    def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any]) -> Any:
+    def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None) -> Any:
         """What to run for a program.
 
         Raises:
@@ -139,17 +144,23 @@ class Tiers:
             raise NoCompilerError(why or "no plan was waited for")
         entry.runs += 1
         if entry.runs >= OFTEN and entry.state is State.NEW:
-            self._want(entry)
+            self._want(entry, spans)
         return ready.prepared
 
-    def awaits(self, ready: ReadyProgram, params: Sequence[Any], then: Callable[[], None]) -> bool:
+    def awaits(
+        self,
+        ready: ReadyProgram,
+        params: Sequence[Any],
+        then: Callable[[], None],
+        spans: SessionSpans | None = None,
+    ) -> bool:
         """Whether a session of mode `full` has to wait before it may run a program; then `then` is called when it is over."""
         entry = self._entry(ready, "full", params)
         if entry.state in (State.READY, State.NONE) or entry.why:
             return False
         entry.waiting.append(then)
         if entry.state is State.NEW:
-            self._want(entry)
+            self._want(entry, spans)
         return True
 
     def took(self, entry: Wanted, prepared: PreparedProgram | None, why: str = "", *, final: bool = True) -> None:
@@ -171,8 +182,9 @@ class Tiers:
         for then in waiting:
             then()
 
-    def _want(self, entry: Wanted) -> None:
+    def _want(self, entry: Wanted, spans: SessionSpans | None) -> None:
         entry.state = State.WANTED
+        entry.trace = spans.parent if spans is not None and spans.take() else ""
         self.wanted.put(entry)
         self.on_wanted()
 

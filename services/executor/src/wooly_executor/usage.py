@@ -37,6 +37,7 @@ class Used:
         runs: programs that ended since then.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
         byte_ns: bytes times ns of all time, of its whole life.
+        trace: the session's span, as `traceparent`; told with its last record.
     """
 
     __slots__ = (
@@ -54,6 +55,7 @@ class Used:
         "runs",
         "session_id",
         "tenant",
+        "trace",
     )
 
     def __init__(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> None:
@@ -62,6 +64,7 @@ class Used:
         self.runs: Runs = {}
         self.executing_byte_ns = 0
         self.ended = False
+        self.trace = ""
         self._borne, self._since = borne, now
         self._held, self.byte_ns = borne(now)
         self._resident_told = self._idle_told = 0
@@ -111,6 +114,7 @@ class Used:
             idle - self._idle_told,
             self.ended,
             self.runs,
+            self.trace if self.ended else "",
         )
         self._resident_told, self._idle_told, self._since = resident, idle, now
         self.gpu_ns = self.core_ns = 0
@@ -133,6 +137,7 @@ class Taken:
     idle: int
     ended: bool
     runs: Runs
+    trace: str = ""
 
 
 class UsageBook:

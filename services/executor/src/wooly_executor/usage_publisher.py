@@ -125,6 +125,7 @@ class UsagePublisher:
             resident_mib_us=taken.resident,
             idle_mib_us=taken.idle,
             ended=taken.ended,
+            trace=taken.trace,
         )
 
     def _work_of(self, digest: bytes, program: Program) -> tuple[int, int]:

@@ -482,6 +482,8 @@ class Vram:
         session.residence = Residence.HERE
         session.idle_since = None if session.queue else self.clock()
         self.swapped_in += 1
+        if session.spans is not None:
+            session.spans.swapped("in", job.begun_ns, job.moved)
         log.info("session %s is back: %d bytes", session.id, job.moved)
         if self._next_has_room(session):
             self._dispatch.swapped_in(session)
@@ -652,6 +654,8 @@ class Vram:
         session.residence = Residence.AWAY
         self.swapped_out += 1
         session.swaps += 1
+        if session.spans is not None:
+            session.spans.swapped("out", job.begun_ns, job.moved)
         log.info("session %s is swapped out: %d bytes", session.id, job.moved)
         self._dispatch.swapped_out(session)
         self.due = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import threading
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
@@ -21,6 +22,9 @@ from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
 from wooly.storage import MAX_DEVICES
+
+if TYPE_CHECKING:
+    from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
 #: Seconds after which all links of a session with several devices are looked at: one may break while only another is used.
@@ -81,6 +85,7 @@ def attach(
     tls_ca: Path | None = None,
     dedup: str = "off",
     jit: str = "exact",
+    trace: ClientTrace | None = None,
 ) -> Device:
     """Connect the device to an executor's data channel: the first of `endpoints` that answers.
 
@@ -98,6 +103,7 @@ def attach(
         tls_ca: authorities for tls endpoints; None: the system's.
         dedup: with whom the session shares equal contents: off, tenant, shared.
         jit: which kernels there may be in place of the library's: "0", "exact" or "full".
+        trace: the trace that the session is in.
 
     Raises:
         NotConnectedError: none does.
@@ -114,7 +120,11 @@ def attach(
         answered: list[Endpoint] = []
         try:
             for part in parts:
-                link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca, jit)
+                connecting = (
+                    contextlib.nullcontext("") if trace is None else trace.step("connect", executor=part.executor_id)
+                )
+                with connecting as parent:
+                    link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca, jit, parent)
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -156,7 +166,14 @@ def _adopt(device: Device, links: list[Link]) -> None:
 
 
 def _connect(
-    part: Part, session_id: str, token: str, channel: str, control_url: str, tls_ca: Path | None, jit: str
+    part: Part,
+    session_id: str,
+    token: str,
+    channel: str,
+    control_url: str,
+    tls_ca: Path | None,
+    jit: str,
+    trace: str,
 ) -> tuple[Link, Endpoint]:
     failures = []
     for text in part.endpoints:
@@ -168,7 +185,7 @@ def _connect(
             client = _dial(endpoint, control_url, tls_ca)
             try:
                 where = f"{part.executor_id or 'executor'} ({endpoint})"
-                return Link(client, session_id, token, where, jit=jit), endpoint
+                return Link(client, session_id, token, where, jit=jit, trace=trace), endpoint
             except BaseException:
                 client.close()
                 raise
@@ -228,6 +245,7 @@ def enable(settings: Any = None) -> None:
                     control_url=opened.control_url,
                     tls_ca=settings.tls_ca,
                     dedup=settings.dedup,
+                    trace=opened.trace,
                 )
             except BaseException:
                 opened.close()

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wooly_bus import subjects
 from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError, shown
@@ -40,6 +40,9 @@ from wooly_wis.messages import (
 
 from wooly.errors import WoolyError
 from wooly.settings import Settings
+
+if TYPE_CHECKING:
+    from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
 LARGEST_PROGRAM = 640 << 10
@@ -188,12 +191,18 @@ class OpenedSession:
         token: what the data channels want to see.
         parts: who serves each device, and where.
         control_url: NATS, as this process reaches it.
+        trace: this process's spans of it.
         on_closed: called when the session was given back, before the controller is left.
         on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
             silent for as long as the lease. An executor that computes for long still answers; one that is frozen does not.
     """
 
-    def __init__(self, controller: Controller, opened: OpenSessionReply) -> None:
+    def __init__(
+        self, controller: Controller, opened: OpenSessionReply, trace: ClientTrace, credential: str = ""
+    ) -> None:
+        self.trace = trace
+        self._credential = credential
+        self._kept = bool(opened.trace_id) and opened.trace_id == trace.trace_id
         self.on_lost: Callable[[str], None] | None = None
         self.on_closed: Callable[[Controller], None] | None = None
         self.session_id = opened.session_id
@@ -213,6 +222,7 @@ class OpenedSession:
             try:
                 self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
                 renewed = time.monotonic()
+                self._send_spans()
             except ControlError as e:
                 log.warning("the session's lease could not be renewed: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
@@ -221,14 +231,21 @@ class OpenedSession:
                         self.on_lost(str(e))
                     return
 
+    def _send_spans(self) -> None:
+        if self._kept:
+            self.trace.send(self._controller, self.session_id, self._credential)
+
     def close(self) -> None:
         """Give the session back."""
         if self._closing.is_set():
             return
         self._closing.set()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token)
+        self.trace.end()
+        self._send_spans()
         try:
-            self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)
+            with self.trace.current():
+                self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)
         except ControlError as e:
             log.info("the session was not closed in order: %s", e)
         else:
@@ -236,6 +253,7 @@ class OpenedSession:
                 self.on_closed(self._controller)
         finally:
             self._controller.close()
+            self.trace.flush()
 
 
 def open_session(settings: Settings) -> OpenedSession:
@@ -244,7 +262,20 @@ def open_session(settings: Settings) -> OpenedSession:
     Raises:
         ControlError: within five seconds, with what to start.
     """
-    controller = connect(settings, start=True)
+    from wooly.traces import ClientTrace  # what it imports is only needed where there is a session
+
+    trace = ClientTrace("session")
+    try:
+        with trace.step("find_controller"):
+            controller = connect(settings, start=True)
+        return _open_session(settings, controller, trace)
+    except BaseException as e:
+        trace.end(type(e).__name__)
+        trace.flush()
+        raise
+
+
+def _open_session(settings: Settings, controller: Controller, trace: ClientTrace) -> OpenedSession:
     request = OpenSessionRequest(
         tenant=settings.tenant,
         credential=settings.credential,
@@ -263,7 +294,10 @@ def open_session(settings: Settings) -> OpenedSession:
         client=ClientFacts(host=socket.gethostname(), pid=os.getpid(), program=" ".join(sys.argv[:1])),
     )
     try:
-        return OpenedSession(controller, controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply))
+        with trace.step("open_session"):
+            opened = controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
+        trace.root.set_attribute("task_id", opened.session_id)
+        return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:
         controller.close()
         raise

@@ -141,7 +141,15 @@ async def jetstream(url: str) -> AsyncIterator[JetStreamContext]:
         raise ControlError(f"the controller at {url} does not take it: {str(e) or type(e).__name__}") from e
 
 
-async def submit(url: str, tenant: str, file: ModuleFile, inputs: Mapping[str, bytes], **wanted: Any) -> SubmitJob:
+async def submit(
+    url: str,
+    tenant: str,
+    file: ModuleFile,
+    inputs: Mapping[str, bytes],
+    *,
+    headers: dict[str, str] | None = None,
+    **wanted: Any,
+) -> SubmitJob:
     """Put everything into the tenant's blobs, then the job into the queue. Returns it once it is acknowledged.
 
     Args:
@@ -149,6 +157,7 @@ async def submit(url: str, tenant: str, file: ModuleFile, inputs: Mapping[str, b
         tenant: whose job it is.
         file: what to run.
         inputs: content by name.
+        headers: of the message: the trace that the job is to be in.
         wanted: further fields of `SubmitJob`.
     """
     async with jetstream(url) as js:
@@ -159,7 +168,7 @@ async def submit(url: str, tenant: str, file: ModuleFile, inputs: Mapping[str, b
         blobs = tuple([Blob(name=n, digest=d) for n, d in zip(inputs, names, strict=True)])
         fields = {"job_id": f"job-{secrets.token_hex(8)}"} | wanted
         job = SubmitJob(tenant=tenant, module=module, inputs=blobs, **fields)
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode(), timeout=5.0)
+        await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode(), timeout=5.0, headers=headers)
         return job
 
 

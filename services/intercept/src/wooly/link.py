@@ -41,7 +41,14 @@ class Link:
     """
 
     def __init__(
-        self, channel: ChannelClient, session_id: str, token: str, where: str, timeout: float = 5.0, jit: str = "exact"
+        self,
+        channel: ChannelClient,
+        session_id: str,
+        token: str,
+        where: str,
+        timeout: float = 5.0,
+        jit: str = "exact",
+        trace: str = "",
     ) -> None:
         self._channel = channel
         self._pid = os.getpid()
@@ -57,7 +64,8 @@ class Link:
         self.siblings: list[Link] = []
         self._sources: set[bytes] = set()
         self.sharing = False
-        self._send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}))
+        hello = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
+        self._send(Kind.HELLO, pack_json(hello | ({"trace": trace} if trace else {})))
         welcome = self._answer(Kind.WELCOME, timeout)
         self.device: dict[str, Any] = welcome.get("device", {})
         channel.window = int(welcome.get("window", channel.window))

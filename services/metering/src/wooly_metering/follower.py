@@ -18,9 +18,11 @@ import sqlalchemy.exc
 from nats.js import JetStreamContext
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
+from opentelemetry import trace
 from wooly_bus import subjects
 from wooly_bus.stream_reader import read_stream
 from wooly_bus.streams import StreamError, ensure_usage_stream
+from wooly_bus.tracing import context_of, tracer
 
 from wooly_metering.core.booking import Delivery
 from wooly_metering.errors import OvertakenError
@@ -34,6 +36,8 @@ BATCH_BYTES = 8 << 20
 LOOK_S = 2.0
 TIDY_S = 30.0
 RETRY_S = 1.0
+#: Sessions of one transaction whose traces are told of it.
+TRACED = 64
 
 
 class Follower:
@@ -120,8 +124,14 @@ class Follower:
             await self._on_booked(await taking)
 
     async def _take(self, created: str, at: int, waiting: list[Delivery]) -> Booked:
-        now_us = int(self._clock() * 1e6)
-        return await asyncio.to_thread(self._writer.take, STREAM, created, at, waiting, now_us)
+        now_us, begun = int(self._clock() * 1e6), time.time_ns()
+        booked = await asyncio.to_thread(self._writer.take, STREAM, created, at, waiting, now_us)
+        for parent, session_id in booked.traced[:TRACED]:
+            context = context_of(parent)
+            if trace.get_current_span(context).get_span_context().is_valid:
+                attributes: dict[str, str | int] = {"session_id": session_id, "entries": booked.entries}
+                tracer("metering").start_span("metering.book", context, attributes=attributes, start_time=begun).end()
+        return booked
 
     async def tidy(self, booked: int) -> None:
         """Remove what is booked from the stream."""

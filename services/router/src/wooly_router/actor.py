@@ -14,9 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from opentelemetry import trace
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.tracing import step, trace_id_of
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -45,6 +47,7 @@ from wooly_router.gate import Gate
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
+from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
 #: Seconds that one executor has for an answer.
@@ -86,7 +89,7 @@ class RouterActor:
         self.world = world
         self.gate = gate
         self.clock = clock
-        self._settings = settings
+        self.settings = settings
         self._app = app
         self._started = clock()
         self._closing: set[asyncio.Task[None]] = set()
@@ -97,9 +100,14 @@ class RouterActor:
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
         app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
 
+    @property
+    def bus(self) -> ServiceApp:
+        """The connection to NATS, for who asks other services."""
+        return self._app
+
     async def resume(self) -> None:
         """Take over the sessions of routers before: while none was there, no client could renew its lease."""
-        await self.world.tasks.prolong_all(self.clock() + self._settings.lease_s)
+        await self.world.tasks.prolong_all(self.clock() + self.settings.lease_s)
 
     # -- opening -----------------------------------------------------------------------------------------------------
 
@@ -127,15 +135,26 @@ class RouterActor:
                 "arch": request.arch,
             },
         )
+        async with trace_of(self.world.traces, task, request.model) as parent:
+            trace_id = trace_id_of(parent) if self.world.traces.keeps else ""
+            trace.get_current_span().set_attribute("task_id", task.id)
+            return await self._open_task(request, task, until, trace_id)
+
+    async def _open_task(
+        self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
+    ) -> OpenSessionReply:
         async with self.world.database.writing() as s:
             await self.world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
         try:
             while True:
-                executors, percents = await self._choose(task, failed)
-                reply = await self._host_all(request, task, executors, percents, until, failed)
+                with step("router", "place") as span:
+                    executors, percents = await self._choose(task, failed)
+                    span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
+                with step("router", "host"):
+                    reply = await self._host_all(request, task, executors, percents, until, failed)
                 if reply is not None:
-                    return reply
+                    return reply.model_copy(update={"trace_id": trace_id})
                 if self.clock() > until:
                     raise _none_took_it(failed)
         except BaseException as e:
@@ -205,7 +224,7 @@ class RouterActor:
         policies = await self._admit_all(request, session_id, executors, percents, failed)
         if policies is None:
             return None
-        token, lease = secrets.token_urlsafe(32), self._settings.lease_s
+        token, lease = secrets.token_urlsafe(32), self.settings.lease_s
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
         answers = await asyncio.gather(
             *[

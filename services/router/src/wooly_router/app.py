@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
-from wooly_bus.tracing import setup_tracing
+from wooly_bus.tracing import handing_over, setup_tracing
 
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
@@ -30,12 +30,15 @@ from wooly_router.state.database import Database, migrate
 from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.world import World
 from wooly_router.tasks import TaskActor
+from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to `until_signalled`."""
+    """uvicorn without its signal handlers: signals belong to `until_signalled`. `closing` ends what would not end by itself."""
+
+    closing: Callable[[], None]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -57,13 +60,15 @@ async def serve(settings: RouterSettings) -> None:
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
+    world.traces.keeps = handing_over() is not None
+    traces = TraceActor(app, world, gate)
     access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
     duties = Duties(app, actor, jobs, leadership)
     listener = socket.create_server((settings.http_host, settings.http_port))
     port_file = settings.state_dir / "router.port"
-    server = _Server(
-        uvicorn.Config(create_api(actor, desk, access), log_level="warning", access_log=False, lifespan="off")
-    )
+    api = create_api(actor, desk, access, traces)
+    server = _Server(uvicorn.Config(api, log_level="warning", access_log=False, lifespan="off"))
+    server.closing = api.state.hub.close
     try:
         await actor.resume()
         await first_token(settings, world, actor.clock())
@@ -72,7 +77,13 @@ async def serve(settings: RouterSettings) -> None:
             port_file.write_text(str(port))
             log.info("router: REST on http://%s:%d, NATS at %s", settings.http_host, port, shown(settings.nats_url))
             await _first_end(
-                server, listener, leadership.run(), duties.run(), jobs.take_commands(), jobs.take_reports()
+                server,
+                listener,
+                leadership.run(),
+                duties.run(),
+                jobs.take_commands(),
+                jobs.take_reports(),
+                traces.run(),
             )
     finally:
         port_file.unlink(missing_ok=True)
@@ -99,6 +110,7 @@ async def _first_end(server: _Server, listener: socket.socket, *others: Coroutin
     stopping = asyncio.create_task(until_signalled())
     done, _ = await asyncio.wait((http, *running, stopping), return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    server.closing()
     for task in (*running, stopping):
         task.cancel()
     await asyncio.wait((http, *running), timeout=3)

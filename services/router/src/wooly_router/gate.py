@@ -11,14 +11,16 @@ from wooly_bus.errors import RefusedError
 from wooly_router.state.tenants import Role
 from wooly_router.state.world import World
 
-AREAS = ("tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs")
+AREAS = ("tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits")
 #: What each role may. A token's scopes, where it has any, take from it.
 ROLES: dict[Role, frozenset[str]] = {
-    "user": frozenset({"tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "groups:read"}),
+    "user": frozenset(
+        {"tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "groups:read", "credits:read"}
+    ),
     "operator": frozenset(
         {
             *("tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "nodes:write"),
-            *("groups:read", "groups:write", "config:read", "metrics:read", "audit:read"),
+            *("groups:read", "groups:write", "config:read", "metrics:read", "audit:read", "credits:read"),
         }
     ),
     "admin": frozenset(f"{area}:{verb}" for area in AREAS for verb in ("read", "write")),

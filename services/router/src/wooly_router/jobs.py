@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from nats.js import JetStreamContext
+from opentelemetry import trace
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
@@ -19,6 +20,7 @@ from wooly_bus.envelope import decode
 from wooly_bus.errors import BusError, EnvelopeError, RefusedError
 from wooly_bus.queue_reader import take
 from wooly_bus.streams import StreamError, ensure_queue, ensure_stream, publish
+from wooly_bus.tracing import consumer_span, context_of, step, tracer
 from wooly_wis.errors import WisError
 from wooly_wis.messages import (
     AdmitSessionRequest,
@@ -39,6 +41,7 @@ from wooly_router.core.queue import plan
 from wooly_router.core.tasks import backoff_s
 from wooly_router.gate import DEFAULT_TENANT
 from wooly_router.state.tasks import PartRecord, TaskRecord
+from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
 #: Bytes of jobs that wait for a router to take them in.
@@ -106,9 +109,10 @@ class JobActor:
         queue, what = subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT
         async for taken in take(self._app.jetstream(), queue, what, "router", self._ensure_commands):
             try:
-                job = decode(taken.data, SubmitJob)
-                caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
-                await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+                with consumer_span("router", what, taken.headers):
+                    job = decode(taken.data, SubmitJob)
+                    caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
+                    await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
                 await taken.done()
             except (EnvelopeError, RefusedError) as e:
                 log.warning("a job that cannot be read, or is nobody's, is dropped: %s", e)
@@ -148,7 +152,14 @@ class JobActor:
             },
             deadline_at=None if job.deadline_s is None else now + job.deadline_s,
         )
-        refusal = ""
+        async with trace_of(self._world.traces, task) as parent:
+            trace.get_current_span().set_attribute("task_id", task.id)
+            return await self._take_in(
+                job, replace(task, spec=(task.spec or {}) | {"trace": parent}) if parent else task
+            )
+
+    async def _take_in(self, job: SubmitJob, task: TaskRecord) -> TaskRecord:
+        now, refusal = task.created_at, ""
         try:
             store = BlobStore(self._app.jetstream(), job.tenant)
             module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
@@ -197,6 +208,10 @@ class JobActor:
         if ended.state == "lost":
             return await self._again(task, f"lost on {ended.executor_id}: {ended.reason}")
         outputs = [o.model_dump(mode="json", exclude={"schema_version"}) for o in ended.outputs]
+        with step("router", "end_job", _trace(task), task_id=task.id, attempt=ended.attempt, state=ended.state):
+            return await self._end_attempt(task, ended, outputs)
+
+    async def _end_attempt(self, task: TaskRecord, ended: JobEnded, outputs: list[dict[str, Any]]) -> bool:
         async with self._world.database.writing() as s:
             if task.state == "pending":  # it ended before we heard that it was taken
                 await self._tasks.move(
@@ -313,6 +328,13 @@ class JobActor:
         await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
 
     async def _start(self, task: TaskRecord, executor_id: str, percent: int, config: ClusterConfig) -> None:
+        if task.attempt == 1 and _trace(task):
+            begun = round(task.created_at * 1e9)
+            tracer("router").start_span("router.queue", context_of(_trace(task)), start_time=begun).end()
+        with step("router", "start_job", _trace(task), task_id=task.id, attempt=task.attempt, executor=executor_id):
+            await self._start_attempt(task, executor_id, percent, config)
+
+    async def _start_attempt(self, task: TaskRecord, executor_id: str, percent: int, config: ClusterConfig) -> None:
         spec = task.spec or {}
         try:
             ask = AdmitSessionRequest(
@@ -391,6 +413,10 @@ class JobActor:
             log.warning("what becomes of tasks is not published: %s; trying again", e)
         await self._tasks.tell(told)
         return len(told)
+
+
+def _trace(task: TaskRecord) -> str:
+    return str((task.spec or {}).get("trace", ""))
 
 
 def session_of(task: TaskRecord) -> str:

@@ -32,6 +32,8 @@ class RouterSettings(BaseSettings):
             administrator's,
             is written to `state_dir`/admin.token.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
+        traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
+        trace_retention_s: how long a trace is kept.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is
             configured once.
@@ -47,6 +49,8 @@ class RouterSettings(BaseSettings):
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
     rate_limit: float = Field(default=100.0, gt=0)
+    traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
+    trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )

@@ -18,6 +18,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.stream_reader import read_stream
 from wooly_bus.streams import StreamError, ensure_stream
+from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     AdmitSessionReply,
@@ -199,7 +200,10 @@ class SchedulerActor:
         """May a session run on that GPU?"""
         gpu = self.gpu(request.executor_id)
         await self._settled(gpu)
-        return gpu.on_admit_session(request)
+        with step("scheduler", "admit", executor=request.executor_id, priority=request.priority) as span:
+            reply = gpu.on_admit_session(request)
+            span.set_attributes({"admitted": reply.admitted, "reason": reply.reason})
+        return reply
 
     async def _settled(self, *gpus: GpuActor) -> None:
         """Wait until the journals are replayed: a test against half of the sessions would be none."""

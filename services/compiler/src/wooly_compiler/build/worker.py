@@ -53,11 +53,13 @@ class BuildWorker(WorkerProcess):
         return self.ask(request, target.name, source.name)
 
 
-def serve(memory: int, answer_to: Callable[[dict[str, Any]], bytes]) -> None:
-    """Answer requests until the input ends: the worker's main loop."""
+def serve(
+    memory: int, answer_to: Callable[[dict[str, Any]], bytes], steps: list[tuple[str, int, int]] | None = None
+) -> None:
+    """Answer requests until the input ends: the worker's main loop. `steps`: where `answer_to` notes what it did."""
     from wooly_compiler.build.toolchains import default_signals
 
-    worker.serve(memory, answer_to, default_signals)
+    worker.serve(memory, answer_to, default_signals, steps)
 
 
 def _build(request: dict[str, Any]) -> bytes:

@@ -223,6 +223,7 @@ class TorchCpuRuntime:
         return {
             "name": _cpu_name(),
             "vendor": "cpu",
+            "arch": platform.machine(),
             "runtime": "torch-cpu",
             "total_memory": psutil.virtual_memory().total,
             "cores": torch.get_num_threads(),

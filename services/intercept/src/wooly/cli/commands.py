@@ -79,6 +79,7 @@ def run(
     if not settings.model:
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
+    sys.argv[0] = target  # its sessions are called so
     from wooly import api
     from wooly.cli import script
 
@@ -387,6 +388,25 @@ def logs(
     code = _with_router(lambda jobs, c, settings: jobs.logs(c, settings, task, follow, as_json))
     if code:
         raise typer.Exit(code)
+
+
+@app.command()
+def trace(
+    task: Annotated[
+        str | None, typer.Argument(metavar="TASK", help="A task's id, or a trace's; without, recent traces.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=200, help="At most so many traces, the newest.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show where a session's or job's time went, in all services: its trace as a waterfall."""
+    from wooly.cli import traces
+
+    if task is None:
+        found = _with_router(lambda _, c, settings: traces.recent(c, settings, limit))
+        traces.print_recent(out, found, as_json)
+    else:
+        trace_id, spans = _with_router(lambda _, c, settings: traces.read(c, settings, task))
+        traces.print_trace(out, trace_id, spans, as_json)
 
 
 def _with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:

@@ -63,12 +63,18 @@ def submit(
 ) -> int:
     """Submit a module. Returns the exit code."""
     from wooly import jobs
+    from wooly.traces import ClientTrace
 
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
     first = jobs.run(jobs.mark(url)) if waits else 1
-    job = jobs.run(jobs.submit(url, settings.tenant, file, given, credential=settings.credential, **wanted))
+    trace = ClientTrace("submit")
+    wanted |= {"headers": trace.headers(), "credential": settings.credential}
+    job = jobs.run(jobs.submit(url, settings.tenant, file, given, **wanted))
+    trace.root.set_attribute("task_id", job.job_id)
+    trace.end()
+    trace.flush()
     if not waits:
         print(json.dumps({"task_id": job.job_id}) if as_json else job.job_id)
         return 0
@@ -80,6 +86,7 @@ def submit(
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
     last = jobs.run(jobs.follow(url, settings.tenant, job.job_id, each, first))
+    with_controller(lambda: Controller(url), lambda c: trace.send(c, job.job_id, settings.credential))
     files = (
         jobs.run(jobs.fetch(url, settings.tenant, last.outputs, output)) if output is not None and last.outputs else []
     )

@@ -20,19 +20,9 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from wooly_metering.core.booking import SUMS
+
 metadata = MetaData()
-_SUMS = (
-    "entries",
-    "runs",
-    "gpu_ns",
-    "core_ns",
-    "moved_bytes",
-    "flops",
-    "resident_mib_us",
-    "idle_mib_us",
-    "core_ucr",
-    "vram_ucr",
-)
 
 
 def _big(name: str) -> Column[int]:
@@ -120,7 +110,7 @@ runs = Table(
     _big("began_us"),
     _big("until_us"),
     Column("ended", Boolean, nullable=False),
-    *[_big(name) for name in _SUMS],
+    *[_big(name) for name in SUMS],
     Index("ix_runs_tenant", "tenant", "began_us"),
     Index("ix_runs_began", "began_us"),
     Index("ix_runs_ended", "ended"),
@@ -134,7 +124,7 @@ hours = Table(
     Column("model", String(256), primary_key=True),
     Column("device_kind", String(64), primary_key=True),
     Column("priority", SmallInteger, primary_key=True, autoincrement=False),
-    *[_big(name) for name in _SUMS],
+    *[_big(name) for name in SUMS],
     Index("ix_hours_hour", "hour_us"),
 )
 

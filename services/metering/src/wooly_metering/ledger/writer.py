@@ -61,6 +61,7 @@ class Booked:
         quarantined: ids and reasons.
         core_ucr: credits booked.
         vram_ucr: credits booked.
+        traced: (traceparent, session) of traced sessions whose last record is among them.
     """
 
     entries: int
@@ -70,6 +71,7 @@ class Booked:
     quarantined: tuple[tuple[int, str], ...]
     core_ucr: int
     vram_ucr: int
+    traced: tuple[tuple[str, str], ...] = ()
 
 
 class Writer:
@@ -115,6 +117,14 @@ class Writer:
             tuple(zip(ids, [q.reason for q in booking.quarantined], strict=True)),
             sum([run.sums[-2] for run in booking.runs.values()]),
             sum([run.sums[-1] for run in booking.runs.values()]),
+            tuple(
+                [
+                    (r.trace, r.session_id)
+                    for _, event in events
+                    for r in event.records
+                    if r.trace and r.ended and (r.session_id, event.executor_id) in booking.runs
+                ]
+            ),
         )
 
     def _advance(self, c: Connection, stream: str, created: str, after: int, until: int) -> None:

@@ -17,11 +17,15 @@ from wooly_bus.errors import RefusedError
 from wooly_router.gate import Caller, Gate
 from wooly_router.state.config import AuditRecord
 
-Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs"]
+Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
 Verb = Literal["read", "write"]
 
 #: Callers whose rate is remembered.
 CALLERS = 10_000
+#: Holds a browser's token (see `login`).
+COOKIE = "wooly_token"
+#: A header that pages of ours send with what changes something: those of others cannot, without asking us first.
+PAGE_HEADER = "x-wooly-page"
 
 
 class Buckets:
@@ -59,6 +63,16 @@ class Access:
         self._gate, self._buckets = gate, buckets
         self.auth = gate.auth
 
+    def refuse_others(self, request: Request) -> None:
+        """Let no page of another origin's in.
+
+        Raises:
+            RefusedError: one sends this; see `from_elsewhere`.
+        """
+        why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), self.auth)
+        if why:
+            raise RefusedError("router.forbidden", why)
+
     async def caller(self, secret: str, address: str) -> Caller:
         """Who calls.
 
@@ -70,6 +84,14 @@ class Access:
         caller = await self._gate.caller(secret, address)
         self._take(caller.actor)
         return caller
+
+    async def still(self, secret: str, address: str) -> Caller:
+        """Who calls, on a connection that was let in before.
+
+        Raises:
+            RefusedError: the token has ended.
+        """
+        return await self._gate.caller(secret, address)
 
     def _take(self, name: str) -> None:
         if not self._buckets.take(name):
@@ -103,24 +125,36 @@ def from_elsewhere(origin: str, host: str, auth: str) -> str:
     return ""
 
 
-_bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
+bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")
 
 
-async def _caller(
-    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
+async def admitted(
+    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 ) -> Caller:
+    """A dependency: the caller, by the header or, in a browser, by the cookie."""
     access: Access = request.app.state.access
-    why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), access.auth)
-    if why:
-        raise RefusedError("router.forbidden", why)
-    secret = credentials.credentials if credentials is not None else ""
-    return await access.caller(secret, request.client.host if request.client else "")
+    access.refuse_others(request)
+    return await access.caller(secret_of(request, credentials), request.client.host if request.client else "")
+
+
+def secret_of(request: Request, credentials: HTTPAuthorizationCredentials | None) -> str:
+    """What a request shows; empty if nothing.
+
+    Raises:
+        RefusedError: a browser changes something, and no page of ours had it do so.
+    """
+    if credentials is not None:
+        return credentials.credentials
+    secret = request.cookies.get(COOKIE, "")
+    if secret and request.method not in ("GET", "HEAD") and PAGE_HEADER not in request.headers:
+        raise RefusedError("router.forbidden", f"a change that a cookie vouches for needs the header {PAGE_HEADER}")
+    return secret
 
 
 def needs(area: Area, verb: Verb) -> Callable[..., Awaitable[Caller]]:
     """A dependency: the caller, who may do this in that area."""
 
-    async def check(caller: Annotated[Caller, Depends(_caller)]) -> Caller:
+    async def check(caller: Annotated[Caller, Depends(admitted)]) -> Caller:
         if f"{area}:{verb}" not in caller.may:
             raise RefusedError("router.forbidden", f"this token may not {verb} {area}")
         return caller

@@ -5,19 +5,23 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from wooly_bus.blobs import BlobMissingError
 from wooly_bus.errors import BusError, RefusedError
 
+from wooly_router import ui
 from wooly_router.actor import RouterActor
-from wooly_router.rest import cluster, tasks, tenants
+from wooly_router.exporter import SpanCollector
+from wooly_router.rest import cluster, credits, events, login, metrics, tasks, tenants, traces
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem
 from wooly_router.tasks import TaskActor
+from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
 #: The status of a refusal, by its code; any other is a conflict with the state of things.
@@ -29,6 +33,9 @@ STATUS = {
     "router.no_group": 404,
     "router.no_tenant": 404,
     "router.no_token": 404,
+    "router.no_metering": 404,
+    "router.no_scheduler": 404,
+    "router.no_trace": 404,
     "router.bad_cursor": 422,
     "router.bad_value": 422,
     "router.too_large": 413,
@@ -39,17 +46,26 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_api(actor: RouterActor, desk: TaskActor, access: Access) -> FastAPI:
+def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: TraceActor) -> FastAPI:
     """The application."""
     api = FastAPI(title="Wooly controller", version="0.1.0", responses=_PROBLEMS, docs_url=None, redoc_url=None)
-    api.state.actor, api.state.desk, api.state.access = actor, desk, access
+    api.state.bus, api.state.hub = actor.bus, events.Hub(actor)
+    api.state.actor, api.state.desk, api.state.access, api.state.traces = actor, desk, access, tracing
 
     @api.get("/healthz")
     async def healthz() -> Health:
         return Health(status="ok", executors=len(actor.registry.alive(actor.clock())))
 
-    for router in (cluster.router, tasks.router, tenants.router):
-        api.include_router(router, prefix="/api/v1")
+    routed = (cluster, credits, events, login, metrics, tasks, tenants, traces)
+    for module in routed:
+        api.include_router(module.router, prefix="/api/v1")
+    ui.serve(api)
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(SpanCollector(tracing))
+
+    @api.get("/metrics", include_in_schema=False)
+    async def figures() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Config, nodes, groups, history, audit."""
+"""Config, nodes, groups, audit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from wooly_bus.errors import RefusedError
-from wooly_wis.messages import NodesRequest
+from wooly_wis.messages import NodeInfo, NodesRequest, SessionMemory
 
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.gate import Caller
@@ -17,20 +17,17 @@ from wooly_router.rest.models import (
     Group,
     GroupBody,
     GroupList,
-    History,
     Node,
     NodeConfig,
     NodeId,
     NodeList,
     NodeState,
     PathName,
-    SampleInfo,
 )
 from wooly_router.state.nodes import GroupRecord, NodeRecord
 from wooly_router.state.world import World
 
 router = APIRouter()
-Time = Annotated[float, Query(ge=0, le=1e12, allow_inf_nan=False)]
 
 
 def _world(request: Request) -> World:
@@ -62,12 +59,13 @@ async def write_config(
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
 
-async def _nodes(request: Request) -> list[Node]:
+async def nodes_of(request: Request, tenant: str | None = None) -> list[Node]:
+    """All nodes. To a caller of one tenant, the sessions of others show as one without a name."""
     world, actor = _world(request), request.app.state.actor
     config, records = await world.settings()
-    gpus: dict[str, list[object]] = {}
+    gpus: dict[str, list[NodeInfo]] = {}
     for info in (await actor.on_nodes(NodesRequest())).nodes:
-        gpus.setdefault(info.node, []).append(info)
+        gpus.setdefault(info.node, []).append(seen_by(info, tenant))
     tasks: dict[str, int] = {}
     for task in await world.tasks.in_states("pending", "started"):
         for node in {p.node for p in task.parts}:
@@ -75,7 +73,7 @@ async def _nodes(request: Request) -> list[Node]:
     found = []
     for name in sorted(records.keys() | gpus.keys()):
         record = records.get(name) or NodeRecord(name)
-        alive = any(g.state == "alive" for g in gpus.get(name, ()))  # type: ignore[attr-defined]
+        alive = any(g.state == "alive" for g in gpus.get(name, ()))
         state: str = record.wish if alive else "lost"
         if state == "draining" and not tasks.get(name):
             state = "drained"
@@ -96,8 +94,20 @@ async def _nodes(request: Request) -> list[Node]:
     return found
 
 
-async def _node(request: Request, node_id: str) -> Node:
-    for node in await _nodes(request):
+def seen_by(info: NodeInfo, tenant: str | None) -> NodeInfo:
+    """A device as a caller may see it, who sees one tenant's sessions (None: all)."""
+    if tenant is None or info.memory is None:
+        return info
+    mine = [s for s in info.memory.sessions if s.tenant == tenant]
+    theirs = [s for s in info.memory.sessions if s.tenant != tenant]
+    if theirs:
+        sums = {f: sum(getattr(s, f) for s in theirs) for f in ("own", "shared", "host", "disk", "promised")}
+        mine.append(SessionMemory(session_id="others", **sums))
+    return info.model_copy(update={"memory": info.memory.model_copy(update={"sessions": tuple(mine)})})
+
+
+async def _node(request: Request, node_id: str, tenant: str | None = None) -> Node:
+    for node in await nodes_of(request, tenant):
         if node.node_id == node_id:
             return node
     raise RefusedError("router.no_node", f"there is no node {node_id}")
@@ -106,7 +116,7 @@ async def _node(request: Request, node_id: str) -> Node:
 @router.get("/nodes")
 async def list_nodes(request: Request, caller: Annotated[Caller, Depends(needs("nodes", "read"))]) -> NodeList:
     """All nodes with their devices."""
-    return NodeList(nodes=await _nodes(request))
+    return NodeList(nodes=await nodes_of(request, caller.tenant))
 
 
 @router.get("/nodes/{node_id}")
@@ -114,7 +124,7 @@ async def get_node(
     request: Request, node_id: NodeId, caller: Annotated[Caller, Depends(needs("nodes", "read"))]
 ) -> Node:
     """One node."""
-    return await _node(request, node_id)
+    return await _node(request, node_id, caller.tenant)
 
 
 @router.put("/nodes/{node_id}/config")
@@ -181,20 +191,7 @@ async def delete_group(
     return Response(status_code=204)
 
 
-# -- history ---------------------------------------------------------------------------------------------------------
-
-
-@router.get("/metrics/history")
-async def history(
-    request: Request,
-    caller: Annotated[Caller, Depends(needs("metrics", "read"))],
-    since: Time = 0.0,
-    until: Time = 1e12,
-    executor_id: Annotated[str | None, Query(min_length=1, max_length=128, pattern=r"^[^\x00]*$")] = None,
-) -> History:
-    """What devices did and held in a span of time, every ten seconds."""
-    found = await _world(request).nodes.history(since, until, executor_id)
-    return History(samples=[SampleInfo(**{f: getattr(s, f) for f in SampleInfo.model_fields}) for s in found])
+# -- audit -----------------------------------------------------------------------------------------------------------
 
 
 @router.get("/audit")

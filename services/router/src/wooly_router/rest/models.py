@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-from wooly_wis.messages import Blob, Digest, JobId, Name, NodeInfo, TaskInfo, TaskStep
+from wooly_wis.messages import Blob, Digest, GpuState, JobId, Name, NodeInfo, TaskInfo, TaskStep
+from wooly_wis.traces import SpanInfo, TraceInfo
 
 from wooly_router.gate import SCOPES
 
@@ -14,7 +15,8 @@ PathName = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f]+$", min
 NodeId = Annotated[str, StringConstraints(pattern=r"^[^/\x00-\x1f\x7f]+$", min_length=1, max_length=255)]
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$", max_length=1024)]
 Scope = Literal[
-    "audit:read", "audit:write", "blobs:read", "blobs:write", "config:read", "config:write", "groups:read", "groups:write",
+    "audit:read", "audit:write", "blobs:read", "blobs:write", "config:read", "config:write",
+    "credits:read", "credits:write", "groups:read", "groups:write",
     "metrics:read", "metrics:write", "nodes:read", "nodes:write", "tasks:read", "tasks:write", "tenants:read", "tenants:write",
 ]  # fmt: skip
 assert set(SCOPES) == set(Scope.__args__)  # type: ignore[attr-defined]
@@ -39,6 +41,25 @@ class Health(BaseModel):
 
     status: str
     executors: int
+
+
+class LoginBody(Body):
+    """An API token's secret."""
+
+    token: str = Field(default="", max_length=256)
+
+
+class Me(BaseModel):
+    """Who calls.
+
+    `auth`: whether tokens are asked for; `tenant`: whose tasks they see, null: everybody's; `own`: whose what they make is.
+    """
+
+    auth: Literal["open", "tokens"]
+    actor: str
+    tenant: str | None
+    own: str
+    may: list[str]
 
 
 class NodeConfig(Body):
@@ -254,6 +275,41 @@ class History(BaseModel):
     samples: list[SampleInfo]
 
 
+class LiveGpu(BaseModel):
+    """One device now. Shares from 0 to 1, memory in bytes; `starvation` is null where no scheduler tells it."""
+
+    executor_id: str
+    node_id: str
+    utilization: float
+    starvation: float | None
+    memory_used: int
+    memory_total: int
+    sessions: int
+
+
+class Overview(BaseModel):
+    """The cluster now. Nodes and tasks are counted by state; tasks are those that the caller sees."""
+
+    at: float
+    nodes: dict[str, int]
+    tasks: dict[str, int]
+    gpus: list[LiveGpu]
+
+
+class GpuFigures(BaseModel):
+    """Devices and their sessions as the scheduler audits them."""
+
+    gpus: list[GpuState]
+
+
+class BudgetBody(Body):
+    """A tenant's budget in micro-credits, per period; null: no such limit. Past the hard one its sessions are suspended."""
+
+    period: Literal["total", "month", "day"] = "total"
+    soft_ucr: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+    hard_ucr: Annotated[int, Field(ge=0, lt=1 << 63)] | None = None
+
+
 class AuditEntry(BaseModel):
     """Who did what to what."""
 
@@ -270,3 +326,16 @@ class AuditPage(BaseModel):
     """The newest entries first. Ask again with the last id as `before`."""
 
     entries: list[AuditEntry]
+
+
+class TraceList(BaseModel):
+    """Recent traces, newest first."""
+
+    traces: list[TraceInfo]
+
+
+class Trace(BaseModel):
+    """A trace's spans in the order in which they began. The parent of one may not be there: it has not ended, or is lost."""
+
+    trace_id: str
+    spans: list[SpanInfo]

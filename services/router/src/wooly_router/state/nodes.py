@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sqlalchemy import delete, select, update
+from sqlalchemy import BigInteger, cast, delete, func, literal, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from wooly_router.state.database import Database
@@ -185,6 +185,36 @@ class NodeStore:
         async with self.database.reading() as s:
             rows = await s.scalars(query.order_by(SampleRow.at, SampleRow.executor_id).limit(limit))
             return [Sample(**{f: getattr(r, f) for f in Sample.__slots__}) for r in rows]
+
+    async def means(
+        self, since: float, until: float, step: int, executor_id: str | None = None, limit: int = 10_000
+    ) -> list[Sample]:
+        """What was kept of a span of time, one sample per device and `step` seconds, named by their first, oldest first.
+
+        Shares are means; memory and sessions are the most that there was.
+        """
+        width = literal(step, literal_execute=True)  # as text: a parameter is not the same expression twice
+        bucket = (cast(SampleRow.at, BigInteger) // width).label("bucket")
+        query = (
+            select(
+                bucket,
+                SampleRow.executor_id,
+                func.max(SampleRow.node_id),
+                func.avg(SampleRow.utilization),
+                func.avg(SampleRow.starvation),
+                func.max(SampleRow.memory_used),
+                func.max(SampleRow.memory_total),
+                func.max(SampleRow.sessions),
+            )
+            .where(SampleRow.at >= since, SampleRow.at < until)
+            .group_by(bucket, SampleRow.executor_id)
+            .order_by(bucket, SampleRow.executor_id)
+            .limit(limit)
+        )
+        if executor_id is not None:
+            query = query.where(SampleRow.executor_id == executor_id)
+        async with self.database.reading() as s:
+            return [Sample(float(row[0] * step), *row[1:]) for row in await s.execute(query)]
 
     async def forget_samples(self, before: float) -> None:
         """Drop what is older."""

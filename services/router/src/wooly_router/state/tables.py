@@ -210,3 +210,44 @@ class SampleRow(Base):
     memory_used: Mapped[int] = mapped_column(BigInteger)
     memory_total: Mapped[int] = mapped_column(BigInteger)
     sessions: Mapped[int] = mapped_column(Integer)
+
+
+class TraceRow(Base):
+    """A trace that is kept. Its tenant is whose task was the first in it; times of spans are nanoseconds since the epoch."""
+
+    __tablename__ = "traces"
+
+    id: Mapped[str] = mapped_column(String(32), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(128), index=True)
+    task_id: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(1024))
+    begun_at: Mapped[float] = mapped_column(Float, index=True)
+    start_ns: Mapped[int] = mapped_column(BigInteger)
+    end_ns: Mapped[int] = mapped_column(BigInteger)
+    spans: Mapped[int] = mapped_column(Integer)
+    error: Mapped[bool] = mapped_column(Boolean)
+
+
+class TraceTaskRow(Base):
+    """In which trace a task is. A trace may outlive its tasks, and have several."""
+
+    __tablename__ = "trace_tasks"
+
+    task_id: Mapped[str] = mapped_column(String(64), primary_key=True)
+    trace_id: Mapped[str] = mapped_column(ForeignKey("traces.id"), index=True)
+
+
+class SpanRow(Base):
+    """One span."""
+
+    __tablename__ = "spans"
+
+    trace_id: Mapped[str] = mapped_column(ForeignKey("traces.id"), primary_key=True)
+    id: Mapped[str] = mapped_column(String(16), primary_key=True)
+    parent_id: Mapped[str | None] = mapped_column(String(16), nullable=True)
+    name: Mapped[str] = mapped_column(String(128))
+    service: Mapped[str] = mapped_column(String(64))
+    start_ns: Mapped[int] = mapped_column(BigInteger)
+    end_ns: Mapped[int] = mapped_column(BigInteger)
+    error: Mapped[bool] = mapped_column(Boolean)
+    attributes: Mapped[dict[str, Any]] = mapped_column(JSON)

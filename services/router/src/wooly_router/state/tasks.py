@@ -321,6 +321,14 @@ class TaskStore:
         async with self.database.reading() as s:
             return {row[0]: row[1] for row in await s.execute(query)}
 
+    async def glance(self, since: float) -> dict[str, tuple[str, str, str, int]]:
+        """(tenant, state, reason, priority) of every task that has not ended or was made after `since`, by id."""
+        query = select(TaskRow.id, TaskRow.tenant, TaskRow.state, TaskRow.reason, TaskRow.priority).where(
+            or_(TaskRow.state.not_in(ENDED), TaskRow.created_at > since)
+        )
+        async with self.database.reading() as s:
+            return {row[0]: (row[1], row[2], row[3], row[4]) for row in await s.execute(query)}
+
     async def untold(self, limit: int = 500) -> list[tuple[TaskRecord, TaskEvent]]:
         """Steps that were not published yet, oldest first, with their tasks as they are now."""
         query = (

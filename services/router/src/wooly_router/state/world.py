@@ -14,6 +14,7 @@ from wooly_router.state.database import Database
 from wooly_router.state.nodes import NodeRecord, NodeStore
 from wooly_router.state.tasks import TaskStore
 from wooly_router.state.tenants import TenantStore
+from wooly_router.state.traces import TraceStore
 
 
 class World:
@@ -31,6 +32,7 @@ class World:
         self.tenants = TenantStore(database)
         self.config = ConfigStore(database)
         self.audit = AuditLog(database)
+        self.traces = TraceStore(database)
         self.starvation: Mapping[str, int] = {}
 
     async def settings(self, s: AsyncSession | None = None) -> tuple[ClusterConfig, dict[str, NodeRecord]]:

@@ -5,7 +5,7 @@ the frames that the client sends. The file is zlib over little-endian int64, in 
 bytes, -k frees what was allocated k allocations ago. All is freed at the end. Which
 frees come together depends on when the client sends.
 
-Run: .venv/bin/python services/executor/tools/record_allocations.py libs/testkit/src/wooly_testkit/data/training_trace.zz
+Run: .venv/bin/python bench/record_allocations.py libs/testkit/src/wooly_testkit/data/training_trace.zz
 """
 
 import struct

@@ -1,0 +1,97 @@
+"""Traces in the client: its own few spans, and how the command line shows a trace."""
+
+import io
+
+from opentelemetry import trace
+from rich.console import Console
+from wooly.cli.traces import bar, in_order, print_trace
+from wooly.errors import WoolyError
+from wooly.traces import ClientTrace
+from wooly_wis.traces import SpanInfo
+
+WIDTH = 40
+
+
+def span(name, parent=None, start=0, end=100, **more):
+    values = {"service": "router", "error": False, "attributes": {}} | more
+    return SpanInfo(span_id=name, parent_id=parent, name=f"s.{name}", start_ns=start, end_ns=end, **values)
+
+
+def drawn(spans):
+    return [(depth, s.span_id) for depth, s in in_order(spans)]
+
+
+def test_waterfall_has_children_under_their_parents_as_they_began():
+    spans = [span("b", "a", 20), span("d", "b", 30), span("c", "a", 10), span("a", None, 0)]
+    assert drawn(spans) == [(0, "a"), (1, "c"), (1, "b"), (2, "d")]
+
+
+def test_span_whose_parent_is_missing_is_at_the_top_and_rings_are_drawn_once():
+    assert drawn([span("a", "gone", 5), span("b", "b", 1)]) == [(0, "b"), (0, "a")]
+    assert drawn([span("a", "b", 5), span("b", "c", 6), span("c", "a", 7)]) == [(0, "a"), (1, "c"), (2, "b")]
+
+
+def test_chain_of_thousands_is_drawn():
+    spans = [span(str(i), str(i - 1), i) for i in range(1, 2049)]
+    assert [d for d, _ in drawn(spans)] == list(range(2048))
+    shown = io.StringIO()
+    print_trace(Console(file=shown, width=100), "a" * 32, spans, False)
+    assert "2048 spans" in shown.getvalue()
+
+
+def test_bars_lie_inside_the_whole_and_none_is_invisible():
+    whole = span("a", None, 0, 1000)
+    assert bar(whole, 0, 1000, WIDTH) == "━" * WIDTH
+    for start, end in ((0, 0), (1000, 1000), (999, 1000), (500, 501)):
+        found = bar(span("x", None, start, end), 0, 1000, WIDTH)
+        assert found.count("━") >= 1 and len(found) <= WIDTH
+    assert bar(span("x", None, 7, 7), 7, 7, WIDTH) == "━"
+
+
+def test_failed_spans_say_why_and_hostile_names_are_no_markup():
+    shown = io.StringIO()
+    spans = [span("a", None, error=True, attributes={"error.message": "[bold]boom[/]"}), span("[red]b", "a")]
+    print_trace(Console(file=shown, width=120), "a" * 32, spans, False)
+    assert "failed: s.a [bold]boom[/]" in shown.getvalue() and "s.[red]b" in shown.getvalue()
+
+
+class Controller:
+    def __init__(self, fails=False):
+        self.asked, self.fails = [], fails
+
+    def ask(self, subject, message, reply, timeout):
+        if self.fails:
+            raise WoolyError("away")
+        self.asked.append(message)
+
+
+def test_client_s_spans_are_under_its_root_and_leave_the_script_s_opentelemetry_alone():
+    before = trace.get_tracer_provider()
+    mine = ClientTrace("session")
+    with mine.step("connect", executor="e") as parent:
+        assert parent.split("-")[1] == mine.trace_id == mine.headers()["traceparent"].split("-")[1]
+    assert not trace.get_current_span().get_span_context().is_valid
+    mine.end()
+    controller = Controller()
+    mine.send(controller, "task", "secret")
+    ((connect, root),) = [m.spans for m in controller.asked]
+    assert (root.name, connect.name) == ("client.session", "client.connect") and connect.parent_id == root.span_id
+    assert controller.asked[0].credential == "secret" and trace.get_tracer_provider() is before
+
+
+def test_spans_that_nobody_takes_are_no_error():
+    mine = ClientTrace("session")
+    mine.end("OSError")
+    mine.send(Controller(fails=True), "task", "")
+
+
+def test_client_says_nothing_where_opentelemetry_is_switched_off(monkeypatch):
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    mine = ClientTrace("session")
+    with mine.step("connect") as parent:
+        assert parent == "" == mine.trace_id
+    assert mine.headers() == {}
+    mine.end()
+    controller = Controller()
+    mine.send(controller, "task", "")
+    assert controller.asked == []

@@ -1,0 +1,210 @@
+"""Server-sent events: what changes, told to whoever follows, while somebody does.
+
+Every router looks at the database that all of them share, so it does not matter which of them made a change. Events say what to
+read anew; only figures of devices come with them.
+
+    metrics  every second (oftener than devices are sampled): {"at", "gpus": [LiveGpu …]}
+    tasks    {"changed": [{"task_id", "state"}…]}: made, moved, of another class; a state of null: ended
+    nodes    {"changed": [node ids]}
+    groups, config  {}
+    resync   whoever follows was too slow: read everything anew
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import StreamingResponse
+from fastapi.security import HTTPAuthorizationCredentials
+from wooly_bus.errors import RefusedError
+
+from wooly_router.actor import RouterActor
+from wooly_router.core.cluster import ClusterConfig
+from wooly_router.core.tasks import ENDED
+from wooly_router.gate import Caller
+from wooly_router.rest.access import Access, admitted, bearer, secret_of
+from wooly_router.rest.metrics import live
+from wooly_router.state.nodes import GroupRecord
+
+log = logging.getLogger("wooly.router")
+router = APIRouter()
+#: Seconds between two looks.
+EVERY_S = 1.0
+#: Devices above which figures come more seldom: a second more for each so many.
+GPUS_A_SECOND = 100
+#: Seconds after which somebody who follows is asked again who they are, and hears that we are still there.
+KEEP_S = 15.0
+#: Who may follow one router, and how many events may wait for one of them.
+FOLLOWERS, WAITING = 256, 64
+#: Changed tasks that one event names.
+NAMED = 200
+
+Glance = dict[str, tuple[str, str, str, int]]
+
+
+@dataclass(eq=False, slots=True)
+class Follower:
+    """Somebody who follows."""
+
+    caller: Caller
+    queue: asyncio.Queue[str | None] = field(default_factory=lambda: asyncio.Queue(WAITING))
+
+    def tell(self, event: str, data: Any) -> None:
+        """Let it hear an event; one that is too slow loses what waits, and is told so."""
+        try:
+            self.queue.put_nowait(_framed(event, data))
+        except asyncio.QueueFull:
+            while not self.queue.empty():
+                self.queue.get_nowait()
+            self.queue.put_nowait(_framed("resync", {}))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was there at the last look."""
+
+    tasks: Glance
+    nodes: dict[str, Any]
+    groups: list[GroupRecord]
+    config: ClusterConfig
+
+
+class Hub:
+    """Looks for changes while somebody follows, and tells them."""
+
+    def __init__(self, actor: RouterActor, every_s: float = EVERY_S) -> None:
+        self._actor, self._every_s = actor, every_s
+        self._followers: set[Follower] = set()
+        self._watching: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def join(self, caller: Caller) -> Follower:
+        """Somebody begins to follow.
+
+        Raises:
+            RefusedError: too many do.
+        """
+        if self._closed or len(self._followers) >= FOLLOWERS:
+            raise RefusedError("router.too_many", "too many follow this router's events", retryable=True)
+        follower = Follower(caller)
+        self._followers.add(follower)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return follower
+
+    def leave(self, follower: Follower) -> None:
+        """It follows no more."""
+        self._followers.discard(follower)
+        if not self._followers and self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+
+    def close(self) -> None:
+        """The router ends: so do all streams."""
+        self._closed = True
+        for follower in list(self._followers):
+            with contextlib.suppress(asyncio.QueueFull):
+                follower.queue.put_nowait(None)
+
+    async def _watch(self) -> None:
+        before: _Seen | None = None
+        looked, due = self._actor.clock(), 0.0
+        while True:
+            try:
+                gpus = live(self._actor)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._every_s * (len(gpus) // GPUS_A_SECOND)
+                    self._tell(
+                        "metrics", {"at": self._actor.clock(), "gpus": [g.model_dump() for g in gpus]}, "metrics:read"
+                    )
+                since, looked = looked - 5 * self._every_s, self._actor.clock()
+                seen = await self._look(since)
+                if before is not None:
+                    self._compare(before, seen)
+                before = seen
+            except Exception:
+                log.exception("events cannot be told; trying again")
+            await asyncio.sleep(self._every_s)
+
+    async def _look(self, since: float) -> _Seen:
+        world = self._actor.world
+        config, records = await world.settings()
+        devices: dict[str, list[tuple[str, str]]] = {}
+        for info in self._actor.registry.nodes(self._actor.clock()):
+            devices.setdefault(info.node, []).append((info.executor_id, info.state))
+        nodes = {n: (records.get(n), devices.get(n)) for n in sorted(records.keys() | devices.keys())}
+        return _Seen(await world.tasks.glance(since), nodes, await world.nodes.groups(), config)
+
+    def _compare(self, before: _Seen, seen: _Seen) -> None:
+        moved = {i: t for i, t in seen.tasks.items() if before.tasks.get(i) != t}
+        ended = {i: t for i, t in before.tasks.items() if i not in seen.tasks and t[1] not in ENDED}
+        changed: list[tuple[str, dict[str, str | None]]]
+        changed = [(t[0], {"task_id": i, "state": t[1]}) for i, t in moved.items()]
+        changed += [(t[0], {"task_id": i, "state": None}) for i, t in ended.items()]
+        for follower in self._followers if changed else ():
+            if "tasks:read" in follower.caller.may:
+                mine = [c for tenant, c in changed if follower.caller.tenant in (None, tenant)]
+                if mine:
+                    follower.tell("tasks", {"changed": mine[:NAMED]})
+        if before.nodes != seen.nodes:
+            names = [
+                n for n in sorted(before.nodes.keys() | seen.nodes.keys()) if before.nodes.get(n) != seen.nodes.get(n)
+            ]
+            self._tell("nodes", {"changed": names[:NAMED]}, "nodes:read")
+        if before.groups != seen.groups:
+            self._tell("groups", {}, "groups:read")
+        if before.config != seen.config:
+            self._tell("config", {}, "config:read")
+
+    def _tell(self, event: str, data: Any, scope: str) -> None:
+        for follower in self._followers:
+            if scope in follower.caller.may:
+                follower.tell(event, data)
+
+
+def _framed(event: str, data: Any) -> str:
+    return f"event: {event}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+@router.get("/events", include_in_schema=False)  # a stream has no end that a client of the schema could wait for
+async def events(
+    request: Request,
+    caller: Annotated[Caller, Depends(admitted)],
+    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
+) -> StreamingResponse:
+    """Follow what changes."""
+    hub: Hub = request.app.state.hub
+    access: Access = request.app.state.access
+    secret, address = secret_of(request, credentials), request.client.host if request.client else ""
+    follower = hub.join(caller)
+
+    async def stream() -> AsyncIterator[str]:
+        try:
+            yield "retry: 2000\n\n"
+            asked = time.monotonic()
+            while True:
+                try:
+                    item = await asyncio.wait_for(follower.queue.get(), KEEP_S)
+                except TimeoutError:
+                    item = ": still there\n\n"
+                if item is None:
+                    return
+                if time.monotonic() - asked >= KEEP_S:
+                    asked = time.monotonic()
+                    follower.caller = await access.still(secret, address)
+                yield item
+        except RefusedError:  # its token has ended
+            return
+        finally:
+            hub.leave(follower)
+
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)

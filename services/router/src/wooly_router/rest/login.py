@@ -1,0 +1,45 @@
+"""Browsers: an API token becomes a cookie that pages cannot read, because `EventSource` sends no headers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from wooly_router.gate import Caller
+from wooly_router.rest.access import COOKIE, Access, admitted
+from wooly_router.rest.models import LoginBody, Me
+
+router = APIRouter()
+
+
+def _me(caller: Caller, auth: Literal["open", "tokens"]) -> Me:
+    return Me(auth=auth, actor=caller.actor, tenant=caller.tenant, own=caller.own, may=sorted(caller.may))
+
+
+@router.get("/me")
+async def me(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Me:
+    """Who calls, and what they may."""
+    access: Access = request.app.state.access
+    return _me(caller, access.auth)
+
+
+@router.post("/login")
+async def login(request: Request, response: Response, body: LoginBody) -> Me:
+    """Let a browser in: its requests carry the token in a cookie until it is closed, logged out, or the token ends."""
+    access: Access = request.app.state.access
+    access.refuse_others(request)
+    caller = await access.caller(body.token, request.client.host if request.client else "")
+    if access.auth == "tokens":
+        secure = request.url.scheme == "https"
+        response.set_cookie(COOKIE, body.token, path="/api/v1", httponly=True, samesite="strict", secure=secure)
+        await access.log(caller, "login", caller.actor)
+    return _me(caller, access.auth)
+
+
+@router.delete("/login", status_code=204)
+async def logout(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Response:
+    """Let the browser forget its token. The token itself goes on."""
+    response = Response(status_code=204)
+    response.delete_cookie(COOKIE, path="/api/v1", httponly=True, samesite="strict")
+    return response

@@ -1,0 +1,85 @@
+"""What devices do: now, as the scheduler audits it, and what they did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request
+from wooly_bus import subjects
+from wooly_bus.errors import NoResponderError, RefusedError
+from wooly_wis.messages import GpusReply, GpusRequest, GpuState
+
+from wooly_router.actor import RouterActor
+from wooly_router.gate import Caller
+from wooly_router.rest.access import needs
+from wooly_router.rest.cluster import nodes_of
+from wooly_router.rest.models import GpuFigures, History, LiveGpu, Overview, SampleInfo
+
+router = APIRouter()
+Time = Annotated[float, Query(ge=0, le=1e12, allow_inf_nan=False)]
+#: Seconds that the scheduler has for an answer.
+TIMEOUT_S = 2.0
+
+
+def live(actor: RouterActor) -> list[LiveGpu]:
+    """All devices that live, by id."""
+    starvation = actor.world.starvation
+    return [
+        LiveGpu(
+            executor_id=h.executor_id,
+            node_id=h.node,
+            utilization=h.utilization,
+            starvation=starvation[h.executor_id] / 1000 if h.executor_id in starvation else None,
+            memory_used=h.memory_used,
+            memory_total=h.device.total_memory,
+            sessions=len(h.sessions),
+        )
+        for h in actor.registry.alive(actor.clock())
+    ]
+
+
+@router.get("/overview")
+async def overview(request: Request, caller: Annotated[Caller, Depends(needs("nodes", "read"))]) -> Overview:
+    """The cluster in a few numbers. Tasks are counted for those who may read them."""
+    actor: RouterActor = request.app.state.actor
+    nodes: Counter[str] = Counter(n.state for n in await nodes_of(request, caller.tenant))
+    tasks = await actor.world.tasks.counts(caller.tenant) if "tasks:read" in caller.may else {}
+    return Overview(at=actor.clock(), nodes=dict(nodes), tasks=tasks, gpus=live(actor))
+
+
+@router.get("/metrics/history")
+async def history(
+    request: Request,
+    caller: Annotated[Caller, Depends(needs("metrics", "read"))],
+    since: Time = 0.0,
+    until: Time = 1e12,
+    executor_id: Annotated[str | None, Query(min_length=1, max_length=128, pattern=r"^[^\x00]*$")] = None,
+    step: Annotated[int | None, Query(ge=10, le=86400)] = None,
+) -> History:
+    """What devices did and held in a span of time: every ten seconds, or every `step` seconds.
+
+    Of each step, shares are means, and memory and sessions the most that there was.
+    """
+    nodes = request.app.state.actor.world.nodes
+    if step is None:
+        found = await nodes.history(since, until, executor_id)
+    else:
+        found = await nodes.means(since, until, step, executor_id)
+    return History(samples=[SampleInfo(**{f: getattr(s, f) for f in SampleInfo.model_fields}) for s in found])
+
+
+@router.get("/metrics/gpus")
+async def gpus(request: Request, caller: Annotated[Caller, Depends(needs("metrics", "read"))]) -> GpuFigures:
+    """Utilization, starvation, classes, queues and latencies of every device and session, over the last ten seconds."""
+    found: list[GpuState] = []
+    more = True
+    while more:
+        ask = GpusRequest(after=found[-1].executor_id if found else "")
+        try:
+            reply = await request.app.state.bus.request(subjects.SCHEDULER_GPU_LIST, ask, GpusReply, timeout=TIMEOUT_S)
+        except NoResponderError as e:
+            raise RefusedError("router.no_scheduler", "no scheduler answers here", retryable=True) from e
+        found += reply.gpus
+        more = reply.more and bool(reply.gpus)
+    return GpuFigures(gpus=found)

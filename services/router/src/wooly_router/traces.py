@@ -1,0 +1,177 @@
+"""Traces: where those of tasks begin, who may add to them, and who may read them.
+
+Spans come from services by messages that nobody waits for; they are written in batches. A trace belongs to the tenant whose
+task was the first in it: a client that names another tenant's gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncIterator
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from sqlalchemy.exc import SQLAlchemyError
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_bus.tracing import QUEUE_SPANS, trace_id_of, traceparent, tracer
+from wooly_wis.traces import (
+    AddSpansReply,
+    AddSpansRequest,
+    SpanRecord,
+    SpansRecorded,
+    TraceReply,
+    TraceRequest,
+    TracesReply,
+    TracesRequest,
+)
+
+from wooly_router.gate import Gate
+from wooly_router.state.tasks import TaskRecord
+from wooly_router.state.traces import OWNER, TraceStore
+from wooly_router.state.world import World
+
+log = logging.getLogger("wooly.router")
+#: Seconds between two batches that are written.
+WRITE_S = 0.3
+#: Spans of one reply: what a message carries.
+PAGE = 256
+
+
+@contextlib.asynccontextmanager
+async def trace_of(store: TraceStore, task: TaskRecord, name: str = "") -> AsyncIterator[str]:
+    """The trace of a task that somebody asks for is current in the block. Yields its `traceparent`, empty where none is recorded.
+
+    It is its asker's (called `name`, or as the task); a new one where they have none, or name one that is another tenant's.
+    """
+    current = trace.get_current_span().get_span_context()
+    if current.is_valid and not current.trace_flags.sampled:
+        yield ""
+        return
+    asked = traceparent(current)
+    if asked and (not store.keeps or await _bind(store, asked, task, name)):
+        yield asked
+        return
+    if asked:  # so that nobody's spans are in a trace of another's
+        trace.get_current_span().set_attribute(OWNER, task.tenant)
+    attributes = {"task_id": task.id}
+    with tracer("router").start_as_current_span(f"router.{task.kind}", Context(), attributes=attributes) as root:
+        begun = traceparent(root)
+        if begun and store.keeps:
+            await _bind(store, begun, task, name)
+        yield begun
+
+
+async def _bind(store: TraceStore, parent: str, task: TaskRecord, name: str) -> bool:
+    return await store.bind(trace_id_of(parent), task.id, task.tenant, name or task.name or task.id, task.created_at)
+
+
+class TraceActor:
+    """Keeps spans and shows them.
+
+    Attributes:
+        kept: spans that were taken so far.
+        dropped: spans that were not, by service and reason: `sender` (it had to drop them), `unknown` (of no trace that is kept),
+            `full` (their trace is), `queue` (they came faster than they are written), `database`.
+    """
+
+    def __init__(self, app: ServiceApp, world: World, gate: Gate) -> None:
+        self.store = world.traces
+        self.kept = 0
+        self.dropped: Counter[tuple[str, str]] = Counter()
+        self._world, self._gate = world, gate
+        self._waiting: deque[tuple[str, SpanRecord]] = deque()
+        if self.store.keeps:
+            app.serve(subjects.SPANS, SpansRecorded, self.on_spans, queue="router")
+        app.serve(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self.on_add_spans, queue="router")
+        app.serve(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace, queue="router")
+        app.serve(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces, queue="router")
+
+    # -- taking in ---------------------------------------------------------------------------------------------------
+
+    async def on_spans(self, message: SpansRecorded) -> None:
+        """A service recorded spans."""
+        if message.dropped:
+            self.dropped[message.service, "sender"] += message.dropped
+        self._take(message.service, message.spans)
+
+    async def on_add_spans(self, request: AddSpansRequest) -> AddSpansReply:
+        """A client recorded spans of a task of its own tenant's."""
+        caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:write")
+        trace_id = await self.store.of_task(request.task_id, caller.tenant)
+        if trace_id is None:
+            raise _no_trace(f"task {request.task_id} has no trace")
+        mine = [s for s in request.spans if s.trace_id == trace_id]
+        self.dropped["client", "unknown"] += len(request.spans) - len(mine)
+        return AddSpansReply(taken=self._take("client", mine))
+
+    def _take(self, service: str, spans: tuple[SpanRecord, ...] | list[SpanRecord]) -> int:
+        room = max(QUEUE_SPANS - len(self._waiting), 0)
+        self._waiting.extend([(service, s) for s in spans[:room]])
+        if len(spans) > room:
+            self.dropped[service, "queue"] += len(spans) - room
+        return min(len(spans), room)
+
+    async def run(self) -> None:
+        """Write what came, for ever."""
+        try:
+            while True:
+                await asyncio.sleep(WRITE_S)
+                await self.write()
+        finally:
+            await self.write()
+
+    async def write(self) -> None:
+        """Write what came. What cannot be written is dropped: a database that is away must not fill the memory."""
+        while self._waiting:
+            spans = [self._waiting.popleft() for _ in range(min(512, len(self._waiting)))]
+            try:
+                unknown, full = await self.store.add(spans)
+            except SQLAlchemyError as e:
+                log.warning("%d spans could not be kept: %s", len(spans), type(e).__name__)
+                self.dropped["router", "database"] += len(spans)
+                continue
+            self.kept += len(spans) - unknown - full
+            for count, why in ((unknown, "unknown"), (full, "full")):
+                if count:
+                    self.dropped["router", why] += count
+
+    # -- telling -----------------------------------------------------------------------------------------------------
+
+    async def _read_trace(self, request: TraceRequest) -> TraceReply:
+        caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:read")
+        return await self.on_trace(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+    async def _read_traces(self, request: TracesRequest) -> TracesReply:
+        caller = await self._gate.over_nats(request.credential, request.tenant, "tasks:read")
+        return await self.on_traces(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
+
+    async def on_traces(self, request: TracesRequest) -> TracesReply:
+        """Recent traces of those that a tenant sees (None: all), newest first."""
+        return TracesReply(traces=tuple(await self.store.recent(request.tenant, request.limit)))
+
+    async def on_trace(self, request: TraceRequest, most: int = PAGE) -> TraceReply:
+        """A page of one trace's spans."""
+        trace_id = request.trace_id
+        if request.task_id is not None:
+            trace_id = await self.store.of_task(request.task_id, request.tenant)
+        found = None
+        if trace_id is not None:
+            found = await self.store.spans(trace_id, request.tenant, request.offset, most + 1)
+        if trace_id is None or found is None:
+            what = (
+                f"task {request.task_id} has no trace" if request.task_id else f"there is no trace {request.trace_id}"
+            )
+            raise _no_trace(what)
+        return TraceReply(trace_id=trace_id, spans=tuple(found[:most]), more=len(found) > most)
+
+
+def _no_trace(what: str) -> RefusedError:
+    return RefusedError(
+        "router.no_trace",
+        f"{what} here; traces are kept where WOOLY_TRACES=router is set, for a while (`wooly up` does)",
+    )

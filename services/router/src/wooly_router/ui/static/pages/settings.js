@@ -1,0 +1,244 @@
+// The theme here; the cluster's settings, tenants with their tokens, and who changed what.
+
+import { api, refresher } from "../api.js";
+import { ask, card, chip, field, h, swap, table, toast } from "../dom.js";
+import { clock } from "../format.js";
+
+const DAY = 86400;
+/** Settings of the cluster: name, label, hint, smallest, greatest, how many of REST's units one of ours is. */
+const CONFIG = [
+  ["default_vram_overcommit_percent", "VRAM overcommit, percent", "Promised beyond what a device has, where its node has no number of its own.", 0, 1000, 1],
+  ["queue_patience_s", "Patience, seconds", "How long a waiting task is overtaken before devices are held for it.", 0, 86400, 1],
+  ["queue_aging_s", "Aging, seconds", "How long a waiting task takes to rise by a class.", 1, 2592000, 1],
+  ["job_attempts", "Attempts at a job", "How often it is tried if executors are lost.", 1, 100, 1],
+  ["task_retention_s", "Ended tasks are kept, days", "", 60 / DAY, 3650, DAY],
+  ["history_retention_s", "Figures are kept, days", "", 60 / DAY, 3650, DAY],
+];
+const ROLES = ["user", "operator", "admin"];
+
+function theme() {
+  const choice = () => window.woolyTheme.choice();
+  const boxes = ["system", "light", "dark"].map((name) =>
+    h(
+      "label",
+      { class: "choice" },
+      h("input", {
+        type: "radio",
+        name: "theme",
+        value: name,
+        checked: choice() === name,
+        onchange() {
+          window.woolyTheme.choose(name);
+          document.dispatchEvent(new Event("wooly-theme"));
+        },
+      }),
+      { system: "as the system", light: "light", dark: "dark" }[name],
+    ),
+  );
+  const follow = () => boxes.forEach((b) => (b.firstChild.checked = b.firstChild.value === choice()));
+  document.addEventListener("wooly-theme", follow);
+  return [card("Appearance", h("fieldset", { class: "across" }, h("legend", {}, "Theme"), boxes)), () => document.removeEventListener("wooly-theme", follow)];
+}
+
+function cluster(can) {
+  const place = h("div", {}, h("p", { class: "hint" }, "Reading…"));
+  const look = refresher(async () => {
+    const config = await api.get("config");
+    if (look.stopped() || place.contains(document.activeElement)) return; // nobody's typing is undone
+    const inputs = CONFIG.map(([name, , , min, max, unit]) => h("input", { type: "number", min, max, step: "any", required: true, value: config[name] / unit, disabled: !can("config:write") }));
+    swap(
+      place,
+      h(
+        "form",
+        {
+          class: "grid",
+          async onsubmit(event) {
+            event.preventDefault();
+            const changed = Object.fromEntries(CONFIG.map(([name, , , , , unit], i) => [name, Number(inputs[i].value) * unit]).filter(([name, value]) => value !== config[name]));
+            try {
+              Object.assign(config, await api.put("config", changed));
+              toast("The settings are saved");
+            } catch (error) {
+              toast(error.message, "bad");
+            }
+          },
+        },
+        CONFIG.map(([, label, hint], i) => field(label, inputs[i], hint)),
+        can("config:write") && h("div", { class: "actions" }, h("button", { type: "submit", class: "primary" }, "Save")),
+      ),
+    );
+  }, (error) => toast(error.message, "bad"));
+  return [card("Cluster", place), look];
+}
+
+function tenants(can) {
+  const place = h("div", {});
+  const open = new Map(); // tenant -> its tokens
+  const look = refresher(async () => {
+    const found = (await api.get("tenants")).tenants;
+    for (const name of open.keys()) open.set(name, (await api.get(["tenants", name, "tokens"])).tokens);
+    if (!look.stopped()) draw(found);
+  }, (error) => toast(error.message, "bad"));
+
+  function edit(tenant) {
+    ask(tenant ? `Tenant ${tenant.name}` : "New tenant", tenant ? "Save" : "Create", (form) => {
+      const name = h("input", { required: true, maxlength: 128, pattern: "[^\\/]+", value: tenant?.name ?? "", disabled: Boolean(tenant), spellcheck: "false" });
+      const description = h("input", { maxlength: 1000, value: tenant?.description ?? "" });
+      const disabled = h("input", { type: "checkbox", checked: tenant?.disabled ?? false });
+      form.append(field("Name", name), field("Description", description), h("label", { class: "choice" }, disabled, "disabled: it can do nothing"));
+      return async () => {
+        await api.put(["tenants", name.value.trim()], { description: description.value, disabled: disabled.checked });
+        look();
+      };
+    });
+  }
+
+  async function token(tenant) {
+    const made = await ask(`New token of ${tenant.name}`, "Create", (form) => {
+      const name = h("input", { maxlength: 100, placeholder: "what it is for" });
+      const role = h("select", {}, ROLES.map((r) => h("option", { value: r }, r)));
+      const days = h("input", { type: "number", min: 0, step: "any", value: 90 });
+      form.append(field("Name", name), field("Role", role), field("Valid for days", days, "Empty: until it is revoked."));
+      return () => {
+        const expires = days.value === "" ? null : Number(days.value) * 86400;
+        return api.post(["tenants", tenant.name, "tokens"], { name: name.value, role: role.value, expires_in_s: expires });
+      };
+    });
+    if (!made) return;
+    look();
+    await ask("The token's secret", "I have kept it", (form) => {
+      const secret = h("input", { readonly: true, value: made.secret, spellcheck: "false" });
+      form.append(field("Secret", secret, "It is shown here and never again."));
+      setTimeout(() => secret.select());
+    });
+  }
+
+  function revoke(tenant, id) {
+    ask(
+      "Revoke this token?",
+      "Revoke",
+      (form) => {
+        form.append(h("p", {}, "Whoever uses it is shut out at once."));
+        return async () => {
+          await api.delete(["tenants", tenant, "tokens", id]);
+          look();
+        };
+      },
+      "danger",
+    );
+  }
+
+  function tokens(tenant) {
+    const now = Date.now() / 1000;
+    const state = (t) => {
+      if (t.revoked_at !== null) return chip("revoked", "failed");
+      return t.expires_at !== null && t.expires_at <= now ? chip("ended", "cancelled") : chip("valid", "completed");
+    };
+    return table(
+      `Tokens of ${tenant}`,
+      ["token", "role", "scopes", "made", "valid until", "", { text: "", class: "r" }],
+      open.get(tenant).map((t) => [
+        [t.name || "–", h("span", { class: "sub" }, t.id)],
+        t.role,
+        t.scopes.join(", ") || "all of its role",
+        clock(t.created_at, false),
+        t.expires_at === null ? "it is revoked" : clock(t.expires_at, false),
+        state(t),
+        can("tenants:write") && t.revoked_at === null && h("button", { type: "button", class: "danger", "data-key": `revoke ${t.id}`, "aria-label": `Revoke ${t.name || t.id}`, onclick: () => revoke(tenant, t.id) }, "Revoke…"),
+      ]),
+      "It has no tokens.",
+    );
+  }
+
+  function draw(found) {
+    const row = (tenant) => {
+      const shown = open.has(tenant.name);
+      const toggle = async () => {
+        if (!open.delete(tenant.name)) open.set(tenant.name, []);
+        look();
+      };
+      const main = h(
+        "tr",
+        {},
+        h("td", {}, h("button", { type: "button", class: "expand", "aria-expanded": String(shown), "data-key": `tenant ${tenant.name}`, onclick: toggle }, h("span", { class: "arrow", "aria-hidden": "true" }), tenant.name)),
+        h("td", {}, tenant.description || "–"),
+        h("td", {}, tenant.disabled ? chip("disabled", "failed") : chip("active", "active")),
+        h("td", { class: "num" }, clock(tenant.created_at, false)),
+        h(
+          "td",
+          { class: "r" },
+          can("tenants:write") && [
+            h("button", { type: "button", "data-key": `edit ${tenant.name}`, "aria-label": `Edit ${tenant.name}`, onclick: () => edit(tenant) }, "Edit…"),
+            " ",
+            h("button", { type: "button", "data-key": `token ${tenant.name}`, "aria-label": `New token of ${tenant.name}`, onclick: () => token(tenant) }, "New token…"),
+          ],
+        ),
+      );
+      return shown ? [main, h("tr", { class: "more" }, h("td", { colspan: 5 }, tokens(tenant.name)))] : [main];
+    };
+    swap(
+      place,
+      table("Tenants", ["tenant", "description", "state", "made", { text: "", class: "r" }], found.flatMap(row), "There are no tenants yet."),
+      can("tenants:write") && h("div", { class: "actions" }, h("button", { type: "button", "data-key": "new tenant", onclick: () => edit(null) }, "New tenant…")),
+    );
+  }
+  return [card("Tenants and tokens", place), look];
+}
+
+function audit() {
+  const place = h("div", {});
+  const entries = [];
+  const look = refresher(async () => {
+    const page = await api.get("audit", { limit: 30, before: entries.at(-1)?.id });
+    if (look.stopped()) return;
+    entries.push(...page.entries);
+    swap(
+      place,
+      table(
+        "Who changed what",
+        ["at", "who", "what", "of", "how"],
+        entries.map((e) => [h("span", { class: "num" }, clock(e.at)), e.actor, e.action, e.target, h("code", {}, JSON.stringify(e.detail))]),
+        "Nobody has changed anything.",
+      ),
+      page.entries.length === 30 && h("button", { type: "button", "data-key": "further", onclick: look }, "Show older ones"),
+    );
+  }, (error) => toast(error.message, "bad"));
+  return [card("Who changed what", place), look];
+}
+
+export default function settings({ body, live, can, me }) {
+  const [appearance, forget] = theme();
+  const cards = [appearance];
+  const looks = [];
+  const off = [];
+  const add = ([node, look], events) => {
+    cards.push(node);
+    looks.push(look);
+    look();
+    if (events) off.push(live.on(events, look));
+  };
+  if (can("config:read")) add(cluster(can), "config");
+  if (can("tenants:read")) add(tenants(can));
+  if (can("audit:read")) add(audit());
+  cards.push(
+    card(
+      "This session",
+      h(
+        "p",
+        {},
+        me.auth === "open"
+          ? "The controller asks for no tokens: whoever reaches it may do everything. WOOLY_ROUTER_AUTH=tokens changes that."
+          : `You are ${me.actor} of tenant ${me.own}, and see ${me.tenant === null ? "all tenants" : "your own tenant"}.`,
+      ),
+      me.auth === "tokens" && h("p", { class: "hint" }, `May: ${me.may.join(", ")}.`),
+    ),
+  );
+  swap(body, cards);
+  return {
+    stop() {
+      forget();
+      off.forEach((f) => f());
+      looks.forEach((look) => look.stop());
+    },
+  };
+}

@@ -1,0 +1,145 @@
+"""Events: who hears of what, and what becomes of those who are slow, shut out, or still there at the end."""
+
+import asyncio
+import contextlib
+import json
+
+import httpx
+import pytest
+from wooly_bus.errors import RefusedError
+from wooly_router.gate import ROLES, Caller
+from wooly_router.rest import events
+from wooly_router.rest.events import Hub
+from wooly_router.state.nodes import GroupRecord
+
+pytestmark = pytest.mark.connected
+
+
+def caller(tenant=None, role="admin", may=None):
+    return Caller("test", tenant, tenant or "ops", ROLES[role] if may is None else frozenset(may))
+
+
+@contextlib.asynccontextmanager
+async def following(rig, *callers):
+    """Followers of a hub that has looked once."""
+    hub = Hub(rig.actor, every_s=0.02)
+    followers = [hub.join(c) for c in callers]
+    await asyncio.sleep(0)
+    begun = hub.join(caller())
+    while begun.queue.qsize() < 2:  # figures come before and after the first look
+        await asyncio.sleep(0.01)
+    hub.leave(begun)
+    try:
+        yield followers
+    finally:
+        for follower in followers:
+            hub.leave(follower)
+
+
+async def hear(follower, name):
+    """The data of the next event of that name."""
+    async with asyncio.timeout(10):
+        while True:
+            event, _, data = (await follower.queue.get()).partition("\n")
+            if event == f"event: {name}":
+                return json.loads(data.removeprefix("data: "))
+
+
+def names(follower):
+    """The events that wait."""
+    return {follower.queue.get_nowait().partition("\n")[0][7:] for _ in range(follower.queue.qsize())}
+
+
+async def test_changes_are_told_with_what_changed(rig):
+    async with rig("a") as r, following(r, caller()) as (me,):
+        figures = await hear(me, "metrics")
+        assert [g["executor_id"] for g in figures["gpus"]] == ["a"] and figures["at"] == r.clock.now
+        opened = await r.open()
+        assert {c["task_id"] for c in (await hear(me, "tasks"))["changed"]} == {opened.session_id}
+        await r.actor.world.tasks.set_priority(opened.session_id, 0)
+        assert (await hear(me, "tasks"))["changed"] == [{"task_id": opened.session_id, "state": "started"}]
+        r.clock.now += 60  # so that it is not new when it ends
+        await r.beat()
+        seen = 0
+        while seen < 3:
+            seen += (await hear(me, "metrics"))["at"] == r.clock.now
+        await r.actor.end(await r.tasks.get(opened.session_id), "completed", "")
+        while (await hear(me, "tasks"))["changed"][-1]["state"] is not None:
+            continue
+        await r.duties().keep_nodes()
+        assert (await hear(me, "nodes"))["changed"] == ["host"]
+        await r.actor.world.nodes.put_group(GroupRecord("g", "", 0.0))
+        assert await hear(me, "groups") == {}
+        await r.actor.world.config.write({"job_attempts": 2}, 0.0, "me")
+        assert await hear(me, "config") == {}
+        r.clock.now += 60
+        assert (await hear(me, "nodes"))["changed"] == ["host"]  # lost
+
+
+async def test_tenant_hears_of_its_own_tasks_and_scopes_bound_the_rest(rig):
+    async with rig("a") as r:
+        callers = caller("mine", "user"), caller("yours", "user"), caller(may=["metrics:read"]), caller()
+        async with following(r, *callers) as (mine, yours, figures, everybody):
+            opened = await r.open(tenant="mine")
+            assert (await hear(everybody, "tasks"))["changed"][0]["task_id"] == opened.session_id
+            assert (await hear(mine, "tasks"))["changed"][0]["task_id"] == opened.session_id
+            await r.actor.world.config.write({"job_attempts": 2}, 0.0, "me")
+            await hear(everybody, "config")
+            assert names(yours) == set() and names(figures) == {"metrics"}
+
+
+async def test_slow_follower_is_told_to_read_anew(rig, monkeypatch):
+    async with rig("a") as r:
+        hub = Hub(r.actor)
+        slow = hub.join(caller())
+        for i in range(events.WAITING + 1):
+            slow.tell("tasks", {"changed": [i]})
+        assert slow.queue.qsize() == 1 and names(slow) == {"resync"}
+        monkeypatch.setattr(events, "FOLLOWERS", 1)
+        with pytest.raises(RefusedError, match="too many"):
+            hub.join(caller())
+        hub.leave(slow)
+
+
+async def test_nobody_is_looked_for_when_nobody_follows(rig):
+    async with rig("a") as r:
+        hub = Hub(r.actor, every_s=0.01)
+        first, second = hub.join(caller()), hub.join(caller())
+        watching = hub._watching
+        hub.leave(first)
+        assert not watching.cancelled() and hub._watching is watching
+        hub.leave(second)
+        await asyncio.wait([watching])
+        assert watching.cancelled()
+        again = hub.join(caller())
+        await hear(again, "metrics")
+        hub.close()
+        while (item := await asyncio.wait_for(again.queue.get(), 10)) is not None:
+            assert item.startswith("event: ")
+        hub.leave(again)
+
+
+async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
+    """By the application itself: httpx's transport would wait for an end that streams do not have."""
+    from wooly_router.rest.access import Access, Buckets
+    from wooly_router.rest.api import create_api
+    from wooly_router.state.tenants import TenantRecord
+
+    monkeypatch.setattr(events, "KEEP_S", 0.05)
+    async with rig("a", auth="tokens") as r:
+        api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(1000.0, 1000.0)), r.traces)
+        transport = httpx.ASGITransport(api)
+        async with httpx.AsyncClient(base_url="http://127.0.0.1/api/v1", transport=transport) as http:
+            assert (await http.get("events")).status_code == 401
+            await r.actor.world.tenants.add(TenantRecord("t", 0.0))
+            token, secret = await r.actor.world.tenants.add_token("t", "", "admin", r.clock.now)
+            reading = asyncio.create_task(http.get("events", headers={"Authorization": f"Bearer {secret}"}))
+            while not api.state.hub._followers:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)
+            assert not reading.done()
+            await r.actor.world.tenants.revoke("t", token.id, r.clock.now)
+            answer = await asyncio.wait_for(reading, 10)
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert answer.text.startswith("retry: 2000") and "event: metrics" in answer.text
+            assert not api.state.hub._followers

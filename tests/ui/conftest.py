@@ -1,0 +1,245 @@
+"""A router with fake devices, and a browser in front of it."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.credits import (
+    BudgetState,
+    CreditsReply,
+    CreditsRequest,
+    CreditsRow,
+    PlansReply,
+    PlansRequest,
+    PricePlan,
+    SetBudgetRequest,
+)
+from wooly_wis.messages import (
+    ClientFacts,
+    CloseSessionReply,
+    CloseSessionRequest,
+    DeviceFacts,
+    ExecutorHeartbeat,
+    GpusReply,
+    GpusRequest,
+    GpuState,
+    HostSessionReply,
+    HostSessionRequest,
+    MemoryState,
+    OpenSessionReply,
+    OpenSessionRequest,
+    SessionMemory,
+)
+
+GIB = 1 << 30
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+FLAGS += ["--disable-sync", "--no-first-run"]
+
+
+class Device:
+    """An executor that takes sessions and says what it is told to."""
+
+    def __init__(self, app, name, node):
+        self.app, self.name, self.node = app, name, node
+        self.sessions, self.utilization = {}, 0.5
+        app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
+        app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
+
+    async def on_open(self, request):
+        self.sessions[request.session_id] = request
+        return HostSessionReply(endpoints=(f"unix:///tmp/{self.name}.sock",))
+
+    async def on_close(self, request):
+        return CloseSessionReply(closed=self.sessions.pop(request.session_id, None) is not None)
+
+    def heartbeat(self):
+        held = tuple(
+            SessionMemory(session_id=s, tenant=r.tenant, own=4 * GIB, shared=GIB, host=GIB)
+            for s, r in sorted(self.sessions.items())
+        )
+        own, contents, capacity = sum(s.own for s in held), sum(s.shared for s in held), 80 * GIB
+        memory = MemoryState(
+            capacity=capacity,
+            own=own,
+            contents=contents,
+            reserve=2 * GIB,
+            free=capacity - own - contents - 2 * GIB,
+            host=sum(s.host for s in held),
+            sessions=held,
+        )
+        return ExecutorHeartbeat(
+            executor_id=self.name,
+            node=self.node,
+            pid=1,
+            device=DeviceFacts(name="H100 <b>", vendor="nvidia", runtime="cuda", total_memory=capacity, cores=132),
+            endpoints=(),
+            sessions=tuple(self.sessions),
+            memory_used=own + contents,
+            utilization=self.utilization,
+            memory=memory,
+        )
+
+
+class Cluster:
+    """Fake devices, scheduler and metering on a real NATS, in a thread of their own; a real router beside them."""
+
+    def __init__(self, nats, directory, **env):
+        self.nats, self.directory, self._env = nats, directory, env
+        self.budgets = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._routers = []
+
+    def __enter__(self):
+        self._thread.start()
+        self.call(self._start())
+        self.url = self.router("router", **self._env)
+        return self
+
+    def __exit__(self, *_):
+        for process in self._routers:
+            process.kill()
+            process.wait()
+        self.call(self._stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
+
+    async def _start(self):
+        self._app = ServiceApp("fake", self.nats)
+        self.devices = [Device(self._app, f"gpu-{i}", f"node-{i}") for i in "ab"]
+        self._app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self._gpus)
+        self._app.serve(subjects.METERING_CREDITS_SHOW, CreditsRequest, self._credits)
+        self._app.serve(subjects.METERING_PLAN_LIST, PlansRequest, self._plans)
+        self._app.serve(subjects.METERING_BUDGET_SET, SetBudgetRequest, self._budget)
+        self._stack = contextlib.AsyncExitStack()
+        await self._stack.enter_async_context(self._app.running())
+        self._beating = asyncio.create_task(self._beat())
+
+    async def _stop(self):
+        self._beating.cancel()
+        await asyncio.wait([self._beating])
+        await self._stack.aclose()
+
+    async def _beat(self):
+        while True:
+            for device in self.devices:
+                await self._app.publish(subjects.EXECUTOR_HEARTBEAT, device.heartbeat())
+            await asyncio.sleep(0.25)
+
+    async def _gpus(self, request):
+        gpus = [GpuState(executor_id=d.name, journal="j", entries=9, starvation_permille=250) for d in self.devices]
+        return GpusReply(gpus=tuple(g for g in gpus if g.executor_id > request.after))
+
+    async def _credits(self, request):
+        row = CreditsRow(tenant="acme", name="<i>run</i>", model="llama", runs=7, core_ucr=1_500_000, vram_ucr=250_000)
+        shown = not request.tenant or request.tenant == row.tenant
+        return CreditsReply(
+            core_ucr=1_500_000, vram_ucr=250_000, rows=(row,) * shown, budgets=tuple(self.budgets.values())
+        )
+
+    async def _plans(self, request):
+        return PlansReply(plans=(PricePlan(id=1, name="standard"),))
+
+    async def _budget(self, request):
+        values = request.model_dump(include={"tenant", "period", "soft_ucr", "hard_ucr"})
+        self.budgets[request.tenant] = BudgetState(**values, spent_ucr=1_750_000)
+        return self.budgets[request.tenant]
+
+    def router(self, name, **env):
+        """The URL of one more router, in a state folder of that name, once it knows the devices."""
+        directory = self.directory / name
+        known = {
+            "WOOLY_ROUTER_NATS_URL": self.nats,
+            "WOOLY_ROUTER_STATE_DIR": str(directory),
+            "WOOLY_ROUTER_HTTP_PORT": "0",
+            "WOOLY_ROUTER_LEASE_S": "3600",
+        }
+        process = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=os.environ | known | env)
+        self._routers.append(process)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, httpx.HTTPError):
+                url = f"http://127.0.0.1:{(directory / 'router.port').read_text()}"
+                if httpx.get(f"{url}/healthz", trust_env=False).json()["executors"] == 2:
+                    return url
+            time.sleep(0.05)
+        raise AssertionError("the router did not come up")
+
+    def open(self, program, **wanted):
+        """A session; its id."""
+        request = OpenSessionRequest(client=ClientFacts(host="laptop", pid=1, program=program), **wanted)
+        reply = self._app.request(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply, timeout=10)
+        return self.call(reply).session_id
+
+    def rest(self, method, path, **more):
+        answer = httpx.request(method, f"{self.url}/api/v1/{path}", trust_env=False, **more)
+        answer.raise_for_status()
+        return answer.json() if answer.content else None
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A headless Chromium, or the reason why there is none."""
+    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    binary = shutil.which("chromium") or shutil.which("chromium-browser")
+    if binary is None:
+        pytest.skip("there is no Chromium here; on Debian: make browser")
+    with sync.sync_playwright() as playwright:
+        running = playwright.chromium.launch(executable_path=binary, args=FLAGS)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """A router without tokens, two nodes with a device each."""
+    with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui")) as running:
+        yield running
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """The same with tokens."""
+    with start_nats_server() as nats, Cluster(nats, tmp_path, WOOLY_ROUTER_AUTH="tokens") as running:
+        yield running
+
+
+@pytest.fixture
+def visit(browser, cluster):
+    """`visit("#/tasks")` opens a page; what the browser complains about fails the test."""
+    complaints = []
+    with contextlib.ExitStack() as stack:
+
+        def make(where="", *, url=None, expected=(), **options):
+            context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+            stack.callback(context.close)
+            context.set_default_timeout(15_000)
+            page = context.new_page()
+            page.on("pageerror", lambda e: complaints.append(str(e)))
+            page.on(
+                "console",
+                lambda m: (
+                    m.type in ("error", "warning")
+                    and not any(e in m.text for e in expected)
+                    and complaints.append(f"{m.text} {m.location.get('url')}")
+                ),
+            )
+            page.goto(f"{url or cluster.url}/ui/{where}")
+            return page
+
+        yield make
+    assert not complaints

@@ -1,0 +1,425 @@
+"""The web UI in a real browser, against a router's process: every page, by mouse and by keyboard."""
+
+import contextlib
+import json
+import re
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
+PAGES = ["Dashboard", "Tasks", "Nodes", "Groups", "Credits", "Traces", "Settings"]
+ABSENT = "status of 404"
+#: What a page must be for whoever cannot see it or has no mouse; a list of what is wrong.
+ACCESSIBLE = """() => {
+  const wrong = [];
+  const say = (e, what) => wrong.push(`${what}: ${e.outerHTML.slice(0, 120)}`);
+  const named = (e) => (e.ariaLabel || e.title || e.alt || e.textContent.trim()
+    || [...(e.labels ?? [])].map((l) => l.textContent.trim()).join("")
+    || (e.getAttribute("aria-labelledby") ?? "").split(" ").map((i) => document.getElementById(i)?.textContent).join(""));
+  for (const one of ["h1", "main", "nav"])
+    if (document.querySelectorAll(one).length !== 1) wrong.push(`not one ${one}`);
+  const roles = "[role=meter], [role=img], [role=region], [role=list]";
+  for (const e of document.querySelectorAll(`a[href], button, input, select, section, nav, dialog, ${roles}`))
+    if (!named(e)) say(e, "no name");
+  for (const e of document.querySelectorAll("table")) if (!e.caption?.textContent) say(e, "no caption");
+  for (const e of document.querySelectorAll("th")) if (!e.scope) say(e, "no scope");
+  for (const e of document.querySelectorAll("[aria-expanded=true][aria-controls]"))
+    if (!document.getElementById(e.getAttribute("aria-controls"))) say(e, "controls nothing");
+  for (const e of document.querySelectorAll("[onclick], [style*=url], [tabindex]"))
+    if (e.tabIndex > 0 || e.hasAttribute("onclick")) say(e, "out of order");
+  const ids = [...document.querySelectorAll("[id]")].map((e) => e.id);
+  for (const id of ids) if (ids.indexOf(id) !== ids.lastIndexOf(id)) wrong.push(`id twice: ${id}`);
+  if (!document.documentElement.lang || !document.title) wrong.push("no language or title");
+  return wrong;
+}"""
+
+
+def sync_error():
+    from playwright.sync_api import Error
+
+    return Error
+
+
+def heading(page, name):
+    page.get_by_role("heading", level=1, name=name, exact=True).wait_for()
+    page.locator(".page:not([aria-busy])").wait_for()
+
+
+def go(page, name):
+    page.get_by_role("navigation", name="Pages").get_by_role("link", name=name).click()
+
+
+def row(page, text):
+    return page.get_by_role("row").filter(has_text=text)
+
+
+def test_every_page_is_reached_by_keyboard_and_named(visit, cluster):
+    cluster.open("reached.py", tenant="acme")
+    page = visit(expected=[ABSENT])
+    heading(page, "Dashboard")
+    page.keyboard.press("Tab")
+    assert page.locator(":focus").inner_text() == "Skip to content"
+    page.keyboard.press("Enter")
+    assert page.locator(":focus").get_attribute("id") == "main"
+    for name in PAGES:
+        link = page.get_by_role("navigation", name="Pages").get_by_role("link", name=name)
+        link.focus()
+        page.keyboard.press("Enter")
+        heading(page, name)
+        assert page.title() == f"{name} – Wooly" and link.get_attribute("aria-current") == "page"
+        assert name == "Dashboard" or page.locator(":focus").inner_text() == name  # where reading goes on
+        page.locator("main table, main .card").first.wait_for()
+        assert page.evaluate(ACCESSIBLE) == [], name
+    page.goto(f"{cluster.url}/ui/#/no/such")
+    page.get_by_text("There is no such page.").wait_for()
+
+
+def test_root_leads_to_the_pages_and_assets_are_ours_alone(visit, cluster):
+    asked = []
+    page = visit("nothing-yet.svg", expected=[ABSENT])
+    page.on("request", lambda r: asked.append(r.url))
+    page.goto(cluster.url)
+    heading(page, "Dashboard")
+    assert page.url == f"{cluster.url}/ui/" and len(asked) > 8
+    assert all(url.startswith(cluster.url) for url in asked)
+
+
+def test_policy_lets_nothing_run_that_is_not_served_here(visit, cluster):
+    answer = httpx.get(f"{cluster.url}/ui/", trust_env=False)
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "script-src 'self';" in policy and "unsafe" not in policy
+    assert answer.headers["x-content-type-options"] == "nosniff" and answer.headers["referrer-policy"] == "no-referrer"
+    for path in ("..%2f..%2f__init__.py", "..%2f__init__.py", "%2e%2e/__init__.py"):
+        assert httpx.get(f"{cluster.url}/ui/{path}", trust_env=False).status_code == 404
+    page = visit(expected=["TrustedHTML", "TrustedScript", "Content Security Policy"])
+    heading(page, "Dashboard")
+    with pytest.raises(Exception, match="TrustedHTML"):
+        page.evaluate("() => { document.body.innerHTML = '<b>x</b>'; }")
+    for script in ("b.setAttribute('onclick', 'window.ran = 1')", "b.append(document.createElement('script'))"):
+        with contextlib.suppress(sync_error()):  # refused where it is made, or where it would run
+            page.evaluate(f"""() => {{
+              const b = document.createElement("button");
+              {script};
+              b.querySelector("script")?.append("window.ran = 1");
+              document.body.append(b);
+              b.click();
+            }}""")
+    assert page.evaluate("() => window.ran") is None
+
+
+def test_text_from_elsewhere_is_text(visit, cluster):
+    name = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
+    task = cluster.open(name, tenant="<u>beta</u>")
+    cluster.rest("POST", f"tasks/{task}/cancel", json={"reason": "<b onmouseover=alert(1)>"})
+    cluster.rest("PUT", "groups/<s>g", json={"description": name, "nodes": ["node-a", "<em>later"]})
+    try:
+        page = visit("#/tasks")
+        button = page.get_by_role("button", name=name)
+        button.click()
+        page.get_by_text("<b onmouseover=alert(1)>").first.wait_for()
+        go(page, "Dashboard")
+        page.get_by_role("link", name=name).wait_for()
+        go(page, "Nodes")
+        page.get_by_text("H100 <b>").first.wait_for()
+        go(page, "Groups")
+        row(page, "<em>later").get_by_text(name).wait_for()
+        go(page, "Credits")
+        page.get_by_role("link", name="<i>run</i>").wait_for()
+        go(page, "Settings")
+        row(page, "group.put").get_by_text("<s>g").first.wait_for()
+        assert page.evaluate("() => [window.hacked ?? null, document.querySelectorAll('[src=x], main b b, main em, main s, main i').length]") == [None, 0]  # fmt: skip # noqa: E501
+    finally:
+        cluster.rest("DELETE", "groups/<s>g")
+
+
+def test_theme_follows_the_system_until_one_is_chosen(visit):
+    page = visit("#/settings", color_scheme="dark")
+    heading(page, "Settings")
+
+    def shown(theme):
+        page.wait_for_function("t => document.documentElement.dataset.theme === t", arg=theme)
+        return page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+
+    dark = shown("dark")
+    page.emulate_media(color_scheme="light")
+    light = shown("light")
+    assert light != dark
+    button = page.get_by_role("button", name="Theme:")
+    for choice, colour in (("light", light), ("dark", dark)):
+        button.click()
+        assert button.inner_text() == f"Theme: {choice}" and shown(choice) == colour
+        assert page.get_by_role("radio", name=choice).is_checked()
+    page.reload()
+    heading(page, "Settings")
+    assert shown("dark") == dark
+    page.get_by_role("radio", name="as the system").check()
+    assert shown("light") == light and button.inner_text() == "Theme: system"
+
+
+def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
+    cluster.open("moving.py")
+    cluster.devices[0].utilization = 0.5
+    page = visit()
+    page.locator(".tile", has_text="Utilization").get_by_text("50 %").wait_for()
+    page.locator(".tile", has_text="Starvation").get_by_text("25 %").wait_for()
+    chart = page.get_by_role("img", name=re.compile("^Utilization: now 50 % on average of 2 devices"))
+    chart.wait_for()
+    assert chart.locator("path.line").count() == 2
+    cluster.devices[0].utilization = 1.0
+    page.locator(".tile", has_text="Utilization").get_by_text("75 %").wait_for()  # nobody has reloaded
+    page.get_by_role("meter", name="Utilization of gpu-a").and_(page.locator("[aria-valuenow='100']")).wait_for()
+    page.get_by_role("img", name=re.compile("now 75 %")).focus()
+    page.keyboard.press("ArrowLeft")
+    tip = page.locator(".tip:not([hidden])")
+    assert "gpu-a" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert tip.count() == 0
+    page.get_by_label("Span of the charts").select_option("24 h")
+    page.get_by_role("table", name="Utilization in numbers").get_by_role("row", name="gpu-b").wait_for()
+    cluster.devices[0].utilization = 0.5
+
+
+def test_tasks_are_found_opened_and_cancelled(visit, cluster):
+    low, high = cluster.open("find-low.py", priority=4, tenant="acme"), cluster.open("find-high.py", priority=0)
+    page = visit("#/tasks?text=find-")
+    opened = page.get_by_role("button", name="find-low.py")
+    opened.focus()
+    assert opened.get_attribute("aria-expanded") == "false"
+    page.keyboard.press("Enter")
+    story = page.locator(".story")
+    story.wait_for()
+    assert opened.get_attribute("aria-expanded") == "true"
+    assert page.locator(":focus").inner_text() == "find-low.py"  # drawn anew, and still where it was
+    assert story.locator("li").count() == 2 and "started" in story.inner_text()
+    assert "gpu-" in page.get_by_role("table", name="Points of the chosen devices").inner_text()
+    page.get_by_role("combobox", name="Class", exact=True).first.select_option("P0")
+    page.get_by_role("button", name="find-high.py").wait_for()
+    page.get_by_role("button", name="find-low.py").wait_for(state="detached")
+    assert "priority=0" in page.url
+    page.get_by_role("combobox", name="Class", exact=True).first.select_option("all")
+    page.get_by_role("checkbox", name="cancelled").check()
+    page.get_by_text("No task is like that.").wait_for()
+    page.get_by_role("checkbox", name="cancelled").uncheck()
+    page.locator(".detail").get_by_label("Class").select_option("P1")
+    page.get_by_text("find-low.py is of class P1 now").wait_for()
+    assert cluster.rest("GET", f"tasks/{low}")["task"]["priority"] == 1
+    page.get_by_role("button", name="Cancel…").click()
+    page.get_by_role("dialog", name="Cancel find-low.py?").wait_for()
+    assert page.evaluate(ACCESSIBLE) == []
+    page.keyboard.press("Escape")
+    assert page.get_by_role("dialog").count() == 0 and cluster.rest("GET", f"tasks/{low}")["task"]["state"] == "started"
+    page.get_by_role("button", name="Cancel…").click()
+    page.get_by_label("Reason").fill("enough of it")
+    page.get_by_role("button", name="Cancel the task").click()
+    story.get_by_text("enough of it").wait_for()
+    assert cluster.rest("GET", f"tasks/{low}")["task"]["state"] == "cancelled"
+    page.get_by_role("searchbox", name="Search").fill(high)
+    page.get_by_role("button", name="find-high.py").wait_for()
+    page.get_by_role("button", name="find-low.py").wait_for(state="detached")
+
+
+def test_what_others_do_is_seen_without_asking(visit, cluster):
+    page = visit("#/tasks?text=live-")
+    page.get_by_text("No task is like that.").wait_for()
+    page.locator("#live", has_text="live").wait_for()
+    task = cluster.open("live-one.py")
+    row(page, "live-one.py").get_by_text("started").wait_for()
+    cluster.rest("POST", f"tasks/{task}/cancel")
+    row(page, "live-one.py").get_by_text("cancelled").wait_for()
+
+
+def test_node_is_drained_by_click_and_others_see_it(visit, cluster):
+    page, other = visit("#/nodes"), visit("#/nodes")
+    theirs = other.get_by_role("region", name="Node node-b")
+    theirs.get_by_role("button", name="Drain node-b").wait_for()
+    here = page.get_by_role("region", name="Node node-b")
+    busy = cluster.rest("GET", "nodes/node-b")["tasks"] > 0
+    here.get_by_role("button", name="Drain node-b").click()
+    theirs.get_by_text("draining" if busy else "drained", exact=True).wait_for()
+    assert cluster.rest("GET", "nodes/node-b")["wish"] == "draining"
+    theirs.get_by_role("button", name="Activate node-b").click()
+    here.get_by_text("active", exact=True).wait_for()
+    here.get_by_role("button", name="Cordon node-b").click()
+    here.get_by_text("cordoned", exact=True).wait_for()
+    here.get_by_role("button", name="Activate node-b").click()
+    here.get_by_text("active", exact=True).wait_for()
+    here.get_by_role("button", name="Overcommit of node-b").click()
+    page.get_by_label("Percent of VRAM").fill("40")
+    page.get_by_role("button", name="Save").click()
+    here.get_by_text("overcommit 40 %, its own").wait_for()
+    cluster.rest("PUT", "nodes/node-b/config", json={"overcommit_vram_percent": None})
+
+
+def test_nodes_show_whose_memory_it_is(visit, cluster):
+    task = cluster.open("memory.py", tenant="mapped")
+    node = cluster.rest("GET", f"tasks/{task}")["task"]["nodes"][0]
+    page = visit("#/nodes")
+    here = page.get_by_role("region", name=f"Node {node}")
+    owners = here.get_by_role("list", name="By owner")
+    owners.get_by_text("mapped").wait_for()
+    assert "5.0 GiB" in owners.get_by_role("listitem").filter(has_text="mapped").inner_text()
+    kinds = here.get_by_role("list", name="By kind").inner_text()
+    assert "own to sessions" in kinds and "reserve 2.0 GiB" in kinds
+    here.get_by_role("button", name=re.compile("session")).click()
+    cells = here.get_by_role("row").filter(has_text=task).inner_text()
+    assert "mapped" in cells and "4.0 GiB" in cells
+    page.get_by_role("searchbox").fill("no such")
+    page.get_by_text("No node is like that.").wait_for()
+
+
+def test_group_is_made_changed_and_dissolved(visit, cluster):
+    page = visit("#/groups")
+    page.get_by_role("button", name="New group…").click()
+    dialog = page.get_by_role("dialog", name="New group")
+    dialog.get_by_label("Name", exact=True).fill("a/b")
+    dialog.get_by_role("button", name="Create").click()
+    assert dialog.get_by_label("Name", exact=True).evaluate("e => e.validity.patternMismatch")
+    dialog.get_by_label("Name", exact=True).fill("fast ones")
+    dialog.get_by_label("Description").fill("for the impatient")
+    dialog.get_by_label("node-b").check()
+    dialog.get_by_label("Further nodes").fill("node-y, node-z")
+    dialog.get_by_role("button", name="Create").click()
+    row(page, "fast ones").get_by_text("node-y: lost").wait_for()
+    group = cluster.rest("GET", "groups")["groups"][0]
+    assert (group["name"], group["nodes"]) == ("fast ones", ["node-b", "node-y", "node-z"])
+    edit = page.get_by_role("button", name="Edit fast ones")
+    edit.click()
+    page.get_by_label("node-y").uncheck()
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("node-y: lost").wait_for(state="detached")
+    assert page.locator(":focus").get_attribute("aria-label") == "Edit fast ones"
+    page.get_by_role("button", name="Dissolve fast ones").click()
+    page.get_by_role("dialog").get_by_role("button", name="Dissolve").click()
+    page.get_by_text("There are no groups").wait_for()
+    assert cluster.rest("GET", "groups")["groups"] == []
+
+
+def test_credits_are_shown_and_a_budget_is_set(visit, cluster):
+    page = visit("#/credits")
+    page.locator(".tile", has_text="Spent").get_by_text("1.750").wait_for()
+    assert "llama" in row(page, "<i>run</i>").inner_text()
+    page.get_by_role("button", name="New budget…").click()
+    dialog = page.get_by_role("dialog", name="New budget")
+    dialog.get_by_label("Tenant").fill("acme")
+    dialog.get_by_label("Hard limit, credits").fill("3.5")
+    dialog.get_by_role("button", name="Save").click()
+    page.get_by_role("meter", name="Budget of acme").and_(page.locator("[aria-valuenow='50']")).wait_for()
+    assert cluster.budgets["acme"].hard_ucr == 3_500_000
+    page.get_by_label("Sum by").select_option("by model")
+    page.get_by_role("table", name="Credits by model").wait_for()
+    page.get_by_role("searchbox", name="Tenant").fill("nobody")
+    page.keyboard.press("Enter")
+    page.get_by_text("Nothing has been booked yet.").wait_for()
+
+
+def test_settings_are_changed_and_a_token_is_made(visit, cluster):
+    page = visit("#/settings")
+    page.get_by_label("VRAM overcommit, percent").fill("25")
+    page.get_by_label("Figures are kept, days").fill("2")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_text("The settings are saved").wait_for()
+    config = cluster.rest("GET", "config")
+    assert (config["default_vram_overcommit_percent"], config["history_retention_s"]) == (25, 172800)
+    cluster.rest("PUT", "config", json={"default_vram_overcommit_percent": 0})
+    page.get_by_role("button", name="New tenant…").click()
+    page.get_by_label("Name", exact=True).fill("newcomer")
+    page.get_by_role("button", name="Create").click()
+    page.get_by_role("button", name="New token of newcomer").click()
+    page.get_by_role("dialog").get_by_label("Name").fill("ci")
+    page.get_by_role("button", name="Create").click()
+    assert page.get_by_role("textbox", name="Secret").input_value().startswith("wooly")
+    page.get_by_role("button", name="I have kept it").click()
+    page.get_by_role("button", name="newcomer", exact=True).click()
+    page.get_by_role("button", name="Revoke ci").click()
+    page.get_by_role("dialog").get_by_role("button", name="Revoke").click()
+    page.get_by_role("table", name="Tokens of newcomer").get_by_text("revoked", exact=True).wait_for()
+
+
+def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
+    url = guarded.url
+    admin = (guarded.directory / "router" / "admin.token").read_text()
+    head = {"Authorization": f"Bearer {admin}"}
+    with httpx.Client(base_url=f"{url}/api/v1/", headers=head, trust_env=False) as http:
+        http.put("tenants/acme", json={}).raise_for_status()
+        made = http.post("tenants/acme/tokens", json={"role": "user"}).json()
+        page = visit("#/nodes", url=url, expected=["status of 401", "status of 403"])
+        token = page.get_by_label("API token")
+        token.fill("guess")
+        page.keyboard.press("Enter")
+        page.get_by_role("alert").get_by_text("not valid").wait_for()
+        token.fill(admin)
+        page.keyboard.press("Enter")
+        page.get_by_role("button", name="Drain node-a").click()
+        page.get_by_role("button", name="Activate node-a").click()
+        page.get_by_role("button", name="Drain node-a").wait_for()
+        (cookie,) = page.context.cookies()
+        assert cookie["httpOnly"] and cookie["sameSite"] == "Strict" and cookie["path"] == "/api/v1"
+        assert page.evaluate("() => document.cookie") == "" and admin not in page.content()
+        assert admin not in page.evaluate("() => JSON.stringify([localStorage, sessionStorage, location.href])")
+        # What another site could send with the cookie, were it not strict: no header of ours
+        bare = page.context.request.put(f"{url}/api/v1/nodes/node-a/state", data={"state": "draining"})
+        assert bare.status == 403 and http.get("nodes/node-a").json()["wish"] == "active"
+        page.get_by_role("button", name="Log out").click()
+        token.fill(made["secret"])
+        page.keyboard.press("Enter")
+        page.get_by_text("acme · own tenant").wait_for()
+        page.get_by_role("region", name="Node node-a").wait_for()
+        assert page.get_by_role("button", name="Drain node-a").count() == 0
+        http.delete(f"tenants/acme/tokens/{made['id']}").raise_for_status()
+        token.wait_for()  # the next question is refused
+    assert page.context.cookies()[0]["value"] == made["secret"]
+
+
+SPANS = [
+    ("a", None, "session", "client", 0, 100, False, {}),
+    ("c", "b", "launch <b>", "executor", 30, 60, True, {"error.message": "<i>no</i>"}),
+    ("b", "a", "place", "router", 10, 90, False, {"executors": 2}),
+    ("x", "y", "lost", "metering", 70, 80, False, {}),
+    ("p", "q", "circle", "router", 5, 6, False, {}),
+    ("q", "p", "circle", "router", 5, 6, False, {}),
+]
+
+
+def test_trace_is_a_waterfall(visit, cluster):
+    """Against the contract of the endpoints, answered by the test."""
+    begin = 1_700_000_000_000_000_000
+    spans = [
+        {"span_id": i, "parent_id": p, "name": n, "service": s, "start_ns": begin + a * 10**6, "end_ns": begin + b * 10**6,
+         "error": e, "attributes": d}
+        for i, p, n, s, a, b, e, d in SPANS
+    ]  # fmt: skip
+    listed = {"trace_id": "t1", "name": "session", "task_id": "job-1", "start_ns": begin, "duration_ns": 10**8}
+    page = visit("#/groups")
+    heading(page, "Groups")
+
+    def answer(body):
+        return lambda route: route.fulfill(content_type="application/json", body=json.dumps(body))
+
+    page.route("**/api/v1/traces?*", answer({"traces": [listed | {"spans": len(spans), "error": True}]}))
+    page.route("**/api/v1/traces/t1", answer({"trace_id": "t1", "spans": spans}))
+    page.route("**/api/v1/tasks/job-1/trace", answer({"trace_id": "t1", "spans": spans[:1]}))
+    go(page, "Traces")
+    assert "100 ms" in row(page, "job-1").inner_text()
+    row(page, "job-1").get_by_role("link", name="session").click()
+    names = page.locator(".waterfall .text")
+    names.first.wait_for()
+    assert names.all_inner_texts() == ["session", "place", "launch <b>", "lost", "circle", "circle"]
+    failed = page.get_by_role("button", name="launch <b>")
+    left = failed.locator(".bar").evaluate("e => [e.style.left, e.style.width]")
+    assert left == ["30%", "max(2px, 30%)"] and "error" in failed.inner_text()
+    failed.press("Enter")
+    page.get_by_text("<i>no</i>").wait_for()
+    assert page.evaluate(ACCESSIBLE) == []
+    page.goto(f"{cluster.url}/ui/#/traces/of/job-1")
+    page.get_by_text("1 spans in 1 services").wait_for()
+
+
+def test_router_that_is_away_is_waited_for(visit, cluster):
+    url = cluster.router("short")
+    page = visit("#/tasks", url=url, expected=["ERR_", "Failed to load"])
+    page.locator("#live", has_text="live").wait_for()
+    process = cluster._routers[-1]
+    process.terminate()
+    assert process.wait(10) == 0  # an open page does not keep it
+    page.locator("#live", has_text="reconnecting").wait_for()
