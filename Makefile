@@ -52,6 +52,7 @@ format: setup ## let ruff put the code in order
 .PHONY: bench
 bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch, memory and placement, tenants against each other
 	$(BIN)/python bench/client.py
+	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/sharing.py
@@ -111,6 +112,7 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
+	$(BIN)/python -m wooly_compiler.foreign.page > docs/reference/ttir.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 
 .PHONY: docker-engine

@@ -41,13 +41,13 @@ def cuda() -> Iterator[str]:
     """The device as users see it: after this, "cuda" is live in this process.
 
     One executor and one attached device per test process: attaching is what a user's process does once. Both sides compute
-    with one thread, because a sum depends on how it is cut.
+    with one thread, because a sum depends on how it is cut. Where OpenCL is installed it runs scripts' own kernels too.
     """
     import torch
     from wooly import api
 
     torch.set_num_threads(1)
-    with executor_process(threads=1) as running:
+    with executor_process(runtime="auto", threads=1) as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
         yield "cuda"

@@ -50,6 +50,7 @@ WIDE = View(DType.F32, (5,), (1,))
 SELF = View(DType.F32, (4,), (0,))
 
 BROKEN = {
+    "launch": program((Form("kernel.launch"),)),
     "opcode": program((Form("jump"),)),
     "operands": program((Form("copy", (Operand(Role.IN, V),)), 0)),
     "views": program((Form("copy", (Operand(Role.IN, None), Operand(Role.OUT, V))), 0, 1)),

@@ -78,7 +78,8 @@ def _line(form: Form, slots: tuple[int, ...]) -> str:
         name, inside, rest = call
         return f"{head}{name}{kinds}({inside}){_attributes(rest)}"
     plain = f" {', '.join(arguments)}" if arguments else ""
-    return f"{head}{_word(form.opcode)}{kinds}{plain}{_attributes(form.attrs)}"
+    opcode = form.opcode if NAME.fullmatch(form.opcode) else json.dumps(form.opcode)
+    return f"{head}{opcode}{kinds}{plain}{_attributes(form.attrs)}"
 
 
 def _call(form: Form, arguments: list[str]) -> tuple[str, str, tuple[tuple[str, Attr], ...]] | None:

@@ -36,6 +36,7 @@ class Kind(IntEnum):
     OFFER = 14
     SEAL = 15
     PIN = 16
+    SOURCE = 17
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.externs import is_allowed
+from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
+from wooly_wis.foreign import OPCODE as LAUNCH
+from wooly_wis.foreign import launch_of
 from wooly_wis.optable import TABLE, check
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
 
@@ -51,6 +54,13 @@ BASE: dict[str, BaseOpcode] = {
         "so that a replay draws the same numbers; `conj` and `neg` are operands that are read conjugated, and negated; "
         "`wanted` are operands whose gradients somebody wants (a library may choose its kernels by that); "
         "with `vjp`, the gradients of its results, those gradients come out instead of the results",
+    ),
+    LAUNCH: BaseOpcode(
+        None,
+        LAUNCH_ATTRS,
+        "a kernel in another language: function `entry` of the source whose digest is `source`, on `grid` groups of `block` "
+        "threads; `args` are its arguments: operands, of which it may touch what their views show and no more, and scalars "
+        "(dtype, value); `options` are hints",
     ),
 }
 _NATIVE_ATTRS = frozenset({"args"})
@@ -226,6 +236,16 @@ def _vjp_well_formed(form: Form) -> str | None:
     return None
 
 
+def _launch(form: Form) -> str | None:
+    if form.opcode != LAUNCH:
+        return None
+    try:
+        launch_of(form)
+    except RuleError as e:
+        return str(e)
+    return None
+
+
 def _rule(form: Form) -> str | None:
     if form.opcode not in TABLE:
         return None
@@ -252,4 +272,5 @@ FORM_LAWS: tuple[Law, ...] = (
     Law("refs", "References stay within the form's operands and params.", _refs_in_range),
     Law("rule", "Arguments, dtypes and sizes fit the opcode's row.", _rule),
     Law("extern", "`extern` names an allowed operator and well-formed arguments.", _extern_allowed),
+    Law("launch", "`kernel.launch` names a source, a grid and well-formed arguments; operands are flat.", _launch),
 )

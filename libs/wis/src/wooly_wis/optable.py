@@ -631,6 +631,6 @@ def cost(form: Form) -> Cost:
     written = sum(_touched(o.view) for o in form.operands if o.role is not Role.IN)
     row = TABLE.get(form.opcode)
     if row is None:
-        return Cost(read, written, None if form.opcode == "extern" else 0)
+        return Cost(read, written, None if form.opcode in ("extern", "kernel.launch") else 0)
     found = arguments(form)
     return Cost(read, written, row.flops(found, row.results[0].shape.of(found)))

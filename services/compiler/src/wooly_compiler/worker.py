@@ -2,8 +2,8 @@
 
     python -m wooly_compiler.worker BYTES CACHE
 
-A request is one of `artifact` (its answer is the artifact), `passes` (the text after every pass) and `targets` (what can be
-built here).
+A request is one of `artifact` (its answer is the artifact), `passes` (the text after every pass), `targets` (what can be
+built here) and `foreign` (the code of a kernel in another language).
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ def answer(request: dict[str, Any]) -> bytes:
 
     if request["what"] == "targets":
         return json.dumps(artifacts.families()).encode()
+    if request["what"] == "foreign":
+        from wooly_compiler import foreign
+
+        return foreign.build(request)
     raw = bytes.fromhex(request["program"])
     decided = tuple([(int(k), bytes.fromhex(w)) for k, w in request["decided"]])
     if request["what"] == "passes":

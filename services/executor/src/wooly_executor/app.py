@@ -151,6 +151,8 @@ def main(argv: list[str] | None = None) -> int:
     except MissingDriverError as e:
         log.error("%s", e)
         return 2
+    if isinstance(runtime, OpenClRuntime):
+        runtime.kernel_s = settings.kernel_s
     tiers = Tiers() if isinstance(runtime, OpenClRuntime) and not args.standalone else None
     loop = DeviceLoop(runtime, settings.memory, dispatch, settings.swap(), tiers)
     loop.vram.overcommit_percent = settings.overcommit_percent

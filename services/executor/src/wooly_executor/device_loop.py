@@ -344,6 +344,8 @@ class DeviceLoop:
                 self._end(session, conn, queue[0], None)
             elif session.known < len(queue) and not session.barred:
                 frame = queue[session.known]
+                if frame.kind == Kind.RUN and session.sources and self._compiling(session, frame):
+                    return
                 if frame.kind == Kind.RUN and session.jit == "full" and self._awaits(session, frame):
                     return
                 kind = frame.kind
@@ -396,6 +398,20 @@ class DeviceLoop:
 
         session.awaiting = tiers.awaits(ready, params, go_on, session.spans)
         return session.awaiting
+
+    def _compiling(self, session: Session, frame: Frame) -> bool:
+        """Whether a RUN must wait until kernels of the session's own are compiled."""
+        if session.compiling:
+            return True
+        ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+
+        def go_on() -> None:
+            session.compiling = False
+            if session.conn is not None and session.queue:
+                self._proceed(session)
+
+        session.compiling = ready is not None and any(k.then(lambda: self.call(go_on)) for k in ready.kernels)
+        return session.compiling
 
     def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
         """Run some kernels of a frame, unless a higher class arrives.
@@ -521,6 +537,8 @@ class DeviceLoop:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not self._answer_failure(session, conn):
                 self._send(session, conn, session.memory(buffer, offset, nbytes, writing=False))
+        elif kind == Kind.SOURCE:
+            session.take_source(bytes(frame.payload))
         elif kind == Kind.SYNC:
             if not self._answer_failure(session, conn):
                 self._answer(conn, {})

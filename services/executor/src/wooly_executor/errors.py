@@ -28,6 +28,12 @@ class UnknownProgramError(ExecutorError):
     code = "executor.unknown_program"
 
 
+class UnknownSourceError(ExecutorError):
+    """A program names a kernel's source that this session has not sent, or a session sends too many."""
+
+    code = "executor.unknown_source"
+
+
 class OperationError(ExecutorError):
     """An operator raised.
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from wooly_wis.codec import body_of, decode_form, digest, split_program
 from wooly_wis.errors import VerifyError, WisError
+from wooly_wis.foreign import OPCODE, Source, launch_of
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier
 
-from wooly_executor.errors import BindingError, ExecutorError, OperationError
+from wooly_executor.errors import BindingError, ExecutorError, OperationError, UnknownSourceError
 from wooly_executor.estimates import Cut, Estimate, instruction_ns
 from wooly_executor.memory.pool import room_of
+from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
@@ -26,6 +30,7 @@ FORMS_KEPT = 65536
 FORM_BYTES_KEPT = 32 << 20
 PROGRAMS_KEPT = 8192
 PROGRAM_BYTES_KEPT = 256 << 20
+_NO_SOURCES: Mapping[bytes, Source] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ class ReadyProgram:
         workspace: bytes that it needs beside them.
         room: all that it takes at most, with what blocks are rounded up to.
         computing: instructions that compute.
+        sources: digests of the texts that its own kernels are in.
+        kernels: its own kernels, not in our IR: until they are compiled, no run can begin.
     """
 
     digest: bytes
@@ -62,6 +69,8 @@ class ReadyProgram:
     workspace: int
     room: int
     computing: int
+    sources: frozenset[bytes]
+    kernels: tuple[ForeignKernel, ...]
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -105,8 +114,12 @@ class ProgramStore:
         self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._ready_bytes = 0
 
-    def define(self, raw: bytes) -> ReadyProgram:
+    def define(self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES) -> ReadyProgram:
         """Decode, verify and prepare, or find what was prepared before.
+
+        Args:
+            raw: the definition.
+            sources: texts of kernels that whoever defines it has, by digest.
 
         Raises:
             ExecutorError: the program is not well-formed, breaks a law, or cannot run here.
@@ -115,6 +128,9 @@ class ProgramStore:
         ready = self._ready.get(name)
         if ready is not None:
             self._ready.move_to_end(name)
+            _check_sources(ready.sources, sources)
+            for kernel in ready.kernels:
+                kernel.retry()
             return ready
         try:
             form_bytes, words = split_program(raw)
@@ -127,6 +143,10 @@ class ProgramStore:
             error.code = e.code
             raise error from e
         kinds = program.param_kinds
+        foreign = [(f, launch_of(f)) for f in forms if f.opcode == OPCODE]
+        named = frozenset([launch.source for _, launch in foreign])
+        _check_sources(named, sources)
+        kernels = [self._runtime.foreign.kernel(sources[launch.source], launch, form) for form, launch in foreign]
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
         prepared.edges = estimate.cut.edges
@@ -153,6 +173,8 @@ class ProgramStore:
             workspace,
             room_of([*[nbytes for _, nbytes in kept], workspace]),
             sum(forms[i.form].opcode not in ("alloc", "free") for i in program.body),
+            named,
+            tuple(dict.fromkeys(kernels)),
         )
         self._ready[name] = ready
         self._ready_bytes += ready.nbytes
@@ -181,6 +203,17 @@ class ProgramStore:
         if ns is None:
             ns = self._form_ns[raw] = instruction_ns(form, self._rates)
         return ns
+
+
+def _check_sources(named: frozenset[bytes], sources: Mapping[bytes, Source]) -> None:
+    """Make sure that whoever names a source has it: a digest alone opens nobody's text.
+
+    Raises:
+        UnknownSourceError: one is missing.
+    """
+    missing = named - sources.keys()
+    if missing:
+        raise UnknownSourceError(f"this session has not sent the kernel source {min(missing).hex()[:16]}")
 
 
 def _check_references(form: Form) -> None:

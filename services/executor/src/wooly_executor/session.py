@@ -13,9 +13,18 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.trace import SpanContext
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
+from wooly_wis.codec import digest
+from wooly_wis.foreign import Source, decode_source
 from wooly_wis.frames import Run
 
-from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError, UnknownProgramError
+from wooly_executor.errors import (
+    BindingError,
+    ExecutorError,
+    OutOfMemoryError,
+    PoisonedError,
+    UnknownProgramError,
+    UnknownSourceError,
+)
 from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.memory.ledger import WORKSPACE_KEPT, Account
 from wooly_executor.mover import Job
@@ -34,6 +43,9 @@ if TYPE_CHECKING:
 PROGRAMS_KEPT = 1100
 #: Bytes of their definitions. No client reaches it with programs of the usual size.
 PROGRAM_BYTES_KEPT = 256 << 20
+#: Sources of kernels that a session may define, and their bytes.
+SOURCES = 1024
+SOURCE_BYTES = 16 << 20
 
 
 class Residence(Enum):
@@ -148,6 +160,8 @@ class Session:
         paused: somebody suspended it.
         hold: why it is suspended beside that; empty: it is not.
         used: what it uses of the device, for metering.
+        sources: texts of its own kernels, by digest.
+        compiling: its next program waits for kernels that are being compiled.
         hosted: what it was opened under, where it is traced.
         spans: what is told of it, from its client's hello on.
     """
@@ -196,12 +210,15 @@ class Session:
     spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
+    sources: dict[bytes, Source] = field(default_factory=dict)
+    source_bytes: int = 0
+    compiling: bool = False
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def define(self, raw: bytes) -> ReadyProgram:
         """Take a program's definition."""
-        ready = self.store.define(raw)
+        ready = self.store.define(raw, self.sources)
         if ready.digest not in self.programs:
             self.program_bytes += ready.nbytes
         self.programs[ready.digest] = ready
@@ -210,6 +227,23 @@ class Session:
             _, gone = self.programs.popitem(last=False)
             self.program_bytes -= gone.nbytes
         return ready
+
+    def take_source(self, raw: bytes) -> None:
+        """Take the source of kernels, for programs that name it.
+
+        Raises:
+            DecodeError: it is none.
+            UnknownSourceError: the session has sent too many.
+        """
+        name = digest(raw)
+        if name in self.sources:
+            return
+        if len(self.sources) >= SOURCES or self.source_bytes + len(raw) > SOURCE_BYTES:
+            raise UnknownSourceError(
+                f"a session defines at most {SOURCES} kernel sources, and {SOURCE_BYTES} bytes of them"
+            )
+        self.sources[name] = decode_source(raw)
+        self.source_bytes += len(raw)
 
     def expected(self, digest: bytes) -> Cut:
         """What a run of a program is expected to take."""
@@ -417,6 +451,7 @@ class Session:
         self.buffers.clear()
         self.queue.clear()
         self.programs.clear()
+        self.sources.clear()
         self.bytes = self.queued_bytes = self.program_bytes = self.known = 0
 
 

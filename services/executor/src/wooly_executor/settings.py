@@ -57,6 +57,7 @@ class ExecutorSettings(BaseSettings):
     dispatch: Literal["fair", "fifo"] = "fair"
     heartbeat_s: float = Field(default=1.0, gt=0)
     compiler_timeout_s: float = Field(default=20.0, gt=0)
+    kernel_s: float = Field(default=10.0, gt=0)
 
     def swap(self) -> SwapSettings:
         """How memory is swapped."""

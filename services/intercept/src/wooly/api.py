@@ -270,7 +270,7 @@ def install_facade() -> None:
         if _attached is None:
             raise NotConnectedError("no session; call wooly.enable()")
         if _facade is None:
-            _facade = Facade(_attached.device.devices, device_facts)
+            _facade = Facade(_attached.device.devices, device_facts, _attached.device.launches)
         _facade.install()
 
 

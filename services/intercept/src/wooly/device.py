@@ -21,6 +21,7 @@ from wooly.errors import ForkedProcessError, NotConnectedError
 from wooly.kernels import composite, views
 from wooly.kernels.autocast import Autocast
 from wooly.kernels.generic import Generic
+from wooly.kernels.launch import Launches
 from wooly.kernels.transfer import Transfer
 from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Forms, Recorder, set_library_roots
@@ -57,6 +58,7 @@ class Device:
         self.devices = Devices([Recorder(flush_instructions, forms, heap, Generator()) for heap in storage.heaps])
         self.generic = Generic(self.devices, forms)
         self.transfer = Transfer(self.devices, forms)
+        self.launches = Launches(self.devices, forms)
         self.generic.resize = self.transfer.resize
         self.autocast = Autocast(NAME)
         self.forked = False

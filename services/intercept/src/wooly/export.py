@@ -62,6 +62,10 @@ class RecordingLink:
         """A program that will be run."""
         self.programs.setdefault(module_digest(program), (len(self.programs), program))
 
+    def source(self, name: bytes, raw: bytes) -> None:
+        """A script's own kernel."""
+        raise ExportError("kernels of your own (Triton, CUDA C) do not travel in modules; run it with `wooly run`")
+
     def run(
         self,
         digest: bytes,

@@ -62,6 +62,7 @@ class Link:
         self.bytes_received = 0
         self.syncs = 0
         self.siblings: list[Link] = []
+        self._sources: set[bytes] = set()
         self.sharing = False
         hello = {"protocol": PROTOCOL, "session_id": session_id, "token": token, "jit": jit}
         self._send(Kind.HELLO, pack_json(hello | ({"trace": trace} if trace else {})))
@@ -121,6 +122,17 @@ class Link:
     def define(self, program: bytes) -> None:
         """Tell the executor a program; it checks it before the first run."""
         self._send(Kind.DEFINE, program)
+
+    def source(self, name: bytes, raw: bytes) -> None:
+        """Tell the executor the source of kernels, once, before a program names it.
+
+        Args:
+            name: its digest.
+            raw: as `wooly_wis.foreign.encode_source` writes it.
+        """
+        if name not in self._sources:
+            self._send(Kind.SOURCE, raw)
+            self._sources.add(name)
 
     def run(
         self,

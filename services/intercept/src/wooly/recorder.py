@@ -103,6 +103,12 @@ def set_library_roots(roots: tuple[str, ...]) -> None:
     _codes_seen.clear()
 
 
+def add_library_root(root: str) -> None:
+    """One more directory whose frames are never shown."""
+    if root not in _library_roots:
+        set_library_roots((*_library_roots, root))
+
+
 def _is_library(code: CodeType) -> bool:
     _codes_seen.append(code)
     known = _library_code[id(code)] = code.co_filename.startswith(_library_roots)
@@ -161,7 +167,7 @@ class Forms:
             known = self._ids.get(raw)
             if known is None:
                 fmt = "".join(_PARAM_FORMAT[k] for k in form.params)
-                name = form.attr("name")
+                name = form.attr("name") or form.attr("entry")
                 writes = tuple([i for i, o in enumerate(form.operands) if o.role is not Role.IN])
                 random = form.attr("rng") is not None
                 view = form.operands[0].view if form.opcode == "alloc" else None

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from wooly_wis.artifact import POCL_UNITS, pocl_target
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import STATUS_WORDS, Parameter
 from wooly_wis.kernel.ir import Kernel
 
 from wooly_compiler.build import opencl
@@ -59,6 +62,51 @@ def target(cores: int) -> str:
     """The name of this machine's CPU as a target."""
     found = units()
     return pocl_target(cores, found[0].platform, [d.name for d in found])
+
+
+#: The unit that runs kernels in languages of others: all cores, and the interpreter's lock is free meanwhile.
+FOREIGN_UNIT = 1
+
+
+def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple[int, int, int]) -> bytes:
+    """The binary of a kernel in OpenCL C with the ABI of ADR 22.
+
+    Raises:
+        BuildError: PoCL refuses it.
+    """
+    import pyopencl as cl
+
+    device = units()[FOREIGN_UNIT]
+    try:
+        program = cl.Program(device.context, text).build(options=opencl.OPTIONS, cache_dir=False)
+        kernel = cl.Kernel(program, entry)
+        status = np.zeros(STATUS_WORDS, np.int32)
+        status[0] = 1  # so that it is finished for these groups, and does nothing
+        memory = opencl.wrap(device, np.zeros(64, np.uint8))
+        arguments: list[Any] = [opencl.wrap(device, status)]
+        for p in parameters:
+            arguments += [memory, np.uint64(0)] if p.buffer else [scalar_type(p.dtype)(0)]
+        kernel(device.queue, block, block, *arguments)
+        device.queue.finish()
+        return bytes(program.get_info(cl.program_info.BINARIES)[0])
+    except cl.Error as e:
+        raise BuildError(f"kernel {entry}: {str(e)[:2000]}") from e
+
+
+def scalar_type(dtype: DType | None) -> Any:
+    """How NumPy calls what a scalar argument is passed as: 16-bit floating point as its bits, booleans as bytes."""
+    assert dtype is not None
+    return getattr(np, _NUMPY[dtype])
+
+
+_NUMPY = {
+    DType.BOOL: "uint8",
+    DType.F16: "uint16",
+    DType.BF16: "uint16",
+    DType.F32: "float32",
+    DType.F64: "float64",
+    **{d: f"{'u' * (d.kind == 'uint')}int{8 * d.itemsize}" for d in DType if d.kind in ("int", "uint")},
+}
 
 
 def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,19 +20,34 @@ import numpy as np
 import torch
 from wooly_wis.artifact import POCL_UNITS, Artifact, Code, pocl_target
 from wooly_wis.dtypes import DType
+from wooly_wis.foreign import STATUS_WORDS, ForeignCode
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
 from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 from wooly_wis.program import Form, Operand, Role, View
 
 from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value, WorkerBuilder
 from wooly_executor.runtime.torch_cpu import HOT, Act, Launch, PreparedProgram, TorchCpuRuntime, prepare_acts
+from wooly_executor.runtime.watch import Watch
 
 #: Launches at most whose arrays' addresses are remembered as OpenCL buffers.
 WRAPPED = 4096
 #: Kernels kept, of all programs.
 KERNELS_KEPT = 8192
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
+#: What a scalar argument of a kernel in another language is passed as.
+_SCALAR = {
+    DType.BOOL: np.uint8,
+    DType.F16: np.uint16,
+    DType.BF16: np.uint16,
+    **{d: getattr(np, f"{'u' * (d.kind == 'uint')}int{8 * d.itemsize}") for d in DType if d.kind in ("int", "uint")},
+    DType.F32: np.float32,
+    DType.F64: np.float64,
+}
+#: Runs kernels in languages of others: beside the device's thread, so that somebody can end them.
+_FOREIGN_UNIT = 1
 _Run = Callable[[list[int], Sequence[Any]], int]
 
 
@@ -56,6 +72,9 @@ class OpenClRuntime(TorchCpuRuntime):
 
     def __init__(self, cache: Path | None = None, hot: int = HOT, *, sure: bool = False) -> None:
         super().__init__(hot)
+        folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
+        self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign)
+        self.kernel_s = 10.0
         why = missing()
         if why:
             raise MissingDriverError(f"the runtime 'opencl' cannot run here: {why}")
@@ -98,12 +117,15 @@ class OpenClRuntime(TorchCpuRuntime):
                     self._kernels.clear()
                 self._kernels[key] = known
             runs[name] = known
-        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs))
+        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs), self.foreign)
         computing = sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
         origins = {s.line.origin for s in plan.steps if isinstance(s, LibraryStep)}
         prepared.by_library, prepared.by_kernel = len(origins), computing - len(origins)
         prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
         return prepared
+
+    def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
+        return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
 
     def _open(self) -> tuple[_Unit, ...]:
         with self._opening:
@@ -173,6 +195,18 @@ def _complaint(form: Form) -> Exception:
     return IndexError("index out of range in self")
 
 
+def _bits(value: Any, dtype: DType) -> int:
+    """A number of 16 bits as an integer."""
+    return int(torch.tensor(value, dtype=TORCH_DTYPE[dtype]).view(torch.uint16).item())
+
+
+def _misdeed(kind: int, place: int, places: Sequence[str]) -> str:
+    where = places[place] if 0 <= place < len(places) else f"place {place}"
+    if kind in COMPLAINTS:
+        return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"
+    return f"{where} failed" if kind == 4 else f"{where} gave up"
+
+
 class _Unit:
     """One of PoCL's devices, with an in-order queue."""
 
@@ -186,6 +220,7 @@ class _Unit:
         profiling = 0 if alone else cl.command_queue_properties.PROFILING_ENABLE
         self._queue = cl.CommandQueue(self._context, properties=profiling)
         self._buffers: dict[int, tuple[int, Any]] = {}
+        self._word: Any = None
 
     def load(self, kernel: Kernel, code: Code) -> _Run:
         """What runs a kernel's code.
@@ -218,6 +253,62 @@ class _Unit:
             return max(event.profile.end - event.profile.start, 0)
 
         return run
+
+    def load_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Loaded:
+        """What launches a kernel in another language, by the ABI of ADR 22.
+
+        Raises:
+            OperationError: the driver does not take it.
+        """
+        cl = self._cl
+        parameters = code.parameters
+        try:
+            program = cl.Program(self._context, [self._device], [code.code]).build()
+            entry = cl.Kernel(program, code.entry)
+            types: list[Any] = [None]
+            for p in parameters:
+                types += [None, np.uint64] if p.buffer else [_SCALAR[p.dtype]]
+            if entry.num_args != len(types):
+                raise OperationError(f"its code takes {entry.num_args} arguments, not {len(types)}")
+            entry.set_scalar_arg_dtypes(types)
+        except (cl.Error, ValueError, KeyError) as e:
+            raise OperationError(f"the driver does not take its code: {str(e)[:500]}") from e
+        halves = [p.dtype if p.dtype in (DType.F16, DType.BF16) else None for p in parameters]
+        status, word = self._status()
+
+        def run(values: Sequence[Value], grid: tuple[int, int, int]) -> int:
+            arguments: list[Any] = [status]
+            for value, half in zip(values, halves, strict=True):
+                if isinstance(value, tuple):
+                    address, nbytes = value
+                    arguments += [self._window(address, nbytes) if nbytes else status, nbytes]
+                else:
+                    arguments.append(value if half is None else _bits(value, half))
+            word[:] = 0
+            total = tuple([n * b for n, b in zip(grid, block, strict=True)])
+            with self._watch.over(word, limit_s()):
+                event = entry(self._queue, total, block, *arguments)
+                self._queue.finish()
+            if word[0]:
+                raise OperationError(f"ended, as it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
+            if word[1]:
+                raise OperationError(_misdeed(int(word[1]), int(word[2]), code.places))
+            return max(event.profile.end - event.profile.start, 0)
+
+        return run
+
+    def _status(self) -> tuple[Any, Any]:
+        """The words through which a running kernel is told to end, and complains: one launch runs at a time."""
+        if self._word is None:
+            self._word = np.zeros(STATUS_WORDS, np.int32)
+            flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
+            self._word_buffer = self._cl.Buffer(self._context, flags, hostbuf=self._word)
+            self._watch = Watch()
+        return self._word_buffer, self._word
+
+    def _window(self, address: int, nbytes: int) -> Any:
+        known = self._buffers.get(address)
+        return known[1] if known is not None and known[0] >= nbytes else self._wrap(address, nbytes)
 
     def _wrap(self, address: int, nbytes: int) -> Any:
         """A buffer on memory that torch owns. It does not keep it alive; where it is gone, its address is not used either."""

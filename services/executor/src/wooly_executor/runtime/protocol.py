@@ -10,6 +10,7 @@ from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.foreign import Foreign
 
 
 @dataclass(slots=True)
@@ -76,6 +77,9 @@ class Execution(Protocol):
 
 class Runtime(Protocol):
     """One device."""
+
+    foreign: Foreign
+    """Kernels in languages of others."""
 
     def facts(self) -> dict[str, Any]:
         """Name, vendor, runtime, memory in bytes, cores."""

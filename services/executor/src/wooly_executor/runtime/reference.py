@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.foreign import OPCODE
 from wooly_wis.optable import result_operands
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
@@ -30,6 +31,7 @@ from wooly_executor.runtime.calls import (
     typed_params,
 )
 from wooly_executor.runtime.definitions import define
+from wooly_executor.runtime.foreign import arguments_of
 from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime, check_size
 
@@ -152,6 +154,9 @@ class ReferenceRuntime(TorchCpuRuntime):
             tensor(1).copy_(tensor(0))
         elif form.opcode == "fill":
             tensor(0).fill_(self._value(form.attr("value"), [], params, {}))
+        elif form.opcode == OPCODE:
+            values, grid = arguments_of(form)([(t.data_ptr(), t.nbytes) for t in map(tensor, range(len(ids)))], params)
+            self.foreign.known(form).run(str(form.attr("entry")), [True] * len(values), values, grid)
         elif form.opcode == "extern":
             self._extern(form, ids, params, buffers, tensor, outcome)
         else:

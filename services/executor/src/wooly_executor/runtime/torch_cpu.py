@@ -19,6 +19,7 @@ import psutil
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
+from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.program import Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
@@ -43,6 +44,7 @@ from wooly_executor.runtime.calls import (
     typed_params,
 )
 from wooly_executor.runtime.fast_bindings import FAST
+from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.protocol import Execution, Outcome, Rates
 from wooly_executor.runtime.segments import (
     Free,
@@ -214,6 +216,7 @@ class TorchCpuRuntime:
 
     def __init__(self, hot: int = HOT) -> None:
         self._hot = hot
+        self.foreign = Foreign()
 
     def facts(self) -> dict[str, Any]:
         """What `torch.cuda.get_device_properties` is answered from."""
@@ -237,7 +240,7 @@ class TorchCpuRuntime:
         Raises:
             OperationError: an operator is not available here.
         """
-        return prepare_acts(program, facts, acts_of(program))
+        return prepare_acts(program, facts, acts_of(program), self.foreign)
 
     def rates(self) -> Rates:
         """How fast torch is here, for what it is given to expect: see `Rates`."""
@@ -386,24 +389,26 @@ def _cpu_name() -> str:
     return platform.processor() or f"CPU ({os.cpu_count()} cores)"
 
 
-def prepare_acts(program: Program, facts: ProgramFacts, acts: list[Act]) -> PreparedProgram:
+def prepare_acts(program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign) -> PreparedProgram:
     """The steps of what a program does.
 
     Args:
         program: verified.
         facts: what its verifier found.
         acts: its instructions, or a plan's steps.
+        foreign: has its kernels in other languages.
 
     Raises:
         OperationError: an operator is not available here.
     """
-    return _Preparation(program, facts, acts).finish()
+    return _Preparation(program, facts, acts, foreign).finish()
 
 
 class _Preparation:
     """Builds the steps of one program."""
 
-    def __init__(self, program: Program, facts: ProgramFacts, acts: list[Act]) -> None:
+    def __init__(self, program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign) -> None:
+        self._foreign = foreign
         self.out = PreparedProgram(program, facts, acts)
         self._register_of: dict[tuple[int, View], int] = {}
         self._registers_of: dict[int, list[int]] = {}
@@ -574,8 +579,27 @@ class _Preparation:
                 f.registers[to].fill_(value(f.registers, list(f.params)))
 
             self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
+        elif form.opcode == OPCODE:
+            self._foreign_launch(form, slots)
         else:
             self._compute(form, slots, self._anew.get(i))
+
+    def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
+        """A kernel in another language, on the memory that its operands show."""
+        registers = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+        kernel, arguments = self._foreign.known(form), arguments_of(form)
+        writable = [o.role is not Role.IN for o in form.operands]
+        first, last = self._first_param, self._first_param + len(form.params)
+        entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
+        allowed = [k is not None and writable[k] for k in kinds]
+
+        def run(f: _Frame) -> None:
+            r = f.registers
+            values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
+            taken = kernel.run(entry, allowed, values, grid)
+            f.elsewhere_ns += taken
+
+        self._step(run)
 
     def _alloc(self, slot: int, dirty: bool) -> None:
         facts, acts = self.out.facts, self.out.acts

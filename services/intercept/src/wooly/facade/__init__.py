@@ -14,10 +14,11 @@ from typing import Any
 
 from torch.utils._device import _device_constructors
 
-from wooly import children, dynamo
+from wooly import children, dynamo, triton_capture
 from wooly.devices import Devices
 from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
+from wooly.kernels.launch import Launches
 from wooly.torch_private import tell_dynamo
 
 __all__ = ["Facade"]
@@ -36,9 +37,11 @@ class Facade:
     Args:
         devices: the process's devices.
         facts: answers the executor's facts of the device of an index.
+        launches: records kernels in other languages.
     """
 
-    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]]) -> None:
+    def __init__(self, devices: Devices, facts: Callable[[int], dict[str, Any]], launches: Launches) -> None:
+        self._launches = launches
         self._answers = Answers(devices, facts)
         self._undo: list[tuple[Any, str, Any]] = []
 
@@ -64,10 +67,12 @@ class Facade:
             for owner, name, value in patches:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
+        triton_capture.activate(self._launches)
         tell_dynamo([(old, owner.__dict__.get(name)) for owner, name, old in self._undo])
 
     def uninstall(self) -> None:
         """Put everything back."""
+        triton_capture.deactivate()
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]
         while self._undo:
             owner, name, old = self._undo.pop()

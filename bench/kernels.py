@@ -1,0 +1,177 @@
+"""Triton's kernels: what capturing a launch costs, and their time on PoCL against torch and against Triton's own interpreter.
+
+Run: .venv/bin/python bench/kernels.py [--json] [--repeat N]. Needs Triton and pyopencl. All sides compute with two threads, but
+for the interpreter, which has one.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+THREADS = 2
+#: Launches between two waits for the device.
+TOGETHER = 10
+
+
+def row(name, unit, ours, baseline, goal):
+    """One result: `goal` bounds the ratio, or without a baseline our own figure."""
+    ratio = ours / baseline if baseline else None
+    value = ours if ratio is None else ratio
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": round(ours, 3),
+        "baseline": round(baseline, 3) if baseline else None,
+        "ratio": round(ratio, 3) if ratio else None,
+        "goal": goal,
+        "ok": value <= goal,
+    }
+
+
+def works(place):
+    """Name, goal against torch, the kernel's work, torch's, whether the interpreter can do it within minutes."""
+    from tests.kernels import triton_kernels as kernels
+
+    torch.manual_seed(0)
+
+    def make(*shape):
+        return torch.randn(*shape).to(place)
+
+    x, y = make(1 << 20), make(1 << 20)
+    rows, w, b = make(1024, 1000), make(1000), make(1000)
+    few = rows[:64].contiguous()
+    a, c = make(256, 256), make(256, 256)
+    q, k, v = [make(1, 4, 256, 64) for _ in range(3)]
+    functional = torch.nn.functional
+    sums, soft, product = torch.empty_like(x), torch.empty_like(rows), torch.empty_like(a)
+
+    def matmul():  # without autotune, which Triton's interpreter does not have
+        kernels.matmul_kernel.fn[(16,)](
+            a, c, product, 256, 256, 256, *a.stride(), *c.stride(), *product.stride(), BM=64, BN=64, BK=32
+        )
+
+    return [
+        (
+            "vector add, 1M",
+            3.0,
+            lambda: kernels.add_kernel[(1024,)](x, y, sums, 1 << 20, BLOCK=1024),
+            lambda: torch.add(x, y, out=sums),
+        ),
+        (
+            "softmax, 1024 x 1000",
+            3.0,
+            lambda: kernels.softmax_kernel[(1024,)](soft, rows, 1000, 1000, BLOCK=1024),
+            lambda: torch.softmax(rows, -1, out=soft),
+        ),
+        (
+            "layer norm, 64 x 1000",
+            6.0,
+            lambda: kernels.LayerNorm.apply(few, w, b, 1e-5),
+            lambda: functional.layer_norm(few, (1000,), w, b),
+        ),
+        ("matmul, 256", 10.0, matmul, lambda: torch.mm(a, c, out=product)),
+        (
+            "flash attention, 4 heads, 256 x 64",
+            10.0,
+            lambda: kernels.attention(q, k, v, False),
+            lambda: functional.scaled_dot_product_attention(q, k, v),
+        ),
+    ]
+
+
+def timed(work, repeat, after=lambda: None):
+    """Median of `repeat` times that one of `TOGETHER` runs took, in ms, after two that warm up."""
+    found = []
+    for k in range(repeat + 2):
+        begun = time.perf_counter()
+        for _ in range(TOGETHER):
+            work()
+        after()
+        if k >= 2:
+            found.append((time.perf_counter() - begun) * 1e3 / TOGETHER)
+    return statistics.median(found)
+
+
+def interpreted():
+    """In a process of its own with TRITON_INTERPRET=1: one run of each work, in ms."""
+    found = {}
+    for name, _, work, _ in works("cpu"):
+        begun = time.perf_counter()
+        work()
+        found[name] = (time.perf_counter() - begun) * 1e3
+    print(json.dumps(found))
+
+
+def rows_of(repeat):
+    from wooly import api
+    from wooly_testkit.executor import executor_process
+
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    asked = subprocess.run(
+        [sys.executable, __file__, "--interpreted"], env=environment, capture_output=True, text=True, check=False
+    )
+    if asked.returncode:
+        print(f"Triton's interpreter failed: {asked.stderr[-500:]}", file=sys.stderr)
+    slow = json.loads(asked.stdout.splitlines()[-1]) if asked.returncode == 0 else {}
+    torch.set_num_threads(THREADS)
+    local = {name: timed(theirs, repeat) for name, _, _, theirs in works("cpu")}
+    with executor_process(runtime="opencl", threads=THREADS) as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        from tests.kernels import triton_kernels as kernels
+
+        x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
+        out, n = torch.empty_like(x), 2000
+        launch = kernels.add_kernel[(1,)]
+
+        def launches():
+            for _ in range(n):
+                launch(x, y, out, 1024, BLOCK=1024)
+
+        launches()
+        torch.cuda.synchronize()
+        costs = []
+        for _ in range(repeat):
+            begun = time.process_time()
+            launches()
+            costs.append((time.process_time() - begun) / n * 1e6)
+            torch.cuda.synchronize()
+        yield row("capture of a launch, cached (client's CPU)", "us", statistics.median(costs), None, 50.0)
+        for name, goal, work, _ in works("cuda"):
+            ours = timed(work, repeat, torch.cuda.synchronize)
+            yield row(f"{name}, against torch", "ms", ours, local[name], goal)
+            if name in slow:
+                yield row(f"{name}, against Triton's interpreter", "ms", ours, slow[name], 0.1)
+        api.disable()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.interpreted:
+        interpreted()
+        return
+    rows = list(rows_of(args.repeat))
+    if args.json:
+        print(json.dumps(rows))
+    else:
+        for r in rows:
+            cells = [str(r[k] if r[k] is not None else "") for k in ("ours", "baseline", "unit", "ratio", "goal", "ok")]
+            print(f"{r['name']:62}" + "".join([f"{c:>10}" for c in cells]))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Kernels in other languages: sources and codes keep their bytes, and each law of a launch has a form that breaks it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wooly_wis.assembly import assemble, disassemble
+from wooly_wis.codec import decode_program, digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.errors import DecodeError, EncodeError, RuleError, VerifyError
+from wooly_wis.foreign import (
+    MAX_SOURCE_BYTES,
+    ForeignCode,
+    Launch,
+    Parameter,
+    Source,
+    decode_code,
+    decode_source,
+    encode_code,
+    encode_source,
+    kernel_key,
+    launch_of,
+)
+from wooly_wis.program import Form, Instruction, Operand, ParamKind, ParamRef, Program, Role, View
+from wooly_wis.verifier import verify_program
+
+V = View(DType.F32, (4,), (1,))
+NAME = digest(encode_source(Source("ttir", "module {}")))
+GRID = (ParamRef(0), 1, 1)
+LAUNCH = Launch(
+    "ttir", NAME, "add", GRID, (1, 1, 1), (0, 1, (DType.I32, ParamRef(1)), (DType.F32, 1.5)), (("num_warps", 4),)
+)
+
+
+def form(launch=LAUNCH, roles=(Role.IN, Role.INOUT), views=(V, V), params=(ParamKind.I64, ParamKind.I64), **attrs):
+    operands = tuple(Operand(r, v) for r, v in zip(roles, views, strict=True))
+    return Form("kernel.launch", operands, params, tuple(sorted((dict(launch.attrs()) | attrs).items())))
+
+
+def program(*forms):
+    return Program(forms, tuple(Instruction(k, (0, 1)) for k in range(len(forms))))
+
+
+@given(st.sampled_from(["ttir", "cuda-c"]), st.text())
+def test_a_source_keeps_its_bytes(language, text):
+    raw = encode_source(Source(language, text.encode("utf-8", "ignore").decode()))
+    assert encode_source(decode_source(raw)) == raw
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
+    for data in (raw, b"WKS1" + raw):
+        try:
+            source = decode_source(data)
+        except DecodeError:
+            continue
+        assert encode_source(source) == data
+
+
+def test_sources_have_a_language_and_an_end():
+    with pytest.raises(EncodeError, match="no language 'ptx'"):
+        encode_source(Source("ptx", ""))
+    with pytest.raises(EncodeError, match="at most"):
+        encode_source(Source("ttir", "x" * MAX_SOURCE_BYTES))
+    with pytest.raises(DecodeError, match="cut short"):
+        decode_source(encode_source(Source("ttir", "abc"))[:-1])
+
+
+def test_code_keeps_its_bytes_and_a_changed_byte_is_seen():
+    code = ForeignCode("add", (Parameter(DType.F32, True, True), Parameter(DType.I32, False)), ("tt.load 1",), b"\1\2")
+    raw = encode_code(code)
+    assert decode_code(raw) == code
+    for k in range(len(raw)):
+        with pytest.raises(DecodeError):
+            decode_code(raw[:k] + bytes((raw[k] ^ 1,)) + raw[k + 1 :])
+
+
+def test_a_launch_is_read_as_it_was_written():
+    assert launch_of(form()) == LAUNCH
+    whole = program(form())
+    assert decode_program(encode_program(whole)) == whole
+    assert assemble(disassemble(whole)) == whole
+    assert (
+        disassemble(whole)
+        .split("\n")[1]
+        .startswith("kernel.launch<i64,i64> %0 f32[4], &%1 f32[4] {args=[#0, #1, [i32, $1], ")
+    )
+    assert verify_program(whole).slot_bytes == (16, 16)
+
+
+def test_compiled_kernels_are_told_apart_by_what_compiling_hangs_on():
+    f16 = View(DType.F16, (4,), (1,))
+    same = form(views=(View(DType.F32, (9,), (1,), 8), V), grid=(1, 1, 1))
+    others = [form(views=(f16, V)), form(entry="sub"), form(options=()), form(source="0" * 64)]
+    key = kernel_key(LAUNCH, form())
+    assert kernel_key(launch_of(same), same) == key
+    assert all(kernel_key(launch_of(f), f) != key for f in others)
+
+
+WRONG = {
+    "no language": form(language="ptx"),
+    "64 hex digits": form(source="xyz"),
+    "the entry is a name": form(entry="a b"),
+    "the attribute 'entry' is a string": form(entry=1),
+    "three integers": form(block=(1, 1)),
+    "no threads": form(block=(32, 1, 1)),
+    "at most 1024": form(language="cuda-c", block=(1024, 2, 1)),
+    "three extents": form(grid=(1, 1)),
+    "negative extent": form(grid=(-1, 1, 1)),
+    "groups, at most": form(grid=(1 << 16, 1 << 16, 1)),
+    "params that are": form(params=(ParamKind.F64, ParamKind.I64)),
+    "every operand is an argument": form(args=((DType.I32, 1),)),
+    "argument 0 is an operand, or": form(args=(1.5,)),
+    "argument 2 is an operand, or": form(args=(*LAUNCH.attrs()[0][1][:2], (DType.I32, 1.5))),
+    "is read or updated": form(roles=(Role.IN, Role.OUT)),
+    "not a flat run": form(views=(V, View(DType.F32, (2, 2), (2, 1)))),
+    "given a floating point param": form(params=(ParamKind.I64, ParamKind.F64)),
+    "options are in order": form(options=(("b", 1), ("a", 1))),
+    "an option is a name": form(options=(("a", 1.5),)),
+}
+
+
+@pytest.mark.parametrize("complaint", WRONG)
+def test_each_law_of_a_launch_is_kept(complaint):
+    with pytest.raises(RuleError, match=complaint):
+        launch_of(WRONG[complaint])
+    with pytest.raises(VerifyError, match=complaint) as caught:
+        verify_program(program(WRONG[complaint]))
+    assert caught.value.law == "launch"
+
+
+def test_a_launch_has_no_other_attributes():
+    with pytest.raises(VerifyError, match="unknown attribute 'stream'"):
+        verify_program(program(form(stream=1)))

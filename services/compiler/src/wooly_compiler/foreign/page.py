@@ -1,0 +1,35 @@
+"""Writes the reference page of TTIR: ``python -m wooly_compiler.foreign.page > docs/reference/ttir.md``."""
+
+from __future__ import annotations
+
+from wooly_compiler.foreign.ttir import MAX_TENSOR_BYTES
+from wooly_compiler.foreign.ttir_ops import ELEMENTWISE, REFUSED, STRUCTURAL
+from wooly_compiler.foreign.ttir_text import MAX_NUMEL, MAX_OPS, MAX_TEXT, SCALAR_TYPES
+
+
+def page() -> str:
+    """The page, Markdown."""
+    rows = {name: ("lowered", row.says) for name, row in ELEMENTWISE.items()}
+    rows |= {name: ("lowered", says) for name, says in STRUCTURAL.items()}
+    rows |= {name: ("refused", says) for name, says in REFUSED.items()}
+    out = [
+        "# Operations of TTIR",
+        "",
+        "Generated from the tables of `wooly_compiler.foreign` by `make docs`; a test keeps it current. What is not listed is",
+        "refused by its name.",
+        "",
+        f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Values of f16 and bf16 are computed in f32 and rounded after",
+        "each operation.",
+        "",
+        f"Limits: {MAX_TEXT:,} characters, {MAX_OPS:,} operations, {MAX_NUMEL:,} elements of a tensor, "
+        f"{MAX_TENSOR_BYTES >> 20} MiB for the tensors of one program.",
+        "",
+        "| operation | state | |",
+        "|---|---|---|",
+        *[f"| `{name}` | {state} | {says} |" for name, (state, says) in sorted(rows.items())],
+    ]
+    return "\n".join(out) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

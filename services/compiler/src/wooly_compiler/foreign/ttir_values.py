@@ -1,0 +1,183 @@
+"""What names of a TTIR text stand for while it is lowered: expressions of an index, arrays, pointers with their buffers."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from wooly_compiler.errors import ForeignError
+from wooly_compiler.foreign.ttir_ops import BITS, C_TYPE, is_float, rounded
+from wooly_compiler.foreign.ttir_text import Block, Function, Op, Type
+
+Index = tuple[str, ...]
+#: How a value changes when an index grows by one, per dimension: 0, 1, or not known.
+Steps = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """What a name stands for.
+
+    Attributes:
+        type: scalar or tensor.
+        at: its C at an index; of a pointer: the offset in elements, a long.
+        weight: how many operations that is.
+        steps: see `Steps`.
+        uniform: its C, where it is the same everywhere (of a scalar, always).
+        array: where it is kept, row by row.
+        buffer: of a pointer: whose.
+    """
+
+    type: Type
+    at: Callable[[Index], str]
+    weight: int = 0
+    steps: Steps = ()
+    uniform: str | None = None
+    array: str | None = None
+    buffer: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of a scalar, empty."""
+        return self.type.shape or ()
+
+
+def flat(shape: Sequence[int], index: Index) -> str:
+    """The position of an index in an array."""
+    text = ""
+    for size, i in zip(shape, index, strict=True):
+        if size == 1:
+            continue
+        text = f"({text} * {size} + {i})" if text else i
+    return text or "0"
+
+
+def scalar(type_: Type, text: str, buffer: int | None = None) -> Value:
+    """A value without dimensions."""
+    return Value(type_, lambda i: text, 0, (), text, None, buffer)
+
+
+def splat(type_: Type, text: str, buffer: int | None = None) -> Value:
+    """A tensor that is the same everywhere."""
+    return Value(type_, lambda i: text, 0, (0,) * len(type_.shape or ()), text, None, buffer)
+
+
+def literal(elem: str, text: str) -> str:
+    """A number in C, from how MLIR writes it.
+
+    Raises:
+        ForeignError: it is none.
+    """
+    if elem == "i1":
+        return "0" if text in ("false", "0") else "1"
+    if is_float(elem):
+        value = _bits_of(elem, int(text, 16)) if text.startswith("0x") else _float(text)
+        if value != value:
+            return "NAN"
+        suffix = "" if elem == "f64" else "f"
+        if elem != "f64" and math.isfinite(value):
+            value = (
+                struct.unpack("<f", struct.pack("<f", value))[0]
+                if abs(value) < 3.5e38
+                else math.copysign(math.inf, value)
+            )
+        if math.isinf(value):
+            return "(-INFINITY)" if value < 0 else "INFINITY"
+        return rounded(elem, f"({value.hex()}{suffix})")
+    if not re.fullmatch(r"-?\d{1,20}|0x[0-9A-Fa-f]{1,16}", text):
+        raise ForeignError(f"{text[:40]!r} is no {elem}")
+    number = int(text, 0) & ((1 << BITS[elem]) - 1)
+    return f"((long){number:#x}ul)" if elem == "i64" else f"(({C_TYPE[elem]}){number:#x}u)"
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ForeignError(f"{text[:40]!r} is no number") from None
+
+
+def _bits_of(elem: str, bits: int) -> float:
+    try:
+        if elem == "f64":
+            return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
+        if elem == "f16":
+            return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+        return float(struct.unpack("<f", struct.pack("<I", bits << 16 if elem == "bf16" else bits))[0])
+    except struct.error:
+        raise ForeignError(f"{bits:#x} are no bits of {elem}") from None
+
+
+# -- names ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Where a value is used: by what, in which block, as which operand."""
+
+    op: Op
+    block: Block
+    at: int
+
+
+class Names:
+    """Gives every value of a function a name of its own (MLIR uses names again in other regions), and finds its uses."""
+
+    def __init__(self, function: Function) -> None:
+        self.uses: dict[str, list[Use]] = {}
+        self.defined: dict[str, Op] = {}
+        self.home: dict[str, Block] = {}
+        self._count = 0
+        scope: dict[str, str] = {}
+        function.args = [(self._define(name, scope), t) for name, t in function.args]
+        self._blocks(function.blocks, scope)
+
+    def _define(self, name: str, scope: dict[str, str]) -> str:
+        self._count += 1
+        new = scope[name] = f"{self._count}"
+        self.uses[new] = []
+        return new
+
+    def _blocks(self, blocks: list[Block], scope: dict[str, str]) -> None:
+        for block in blocks:
+            block.args = [(self._define(name, scope), t) for name, t in block.args]
+            self.home.update(dict.fromkeys([name for name, _ in block.args], block))
+        for block in blocks:
+            for op in block.ops:
+                self._op(op, block, scope)
+
+    def _op(self, op: Op, block: Block, scope: dict[str, str]) -> None:
+        inner = dict(scope) if op.regions else scope
+        bound: list[int] = []
+        if op.name == "scf.for":
+            bound = [0, *range(4, len(op.operands), 2)]
+        elif op.name == "scf.while":
+            bound = list(range(0, len(op.operands), 2))
+        for k, name in enumerate(op.operands):
+            if k in bound:
+                continue
+            new = scope.get(name)
+            if new is None:
+                raise ForeignError(f"{op.place}: {name[:40]} is not defined")
+            op.operands[k] = new
+            self.uses[new].append(Use(op, block, k))
+        for label, passed in op.targets:
+            for k, name in enumerate(passed):
+                if name not in scope:
+                    raise ForeignError(f"{op.place}: {name[:40]} is not defined")
+                passed[k] = scope[name]
+                self.uses[passed[k]].append(Use(op, block, -1))
+            del label
+        for k in bound:
+            op.operands[k] = self._define(op.operands[k], inner)
+        for region in op.regions:
+            self._blocks(region, dict(inner))
+        for k in bound:
+            self.home[op.operands[k]] = op.regions[0][0] if op.regions else block
+        for k, name in enumerate(op.results):
+            op.results[k] = self._define(name, scope)
+            self.defined[op.results[k]] = op
+            self.home[op.results[k]] = block

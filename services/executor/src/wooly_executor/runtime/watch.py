@@ -1,0 +1,51 @@
+"""Tells kernels that take too long to end. A kernel looks at a word in memory; a thread of its own sets it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+#: Seconds between two looks at what runs.
+TICK_S = 0.02
+#: Looks without anything running after which the thread sleeps until it is woken.
+IDLE_TICKS = 100
+
+
+class Watch:
+    """Watches one launch at a time."""
+
+    def __init__(self) -> None:
+        self._running: tuple[float, Any] | None = None
+        self._asleep = True
+        self._wake = threading.Event()
+        threading.Thread(target=self._look, name="kernel-watch", daemon=True).start()
+
+    @contextlib.contextmanager
+    def over(self, word: Any, seconds: float) -> Iterator[None]:
+        """Set the first word of `word` if the block takes longer than so many seconds."""
+        self._running = (time.monotonic() + seconds, word)
+        if self._asleep:
+            self._wake.set()
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def _look(self) -> None:
+        while True:
+            self._wake.wait()
+            self._asleep = False
+            idle = 0
+            while idle < IDLE_TICKS:
+                running = self._running
+                idle = 0 if running is not None else idle + 1
+                if running is not None and time.monotonic() > running[0]:
+                    running[1][0] = 1
+                time.sleep(TICK_S)
+            self._wake.clear()
+            self._asleep = True
+            if self._running is not None:  # begun while it fell asleep
+                self._wake.set()

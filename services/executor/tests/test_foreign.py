@@ -1,0 +1,189 @@
+"""Kernels in other languages over the real channel: sources and their owners, walls, time limits, others' work meanwhile."""
+
+import struct
+import threading
+
+import pytest
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_wis.codec import digest
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import Launch, Source, encode_source
+from wooly_wis.frames import Kind
+from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role, View
+
+pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
+pytest.importorskip("wooly_compiler", reason="kernels are compiled by the compiler's worker")
+
+SCALE = """module {
+  tt.func public @scale(%x: !tt.ptr<f32>, %y: !tt.ptr<f32>, %by: f32, %n: i32) attributes {noinline = false} {
+    %b = arith.constant 64 : i32
+    %p = tt.get_program_id x : i32
+    %s = arith.muli %p, %b : i32
+    %r = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32>
+    %t = tt.splat %s : i32 -> tensor<64xi32>
+    %i = arith.addi %t, %r : tensor<64xi32>
+    %m = tt.splat %n : i32 -> tensor<64xi32>
+    %c = arith.cmpi slt, %i, %m : tensor<64xi32>
+    %xs = tt.splat %x : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>
+    %xp = tt.addptr %xs, %i : tensor<64x!tt.ptr<f32>>, tensor<64xi32>
+    %v = tt.load %xp, %c : tensor<64x!tt.ptr<f32>>
+    %f = tt.splat %by : f32 -> tensor<64xf32>
+    %w = arith.mulf %v, %f : tensor<64xf32>
+    %ys = tt.splat %y : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>
+    %yp = tt.addptr %ys, %i : tensor<64x!tt.ptr<f32>>, tensor<64xi32>
+    tt.store %yp, %w, %c : tensor<64x!tt.ptr<f32>>
+    tt.return
+  }
+}
+"""
+SPIN = """module {
+  tt.func public @spin(%x: !tt.ptr<i32>) attributes {noinline = false} {
+    %zero = arith.constant 0 : i32
+    scf.while : () -> () {
+      %v = tt.load %x : !tt.ptr<i32>
+      %c = arith.cmpi eq, %v, %zero : i32
+      scf.condition(%c)
+    } do {
+      scf.yield
+    }
+    tt.return
+  }
+}
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path):
+    return OpenClRuntime(tmp_path)
+
+
+def source(text):
+    raw = encode_source(Source("ttir", text))
+    return raw, digest(raw)
+
+
+def scale_form(name, n=100, role=Role.IN, grid=(2, 1, 1)):
+    view = View(DType.F32, (n,), (1,))
+    launch = Launch("ttir", name, "scale", grid, (1, 1, 1), (0, 1, (DType.F32, ParamRef(0)), (DType.I32, ParamRef(1))))
+    operands = (Operand(role, view), Operand(Role.INOUT, view))
+    return Form("kernel.launch", operands, (ParamKind.F64, ParamKind.I64), launch.attrs())
+
+
+def spin_form(name):
+    launch = Launch("ttir", name, "spin", (1, 1, 1), (1, 1, 1), (0,))
+    return Form("kernel.launch", (Operand(Role.INOUT, View(DType.I32, (1,), (1,))),), (), launch.attrs())
+
+
+def test_a_kernel_runs_with_the_numbers_of_each_run(make_device, runtime, wis):
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[float(k) for k in range(100)])
+    client.make(2, *[-1.0] * 100)
+    program = client.define(wis.body().add(scale_form(name), "x", "y"))
+    for by, n in ((2.0, 100), (3.0, 70)):
+        client.start(program, [1, 2], struct.pack("<dq", by, n))
+    assert client.floats(2, 100) == [3.0 * k if k < 70 else 2.0 * k for k in range(100)]
+
+
+def test_a_source_is_needed_by_every_session_and_sent_once(make_device, runtime, wis):
+    device = make_device(runtime=runtime)
+    a, b = device.open("a"), device.open("b")
+    raw, name = source(SCALE)
+    a.channel.send(Kind.SOURCE, raw)
+    a.channel.send(Kind.SOURCE, raw)
+    a.define(wis.body().add(scale_form(name), "x", "y"))
+    a.sync()
+    b.define(wis.body().add(scale_form(name), "x", "y"))
+    with pytest.raises(wis.error, match="has not sent the kernel source") as caught:
+        b.sync()
+    assert caught.value.code == "executor.unknown_source"
+
+
+def test_bytes_that_are_no_source_are_refused(device, wis):
+    client = device.open("a")
+    client.channel.send(Kind.SOURCE, b"WKS1garbage")
+    with pytest.raises(wis.error, match="kernel's source"):
+        client.sync()
+    client.sync()
+
+
+def test_a_runtime_without_kernels_says_so(device, wis):
+    client = device.open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 100)
+    client.make(2, *[1.0] * 100)
+    client.run(wis.body().add(scale_form(name), "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
+    with pytest.raises(wis.error, match="kernel scale: this executor runs no kernels of sessions' own"):
+        client.sync()
+
+
+def test_what_a_kernel_must_not_do_fails_it_and_loses_what_it_writes_alone(make_device, runtime, wis):
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 100)
+    client.make(2, *[2.0] * 100)
+    client.run(wis.body().add(scale_form(name, grid=(3, 1, 1)), "x", "y"), [1, 2], struct.pack("<dq", 2.0, 1000))
+    with pytest.raises(wis.error, match=r"kernel scale on a grid of 3, 1, 1: tt\.(load|store) in line \d+") as caught:
+        client.sync()
+    assert caught.value.instruction == 0
+    assert client.floats(1, 100) == [1.0] * 100
+    with pytest.raises(wis.error, match="beyond the buffer"):
+        client.read(2, 400)
+
+
+def test_an_operand_that_is_only_read_is_not_written(make_device, runtime, wis):
+    client = make_device(runtime=runtime).open("a")
+    raw, name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 100)
+    client.make(2, *[2.0] * 100)
+    form = scale_form(name)
+    form = Form(form.opcode, tuple(Operand(Role.IN, o.view) for o in form.operands), form.params, form.attrs)
+    client.run(wis.body().add(form, "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
+    with pytest.raises(wis.error, match="kernel scale writes argument 1, which it is only given to read"):
+        client.sync()
+    assert client.floats(2, 100) == [2.0] * 100
+
+
+def test_an_endless_kernel_is_ended_and_others_go_on(make_device, runtime, wis):
+    runtime.kernel_s = 0.3
+    device = make_device(runtime=runtime)
+    a, b = device.open("a"), device.open("b")
+    raw, name = source(SPIN)
+    a.channel.send(Kind.SOURCE, raw)
+    a.make(1, 0.0)
+    a.run(wis.body().add(spin_form(name), "x"), [1])
+    with pytest.raises(wis.error, match=r"kernel spin on a grid of 1, 1, 1: ended, as it took more than 0\.3 s"):
+        a.sync()
+    b.make(1, 5.0)
+    assert b.floats(1, 1) == [5.0]
+
+
+def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runtime, wis):
+    class Slow:
+        def __init__(self):
+            self.asked = []
+
+        def build(self, request, what):
+            self.asked.append(what)
+            go.wait(30)
+            raise RuntimeError("no compiler today")
+
+    go = threading.Event()
+    slow = runtime.foreign._builder = Slow()
+    device = make_device(runtime=runtime)
+    a, b = device.open("a"), device.open("b")
+    raw, name = source(SCALE)
+    a.channel.send(Kind.SOURCE, raw)
+    a.make(1, *[1.0] * 100)
+    a.make(2, *[1.0] * 100)
+    a.run(wis.body().add(scale_form(name), "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
+    b.make(1, 5.0)
+    assert b.floats(1, 1) == [5.0]
+    go.set()
+    with pytest.raises(wis.error, match="kernel scale: RuntimeError: no compiler today"):
+        a.sync()
+    assert slow.asked == ["kernel scale"]
