@@ -20,7 +20,7 @@ os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wool
 
 
 #: Where a module's tests share processes that take seconds to start.
-STACKS = ("tests/e2e/", "tests/tiers/", "tests/deploy/", "tests/ui/", "services/executor/tests/test_plans")
+STACKS = ("tests/e2e/", "tests/ui/", "tests/tiers/", "tests/deploy/", "tests/ui/", "services/executor/tests/test_plans")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups

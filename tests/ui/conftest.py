@@ -191,7 +191,7 @@ class Cluster:
         return answer.json() if answer.content else None
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     """A headless Chromium, or the reason why there is none."""
     sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -204,7 +204,7 @@ def browser():
         running.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A router without tokens, two nodes with a device each."""
     with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui")) as running:
