@@ -150,3 +150,50 @@ __global__ void many(float4* v, float* out, double d, bool yes, long long wide) 
     out[19] = 7u % 4u + (3 == 3 && !(2 > 3)) + (char)300;
 }
 """
+
+
+def every_function(vendors=True):
+    """A kernel that calls everything which the reference page names; functions that are the vendor's library's only if asked."""
+    from wooly_compiler.cudac import builtins
+    from wooly_wis.cudac.words import VECTOR_TYPES
+
+    lines = []
+    for name, n in builtins.MATH.items() if vendors else ():
+        lines.append(f"x[0] += {name}({', '.join(['x[1]'] * n)});")
+        lines += [f"d[0] += {name}({', '.join(['d[1]'] * n)});", f"x[0] += {name}f({', '.join(['x[1]'] * n)});"]
+    for name in builtins.SAME if vendors else ():
+        n = builtins.MATH[builtins.SAME[name].removesuffix("f")]
+        lines.append(f"x[0] += {name}({', '.join(['x[1]'] * n)});")
+    lines += [f"i[0] += {name}(x[1]) + {name}(d[1]);" for name in builtins.ASKED]
+    lines += [f"i[0] += {n}(i[1], i[2]); x[0] += {n}(x[1], x[2]); u[0] = {n}(u[1], 3u);" for n in builtins.EXTREMES]
+    lines += [f"d[0] += {n}(x[1], x[2]);" for n in builtins.OPERATORS]
+    lines += [f"d[0] += {n}({', '.join(['x[1]'] * len(a))});" for n, (a, _) in builtins.PLAIN.items()]
+    lines += [f"x[0] += {n}(x + 3);" for n in builtins.LOADS]
+    arrays = {"i32": "i", "u32": "u", "i64": "l", "u64": "m", "f32": "x", "f64": "d"}
+    for n, (what, kinds) in builtins.ATOMICS.items():
+        extra = ", 1" if what == "compare" else ""
+        lines += [f"{n}(&{arrays[k]}[0], {arrays[k]}[1]{extra});" for k in kinds]
+        if what not in ("increase", "decrease"):
+            lines += [f"{n}(&s_{arrays[k]}[0], {arrays[k]}[1]{extra});" for k in kinds]
+    lines += [f"i[0] += {n}(i[1]);" for n in builtins.BARRIERS[2:]]
+    lines += ["__syncthreads();", "__syncwarp();"] + [f"{n}();" for n in builtins.FENCES]
+    for n in builtins.WARP:
+        if "shfl" in n:
+            lines += [f"{a}[0] = {n}(~0u, {a}[1], 1); {a}[0] += {n}(~0u, {a}[1], 1, 8);" for a in arrays.values()]
+        else:
+            lines.append(f"u[0] += {n}(~0u, i[1]);")
+    lines += [f"d[0] += {n};" for n in builtins.NUMBERS]
+    lines += [f"d[0] += {p}.x + {p}.y + {p}.z;" for p in builtins.PLACES]
+    for n, (_, count) in VECTOR_TYPES.items():
+        if n != "dim3":
+            lines.append(
+                f"{{ {n} v = make_{n}({', '.join('1234'[:count])}); v.y += 1; d[0] += v.x + (({n}*)l)[0].y; }}"
+            )
+    lines += ["i[0] = abs(i[1]); x[0] = abs(x[1]); assert(i[0] >= 0); if (i[0] < 0) __trap();"]
+    shared = " ".join(f"__shared__ {t} s_{a}[4];" for a, t in zip(arrays.values(), _TYPES, strict=True))
+    params = ", ".join(f"{t}* {a}" for a, t in zip(arrays.values(), _TYPES, strict=True))
+    body = "\n  ".join(lines)
+    return f"__global__ void everything({params}) {{\n  {shared}\n  {body}\n}}"
+
+
+_TYPES = ("int", "unsigned int", "long long", "unsigned long long", "float", "double")

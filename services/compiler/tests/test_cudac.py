@@ -2,11 +2,13 @@
 """CUDA C: what is refused and in which words, what hostile kernels can do to the device (nothing), and what is arithmetic."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from wooly_compiler.cudac.dialects import CUDA, DIALECTS
+from wooly_compiler.cudac.page import page
 from wooly_compiler.cudac.translate import translate
 from wooly_wis.cudac.errors import CudaSourceError
 from wooly_wis.cudac.parser import parse
@@ -372,3 +374,8 @@ def test_atomics_of_many_threads(launch):
     assert status[1] == 0
     assert i.tolist() == [128, -256, 31, -31, 255, 9, 4, 0, 128]
     assert (w[0], x[0], u[0]) == (128 << 33, 64, 128 % 10)
+
+
+def test_the_reference_page_is_current():
+    written = (Path(__file__).parents[3] / "docs/reference/cuda-c.md").read_text()
+    assert written == page(), "make docs"

@@ -90,18 +90,17 @@ class Helpers:
 
     def atomic(self, space: str, kind: Scalar, what: str) -> str:
         """An atomic operation on a number, which gives the old one; beyond its bounds it does nothing and gives 0."""
-        word = self._dialect.spaces[space]
         params = f"w_{space}p p, {kind.text} {'c, ' + kind.text + ' ' if what == 'compare' else ''}v, int place"
         return self._add(
             f"w_atomic_{what}_{space}_{kind.name}",
             kind.text,
             params,
             f"  if (p.at >= p.n) {{ w_fault(w_status, {ATOMIC}, place); return 0; }}\n"
-            + self._atomic(word, kind, what),
+            + self._atomic(space, kind, what),
         )
 
-    def _atomic(self, word: str, kind: Scalar, what: str) -> str:
-        dialect = self._dialect
+    def _atomic(self, space: str, kind: Scalar, what: str) -> str:
+        dialect, word = self._dialect, self._dialect.spaces[space]
         # CUDA's 64-bit atomics are of unsigned numbers; the order of signed ones is known for minimum and maximum alone
         unsigned = kind.name == "i64" and dialect.name == "cuda" and what not in ("min", "max")
         text = "w_u64" if unsigned else kind.text
@@ -117,7 +116,7 @@ class Helpers:
         if native and what == "add" and dialect.native_floats:
             return f"  {kind.text} *q = {place};\n  return {native_call('add')};\n"
         if native or what in ("increase", "decrease"):
-            return self._by_comparing(word, kind, what)
+            return self._by_comparing(space, kind, what)
         if what == "compare" and dialect.name == "hip":
             return (
                 f"  {word} {text} *q = {place};\n  {text} seen = c;\n"
@@ -130,11 +129,10 @@ class Helpers:
             f"  return ({kind.text}){native_call(what)};\n"
         )
 
-    def _by_comparing(self, word: str, kind: Scalar, what: str) -> str:
+    def _by_comparing(self, space: str, kind: Scalar, what: str) -> str:
         """By comparing and exchanging bits, until nobody came between."""
         bits = "u64" if kind.size == 8 else "u32"
-        compare = self.atomic("l" if word == "local" else "g", Scalar(bits), "compare")
-        space = "l" if word == "local" else "g"
+        compare = self.atomic(space, Scalar(bits), "compare")
         to, back = (f"w_as_{bits}_{kind.name}", f"w_as_{kind.name}_{bits}") if kind.real else ("", "")
         new = {
             "add": "old + v",
