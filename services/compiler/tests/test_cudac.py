@@ -183,6 +183,18 @@ def test_threads_of_their_own_variables_have_an_end():
         )
 
 
+def test_threads_with_many_variables_and_barriers_have_room_or_are_refused(launch):
+    """What lasts over barriers is in the block's memory: on a device's stack it would be there once per thread of a thread."""
+    body = "float x[%d]; for (int i = 0; i < %d; i++) x[i] = i + threadIdx.x; __syncthreads(); a[threadIdx.x] = x[n %% %d];"
+    a = np.zeros(1024, np.float32)
+    text = "__global__ void f(float* a, int n) { " + body % (80, 80, 80) + " }"
+    status, _ = launch(text, "f", [a, 7], block=(1024, 1, 1))
+    assert status[1] == 0
+    assert np.array_equal(a, 7 + np.arange(1024))
+    with pytest.raises(CudaSourceError, match=r"1024 threads with .* bytes each of variables around barriers"):
+        launch(text.replace("80", "200"), "f", [a, 7], block=(1024, 1, 1))
+
+
 def test_every_loop_without_a_plain_end_asks_whether_to_stop():
     endless = (
         "for (;;) a[0] += 1;",

@@ -354,6 +354,8 @@ def _own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -
     printer.weight += instance.weight
     printer.free += instance.free
     printer.private += instance.private
+    from wooly_compiler.cudac.function import POINTER, held_size
+
     result = instance.result
     if instance.barriers:
         printer.all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
@@ -361,7 +363,9 @@ def _own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -
             if not printer.grouped:
                 return Value("0" if isinstance(result, Scalar) else "", result)  # not yet: it is printed again
             passed = [
-                printer.kept(f"w_{a.space}p" if a.place == "mem" else a.type.text, t, a.type.size)
+                printer.kept(f"w_{a.space}p", t, POINTER)
+                if a.place == "mem"
+                else printer.kept(a.type.text, t, held_size(a.type))
                 for a, t in zip(arguments, texts, strict=True)
             ]
             if not isinstance(result, Void):

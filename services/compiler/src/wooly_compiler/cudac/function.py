@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
 #: Nodes that may be done without asking whether the launch is to end.
 FREE: Final = 20_000
+#: Bytes of a pointer with its bounds.
+POINTER: Final = 24
 #: Turns of a loop that is not asked.
 FREE_TURNS: Final = 1024
 _WORDS: Final = {
@@ -128,6 +130,8 @@ class FunctionPrinter:
         self.private = 0
         self.barriers = 0
         self.blocks = 0
+        #: bytes of a block's memory for what lasts over barriers
+        self.lasting = 0
         #: what is wrong if nothing more is learned
         self.complaint: CudaSourceError | None = None
         #: printed for the whole block
@@ -159,19 +163,20 @@ class FunctionPrinter:
             text = f"w_{value.space}p" if reference else kind.text
             held_text = name
             if self._group and not function.kernel:
-                params.append(f"{text} *{name}")
+                params.append(f"{self.dialect.spaces['l']} {text} *{name}")
                 held_text = f"{name}[w_t]"
             else:
                 params.append(f"{text} {name}")
                 if self._group and _changes(function.body, param.name):
-                    held_text = self._kept(text, name + "_own")
+                    held_text = self._kept(text, POINTER if reference else held_size(kind), name + "_own")
                     start.append((held_text, name))
             key = id(param)
             varying = value.varying or key in self._facts.varying
             if reference:
                 held = Value(held_text, kind, None, "mem", value.space, varying, value.root, value.readonly)
             else:
-                held = Value(held_text, kind, None, "var", "", varying, self._facts.roots.get(key, value.root))
+                space = "l" if held_text != name else "p"
+                held = Value(held_text, kind, None, "var", space, varying, self._facts.roots.get(key, value.root))
                 self.private += kind.size
             variable = Variable(key, held, reference)
             held.variable = variable
@@ -187,12 +192,14 @@ class FunctionPrinter:
         tail = []
         if self._group:
             if not isinstance(kind, Void):
-                params.append(f"{kind.text} *w_result")
+                params.append(f"{self.dialect.spaces['l']} {kind.text} *w_result")
             result = "void"
             if self._left:
-                self._hoisted.append(f"  w_u8 w_left[{self.whole.threads}] = {{0}};")
+                self._kept("w_u8", 1, "w_left")
+                self._hoisted.append(f"  for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) w_left[w_t] = 0;")
+                self._hoisted.append("  w_t = 0u;")
             if instance.masked:
-                params += ["w_b1 *w_active", "w_u32 w_first"]
+                params += [f"{self.dialect.spaces['l']} w_b1 *w_active", "w_u32 w_first"]
                 self._hoisted.append("  w_t = w_first;")
         elif not isinstance(kind, Void):
             tail = [f"  {kind.text} none = {self._zero(kind)};", "  return none;"]
@@ -248,33 +255,33 @@ class FunctionPrinter:
             self.line("}")
             self.line(f"w_t = {self._first};")
 
-    def _kept(self, kind: str, name: str, n: int = 1) -> str:
-        """A place per thread, for the whole function."""
-        self._hoisted.append(f"  {kind} {name}[{self.whole.threads * n}];")
+    def _kept(self, kind: str, size: int, name: str, n: int = 1) -> str:
+        """A place per thread for `n` objects, for the whole function: in the block's memory, as threads take turns."""
+        at, word = self.lasting, self.dialect.spaces["l"]
+        self.lasting += -(-size * n * self.whole.threads // 16) * 16
+        self._hoisted.append(f"  {word} {kind} *{name} = ({word} {kind} *)(w_shared + W_{self._instance.name} + {at});")
         return f"{name}[w_t]"
 
     def kept(self, kind: str, text: str, size: int) -> str:
         """A value of every thread, put where it lasts; the array's name."""
         name = self._fresh("kept")
-        self.private += size
-        self._say(f"{self._kept(kind, name)} = {text};")
+        self._say(f"{self._kept(kind, size, name)} = {text};")
         return name
 
     def votes(self, text: str) -> str:
         """Answers of all threads: of those that are not here, no."""
         name = self._fresh("votes")
-        self.private += 1
+        place = self._kept("w_b1", 1, name)
         if self._mask or self._left:
             self.boundary()
             self.line(f"for (w_u32 k = 0u; k < {self.whole.threads}u; k++) {name}[k] = 0;")
-        self._say(f"{self._kept('w_b1', name)} = {text};")
+        self._say(f"{place} = {text};")
         return name
 
     def room(self, kind: Type) -> str:
         """An array with a place per thread."""
         name = self._fresh("room")
-        self.private += kind.size
-        self._kept(kind.text, name)
+        self._kept(kind.text, held_size(kind), name)
         return name
 
     def block_value(self, kind: str, text: str) -> str:
@@ -476,8 +483,7 @@ class FunctionPrinter:
                 continue
             self.boundary()
             mask, first, threads = self._fresh("mask"), self._fresh("first"), self.whole.threads
-            self.private += 1
-            self._kept("w_b1", mask)
+            self._kept("w_b1", 1, mask)
             self._hoisted.append(f"  w_u32 {first};")
             self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
             self._say(f"{mask}[w_t] = {sign}{asked}[w_t];")
@@ -772,7 +778,8 @@ class FunctionPrinter:
             root = self._facts.roots.get(key, value.root if value is not None else "")
         name = self._fresh(node.name)
         lasting = self._group and self._nest == 0
-        held = Value(f"{name}[w_t]" if lasting else name, kind, None, "var", "", False, root, const)
+        space = "l" if lasting else "p"
+        held = Value(f"{name}[w_t]" if lasting else name, kind, None, "var", space, False, root, const)
         variable = Variable(key, held)
         held.variable = variable
         held.varying = key in self._facts.varying
@@ -791,7 +798,7 @@ class FunctionPrinter:
         if lasting:
             zero = self._zero(kind)
             start = value.text if value is not None else f"({kind.text}){zero}" if zero[0] == "{" else zero
-            self._say(f"{self._kept(kind.text, name)} = {start};")
+            self._say(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
         else:
             self._say(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
         self._declare(node.name, variable, node.line)
@@ -812,7 +819,7 @@ class FunctionPrinter:
         name = self._fresh(node.name)
         const = isinstance(written.to, Named) and written.to.const
         if self._group and self._nest == 0:
-            text = self._kept(f"w_{to.space}p", name)
+            text = self._kept(f"w_{to.space}p", POINTER, name)
             self._say(f"{text} = {to.text};")
             name = text
         else:
@@ -840,7 +847,7 @@ class FunctionPrinter:
             raise CudaSourceError(f"{node.name}: an array begins with {{ }}", node.line)
         zero = self._zero(element)
         if self._group and self._nest == 0:
-            self._kept(element.text, name, n)
+            self._kept(element.text, element.size, name, n)
             zero = f"({element.text}){zero}" if zero[0] == "{" else zero
             self._say(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
             for k, item in enumerate(items):
@@ -852,8 +859,9 @@ class FunctionPrinter:
         else:
             self._say(f"{element.text} {name}[{n}] = {{{zero}}};")
         const = _readonly(written)
-        pointer = f"w_mk_p(({self.dialect.spaces['p']} w_u8 *){name}, {kind.size})"
-        held = Value(pointer, kind, None, "mem", "p", False, f"the array {node.name}", const)
+        space = "l" if self._group and self._nest == 0 else "p"
+        pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){name}, {kind.size})"
+        held = Value(pointer, kind, None, "mem", space, space == "l", f"the array {node.name}", const)
         variable = Variable(id(node), held)
         held.variable = variable
         self._declare(node.name, variable, node.line)
@@ -1025,10 +1033,9 @@ class FunctionPrinter:
         if value.place != "var" or isinstance(value.type, Pointer):
             raise CudaSourceError("this has no address", line)
         self._mark(value.variable)
-        word = self.dialect.spaces["p"]
-        text = f"w_mk_p(({word} w_u8 *)&{value.text}, {value.type.size})"
-        name = "a variable"
-        return Value(text, value.type, None, "mem", "p", True, name, value.readonly, value.variable)
+        space = value.space or "p"
+        text = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *)&{value.text}, {value.type.size})"
+        return Value(text, value.type, None, "mem", space, True, "a variable", value.readonly, value.variable)
 
     def expression(self, node: Node) -> Value:
         self._count()
@@ -1231,11 +1238,11 @@ class FunctionPrinter:
             if on.place != "var":
                 raise CudaSourceError("an array of what is no variable", node.line)
             self._mark(on.variable)
-            return Value(
-                f"w_mk_p(({self.dialect.spaces['p']} w_u8 *){on.text}.{text}, {kind.size})", kind, None, "mem", "p", True,
-                f"the field {node.name}", on.readonly, on.variable,
-            )  # fmt: skip
-        return Value(f"{on.text}.{text}", kind, None, on.place, "", on.varying, "", on.readonly, on.variable)
+            space = on.space or "p"
+            pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){on.text}.{text}, {kind.size})"
+            root = f"the field {node.name}"
+            return Value(pointer, kind, None, "mem", space, True, root, on.readonly, on.variable)
+        return Value(f"{on.text}.{text}", kind, None, on.place, on.space, on.varying, "", on.readonly, on.variable)
 
     def _declared(self, name: str) -> bool:
         return any(name in scope for scope in self._scopes)
@@ -1408,6 +1415,11 @@ class FunctionPrinter:
         return Value(
             f"{update}({PASS}, {to.text}, {value.text}, {place})", kind, None, "", "", varying or to.space == "p"
         )
+
+
+def held_size(kind: Type) -> int:
+    """Bytes that a value takes where it is printed."""
+    return POINTER if isinstance(kind, Pointer) else kind.size
 
 
 def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) -> str:

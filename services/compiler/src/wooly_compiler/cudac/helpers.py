@@ -199,7 +199,7 @@ class Helpers:
         return self._add(
             "w_vote",
             "w_u32",
-            "w_u32 mask, w_b1 *all",
+            f"w_u32 mask, {self._dialect.spaces['l']} w_b1 *all",
             "  w_u32 found = 0u;\n  for (w_u32 k = 0u; k < 32u; k++)\n"
             f"    if ((w_t & ~31u) + k < {self._threads}u && all[(w_t & ~31u) + k]) found |= 1u << k;\n  return found & mask;\n",
         )
@@ -209,6 +209,6 @@ class Helpers:
         return self._add(
             "w_count",
             "w_i32",
-            "w_b1 *all",
+            f"{self._dialect.spaces['l']} w_b1 *all",
             f"  w_i32 found = 0;\n  for (w_u32 k = 0u; k < {self._threads}u; k++) found += all[k];\n  return found;\n",
         )

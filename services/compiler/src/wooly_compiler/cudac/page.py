@@ -99,6 +99,7 @@ def page() -> str:
         f"{translate.MAX_FUNCTIONS}, {translate.MAX_CALLS} |",
         f"| bytes of shared memory of a block | {translate.MAX_SHARED} |",
         f"| bytes of variables of all threads of a block | {translate.MAX_PRIVATE} |",
+        f"| bytes of variables of all threads of a block that last over barriers, on CPUs | {translate.MAX_KEPT} |",
         f"| turns of a loop that does not look whether the launch is to end | {function.FREE_TURNS} |",
     ]
     return "\n".join(out) + "\n"

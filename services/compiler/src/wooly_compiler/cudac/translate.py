@@ -28,6 +28,8 @@ MAX_CALLS: Final = 48
 #: Bytes that a block's threads may have of their own, all together.
 MAX_PRIVATE: Final = 2 << 20
 MAX_SHARED: Final = 96 << 10
+#: Bytes of a block's memory for variables that last over barriers, on devices that run its threads in turn.
+MAX_KEPT: Final = 384 << 10
 MAX_PLACES: Final = 20_000
 #: Argument of a launch that is a buffer.
 BUFFER: Final = "buffer"
@@ -123,6 +125,9 @@ class Translation:
         self.context = CONTEXT.format(local=dialect.spaces["l"])
         self._dynamic = shared
         self._static = 0
+        #: per function, where in a block's memory is what lasts over barriers
+        self._lasting: dict[str, int] = {}
+        self._kept = 0
         self._arrays: dict[object, Value] = {}
         self._instances: dict[object, tuple[Instance, Facts]] = {}
         self._facts: dict[object, Facts] = {}
@@ -264,6 +269,15 @@ class Translation:
                     raise printer.complaint
                 break
         self._texts.append(text)
+        if printer.lasting:
+            self._lasting[made.name] = self._kept
+            self._kept += printer.lasting
+            if self._kept > MAX_KEPT:
+                raise CudaSourceError(
+                    f"{self.threads} threads with {self._kept // self.threads} bytes each of variables around barriers:"
+                    f" at most {MAX_KEPT} bytes a block",
+                    made.function.line,
+                )
         return facts
 
     # -- the top -------------------------------------------------------------------------------------------------------
@@ -373,6 +387,8 @@ class Translation:
         total = dynamic + self._dynamic
         if total > MAX_SHARED:
             raise CudaSourceError(f"{total} bytes of shared memory, at most {MAX_SHARED}", function.line)
+        kept = -(-total // 16) * 16
+        total = kept + self._kept if self._kept else total
         body, params, passed = [], [f"{self.dialect.spaces['g']} int *w_status".strip()], []
         for k, (value, argument, param) in enumerate(zip(values, arguments, function.params, strict=True)):
             if argument == BUFFER:
@@ -421,6 +437,7 @@ class Translation:
             [
                 self.dialect.prologue,
                 f"#define W_DYNAMIC {dynamic}\n",
+                *[f"#define W_{n} {kept + at}\n" for n, at in self._lasting.items()],
                 self.types.text(),
                 *self._tables,
                 *self._makers.values(),
