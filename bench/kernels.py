@@ -1,8 +1,7 @@
 """Kernels in Triton and CUDA C: what capturing a launch costs, their time on PoCL against torch and Triton's own interpreter.
 
-Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c]. Needs Triton and pyopencl.
-All sides compute with two threads, but
-for the interpreter, which has one.
+Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c]. Needs Triton (but for --cuda-c) and pyopencl. All sides
+compute with two threads, but for the interpreter, which has one.
 """
 
 import argparse

@@ -354,7 +354,7 @@ def _own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -
     printer.weight += instance.weight
     printer.free += instance.free
     printer.private += instance.private
-    from wooly_compiler.cudac.function import POINTER, held_size
+    from wooly_compiler.cudac.arithmetic import POINTER, held_size
 
     result = instance.result
     if instance.barriers:

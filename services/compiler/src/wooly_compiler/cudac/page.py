@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from wooly_wis.cudac import lexer, parser, preprocess, words
 
-from wooly_compiler.cudac import builtins, function, translate
+from wooly_compiler.cudac import arithmetic, builtins, translate
 from wooly_compiler.cudac.types import Scalar
 
 
@@ -100,7 +100,7 @@ def page() -> str:
         f"| bytes of shared memory of a block | {translate.MAX_SHARED} |",
         f"| bytes of variables of all threads of a block | {translate.MAX_PRIVATE} |",
         f"| bytes of variables of all threads of a block that last over barriers, on CPUs | {translate.MAX_KEPT} |",
-        f"| turns of a loop that does not look whether the launch is to end | {function.FREE_TURNS} |",
+        f"| turns of a loop that does not look whether the launch is to end | {arithmetic.FREE_TURNS} |",
     ]
     return "\n".join(out) + "\n"
 
