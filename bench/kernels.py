@@ -1,7 +1,7 @@
-"""Triton's kernels: what capturing a launch costs, and their time on PoCL against torch and against Triton's own interpreter.
+"""Kernels in Triton and CUDA C: what capturing a launch costs, their time on PoCL against torch and Triton's own interpreter.
 
-Run: .venv/bin/python bench/kernels.py [--json] [--repeat N]. Needs Triton and pyopencl. All sides compute with two threads, but
-for the interpreter, which has one.
+Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c]. Needs Triton (but for --cuda-c) and pyopencl. All sides
+compute with two threads, but for the interpreter, which has one.
 """
 
 import argparse
@@ -100,6 +100,67 @@ def timed(work, repeat, after=lambda: None):
     return statistics.median(found)
 
 
+def cuda_works(place):
+    """Of kernels in CUDA C: name, goal against torch, the kernel's work (None on the CPU), torch's."""
+    import wooly
+
+    from tests.kernels import cuda_kernels as kernels
+
+    torch.manual_seed(0)
+    x, y, rows, a, b = [
+        torch.randn(*s).to(place) for s in ((1 << 20,), (1 << 20,), (1024, 1024), (256, 256), (256, 256))
+    ]
+    values = torch.randint(0, 64, (1 << 20,), dtype=torch.int32).to(place)
+    out, product, sums = torch.empty_like(x), torch.empty_like(a), torch.zeros(1024).to(place)
+    bins, n = torch.zeros(64, dtype=torch.int32).to(place), 1 << 20
+
+    def launch(source, name, grid, block, args, **more):
+        kernel = wooly.cuda_kernel(source, name)
+        return lambda: kernel(grid, block, args, **more)
+
+    one, many = (256, 1, 1), (n // 256, 1, 1)
+    add, count = kernels.ADD, kernels.HISTOGRAM
+    reduce, warps = kernels.REDUCE, kernels.WARPS
+    tiles, product_args = (16, 16, 1), [a, b, product, 256, 256, 256]
+    return [
+        ("vector add, 1M", 30.0, launch(add, "add", many, one, [x, y, out, n]), lambda: x + y),
+        ("histogram, 1M", 10.0, launch(count, "histogram", (16, 1, 1), one, [values, bins, n]),
+         lambda: values.bincount(minlength=64)),
+        ("sum, 1M", 150.0, launch(reduce, "reduce", (64, 1, 1), one, [x, sums, n], shared_mem=1024), lambda: x.sum()),
+        ("sums of rows by warps, 1024 x 1024", 200.0, launch(warps, "row_sums", (1024, 1, 1), one, [rows, sums, 1024]),
+         lambda: rows.sum(1)),
+        ("matmul with tiles, 256", 150.0, launch(kernels.MATMUL, "matmul", tiles, tiles, product_args), lambda: a @ b),
+    ]  # fmt: skip
+
+
+def cuda_rows(repeat):
+    """What launches in CUDA C cost, on an attached device."""
+    import wooly
+
+    from tests.kernels.cuda_kernels import ADD
+
+    local = {name: timed(theirs, repeat) for name, _, _, theirs in cuda_works("cpu")}
+    x, n = torch.randn(1024, device="cuda"), 2000
+    add, args = wooly.cuda_kernel(ADD, "add"), [x, x, torch.empty_like(x), 1024]
+
+    def launches():
+        for _ in range(n):
+            add((4, 1, 1), (256, 1, 1), args)
+
+    launches()
+    torch.cuda.synchronize()
+    costs = []
+    for _ in range(repeat):
+        begun = time.process_time()
+        launches()
+        costs.append((time.process_time() - begun) / n * 1e6)
+        torch.cuda.synchronize()
+    yield row("CUDA C: capture of a launch, cached (client's CPU)", "us", statistics.median(costs), None, 50.0)
+    for name, goal, work, _ in cuda_works("cuda"):
+        ours = timed(work, repeat, torch.cuda.synchronize)
+        yield row(f"CUDA C: {name}, against torch", "ms", ours, local[name], goal)
+
+
 def interpreted():
     """In a process of its own with TRITON_INTERPRET=1: one run of each work, in ms."""
     found = {}
@@ -150,6 +211,20 @@ def rows_of(repeat):
             yield row(f"{name}, against torch", "ms", ours, local[name], goal)
             if name in slow:
                 yield row(f"{name}, against Triton's interpreter", "ms", ours, slow[name], 0.1)
+        yield from cuda_rows(repeat)
+        api.disable()
+
+
+def cuda_rows_alone(repeat):
+    """Without Triton."""
+    from wooly import api
+    from wooly_testkit.executor import executor_process
+
+    torch.set_num_threads(THREADS)
+    with executor_process(runtime="opencl", threads=THREADS) as running:
+        api.attach(running.endpoints, running.session_id, running.token)
+        api.install_facade()
+        yield from cuda_rows(repeat)
         api.disable()
 
 
@@ -157,12 +232,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--cuda-c", action="store_true", help="the kernels in CUDA C alone, which need no Triton")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.interpreted:
         interpreted()
         return
-    rows = list(rows_of(args.repeat))
+    rows = list((cuda_rows_alone if args.cuda_c else rows_of)(args.repeat))
     if args.json:
         print(json.dumps(rows))
     else:

@@ -8,14 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["disable", "enable", "is_enabled", "session_stats"]
+__all__ = ["cuda_kernel", "disable", "enable", "is_enabled", "session_stats"]
 
 if TYPE_CHECKING:
     from wooly.api import disable, enable, is_enabled, session_stats
+    from wooly.kernels.cuda_c import cuda_kernel
 
 
 def __getattr__(name: str) -> Any:
     """Load the API, and with it torch, only when it is asked for: `wooly status` needs neither."""
+    if name == "cuda_kernel":
+        from wooly.kernels.cuda_c import cuda_kernel
+
+        return cuda_kernel
     if name in __all__:
         from wooly import api
 

@@ -80,6 +80,10 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
     try:
         program = cl.Program(device.context, text).build(options=opencl.OPTIONS, cache_dir=False)
         kernel = cl.Kernel(program, entry)
+        (chip,) = device.context.devices
+        local = kernel.get_work_group_info(cl.kernel_work_group_info.LOCAL_MEM_SIZE, chip)
+        if local > chip.local_mem_size:
+            raise BuildError(f"kernel {entry}: {local} bytes of a group's memory, the device has {chip.local_mem_size}")
         status = np.zeros(STATUS_WORDS, np.int32)
         status[0] = 1  # so that it is finished for these groups, and does nothing
         memory = opencl.wrap(device, np.zeros(64, np.uint8))

@@ -56,7 +56,10 @@ class Lowered:
 
 
 #: Per language the module whose `lower` makes OpenCL C of a request; imported when first asked for.
-LANGUAGES: Final[dict[str, str]] = {"ttir": "wooly_compiler.foreign.ttir"}
+LANGUAGES: Final[dict[str, str]] = {
+    "ttir": "wooly_compiler.foreign.ttir",
+    "cuda-c": "wooly_compiler.cudac.lower",
+}
 
 
 def lower(language: str, request: Request) -> Lowered:

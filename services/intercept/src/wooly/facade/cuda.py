@@ -11,6 +11,7 @@ import torch
 from wooly.devices import Devices
 from wooly.facade.memory import Memory
 from wooly.facade.streams import device_context, device_of
+from wooly.kernels.cuda_c import compile_kernel
 
 #: What every device says: enough for whatever asks before it takes a path.
 _CAPABILITY = (8, 0)
@@ -58,6 +59,7 @@ class Answers:
             "utilization": lambda d=None: 0,
             "device": device_context,
             "device_of": device_of,
+            "_compile_kernel": compile_kernel,
             **self._memory.answers(),
         }.items():
             yield (torch.cuda, name, value)

@@ -1,0 +1,110 @@
+"""What is built in, one table each; the reference page is written from them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_OF_ONE: Final = (
+    "sqrt rsqrt cbrt exp exp2 exp10 expm1 log log2 log10 log1p sin cos tan sinpi cospi asin acos atan sinh cosh tanh "
+    "asinh acosh atanh erf erfc tgamma lgamma floor ceil trunc round rint fabs"
+)
+#: Functions of floating point numbers: names without the `f` that makes them single, and how many arguments they take.
+MATH: Final[dict[str, int]] = (
+    dict.fromkeys(
+        _OF_ONE.split(),
+        1,
+    )
+    | dict.fromkeys(["pow", "fmod", "atan2", "hypot", "copysign", "fmin", "fmax", "fdim", "remainder"], 2)
+    | {"fma": 3}
+)
+#: Other names of the same: CUDA's fast forms are as exact as the others here.
+SAME: Final[dict[str, str]] = {
+    "nearbyint": "rint", "nearbyintf": "rintf", "__expf": "expf", "__exp10f": "exp10f", "__logf": "logf", "__log2f": "log2f",
+    "__log10f": "log10f", "__sinf": "sinf", "__cosf": "cosf", "__tanf": "tanf", "__powf": "powf", "__fsqrt_rn": "sqrtf",
+    "__frsqrt_rn": "rsqrtf", "__fmaf_rn": "fmaf", "__fma_rn": "fma", "__dsqrt_rn": "sqrt",
+}  # fmt: skip
+#: Operators by a name.
+OPERATORS: Final[dict[str, tuple[str, str]]] = {
+    f"__{kind}{name}_rn": (op, scalar)
+    for kind, scalar in (("f", "f32"), ("d", "f64"))
+    for name, op in (("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"))
+} | {"__fdividef": ("/", "f32"), "__mul24": ("*", "i32"), "__umul24": ("*", "u32")}
+#: Functions with fixed types: arguments, result.
+PLAIN: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "__popc": (("u32",), "i32"), "__popcll": (("u64",), "i32"), "__clz": (("i32",), "i32"), "__clzll": (("i64",), "i32"),
+    "__ffs": (("i32",), "i32"), "__ffsll": (("i64",), "i32"), "__brev": (("u32",), "u32"), "__mulhi": (("i32", "i32"), "i32"),
+    "__umulhi": (("u32", "u32"), "u32"), "__float_as_int": (("f32",), "i32"), "__int_as_float": (("i32",), "f32"),
+    "__float_as_uint": (("f32",), "u32"), "__uint_as_float": (("u32",), "f32"), "__double_as_longlong": (("f64",), "i64"),
+    "__longlong_as_double": (("i64",), "f64"), "__float2int_rn": (("f32",), "i32"), "__float2int_rz": (("f32",), "i32"),
+    "__float2int_rd": (("f32",), "i32"), "__float2int_ru": (("f32",), "i32"), "__int2float_rn": (("i32",), "f32"),
+    "__uint2float_rn": (("u32",), "f32"), "__double2float_rn": (("f64",), "f32"), "__saturatef": (("f32",), "f32"),
+    "__frcp_rn": (("f32",), "f32"), "lrintf": (("f32",), "i64"), "__sad": (("i32", "i32", "u32"), "u32"),
+}  # fmt: skip
+#: Questions about a floating point number.
+ASKED: Final = ("isnan", "isinf", "isfinite", "signbit")
+#: Numbers of any kind, in their common type.
+EXTREMES: Final = {"min": "min", "max": "max", "umin": "min", "umax": "max"}
+#: Loads with a hint that means nothing here.
+LOADS: Final = ("__ldg", "__ldca", "__ldcg", "__ldcs")
+#: Atomic operations: what they do, and for which types.
+ATOMICS: Final[dict[str, tuple[str, tuple[str, ...]]]] = {
+    "atomicAdd": ("add", ("i32", "u32", "i64", "u64", "f32", "f64")),
+    "atomicSub": ("sub", ("i32", "u32")),
+    "atomicExch": ("exchange", ("i32", "u32", "i64", "u64", "f32")),
+    "atomicMin": ("min", ("i32", "u32", "i64", "u64")),
+    "atomicMax": ("max", ("i32", "u32", "i64", "u64")),
+    "atomicAnd": ("and", ("i32", "u32", "i64", "u64")),
+    "atomicOr": ("or", ("i32", "u32", "i64", "u64")),
+    "atomicXor": ("xor", ("i32", "u32", "i64", "u64")),
+    "atomicInc": ("increase", ("u32",)),
+    "atomicDec": ("decrease", ("u32",)),
+    "atomicCAS": ("compare", ("i32", "u32", "i64", "u64")),
+}
+#: All threads of a block wait for each other: where every thread comes by, or none does.
+BARRIERS: Final = ("__syncthreads", "__syncwarp", "__syncthreads_count", "__syncthreads_and", "__syncthreads_or")
+FENCES: Final = ("__threadfence", "__threadfence_block", "__threadfence_system")
+#: Between the 32 threads of a warp. Without subgroups they go through shared memory, and bind like a barrier.
+WARP: Final = (
+    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync"
+)  # fmt: skip
+SHUFFLED: Final = ("i32", "u32", "i64", "u64", "f32", "f64")
+#: Known, and not offered: what to do instead.
+ABSENT: Final[dict[str, str]] = {
+    "__activemask": "name the threads: 0xffffffff",
+    "__match_any_sync": "compare values through shared memory",
+    "__match_all_sync": "compare values through shared memory",
+    "__reduce_add_sync": "shuffle with __shfl_down_sync",
+    "__reduce_min_sync": "shuffle with __shfl_down_sync",
+    "__reduce_max_sync": "shuffle with __shfl_down_sync",
+    "__nanosleep": "a kernel does not wait",
+    "clock": "a kernel has no clock",
+    "clock64": "a kernel has no clock",
+    "sincosf": "call sinf and cosf",
+    "sincos": "call sin and cos",
+    "memcpy": "copy in a loop",
+    "memset": "write in a loop",
+    "__half2float": "cast tensors to float",
+    "__float2half": "cast tensors to float",
+    "__shfl": "say which threads take part: __shfl_sync",
+    "__shfl_down": "say which threads take part: __shfl_down_sync",
+    "__shfl_up": "say which threads take part: __shfl_up_sync",
+    "__shfl_xor": "say which threads take part: __shfl_xor_sync",
+    "__ballot": "say which threads take part: __ballot_sync",
+    "__any": "say which threads take part: __any_sync",
+    "__all": "say which threads take part: __all_sync",
+}
+#: Where a thread is. The first varies from thread to thread, the others do not.
+PLACES: Final = {"threadIdx": "tid", "blockIdx": "bid", "blockDim": "bdim", "gridDim": "gdim"}
+#: Numbers by name.
+NUMBERS: Final[dict[str, tuple[str, str]]] = {
+    "INFINITY": ("f32", "inf"), "CUDART_INF_F": ("f32", "inf"), "CUDART_INF": ("f64", "inf"), "HUGE_VALF": ("f32", "inf"),
+    "NAN": ("f32", "nan"), "CUDART_NAN_F": ("f32", "nan"), "CUDART_NAN": ("f64", "nan"),
+    "FLT_MAX": ("f32", "3.402823466e+38"), "FLT_MIN": ("f32", "1.175494351e-38"), "FLT_EPSILON": ("f32", "1.192092896e-07"),
+    "DBL_MAX": ("f64", "1.7976931348623157e+308"), "DBL_EPSILON": ("f64", "2.220446049250313e-16"),
+    "M_PI": ("f64", "3.141592653589793"), "M_E": ("f64", "2.718281828459045"), "M_SQRT2": ("f64", "1.4142135623730951"),
+    "M_SQRT1_2": ("f64", "0.7071067811865476"), "M_LOG2E": ("f64", "1.4426950408889634"), "M_LN2": ("f64", "0.6931471805599453"),
+    "CUDART_PI_F": ("f32", "3.141592654"), "INT_MAX": ("i32", "2147483647"), "INT_MIN": ("i32", "-2147483648"),
+    "UINT_MAX": ("u32", "4294967295"), "LLONG_MAX": ("i64", "9223372036854775807"), "LLONG_MIN": ("i64", "-9223372036854775808"),
+    "ULLONG_MAX": ("u64", "18446744073709551615"), "INT32_MAX": ("i32", "2147483647"), "UINT32_MAX": ("u32", "4294967295"),
+    "warpSize": ("i32", "32"), "CHAR_BIT": ("i32", "8"),
+}  # fmt: skip

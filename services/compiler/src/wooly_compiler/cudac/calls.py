@@ -1,0 +1,461 @@
+"""Calls: of the source's own functions, of what is built in, and clear words for what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wooly_wis.cudac.errors import CudaSourceError
+from wooly_wis.cudac.tree import Call, Function, Named, Node, PointerTo, ReferenceTo, Written
+from wooly_wis.cudac.words import REFUSED, VECTOR_TYPES
+
+from wooly_compiler.cudac import builtins
+from wooly_compiler.cudac.helpers import ASSERTION, PASS, TRAP
+from wooly_compiler.cudac.scope import Bound, literal
+from wooly_compiler.cudac.types import (
+    B1,
+    F32,
+    F64,
+    I32,
+    U32,
+    VOID,
+    Pointer,
+    Scalar,
+    Type,
+    Vector,
+    Void,
+    common,
+    promoted,
+)
+from wooly_compiler.cudac.values import Value
+
+if TYPE_CHECKING:
+    from wooly_compiler.cudac.function import FunctionPrinter
+
+
+def call(printer: FunctionPrinter, node: Call) -> Value:
+    """What a call gives.
+
+    Raises:
+        CudaSourceError: there is no such function, or not for these arguments.
+    """
+    name = node.name.name
+    own = printer.whole.unit.functions.get(name)
+    if own is not None:
+        return _own(printer, node, own)
+    name = builtins.SAME.get(name, name)
+    for group, found in _GROUPS:
+        if name in group:
+            return found(printer, node, name)
+    plain = name[:-1] if name.endswith("f") and name[:-1] in builtins.MATH else name
+    if plain in builtins.MATH:
+        return _math(printer, node, plain, single=plain != name)
+    if name in ("abs", "labs", "llabs", "fabsf"):
+        return _abs(printer, node)
+    if name.startswith("make_") and name[5:] in VECTOR_TYPES:
+        scalar, n = VECTOR_TYPES[name[5:]]
+        kind = Vector(Scalar(scalar), n)
+        values = [printer.converted(v, kind.of, node.line) for v in _arguments(printer, node, n)]
+        return Value(
+            printer.built(kind, [v.text for v in values]), kind, None, "", "", any(v.varying for v in values)
+        )  # fmt: skip
+    if name in builtins.ABSENT:
+        raise CudaSourceError(f"{name} is not offered: {builtins.ABSENT[name]}", node.line)
+    if name in REFUSED:
+        raise CudaSourceError(f"{name}: {REFUSED[name]}", node.line)
+    raise CudaSourceError(f"there is no function {name}", node.line)
+
+
+def _arguments(printer: FunctionPrinter, node: Call, *counts: int) -> list[Value]:
+    if len(node.args) not in counts:
+        wanted = " or ".join(str(n) for n in counts)
+        raise CudaSourceError(f"{node.name.name} takes {wanted} arguments, {len(node.args)} were given", node.line)
+    if node.name.template is not None:
+        raise CudaSourceError(f"{node.name.name} is no template", node.line)
+    return [printer.value(a) for a in node.args]
+
+
+def _scalars(printer: FunctionPrinter, node: Call, *counts: int) -> list[tuple[Value, Scalar]]:
+    out = []
+    for value in _arguments(printer, node, *counts):
+        if not isinstance(value.type, Scalar):
+            raise CudaSourceError(f"{node.name.name} of {value.type}", node.line)
+        out.append((value, value.type))
+    return out
+
+
+def _math(printer: FunctionPrinter, node: Call, name: str, single: bool) -> Value:
+    given = _scalars(printer, node, builtins.MATH[name])
+    kind = F32 if single else F64
+    if not single and all(k == F32 for _, k in given):
+        kind = F32
+    values = [printer.converted(v, kind, node.line) for v, _ in given]
+    varying = any(v.varying for v in values)
+    called = f"w_{name}_{kind.name}" if name in ("fmin", "fmax") else printer.dialect.call(name, kind == F32)
+    return Value(f"{called}({', '.join(v.text for v in values)})", kind, None, "", "", varying)
+
+
+def _abs(printer: FunctionPrinter, node: Call) -> Value:
+    ((value, kind),) = _scalars(printer, node, 1)
+    if kind.real or node.name.name == "fabsf":
+        return _math(printer, node, "fabs", single=kind == F32 or node.name.name == "fabsf")
+    kind = promoted(kind)
+    x = printer.converted(value, kind, node.line)
+    minus = printer.operate("-", Value("0", I32, 0), x, node.line)
+    return printer.select(f"({x.text} < 0)", minus, x, kind)
+
+
+def _extreme(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    (a, ka), (b, kb) = _scalars(printer, node, 2)
+    kind = common(ka, kb)
+    what = builtins.EXTREMES[name]
+    x, y = printer.converted(a, kind, node.line), printer.converted(b, kind, node.line)
+    varying = a.varying or b.varying
+    if kind.real:
+        return Value(f"w_f{what}_{kind.name}({x.text}, {y.text})", kind, None, "", "", varying)
+    helper = printer.helpers.extreme(kind, what)
+    const = None if x.const is None or y.const is None else (min if what == "min" else max)(x.const, y.const)
+    if const is not None:
+        return Value(literal(kind, const), kind, const)
+    return Value(f"{helper}({x.text}, {y.text})", kind, None, "", "", varying)
+
+
+def _plain(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    kinds, result = builtins.PLAIN[name]
+    given = _scalars(printer, node, len(kinds))
+    values = [printer.converted(v, Scalar(k), node.line) for (v, _), k in zip(given, kinds, strict=True)]
+    x = ", ".join(v.text for v in values)
+    kind = Scalar(result)
+    rounding = {"rn": "rint", "rz": "trunc", "rd": "floor", "ru": "ceil"}
+    if name.startswith("__float2int"):
+        text = f"w_f32_to_i32({printer.dialect.call(rounding[name[-2:]], True)}({x}))"
+    elif name == "lrintf":
+        text = f"w_f32_to_i64({printer.dialect.call('rint', True)}({x}))"
+    elif name == "__frcp_rn":
+        text = f"(1.0f / {x})"
+    elif "_as_" in name:
+        bits = "u64" if kind.size == 8 else "u32"
+        source = Scalar(kinds[0])
+        text = (
+            f"w_as_{bits}_{source.name}({x})" if source.real else f"w_as_{kind.name}_{bits}(({Scalar(bits).text})({x}))"
+        )
+        if not kind.real:
+            text = f"(({kind.text}){text})"
+    elif name.endswith("_rn"):
+        text = f"(({kind.text})({x}))"
+    else:
+        text = f"w_{name.strip('_')}({x})"
+    return Value(text, kind, None, "", "", any(v.varying for v in values))
+
+
+def _operator(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    op, scalar = builtins.OPERATORS[name]
+    given = _scalars(printer, node, 2)
+    a, b = (printer.converted(v, Scalar(scalar), node.line) for v, _ in given)
+    return printer.operate(op, a, b, node.line)
+
+
+def _asked(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    ((value, kind),) = _scalars(printer, node, 1)
+    if not kind.real:
+        value, kind = printer.converted(value, F64, node.line), F64
+    bits, one = ("u32", "u") if kind == F32 else ("u64", "ul")
+    shift, exponent = (23, 0xFF) if kind == F32 else (52, 0x7FF)
+    x = f"w_as_{bits}_{kind.name}({value.text})"
+    low = (1 << (shift + kind.size * 8 - shift - 1)) - 1
+    infinite = exponent << shift
+    text = {
+        "isnan": f"(({x} & {low}{one}) > {infinite}{one})",
+        "isinf": f"(({x} & {low}{one}) == {infinite}{one})",
+        "isfinite": f"(({x} & {low}{one}) < {infinite}{one})",
+        "signbit": f"({x} > {low}{one})",
+    }[name]
+    return Value(text, B1, None, "", "", value.varying)
+
+
+def _load(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    (pointer,) = _arguments(printer, node, 1)
+    return printer.loaded(printer.at(pointer, node.line), node.line)
+
+
+# -- memory and other threads ----------------------------------------------------------------------------------------------
+
+
+def _atomic(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    what, kinds = builtins.ATOMICS[name]
+    pointer, *given = _arguments(printer, node, 3 if what == "compare" else 2)
+    to = printer.at(pointer, node.line)
+    if not isinstance(to.type, Scalar) or to.type.name not in kinds:
+        raise CudaSourceError(
+            f"{name} of {to.type} is not offered: it is for {', '.join(str(Scalar(k)) for k in kinds)}", node.line
+        )
+    if to.readonly or to.space == "c":
+        raise CudaSourceError(f"{to.root or 'this'} is const: no {name}", node.line)
+    if to.space == "p":
+        raise CudaSourceError(f"{name} of what one thread alone has", node.line)
+    values = [printer.converted(v, to.type, node.line) for v in given]
+    if what == "sub":
+        what = "add"
+        values = [printer.converted(printer.operate("-", Value("0", I32, 0), values[0], node.line), to.type, node.line)]
+    helper = printer.helpers.atomic(to.space, to.type, what)
+    place = printer.whole.place(node.line, to.root)
+    printer.whole.wrote(to.root)
+    text = f"{helper}({PASS}, {to.text}, {', '.join(v.text for v in values)}, {place})"
+    return Value(text, to.type, None, "", "", True)
+
+
+def _barrier(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    counts = name not in ("__syncthreads", "__syncwarp")
+    given = (
+        _arguments(printer, node, 1)
+        if counts
+        else _arguments(printer, node, *((0, 1) if name == "__syncwarp" else (0,)))
+    )
+    if name == "__syncwarp" and printer.dialect.subgroups:
+        return Value(printer.dialect.fence, VOID)
+    printer.all_threads(name, node.line, name == "__syncwarp")
+    if not counts:
+        if printer.grouped:
+            printer.boundary()
+        return Value("" if printer.dialect.flat else printer.dialect.barrier, VOID)
+    truth = printer.as_truth(given[0], node.line)
+    if not printer.dialect.flat:
+        how = {"__syncthreads_count": "w_count", "__syncthreads_and": "w_every", "__syncthreads_or": "w_some"}[name]
+        return Value(f"{how}({truth.text})", I32)
+    if not printer.grouped:
+        return Value("0", I32)  # not yet: it is printed again
+    votes = printer.kept("w_b1", truth.text, 1)
+    printer.boundary()
+    text = printer.block_value("w_i32", f"{printer.helpers.count()}({PASS}, {votes})")
+    if name.endswith("_and"):
+        text = f"({text} == {printer.whole.threads})"
+    elif name.endswith("_or"):
+        text = f"({text} != 0)"
+    return Value(text, I32)
+
+
+def _fence(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    _arguments(printer, node, 0)
+    return Value(printer.dialect.fence, VOID)
+
+
+def _warp(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    shuffle = name.startswith("__shfl")
+    given = _scalars(printer, node, *((3, 4) if shuffle else (2,)))
+    if not printer.dialect.subgroups:
+        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+    mask = printer.converted(given[0][0], U32, node.line)
+    if not shuffle:
+        truth = printer.as_truth(given[1][0], node.line)
+        # all say yes where none says no
+        asked = f"(!{truth.text})" if name == "__all_sync" else truth.text
+        if printer.dialect.subgroups:
+            text = f"{printer.helpers.ballot()}({PASS}, {mask.text}, {asked})"
+        elif printer.grouped:
+            masks, votes = printer.kept("w_u32", mask.text, 4), printer.votes(asked)
+            printer.boundary()
+            text = f"{printer.helpers.ballot()}({PASS}, {masks}[w_t], {votes})"
+        else:
+            text = "0u"  # not yet: it is printed again
+        if name == "__ballot_sync":
+            return Value(text, U32, None, "", "", True)
+        return Value(f"({text} {'==' if name == '__all_sync' else '!='} 0u ? 1 : 0)", I32, None, "", "", True)
+    value, kind = given[1]
+    if kind.size < 4:
+        kind = promoted(kind)
+        value = printer.converted(value, kind, node.line)
+    by = printer.converted(given[2][0], U32, node.line)
+    width = printer.converted(given[3][0], U32, node.line).text if len(given) == 4 else "32u"
+    how = name.removeprefix("__shfl").removesuffix("_sync")
+    if printer.dialect.subgroups:
+        helper = printer.helpers.shuffle(kind, how)
+        return Value(f"{helper}({PASS}, {mask.text}, {value.text}, {by.text}, {width})", kind, None, "", "", True)
+    if not printer.grouped:
+        return Value(value.text, kind, None, "", "", True)  # not yet: it is printed again
+    values = printer.kept(kind.text, value.text, kind.size)
+    source = printer.kept("w_u32", f"(w_t & ~31u) | {printer.helpers.lane(how)}(w_t & 31u, {by.text}, {width})", 4)
+    printer.boundary()
+    # a thread that is not there gives nothing
+    text = f"{values}[{source}[w_t] < {printer.whole.threads}u ? {source}[w_t] : w_t]"
+    return Value(text, kind, None, "", "", True)
+
+
+def _assert(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    (value,) = _arguments(printer, node, 1)
+    truth = printer.as_truth(value, node.line)
+    place = printer.whole.place(node.line, "an assertion")
+    return Value(f"(void)({truth.text} ? 0 : (w_fault(w_status, {ASSERTION}, {place}), 0))", VOID)
+
+
+def _trap(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    _arguments(printer, node, 0)
+    place = printer.whole.place(node.line, "a trap")
+    return Value(f"w_fault(w_status, {TRAP}, {place})", VOID)
+
+
+_GROUPS = (
+    (builtins.ATOMICS, _atomic),
+    (builtins.BARRIERS, _barrier),
+    (builtins.FENCES, _fence),
+    (builtins.WARP, _warp),
+    (builtins.EXTREMES, _extreme),
+    (builtins.PLAIN, _plain),
+    (builtins.OPERATORS, _operator),
+    (builtins.ASKED, _asked),
+    (builtins.LOADS, _load),
+    (("assert",), _assert),
+    (("__trap",), _trap),
+)
+
+# -- the source's own functions --------------------------------------------------------------------------------------------
+
+
+def _own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -> Value:
+    name, line = node.name.name, node.line
+    fitting = [f for f in candidates if len(f.params) == len(node.args)]
+    if not fitting:
+        wanted = " or ".join(sorted({str(len(f.params)) for f in candidates}))
+        raise CudaSourceError(f"{name} takes {wanted} arguments, {len(node.args)} were given", line)
+    values = [printer.expression(a) for a in node.args]
+    if len(fitting) > 1:
+        loaded = [printer.loaded(v, line).type if v.type is not VOID else v.type for v in values]
+        exact = [f for f in fitting if not f.template and _exact(printer, f, loaded)]
+        if len(exact) != 1:
+            raise CudaSourceError(f"which {name} is meant cannot be told by the types of its arguments", line)
+        fitting = exact
+    function = fitting[0]
+    if function.kernel:
+        raise CudaSourceError(f"{name} is a kernel: it is launched, not called", line)
+    bound = bind(printer.whole, function, node.name.template or [], [v.type for v in values], printer.bound, line)
+    arguments: list[Value] = []
+    texts: list[str] = []
+    for param, value in zip(function.params, values, strict=True):
+        if isinstance(param.type, ReferenceTo):
+            to = printer.memory(value, line)
+            kind = printer.types.of(param.type.to, bound, param.line)
+            if kind != to.type:
+                raise CudaSourceError(
+                    f"{name} wants a reference to {kind} as {param.name}, and is given {to.type}", line
+                )
+            const = isinstance(param.type.to, Named) and param.type.to.const
+            if to.readonly and not const:
+                raise CudaSourceError(f"{to.root or 'this'} is const, and {name} may change {param.name}", line)
+            arguments.append(Value("", kind, None, "mem", to.space, to.varying, to.root, const))
+            texts.append(to.text)
+            continue
+        value = printer.loaded(value, line)
+        kind = printer.types.of(param.type, bound, param.line)
+        value = printer.converted(value, kind, line)
+        arguments.append(Value("", value.type, None, "", "", value.varying, value.root))
+        texts.append(value.text)
+    instance, facts = printer.whole.instance(
+        function, bound, arguments, printer.cause, printer.masked and bool(printer.cause), line
+    )
+    printer.weight += instance.weight
+    printer.free += instance.free
+    printer.private += instance.private
+    from wooly_compiler.cudac.arithmetic import POINTER, held_size
+
+    result = instance.result
+    if instance.barriers:
+        printer.all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
+        if printer.dialect.flat:
+            if not printer.grouped:
+                return Value("0" if isinstance(result, Scalar) else "", result)  # not yet: it is printed again
+            passed = [
+                printer.kept(f"w_{a.space}p", t, POINTER)
+                if a.place == "mem"
+                else printer.kept(a.type.text, t, held_size(a.type))
+                for a, t in zip(arguments, texts, strict=True)
+            ]
+            if not isinstance(result, Void):
+                passed.append(printer.room(result))
+            if instance.masked:
+                passed.append(printer.active)
+            printer.boundary()
+            printer.line(f"{instance.name}({', '.join([PASS, *passed])});")
+            text = "" if isinstance(result, Void) else f"{passed[len(texts)]}[w_t]"
+            return Value(text, result, None, "", "", facts.result_varying, facts.result_root)
+    text = f"{instance.name}({', '.join([PASS, *texts])})"
+    return Value(text, result, None, "", "", facts.result_varying, facts.result_root)
+
+
+def _exact(printer: FunctionPrinter, function: Function, given: Sequence[Type]) -> bool:
+    for param, kind in zip(function.params, given, strict=True):
+        written = param.type.to if isinstance(param.type, ReferenceTo) else param.type
+        wanted = printer.types.of(written, Bound(), param.line)
+        if isinstance(wanted, Pointer) and isinstance(kind, Pointer):
+            if wanted.to != kind.to:
+                return False
+        elif wanted != kind:
+            return False
+    return True
+
+
+def bind(
+    whole: object,
+    function: Function,
+    given: Sequence[Written | Node],
+    arguments: Sequence[Type],
+    outer: Bound,
+    line: int,
+) -> Bound:
+    """What a function's template parameters stand for: as they are given, found from arguments, or by default.
+
+    Raises:
+        CudaSourceError: one is not known.
+    """
+    from wooly_compiler.cudac.translate import Translation
+
+    assert isinstance(whole, Translation)
+    bound = whole.constants()
+    if len(given) > len(function.template):
+        raise CudaSourceError(
+            f"{function.name} takes {len(function.template)} template arguments, {len(given)} were given", line
+        )
+    for k, param in enumerate(function.template):
+        chosen = given[k] if k < len(given) else None
+        origin = outer
+        if chosen is None:
+            for p, kind in zip(function.params, arguments, strict=False):
+                found = _unified(p.type, kind, param.name)
+                if found is not None and param.kind is None:
+                    bound.types[param.name] = found
+                    break
+            if param.name in bound.types and param.kind is None:
+                continue
+            chosen, origin = param.default, bound
+        if chosen is None:
+            raise CudaSourceError(
+                f"{function.name}: what its template parameter {param.name} is cannot be told here", line
+            )
+        if param.kind is None:
+            if isinstance(chosen, Node):
+                raise CudaSourceError(f"{function.name}: {param.name} is a type, and is given a number", line)
+            bound.types[param.name] = whole.types.of(chosen, origin, line)
+        else:
+            if not isinstance(chosen, Node):
+                raise CudaSourceError(f"{function.name}: {param.name} is a number, and is given a type", line)
+            kind = whole.types.of(param.kind, bound, line)
+            if not isinstance(kind, Scalar) or kind.real:
+                raise CudaSourceError(f"{function.name}: {param.name} is no whole number", line)
+            from wooly_compiler.cudac.types import wrapped
+
+            bound.numbers[param.name] = (kind, wrapped(whole.types.constant(chosen, origin), kind))
+    return bound
+
+
+def _unified(written: Written, kind: Type, name: str) -> Type | None:
+    """What a template's type is, if an argument of that type is given for what is written."""
+    if isinstance(written, Named):
+        return kind if written.name == name else None
+    if isinstance(written, ReferenceTo):
+        return _unified(written.to, kind, name)
+    if isinstance(written, PointerTo):
+        from wooly_compiler.cudac.types import Array
+
+        if isinstance(kind, Pointer):
+            return _unified(written.to, kind.to, name)
+        if isinstance(kind, Array):
+            return _unified(written.to, kind.of, name)
+    return None

@@ -1,0 +1,51 @@
+"""The same kernels in the C of GPUs: they build for chips that are not here, with the same checks. Nobody runs them here.
+
+One kernel calls every function that the reference page names.
+"""
+
+import pytest
+from wooly_compiler.build.targets import target
+from wooly_compiler.build.toolchains import missing
+from wooly_compiler.build.worker import BuildWorker, Limits
+from wooly_compiler.cudac.dialects import DIALECTS
+from wooly_compiler.cudac.translate import translate
+from wooly_compiler.render.printer import Source
+
+from tests.kernels import cuda_kernels as kernels
+
+B = "buffer"
+CASES = [
+    (kernels.ADD, "add", (B, B, B, "i64"), (256, 1, 1), ""),
+    (kernels.HISTOGRAM, "histogram", (B, B, "i64"), (96, 1, 1), ""),
+    (kernels.REDUCE, "reduce", (B, B, "i64"), (128, 1, 1), ""),
+    (kernels.WARPS, "row_sums", (B, B, "i64"), (256, 1, 1), ""),
+    (kernels.WARPS, "votes", (B, B, B), (64, 1, 1), ""),
+    (kernels.TEMPLATE, "scale", (B, B, "i64"), (128, 1, 1), "double, 3, true"),
+    (kernels.STENCIL, "stencil", (B, B, "i64", "i64"), (16, 8, 1), ""),
+    (kernels.MATMUL, "matmul", (B, B, B, "i64", "i64", "i64"), (16, 16, 1), ""),
+    (kernels.MANY, "many", (B, B, "f64", "b1", "i64"), (1, 1, 1), ""),
+    (kernels.every_function(), "everything", (B, B, B, B, B, B), (64, 1, 1), ""),
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with BuildWorker(Limits(seconds=100)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", ["opencl:cpu", "cuda:sm_90", "hip:gfx942"])
+@pytest.mark.parametrize("case", CASES, ids=[c[1] for c in CASES])
+def test_kernel_builds(name, case, worker):
+    where = target(name)
+    why = missing(where.toolchain)
+    if why:
+        pytest.skip(why)
+    text, entry, arguments, block, template = case
+    if where.toolchain == "hip" and entry == "everything":
+        text = kernels.every_function(
+            vendors=False
+        )  # AMD's functions are in a library that is linked where the chip is
+    made = translate(text, entry, arguments, block, template=template, shared=512, dialect=DIALECTS[where.toolchain])
+    source = Source(made.entry, where.dialect.name, made.text, 1, block[0] * block[1] * block[2])
+    assert len(worker.build(source, where)) > 1000
