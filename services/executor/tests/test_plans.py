@@ -14,7 +14,7 @@ import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
-from wooly_bus.channel import ChannelClosedError, Endpoint
+from wooly_bus.channel import Endpoint
 from wooly_bus.errors import NoResponderError
 from wooly_bus.rpc import ControlClient
 from wooly_executor.runtime.opencl import OpenClRuntime
@@ -382,5 +382,5 @@ def test_standalone_executor_has_no_compiler_and_says_so_to_those_who_need_one(e
 
 @pytest.mark.parametrize("jit", ["yes", "", 1, None, ["exact"]])
 def test_unknown_way_to_run_is_refused(executor, wis, jit):
-    with pytest.raises(ChannelClosedError):
+    with pytest.raises(wis.error, match="is not known here; 0, exact and full are"):
         wis.client(Endpoint.parse(executor.endpoints[0]), executor.session_id, executor.token, jit=jit)

@@ -6,6 +6,7 @@ import time
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanContext, TraceFlags
+from wooly_bus.channel.token import SharedPass
 from wooly_bus.tracing import SpanQueue, provider_of
 from wooly_executor import spans
 from wooly_executor.memory.swap import Policy
@@ -37,7 +38,7 @@ def traced(device, wis, recorded):
     """`traced("name")`: a client whose session the control plane opened in a trace."""
 
     def make(name, device=device, hosted=HOSTED):
-        device.call(lambda: device.loop.open_session(name, f"token of {name}", None, hosted=hosted))
+        device.call(lambda: device.loop.open_session(name, SharedPass(f"token of {name}"), None, hosted=hosted))
         device.clients.append(wis.client(device.endpoint, name, f"token of {name}"))
         return device.clients[-1]
 
