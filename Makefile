@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# loadgroup: tests of one stack run in one process, one after the other (see conftest.py)
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
 
 .DEFAULT_GOAL := help

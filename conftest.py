@@ -20,20 +20,12 @@ os.environ.setdefault("WOOLY_COMPILER_STATE_DIR", f"{tempfile.gettempdir()}/wool
 
 
 #: Where a module's tests share processes that take seconds to start.
-STACKS = ("tests/e2e/", "tests/ui/", "tests/tiers/", "tests/deploy/", "tests/ui/", "services/executor/tests/test_plans")
+STACKS = ("tests/e2e/", "tests/ui/", "tests/tiers/", "tests/deploy/", "services/executor/tests/test_plans")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of one stack together, and begin with them: the many short ones fill the cores at the end."""
-    first = []
-    for item in items:
-        module = item.path.relative_to(config.rootpath).as_posix()
-        if module.startswith(STACKS):
-            item.add_marker(pytest.mark.xdist_group(module))
-            first.append(item)
-    together = set(first)
-    items[:] = first + [item for item in items if item not in together]
+    """Begin with those: the many short ones fill the cores at the end."""
+    items.sort(key=lambda item: not item.path.relative_to(config.rootpath).as_posix().startswith(STACKS))
 
 
 @pytest.fixture(scope="session")
