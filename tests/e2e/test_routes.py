@@ -99,7 +99,8 @@ def test_no_way_at_all_names_what_was_tried(run):
     assert "not tried, WOOLYAI_CHANNEL is direct" in done.stderr
 
 
-@pytest.mark.parametrize("victim", ["executor-0", pytest.param("nats", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["executor-0", "nats"])
 def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim):
     own = start_stack(tmp_path / "own", ephemeral=True)
     path = tmp_path / "script.py"

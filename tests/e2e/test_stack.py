@@ -60,6 +60,7 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
     assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 
 
+@pytest.mark.slow
 def test_lora_example_learns_to_count(stack):
     done = run("run", str(ROOT / "examples/finetune_lora.py"), "--steps", "25", stack=stack, timeout=170)
     assert done.returncode == 0, done.stderr

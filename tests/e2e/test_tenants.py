@@ -231,7 +231,7 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("channel", ["direct", "tunnel"])
+@pytest.mark.parametrize("channel", ["direct", pytest.param("tunnel", marks=pytest.mark.slow)])
 def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, script, channel):
     argv = [sys.executable, "-m", "wooly", "run", str(script), str(CREDENTIALS_S * 2)]
     ran = subprocess.run(argv, env=alice.env(CHANNEL=channel), capture_output=True, text=True, timeout=100)
