@@ -133,6 +133,18 @@ def cuda_works(place):
     ]  # fmt: skip
 
 
+def capture(launch, repeat, n=2000):
+    """What a cached launch costs the client's CPU, in us."""
+    costs = []
+    for _ in range(repeat + 1):  # the first one captures
+        begun = time.process_time()
+        for _ in range(n):
+            launch()
+        costs.append((time.process_time() - begun) / n * 1e6)
+        torch.cuda.synchronize()
+    return statistics.median(costs[1:])
+
+
 def cuda_rows(repeat):
     """What launches in CUDA C cost, on an attached device."""
     import wooly
@@ -140,22 +152,11 @@ def cuda_rows(repeat):
     from tests.kernels.cuda_kernels import ADD
 
     local = {name: timed(theirs, repeat) for name, _, _, theirs in cuda_works("cpu")}
-    x, n = torch.randn(1024, device="cuda"), 2000
+    x = torch.randn(1024, device="cuda")
     add, args = wooly.cuda_kernel(ADD, "add"), [x, x, torch.empty_like(x), 1024]
 
-    def launches():
-        for _ in range(n):
-            add((4, 1, 1), (256, 1, 1), args)
-
-    launches()
-    torch.cuda.synchronize()
-    costs = []
-    for _ in range(repeat):
-        begun = time.process_time()
-        launches()
-        costs.append((time.process_time() - begun) / n * 1e6)
-        torch.cuda.synchronize()
-    yield row("CUDA C: capture of a launch, cached (client's CPU)", "us", statistics.median(costs), None, 50.0)
+    cost = capture(lambda: add((4, 1, 1), (256, 1, 1), args), repeat)
+    yield row("CUDA C: capture of a launch, cached (client's CPU)", "us", cost, None, 50.0)
     for name, goal, work, _ in cuda_works("cuda"):
         ours = timed(work, repeat, torch.cuda.synchronize)
         yield row(f"CUDA C: {name}, against torch", "ms", ours, local[name], goal)
@@ -190,22 +191,11 @@ def rows_of(repeat):
         from tests.kernels import triton_kernels as kernels
 
         x, y = torch.randn(1024, device="cuda"), torch.randn(1024, device="cuda")
-        out, n = torch.empty_like(x), 2000
+        out = torch.empty_like(x)
         launch = kernels.add_kernel[(1,)]
 
-        def launches():
-            for _ in range(n):
-                launch(x, y, out, 1024, BLOCK=1024)
-
-        launches()
-        torch.cuda.synchronize()
-        costs = []
-        for _ in range(repeat):
-            begun = time.process_time()
-            launches()
-            costs.append((time.process_time() - begun) / n * 1e6)
-            torch.cuda.synchronize()
-        yield row("capture of a launch, cached (client's CPU)", "us", statistics.median(costs), None, 50.0)
+        cost = capture(lambda: launch(x, y, out, 1024, BLOCK=1024), repeat)
+        yield row("capture of a launch, cached (client's CPU)", "us", cost, None, 50.0)
         for name, goal, work, _ in works("cuda"):
             ours = timed(work, repeat, torch.cuda.synchronize)
             yield row(f"{name}, against torch", "ms", ours, local[name], goal)

@@ -426,10 +426,8 @@ class DeviceLoop:
         error: Exception | None = None
         try:
             if frame.kind == Kind.DEFINE:
-                begun, told = (
-                    time.thread_time_ns(),
-                    time.time_ns(),
-                )  # no work for a device, but it takes the device's thread
+                # No work for a device, but it takes the device's thread.
+                begun, told = time.thread_time_ns(), time.time_ns()
                 try:
                     ready = session.define(bytes(frame.payload))
                     if session.spans is not None:

@@ -10,7 +10,7 @@ from wooly_wis.cudac.tree import Call, Function, Named, Node, PointerTo, Referen
 from wooly_wis.cudac.words import REFUSED, VECTOR_TYPES
 
 from wooly_compiler.cudac import builtins
-from wooly_compiler.cudac.helpers import ASSERTION, PASS, TRAP
+from wooly_compiler.cudac.accesses import ASSERTION, PASS, TRAP
 from wooly_compiler.cudac.scope import Bound, literal
 from wooly_compiler.cudac.types import (
     B1,

@@ -23,8 +23,8 @@ from wooly_wis.cudac.tree import (
 )
 
 from wooly_compiler.cudac import builtins
+from wooly_compiler.cudac.accesses import PASS
 from wooly_compiler.cudac.arithmetic import ASKS, WORDS, field_of, joined_root, operation
-from wooly_compiler.cudac.helpers import PASS
 from wooly_compiler.cudac.scope import folded_binary, folded_unary, literal
 from wooly_compiler.cudac.types import (
     B1,
