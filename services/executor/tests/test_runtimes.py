@@ -197,14 +197,14 @@ def execute(runtime, body, params=(), contents=None, times=2, pieces=1):
             for name, t in contents.items():
                 data = t.contiguous().flatten().view(torch.uint8).numpy().tobytes()
                 buffers[ids[name]] = runtime.allocate(len(data))
-                bytes_of(buffers[ids[name]].base, 0, len(data))[:] = data
+                memoryview(bytes_of(buffers[ids[name]].base, 0, len(data)).numpy())[:] = data
             execution = runtime.begin(ready.prepared, buffers, list(ids.values()), list(params))
             for piece in range(1, pieces + 1):
                 edges = [piece * len(body.body) // pieces] * (2 if piece < pieces else 1)
                 assert len(execution.advance(edges)) == len(edges)
             outcome = execution.outcome
             left = {
-                i: (b.nbytes, b.poison, None if b.base is None else bytes(bytes_of(b.base, 0, b.nbytes)))
+                i: (b.nbytes, b.poison, None if b.base is None else bytes(bytes_of(b.base, 0, b.nbytes).numpy()))
                 for i, b in sorted(buffers.items())
             }
             described = [o and (o["dtype"], o["sizes"]) for o in outcome.outputs]

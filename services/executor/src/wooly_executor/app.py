@@ -32,7 +32,7 @@ from wooly_executor.errors import MissingDriverError
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.runtime import opencl
 from wooly_executor.runtime.opencl import OpenClRuntime
-from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.runtime.protocol import PlanRuntime, Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
@@ -84,7 +84,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
         publishing = (actor.watch(), journal.run(), borne.run(), usage.run())
         watching = [asyncio.create_task(work) for work in publishing]
-        if isinstance(loop.runtime, OpenClRuntime) and loop.tiers is not None:
+        if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
             plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)
             watching.append(asyncio.create_task(plans.run()))
@@ -151,9 +151,10 @@ def main(argv: list[str] | None = None) -> int:
     except MissingDriverError as e:
         log.error("%s", e)
         return 2
-    if isinstance(runtime, OpenClRuntime):
+    tiers = None
+    if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
-    tiers = Tiers() if isinstance(runtime, OpenClRuntime) and not args.standalone else None
+        tiers = None if args.standalone else Tiers(exact=runtime.exact)
     loop = DeviceLoop(runtime, settings.memory, dispatch, settings.swap(), tiers)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it

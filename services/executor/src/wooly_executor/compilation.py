@@ -11,7 +11,6 @@ import base64
 import contextlib
 import logging
 from pathlib import Path
-from typing import Protocol
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
@@ -19,16 +18,15 @@ from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError
 from wooly_bus.tracing import step
-from wooly_wis.artifact import Artifact, Key, decode_artifact, family
+from wooly_wis.artifact import Key, decode_artifact, family
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
 from wooly_wis.messages import ArtifactRejected, CompileProgramReply, CompileProgramRequest
-from wooly_wis.program import Program
-from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
-from wooly_executor.runtime.torch_cpu import PreparedProgram
+from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.tiers import Wanted
 
 log = logging.getLogger("wooly.executor")
@@ -43,18 +41,6 @@ LARGEST = 640 << 10
 #: Bytes of artifacts kept on disk; the oldest go first.
 DISK_BYTES = 4 << 30
 _VERSION = "compiler"
-
-
-class Loads(Protocol):
-    """A runtime that runs plans."""
-
-    def target(self) -> str:
-        """What code must be built for."""
-        ...
-
-    def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
-        """A program as its plan's steps."""
-        ...
 
 
 class BadArtifactError(ExecutorError):
@@ -137,7 +123,7 @@ class PlanSource:
         self,
         app: ServiceApp,
         loop: DeviceLoop,
-        runtime: Loads,
+        runtime: PlanRuntime,
         executor_id: str,
         folder: Path,
         timeout_s: float = 20.0,
@@ -247,7 +233,8 @@ class PlanSource:
 
     def _load(self, data: bytes, key: Key, compiler: str, entry: Wanted) -> PreparedProgram:
         artifact = decode_artifact(data, key, compiler, entry.program, entry.facts)
-        return self._runtime.load(artifact, entry.program, entry.facts)
+        prepared: PreparedProgram = self._runtime.load(artifact, entry.program, entry.facts)
+        return prepared
 
     async def _from_compiler(self, key: Key, raw: bytes, rejected: str, *, patient: bool) -> tuple[str, bytes] | None:
         """Version of the compiler and what it made; None if it refuses the program."""

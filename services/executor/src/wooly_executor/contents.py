@@ -16,6 +16,7 @@ from wooly_executor.memory.book import Gone, Leaving, Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
+from wooly_executor.runtime.buffers import bytes_of
 from wooly_executor.session import Residence, Session
 from wooly_executor.stowage import Copy, Stowage
 
@@ -179,4 +180,4 @@ class Contents:
 
 def flat(base: Tensor, nbytes: int) -> Tensor:
     """The bytes of a buffer."""
-    return torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), 0, (nbytes,), (1,))
+    return bytes_of(base, 0, nbytes)

@@ -35,7 +35,14 @@ from wooly_wis.frames import (
 
 from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import AdmissionError, ExecutorError, InternalError, OutOfMemoryError, UnknownSessionError
+from wooly_executor.errors import (
+    AdmissionError,
+    ContextLostError,
+    ExecutorError,
+    InternalError,
+    OutOfMemoryError,
+    UnknownSessionError,
+)
 from wooly_executor.estimates import Cut, Definitions
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
@@ -78,9 +85,14 @@ class DeviceLoop:
         self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
-        self.vram = Vram(self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed)
+        self.vram = Vram(
+            self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed, device=runtime.device
+        )
         #: Told of every session that ends, and why; an empty reason: by its client, in order.
         self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
+        #: Told that `run` has ended; and why, where that is the device.
+        self.on_ended: Callable[[], None] = lambda: None
+        self.lost = ""
         self.busy_ns = 0
         self.usage = UsageBook()
         self._workers = WorkerClock()
@@ -216,17 +228,35 @@ class DeviceLoop:
         dispatch, vram = self.dispatch, self.vram
         self._workers.attach()
         with torch.inference_mode():
-            while not self._stopping.is_set():
-                busy = dispatch.launch is not None or not self._calls.empty() or vram.due
-                self._poll(0 if busy else vram.timeout())
-                self._run_calls()
-                while dispatch.launch is not None and not self._stopping.is_set():
-                    self._launch()
+            try:
+                self.runtime.device.attach()
+                while not self._stopping.is_set():
+                    busy = dispatch.launch is not None or not self._calls.empty() or vram.due
+                    self._poll(0 if busy else vram.timeout())
                     self._run_calls()
+                    while dispatch.launch is not None and not self._stopping.is_set():
+                        self._launch()
+                        self._run_calls()
+            except ContextLostError as e:
+                log.error("all sessions end, and this process: %s", e)
+                self.lost = str(e)
+                self._tell_lost()
         for session_id in list(self._sessions):
-            self.close_session(session_id, "the executor is stopping")
+            self.close_session(session_id, self.lost or "the executor is stopping")
         self.vram.stop()
         self.server.close()
+        self.on_ended()
+
+    def _tell_lost(self) -> None:
+        """Answer what clients wait for: the device is lost."""
+        for session in self._sessions.values():
+            conn = session.conn
+            if conn is not None and not conn.closed:
+                for frame in session.queue:
+                    if not frame.refused and _awaited(frame):
+                        failure = Failure(ContextLostError.code, self.lost, frame.seq, None)
+                        self._answer(conn, failure.to_json(), Kind.ERROR)
+        self._flush()
 
     def _poll(self, timeout: float | None) -> None:
         for event in self.server.poll(timeout):
@@ -450,6 +480,8 @@ class DeviceLoop:
                     last = first + len(times)
                     if frame.running.execution.outcome.failed_at is None:
                         frame.running.ready.observe(frame.cut, first, times)
+        except ContextLostError:
+            raise
         except Exception as e:
             error = e
             if frame.running is not None:
@@ -497,6 +529,8 @@ class DeviceLoop:
             if error is not None:
                 raise error
             self._process(session, conn, frame)
+        except ContextLostError:
+            raise
         except (ExecutorError, DecodeError) as e:
             session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
             self._answer_if_awaited(session, conn, frame)
@@ -527,14 +561,16 @@ class DeviceLoop:
                     session.free(running.run.bindings[slot])
             elif running.run.reply and not self._answer_failure(session, conn):
                 self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
-        elif kind in (Kind.DEFINE, Kind.WRITE):
-            return  # a program is defined; data is in place already, or its failure is kept
-        elif frame.refused:
+        elif kind == Kind.WRITE:
+            self._land(session)  # data is in place already, or on its way, or its failure is kept
+        elif kind == Kind.DEFINE or frame.refused:
             return
         elif kind == Kind.READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not self._answer_failure(session, conn):
-                self._send(session, conn, session.memory(buffer, offset, nbytes, writing=False))
+                self._send(
+                    session, conn, session.runtime.device.read(session.memory(buffer, offset, nbytes, writing=False))
+                )
         elif kind == Kind.SOURCE:
             session.take_source(bytes(frame.payload))
         elif kind == Kind.SYNC:
@@ -633,6 +669,9 @@ class DeviceLoop:
         session.idle_since = None
         try:
             memory = session.memory(buffer, offset, data_len, writing=True)
+            into, session.landing = session.runtime.device.landing(memory)
+        except ContextLostError:
+            raise
         except ExecutorError as e:
             session.fail(e.code, str(e), 0)
             return memoryview(bytearray(data_len))  # taken off the wire and dropped; the failure is kept
@@ -640,7 +679,13 @@ class DeviceLoop:
             session.fail(OutOfMemoryError.code, str(e), 0)
             return memoryview(bytearray(data_len))
         session.counters.bytes_in += data_len
-        return memory
+        return into
+
+    def _land(self, session: Session) -> None:
+        """Bring what was received to the device."""
+        land, session.landing = session.landing, None
+        if land is not None:
+            land()
 
 
 def _awaited(frame: Frame) -> bool:

@@ -90,6 +90,13 @@ class MissingDriverError(ExecutorError):
     code = "executor.missing_driver"
 
 
+class ContextLostError(ExecutorError):
+    """The device's context is beyond use: nothing more can be computed by this process, for nobody."""
+
+    code = "executor.context_lost"
+    retryable = True
+
+
 class NoCompilerError(ExecutorError):
     """A session wants all its programs compiled, and that cannot be."""
 

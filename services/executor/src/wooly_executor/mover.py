@@ -18,6 +18,7 @@ from torch import Tensor
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
 
 from wooly_executor.errors import LostCopyError
+from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.stowage import Copy, Pages
 
 log = logging.getLogger("wooly.executor")
@@ -125,18 +126,22 @@ class HashJob(Job):
 
     def steps(self) -> Iterator[int]:
         assert self.source is not None
-        data = memoryview(self.source.numpy())
-        digests = []
-        for at in range(0, len(data), CHUNK):
-            digests.append(chunk_digest(data[at : at + CHUNK]))
-            yield min(CHUNK, len(data) - at)
-        self.head, self.content = digests[0], content_id(digests, len(data))
+        size, digests = len(self.source), []
+        for at in range(0, size, CHUNK):
+            digests.append(chunk_digest(memoryview(self.source[at : at + CHUNK].cpu().numpy())))
+            yield min(CHUNK, size - at)
+        self.head, self.content = digests[0], content_id(digests, size)
 
 
 class Mover:
-    """Jobs by urgency, then by age. `submit` from any thread."""
+    """Jobs by urgency, then by age. `submit` from any thread.
 
-    def __init__(self) -> None:
+    Args:
+        device: whose memory is moved.
+    """
+
+    def __init__(self, device: TorchDevice = HOST) -> None:
+        self._device = device
         self._jobs: list[tuple[int, int, Job, Iterator[int]]] = []
         self._count = 0
         self._changed = threading.Condition()
@@ -178,7 +183,8 @@ class Mover:
         error: Exception | None = None
         if not job.cancelled:
             try:
-                n = next(steps)
+                with self._device.aside():
+                    n = next(steps)
             except StopIteration:
                 pass
             except Exception as e:

@@ -6,11 +6,13 @@ Everything is named by the session's own ids, so no request can reach another se
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import SpanContext
+from torch import Tensor
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
 from wooly_wis.codec import digest
@@ -29,7 +31,7 @@ from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.memory.ledger import WORKSPACE_KEPT, Account
 from wooly_executor.mover import Job
 from wooly_executor.programs import ProgramStore, ReadyProgram
-from wooly_executor.runtime.buffers import Buffer, bytes_of, zeroed
+from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
 from wooly_executor.spans import SessionSpans
 from wooly_executor.stowage import Copy
@@ -162,6 +164,7 @@ class Session:
         used: what it uses of the device, for metering.
         sources: texts of its own kernels, by digest.
         compiling: its next program waits for kernels that are being compiled.
+        landing: brings what was received last to the device, where it was not received there.
         hosted: what it was opened under, where it is traced.
         spans: what is told of it, from its client's hello on.
     """
@@ -213,6 +216,7 @@ class Session:
     sources: dict[bytes, Source] = field(default_factory=dict)
     source_bytes: int = 0
     compiling: bool = False
+    landing: Callable[[], None] | None = None
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
@@ -352,7 +356,7 @@ class Session:
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:
-            self.fail("executor.operation", outcome.error, running.seq, outcome.failed_at)
+            self.fail(outcome.code, outcome.error, running.seq, outcome.failed_at)
         if ready.dynamic:
             self._take_in(run, ready, before)
         return outcome
@@ -407,8 +411,8 @@ class Session:
         """Forget a buffer; unknown ids are ignored (a failed program may never have made it)."""
         self._free([buffer])
 
-    def memory(self, buffer: int, offset: int, nbytes: int, *, writing: bool) -> memoryview:
-        """The bytes of a buffer, for reading or for being written in place.
+    def memory(self, buffer: int, offset: int, nbytes: int, *, writing: bool) -> Tensor:
+        """The bytes of a buffer on the device, for reading or for being written.
 
         Raises:
             ExecutorError: no such buffer, out of its bounds, or its content was lost to a failed operation.
@@ -423,7 +427,7 @@ class Session:
         if writing and self.guarded:
             self.vram.contents.unshare(self, [buffer], whole=nbytes == known.nbytes)
         if known.base is None:
-            known.base, known.poison = zeroed(known.nbytes), ""
+            known.base, known.poison = self.runtime.device.zeroed(known.nbytes), ""
         return bytes_of(known.base, offset, nbytes)
 
     def borne(self, now: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.memory.swap import Place
+from wooly_executor.runtime.device import HOST, TorchDevice
 
 #: Bytes from which on memory is kept to be used again.
 WORTH = 1 << 20
@@ -28,10 +29,12 @@ class Pages:
 
     Args:
         limit: bytes that are kept at most.
+        device: whose memory.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, device: TorchDevice = HOST) -> None:
         self._limit = limit
+        self._device = device
         self._kept: list[tuple[int, int, Tensor]] = []  # (bytes, age, memory), by bytes
         self._bytes = self._age = 0
         self._lock = threading.Lock()
@@ -45,7 +48,7 @@ class Pages:
                     size, _, found = self._kept.pop(at)
                     self._bytes -= size
                     return found[:nbytes]
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return self._device.empty(nbytes)
 
     def give(self, memory: Tensor) -> None:
         """Nobody else uses this memory any more."""
@@ -65,7 +68,7 @@ class Pages:
 def whole_of(memory: Tensor) -> Tensor:
     """All bytes of a tensor's storage."""
     storage = memory.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class SwapFile:
@@ -139,7 +142,7 @@ class Copy:
             OSError: the disk is full, or broken.
         """
         if self.file is not None:
-            self.file.write(memoryview(source[start:stop].numpy()), self._at + start)
+            self.file.write(memoryview(source[start:stop].cpu().numpy()), self._at + start)
             return
         if self._host is None:
             self._host = self._pages.take(self.nbytes)
@@ -152,7 +155,11 @@ class Copy:
             LostCopyError: they are gone.
         """
         if self.file is not None:
-            self.file.read(memoryview(target[start:stop].numpy()), self._at + start)
+            part = target[start:stop]
+            host = part if part.is_cpu else torch.empty(stop - start, dtype=torch.uint8)
+            self.file.read(memoryview(host.numpy()), self._at + start)
+            if host is not part:
+                part.copy_(host)
         elif self._host is None:
             raise LostCopyError("memory that was swapped out is lost")
         else:

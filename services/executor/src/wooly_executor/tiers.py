@@ -23,7 +23,7 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import NoCompilerError
 from wooly_executor.programs import ReadyProgram
-from wooly_executor.runtime.torch_cpu import PreparedProgram
+from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.spans import SessionSpans
 
 #: How a session wants its programs to run: as the library does, with kernels of the same bits, with all kernels.
@@ -117,9 +117,14 @@ def choose(
 
 
 class Tiers:
-    """Owned by the device loop's thread, but for `wanted`."""
+    """Owned by the device loop's thread, but for `wanted`.
 
-    def __init__(self) -> None:
+    Args:
+        exact: whether there are plans of mode `exact` for the device.
+    """
+
+    def __init__(self, *, exact: bool = True) -> None:
+        self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self.on_wanted: Callable[[], None] = lambda: None
         self._known: OrderedDict[tuple[bytes, str, tuple[tuple[int, bytes], ...]], Wanted] = OrderedDict()
@@ -131,7 +136,7 @@ class Tiers:
         Raises:
             NoCompilerError: of mode `full`, nobody could say whether there is a plan. Asked again, it is asked for again.
         """
-        if jit == "0" or not ready.computing:
+        if jit == "0" or not ready.computing or (jit == "exact" and not self._exact):
             return ready.prepared
         entry = self._entry(ready, jit, params)
         if entry.state is State.READY:

@@ -35,6 +35,7 @@ from wooly_executor.memory.ledger import Account, Ledger
 from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, admit, choose
 from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
 from wooly_executor.pins import Pins
+from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.samples import Sample, Samples
 from wooly_executor.session import Frame, Residence, Session
 from wooly_executor.stowage import Pages, Stowage
@@ -94,6 +95,7 @@ class Vram:
         call: has a function run in the device loop's thread; from any thread.
         proceed: goes on with a session's frames.
         clock: monotonic ns.
+        device: whose memory it is.
     """
 
     def __init__(
@@ -104,14 +106,17 @@ class Vram:
         call: Callable[[Callable[[], None]], Any],
         proceed: Callable[[Session], None],
         clock: Callable[[], int] = time.monotonic_ns,
+        device: TorchDevice = HOST,
     ) -> None:
         policy = settings.policy
         reserve = min(policy.reserve, capacity // RESERVE_SHARE)
         self.policy = Policy(reserve, policy.large, policy.idle_ns)
         self._patience = max(policy.idle_ns, settings.patience_ns)
         self.ledger = Ledger(capacity, reserve=reserve)
-        self.stowage = Stowage(settings.host, settings.disk, settings.folder, Pages(capacity // PAGES_SHARE))
-        self.mover = Mover()
+        host = Pages(capacity // PAGES_SHARE)
+        self.pages = host if device.host else Pages(0, device)  # torch keeps what it has of a GPU's memory
+        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host)
+        self.mover = Mover(device)
         self.clock = clock
         self.due = False
         self.overcommit_percent = 0
@@ -444,7 +449,7 @@ class Vram:
         def came(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._came(session, job, error))
 
-        session.job = LoadJob(want.priority, came, pieces=pieces, pages=self.stowage.pages)
+        session.job = LoadJob(want.priority, came, pieces=pieces, pages=self.pages)
         self.mover.submit(session.job)
         return False
 
@@ -642,7 +647,7 @@ class Vram:
             known = session.buffers.get(buffer)
             if known is not None:
                 if known.base is not None:
-                    self.stowage.pages.give(known.base)
+                    self.pages.give(known.base)
                 known.base, known.view = None, None
         for buffer in account.shared:
             session.buffers[buffer].base = session.buffers[buffer].view = None
@@ -650,7 +655,7 @@ class Vram:
             if leaving.store in more:  # whoever shared it has gone since: it follows
                 self.contents.orphan(leaving)
             else:
-                self.stowage.pages.give(self.contents.here.pop(leaving.store))
+                self.pages.give(self.contents.here.pop(leaving.store))
         session.residence = Residence.AWAY
         self.swapped_out += 1
         session.swaps += 1

@@ -59,17 +59,11 @@ def as_view(base: Tensor, view: View) -> Tensor:
     dtype = TORCH_DTYPE[view.dtype]
     if base.dtype is dtype:
         return reinterpret(base, view.sizes, view.strides, view.offset // dtype.itemsize)
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device=base.device).set_(
         base.untyped_storage(), view.offset // dtype.itemsize, view.sizes, view.strides
     )
 
 
-def zeroed(nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Fresh memory that holds no other session's bytes."""
-    return torch.zeros(-(-nbytes // dtype.itemsize), dtype=dtype)
-
-
-def bytes_of(base: Tensor, offset: int, nbytes: int) -> memoryview:
-    """The memory of a buffer, writable."""
-    flat = torch.empty(0, dtype=torch.uint8).set_(base.untyped_storage(), offset, (nbytes,), (1,))
-    return memoryview(flat.numpy())
+def bytes_of(base: Tensor, offset: int, nbytes: int) -> Tensor:
+    """The memory of a buffer, as bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage(), offset, (nbytes,), (1,))

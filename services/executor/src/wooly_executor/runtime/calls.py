@@ -198,7 +198,9 @@ def differentiate(call: Callable[[list[Tensor]], Any], operands: list[Tensor], g
     with torch.inference_mode(False), torch.enable_grad():
         # What inference mode made cannot take part in a graph; another tensor on its storage can.
         own = [
-            torch.empty(0, dtype=t.dtype).set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+            torch.empty(0, dtype=t.dtype, device=t.device).set_(
+                t.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+            )
             for t in operands
         ]
         leaves = [own[k].requires_grad_() for k in gradients.wanted]
@@ -248,7 +250,13 @@ def refers(value: Attr) -> bool:
 Fill = Callable[[list[Any], list[Any]], Any]
 
 
-def filler(value: Attr, registers: dict[int, int], first_param: int, typed: dict[int, torch.dtype]) -> Fill:
+def filler(
+    value: Attr,
+    registers: dict[int, int],
+    first_param: int,
+    typed: dict[int, torch.dtype],
+    device: torch.device | None = None,
+) -> Fill:
     """A function of (registers, params) that gives the value of an attribute.
 
     Args:
@@ -256,6 +264,7 @@ def filler(value: Attr, registers: dict[int, int], first_param: int, typed: dict
         registers: register of each operand.
         first_param: index, in the run's params, of the instruction's first one.
         typed: params that become 0-dimensional tensors, with their dtype.
+        device: where these are; None: the host.
     """
     if isinstance(value, OperandRef):
         register = registers[value.index]
@@ -263,6 +272,8 @@ def filler(value: Attr, registers: dict[int, int], first_param: int, typed: dict
     if isinstance(value, ParamRef):
         index = first_param + value.index
         dtype = typed.get(value.index)
+        if dtype is not None and device is not None:  # a fill, where a copy of a number would make the host wait
+            return lambda r, p: torch.full((), p[index], dtype=dtype, device=device)
         if dtype is not None:
             return lambda r, p: torch.tensor(p[index], dtype=dtype)
         return lambda r, p: p[index]
@@ -273,7 +284,7 @@ def filler(value: Attr, registers: dict[int, int], first_param: int, typed: dict
         if all(isinstance(v, OperandRef) for v in value):
             indices = [registers[v.index] for v in value if isinstance(v, OperandRef)]
             return lambda r, p: [r[i] for i in indices]
-        parts = [filler(v, registers, first_param, typed) for v in value]
+        parts = [filler(v, registers, first_param, typed, device) for v in value]
         return lambda r, p: [f(r, p) for f in parts]
     fixed_value = constant(value)
     return lambda r, p: fixed_value

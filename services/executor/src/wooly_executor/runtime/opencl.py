@@ -23,13 +23,16 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, ForeignCode
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
-from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
-from wooly_wis.program import Form, Operand, Role, View
+from wooly_wis.program import Form
 
 from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value, WorkerBuilder
-from wooly_executor.runtime.torch_cpu import HOT, Act, Launch, PreparedProgram, TorchCpuRuntime, prepare_acts
+from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
+from wooly_executor.runtime.preparation import prepare_acts
+from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.runtime.torch_runtime import HOT
 from wooly_executor.runtime.watch import Watch
 
 #: Launches at most whose arrays' addresses are remembered as OpenCL buffers.
@@ -48,7 +51,6 @@ _SCALAR = {
 }
 #: Runs kernels in languages of others: beside the device's thread, so that somebody can end them.
 _FOREIGN_UNIT = 1
-_Run = Callable[[list[int], Sequence[Any]], int]
 
 
 def missing() -> str:
@@ -72,6 +74,7 @@ class OpenClRuntime(TorchCpuRuntime):
 
     def __init__(self, cache: Path | None = None, hot: int = HOT, *, sure: bool = False) -> None:
         super().__init__(hot)
+        self.exact = True
         folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
         self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign)
         self.kernel_s = 10.0
@@ -81,7 +84,7 @@ class OpenClRuntime(TorchCpuRuntime):
         self._cache = cache
         self._opening = threading.Lock()
         self._units: tuple[_Unit, ...] = ()
-        self._kernels: dict[tuple[bytes, int, bytes], _Run] = {}
+        self._kernels: dict[tuple[bytes, int, bytes], Run] = {}
         if sure:
             self._open()
 
@@ -106,7 +109,7 @@ class OpenClRuntime(TorchCpuRuntime):
             MissingDriverError: OpenCL does not come up.
         """
         plan, units = artifact.plan, self._open()
-        runs: dict[bytes, _Run] = {}
+        runs: dict[bytes, Run] = {}
         for kernel, code in zip(plan.kernels, artifact.codes, strict=True):
             name = digest(kernel)
             key = name, code.unit, code.code
@@ -117,10 +120,8 @@ class OpenClRuntime(TorchCpuRuntime):
                     self._kernels.clear()
                 self._kernels[key] = known
             runs[name] = known
-        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs), self.foreign)
-        computing = sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
-        origins = {s.line.origin for s in plan.steps if isinstance(s, LibraryStep)}
-        prepared.by_library, prepared.by_kernel = len(origins), computing - len(origins)
+        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs, _asking), self.foreign)
+        count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
         return prepared
 
@@ -134,44 +135,7 @@ class OpenClRuntime(TorchCpuRuntime):
             return self._units
 
 
-def acts_of_plan(plan: Plan, runs: dict[bytes, _Run]) -> list[Act]:
-    """A verified plan's steps as acts. `runs`: per digest of a kernel, what runs it."""
-    found: list[Act] = []
-    at = 0
-    for step in plan.steps:
-        match step:
-            case AllocStep():
-                view = View(DType.U8, (step.nbytes,), (1,))
-                form = Form("alloc", (Operand(Role.OUT, view),))
-                found.append(Act(at, form, (step.slot,), 0, dirty=not step.zero))
-            case FreeStep():
-                found.append(Act(at, Form("free", (Operand(Role.IN, None),)), (step.slot,), 0))
-            case LibraryStep():
-                line = step.line
-                at = line.origin
-                found.append(Act(at, line.form, line.slots, line.first_param))
-            case KernelStep():
-                first = step.lines[0]
-                at = first.origin
-                run = _with_params(runs[digest(step.kernel)], step.params)
-                if STATUS in step.slots:
-                    run = _asking(run, step.slots.index(STATUS), [line.form for line in step.lines])
-                slots = tuple([s for s in step.slots if s != STATUS])
-                dtypes = [a.dtype for a, s in zip(step.kernel.arrays, step.slots, strict=True) if s != STATUS]
-                launch = Launch(run, slots, tuple(dtypes))
-                lines = tuple([(line.form, line.slots) for line in step.lines])
-                found.append(Act(at, first.form, slots, first.first_param, launch, lines))
-    return found
-
-
-def _with_params(run: _Run, params: tuple[int, ...]) -> _Run:
-    """`run`, given only some params of the program's."""
-    if not params:
-        return lambda at, given: run(at, ())
-    return lambda at, given: run(at, [given[p] for p in params])
-
-
-def _asking(run: _Run, where: int, forms: Sequence[Form]) -> _Run:
+def _asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
     """`run` of a kernel that is given a word for its status: what it complains of is raised as the library would."""
     word = np.zeros(1, np.int32)
     address = word.ctypes.data
@@ -180,19 +144,10 @@ def _asking(run: _Run, where: int, forms: Sequence[Form]) -> _Run:
         word[0] = 0
         taken = run([*at[:where], address, *at[where:]], given)
         if word[0]:
-            raise _complaint(forms[min(max(int(word[0]), 1), len(forms)) - 1])
+            raise complaint(forms, int(word[0]))
         return taken
 
     return asked
-
-
-def _complaint(form: Form) -> Exception:
-    """What the library raises where an operand of an instruction is out of range, without the number that it was."""
-    if form.opcode in ("div_floor", "div_trunc", "remainder", "fmod"):
-        return RuntimeError("ZeroDivisionError")
-    if "nll_loss" in str(form.attr("name")):
-        return IndexError("Target is out of bounds.")
-    return IndexError("index out of range in self")
 
 
 def _bits(value: Any, dtype: DType) -> int:
@@ -222,7 +177,7 @@ class _Unit:
         self._buffers: dict[int, tuple[int, Any]] = {}
         self._word: Any = None
 
-    def load(self, kernel: Kernel, code: Code) -> _Run:
+    def load(self, kernel: Kernel, code: Code) -> Run:
         """What runs a kernel's code.
 
         Raises:

@@ -1,15 +1,18 @@
-"""What a runtime offers to the device loop. Implementations: `torch_cpu`, `reference`; later OpenCL, CUDA, HIP, simulated."""
+"""What a runtime offers to the device loop. Implementations: `torch_cpu`, `opencl`, `reference`, `cuda`, `hip`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+from wooly_wis.artifact import Artifact
 from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.foreign import Foreign
 
 
@@ -22,12 +25,14 @@ class Outcome:
         values: numbers and booleans that an operator returned instead of tensors.
         failed_at: instruction that failed, or None.
         error: message of the failure.
+        code: its kind.
     """
 
     outputs: list[dict[str, Any] | None] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     failed_at: int | None = None
     error: str = ""
+    code: str = OperationError.code
 
 
 class Prepared(Protocol):
@@ -78,6 +83,9 @@ class Execution(Protocol):
 class Runtime(Protocol):
     """One device."""
 
+    device: TorchDevice
+    """Where buffers are."""
+
     foreign: Foreign
     """Kernels in languages of others."""
 
@@ -103,5 +111,31 @@ class Runtime(Protocol):
         """Begin a run, which creates and removes entries of `buffers` as the program allocates and frees.
 
         The caller has checked the bindings. Until the end nothing else may touch the session's buffers.
+        """
+        ...
+
+
+@runtime_checkable
+class PlanRuntime(Runtime, Protocol):
+    """A device that runs plans: what compilers made of programs."""
+
+    exact: bool
+    """Whether there are plans with the library's bits for it; else plans are for sessions that want all kernels."""
+    kernel_s: float
+    """Seconds that a kernel of a session's own may take."""
+
+    def target(self) -> str:
+        """What code must be built for.
+
+        Raises:
+            MissingDriverError: there is nothing that it can be built for.
+        """
+        ...
+
+    def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> Any:
+        """A program as its plan's steps. May be called by any thread.
+
+        Raises:
+            OperationError: the driver does not take the code.
         """
         ...

@@ -18,7 +18,7 @@ from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, V
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import OperationError, PoisonedError
-from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view, zeroed
+from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
 from wooly_executor.runtime.calls import (
     constant,
     differentiate,
@@ -31,9 +31,11 @@ from wooly_executor.runtime.calls import (
     typed_params,
 )
 from wooly_executor.runtime.definitions import define
+from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.foreign import arguments_of
+from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
-from wooly_executor.runtime.torch_cpu import TorchCpuRuntime, check_size
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
 
 @dataclass(slots=True)
@@ -136,7 +138,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         if form.opcode == "alloc":
             view = form.operands[0].view
             assert view is not None
-            buffers[ids[0]] = Buffer(view.end, zeroed(view.end))
+            buffers[ids[0]] = Buffer(view.end, HOST.zeroed(view.end))
             return
         if form.opcode == "free":
             buffers.pop(ids[0], None)

@@ -48,6 +48,7 @@ class Make(NamedTuple):
     slot: int
     nbytes: int
     dtype: torch.dtype
+    device: torch.device | None = None
 
 
 class Write(NamedTuple):
@@ -75,6 +76,7 @@ class Invoke:
         first_param: index, in the run's params, of the instruction's first one.
         params: kinds of its params.
         typed: params that become 0-dimensional tensors.
+        device: where these are; None: the host.
         results: register of each result that the operator gives anew.
         nbytes: what these take.
         trusted: per result, whether it was what its form announced when last looked at.
@@ -85,6 +87,7 @@ class Invoke:
     first_param: int
     params: tuple[ParamKind, ...]
     typed: dict[int, torch.dtype]
+    device: torch.device | None = None
     results: tuple[int, ...] = ()
     nbytes: int = 0
     trusted: list[bool] = field(default_factory=list)
@@ -158,7 +161,9 @@ class Segment:
             self._freed.update([*map(register_name, step.registers), *map(memory_name, step.slots)])
         elif isinstance(step, Make):
             size, dtype, none = self._ints([-(-step.nbytes // step.dtype.itemsize)]), step.dtype, self._none()
-            values = [size, self._give("int", lambda r, p: dtype), none, none, none]
+            device = step.device
+            where = none if device is None else self._give("Device", lambda r, p: device)
+            values = [size, self._give("int", lambda r, p: dtype), none, where, none]
             self._define([memory_name(step.slot)], "zeros", values, at, None)
             self.nbytes += step.nbytes
         elif isinstance(step, Review):
@@ -293,7 +298,7 @@ class Segment:
         raise AwkwardError
 
     def _param(self, value: ParamRef, kind: str, step: Invoke) -> str:
-        fill = filler(value, {}, step.first_param, step.typed)
+        fill = filler(value, {}, step.first_param, step.typed, step.device)
         known = {ParamKind.F64: "float", ParamKind.I64: "int", ParamKind.BOOL: "bool"}.get(step.params[value.index])
         if value.index in step.typed:
             known = "Tensor"

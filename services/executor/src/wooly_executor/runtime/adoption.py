@@ -1,0 +1,67 @@
+"""Results of the library's operators become buffers: without a copy where they lie as the program announced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.program import View
+
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, Buffer, as_view
+from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.runtime.frame import Frame
+
+
+def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
+    """`t` itself if it can be the buffer that `view` describes, else a copy that can."""
+    if not isinstance(t, Tensor):
+        raise OperationError(f"the operator returned a {type(t).__name__} where a tensor was announced")
+    if tuple(t.shape) != view.sizes:
+        t = device.result(t, view.sizes)
+    if tuple(t.shape) != view.sizes:
+        raise OperationError(f"the result has shape {list(t.shape)}, announced was {list(view.sizes)}")
+    dtype = TORCH_DTYPE[view.dtype]
+    if (
+        t.dtype is dtype
+        and t.device == device.device
+        and t.stride() == view.strides
+        and t.storage_offset() == 0
+        and not t.is_conj()
+        and not t.is_neg()
+        and not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
+    ):
+        return t
+    own = as_view(device.zeroed(view.end, dtype), view)
+    own.copy_(t)
+    return own
+
+
+def fits(t: Tensor, view: View) -> bool:
+    """Whether `t` lies as `view` says: its form may hang on numbers and contents that change from run to run."""
+    return t.shape == view.sizes and t.stride() == view.strides and t.storage_offset() == 0
+
+
+def _shares(r: Any, t: Tensor) -> bool:
+    return isinstance(r, Tensor) and r.untyped_storage().data_ptr() == t.untyped_storage().data_ptr() and t.numel() > 0
+
+
+def adopt_dynamic(f: Frame, slot: int, t: Tensor | None, device: TorchDevice) -> dict[str, Any] | None:
+    """A result of a shape that nobody knew becomes a buffer. Returns its description."""
+    if t is None:
+        return None
+    if t.is_conj() or t.is_neg() or t.storage_offset() or any(_shares(r, t) for r in f.registers):
+        t = t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    if t.device != device.device:
+        t = t.to(device.device)
+    view = View(WIS_DTYPE[t.dtype], tuple(t.shape), tuple(t.stride()), 0)
+    nbytes = view.end
+    f.buffers[f.bindings[slot]] = Buffer(nbytes, t, view)
+    return {
+        "dtype": view.dtype.label,
+        "sizes": list(view.sizes),
+        "strides": list(view.strides),
+        "offset": 0,
+        "nbytes": nbytes,
+    }

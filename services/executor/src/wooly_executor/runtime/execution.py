@@ -1,0 +1,106 @@
+"""Runs of prepared programs, step by step."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.segments import SegmentError
+
+
+class StepExecution:
+    """A run of a prepared program. Its clock is the CPU time of the thread that computes."""
+
+    __slots__ = ("_at", "_frame", "_places", "_prepared", "_steps", "ended", "outcome")
+
+    def __init__(
+        self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> None:
+        self._prepared = prepared
+        self._frame = Frame(buffers, bindings, params, prepared.n_registers)
+        self._steps, self._places = prepared.steps, prepared.where
+        self._at = 0
+        self.ended = False
+        if prepared.hot:
+            try:
+                for step in prepared.gathers:
+                    step(self._frame)
+                self._steps, self._places = prepared.hot, prepared.places
+            except PoisonedError:  # the steps one by one say which instruction it was that could not have its operand
+                self._frame = Frame(buffers, bindings, params, prepared.n_registers)
+        self.outcome = self._frame.outcome
+
+    def advance(self, edges: Sequence[int]) -> list[int]:
+        """See `Execution.advance`."""
+        times = []
+        frame = self._frame
+        last = time.thread_time_ns()
+        for edge in edges:
+            if not self.ended:
+                self._go(edge)
+            now = time.thread_time_ns()
+            times.append(now - last + frame.elsewhere_ns)
+            last, frame.elsewhere_ns = now, 0
+        return times
+
+    @property
+    def kernel_ns(self) -> int:
+        """Device time of generated kernels so far."""
+        return self._frame.kernel_ns
+
+    def _go(self, edge: int) -> None:
+        prepared, frame, begin = self._prepared, self._frame, self._at
+        whole = edge >= len(prepared.program.body)
+        steps = self._steps
+        if begin or not whole:
+            steps = steps[begin : None if whole else bisect_left(self._places, edge, begin)]
+        i = begin - 1
+        try:
+            for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
+                step(frame)
+        except SegmentError as e:
+            first = prepared.begins[i]
+            self._fail(prepared, frame, first, first if e.at is None else e.at, e)
+        except Exception as e:
+            at = prepared.begins[i] if self._steps is prepared.hot else i
+            self._fail(prepared, frame, at, at, e)
+        else:
+            self._at = begin + len(steps)
+            if not whole:
+                return
+            buffers, bindings, registers, bases = frame.buffers, frame.bindings, frame.registers, frame.bases
+            for slot, register, view, nbytes in prepared.kept:
+                buffers[bindings[slot]] = Buffer(nbytes, registers[register], view)
+            for slot, nbytes in prepared.made:
+                buffers[bindings[slot]] = Buffer(nbytes, bases[slot])
+        for slot in prepared.dropped:
+            frame.buffers.pop(frame.bindings[slot], None)
+        self.ended = True
+
+    def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
+        """Report the failure of a step and poison what the program should have written from the step `first` on."""
+        outcome, buffers, bindings = frame.outcome, frame.buffers, frame.bindings
+        outcome.failed_at = prepared.acts[prepared.owner[step]].at if step >= 0 else 0
+        at = prepared.owner[first] if first >= 0 else 0
+        if isinstance(cause, (PoisonedError, RuntimeError, OperationError, SegmentError)):
+            outcome.error = str(cause)
+        else:
+            outcome.error = f"{type(cause).__name__}: {cause}"
+        lost = {slot for writes in prepared.writes[at:] for slot in writes}
+        for slot in lost:
+            buffer = buffers.get(bindings[slot])
+            if buffer is not None and prepared.facts.slot_alloc[slot] is None:
+                buffer.base, buffer.view, buffer.poison = None, None, outcome.error
+        for slot, register, view, nbytes in prepared.kept:
+            base = frame.registers[register] if slot not in lost else None
+            poison = "" if base is not None else outcome.error
+            buffers[bindings[slot]] = Buffer(nbytes, base, view if base is not None else None, poison)
+        for slot, nbytes in prepared.made:
+            base = frame.bases[slot] if slot not in lost else None
+            buffers[bindings[slot]] = Buffer(nbytes, base, None, "" if base is not None else outcome.error)

@@ -1,0 +1,473 @@
+"""Builds the steps of a program: operators resolved, arguments laid out, once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import OPCODE, launch_of
+from wooly_wis.program import Form, ParamRef, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits
+from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
+from wooly_executor.runtime.calls import (
+    LibraryCall,
+    asks_grad_mode,
+    filler,
+    fresh_results,
+    gradients_of,
+    library_call,
+    made_anew,
+    readings,
+    refers,
+    returns_one_tensor,
+    typed_params,
+)
+from wooly_executor.runtime.device import HOST, TorchDevice
+from wooly_executor.runtime.foreign import Foreign, arguments_of
+from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
+from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
+from wooly_executor.runtime.segments import (
+    Free,
+    Gather,
+    Invoke,
+    Make,
+    Review,
+    Trace,
+    Write,
+    memory_name,
+    register_name,
+)
+
+_COPY = torch.ops.aten.copy_.default
+_FILL = torch.ops.aten.fill_.Scalar
+
+
+def prepare_acts(
+    program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign, device: TorchDevice = HOST
+) -> PreparedProgram:
+    """The steps of what a program does.
+
+    Args:
+        program: verified.
+        facts: what its verifier found.
+        acts: its instructions, or a plan's steps.
+        foreign: has its kernels in other languages.
+        device: where it will run.
+
+    Raises:
+        OperationError: an operator is not available here.
+    """
+    return _Preparation(program, facts, acts, foreign, device).finish()
+
+
+class _Preparation:
+    """Builds the steps of one program."""
+
+    def __init__(
+        self, program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign, device: TorchDevice
+    ) -> None:
+        self._foreign = foreign
+        self._device = device
+        self.out = PreparedProgram(program, facts, acts)
+        self._register_of: dict[tuple[int, View], int] = {}
+        self._registers_of: dict[int, list[int]] = {}
+        self._adopted: dict[int, tuple[int, View]] = {}
+        self._based: dict[int, torch.dtype] = {}
+        self._first_param = 0
+        #: Per act whose `out=` nobody has seen yet: that operand, and the call that makes it.
+        self._anew: dict[int, tuple[int, LibraryCall]] = {}
+
+    def finish(self) -> PreparedProgram:
+        out, facts = self.out, self.out.facts
+        self._first_use = self._first_uses()
+        freed: list[int] = []
+        place, places = 0, []
+        for i, act in enumerate(out.acts):
+            if act.form.opcode == "free":
+                freed.append(act.slots[0])
+            else:
+                if freed:  # one step for several in a row: most operators are followed by some
+                    self._free(freed)
+                    freed = []
+                self._first_param = act.first_param
+                if act.launch is not None:
+                    self._launch(act, act.launch)
+                else:
+                    self._instruction(i, act)
+            out.owner += [i] * (len(out.steps) - len(out.owner))
+            out.writes.append(act.writes())
+            place = max(place, act.at)
+            places.append(place)
+        self._free(freed)
+        out.owner += [len(out.acts) - 1] * (len(out.steps) - len(out.owner))
+        out.where = [places[k] for k in out.owner]
+        for slot, nbytes in enumerate(facts.slot_alloc):
+            if nbytes is None:
+                if facts.slot_freed[slot]:
+                    out.dropped.append(slot)
+            elif not facts.slot_freed[slot]:
+                adopted = self._adopted.get(slot)
+                if adopted is not None:
+                    out.kept.append((slot, *adopted, nbytes))
+                elif slot in self._based:
+                    out.made.append((slot, nbytes))
+        return out
+
+    def _first_uses(self) -> dict[int, tuple[int, int]]:
+        """For every slot that the program allocates: act and operand of its first use after the alloc."""
+        first: dict[int, tuple[int, int]] = {}
+        for i, act in enumerate(self.out.acts):
+            if act.form.opcode == "alloc":
+                continue
+            for k, slot in enumerate(act.slots):
+                first.setdefault(slot, (i, k))
+        return first
+
+    # -- operands ----------------------------------------------------------------------------------------------------
+
+    def _new_register(self, slot: int) -> int:
+        self.out.n_registers += 1
+        self.out.slot_of.append(slot)
+        return self.out.n_registers - 1
+
+    def _step(self, step: Step, trace: Trace | None = None) -> None:
+        self.out.steps.append(step)
+        self.out.traces.append(trace)
+
+    def _name(self, slot: int, view: View) -> int:
+        """A new register for this view."""
+        register = self._register_of[slot, view] = self._new_register(slot)
+        self._registers_of.setdefault(slot, []).append(register)
+        return register
+
+    def _operand(self, slot: int, view: View) -> int:
+        """The register that holds this view, with a step that fills it if it is the first to ask."""
+        known = self._register_of.get((slot, view))
+        if known is not None:
+            return known
+        register = self._name(slot, view)
+        adopted = self._adopted.get(slot)
+        if adopted is not None:
+            source = adopted[0]
+
+            def from_register(f: Frame) -> None:
+                f.registers[register] = as_view(f.registers[source], view)
+
+            self._step(from_register, _review(register, register_name(source), view, adopted[1].dtype))
+        elif slot in self._based:
+
+            def from_base(f: Frame) -> None:
+                f.registers[register] = as_view(f.bases[slot], view)
+
+            self._step(from_base, _review(register, memory_name(slot), view, WIS_DTYPE[self._based[slot]]))
+        else:
+
+            def from_buffer(f: Frame) -> None:
+                buffer = f.buffers[f.bindings[slot]]
+                base = buffer.base
+                if base is None:
+                    raise PoisonedError(buffer.poison)
+                if buffer.view is not view:
+                    if buffer.view != view:
+                        base = as_view(base, view)
+                    if not view.offset:  # most buffers are only ever seen in one way
+                        buffer.base, buffer.view = base, view
+                f.registers[register] = base
+
+            self._step(from_buffer, Gather(register))
+        return register
+
+    def _make_base(self, slot: int, nbytes: int, dtype: torch.dtype, dirty: bool) -> None:
+        self._based[slot] = dtype
+        device = self._device
+        if dirty:
+            numel = -(-nbytes // dtype.itemsize)
+
+            def take(f: Frame) -> None:
+                f.bases[slot] = device.empty(numel, dtype)
+
+            self._step(take)
+            return
+
+        def make(f: Frame) -> None:
+            f.bases[slot] = device.zeroed(nbytes, dtype)
+
+        self._step(make, Make(slot, nbytes, dtype, device.named))
+
+    # -- instructions ------------------------------------------------------------------------------------------------
+
+    def _launch(self, act: Act, launch: Launch) -> None:
+        """A generated kernel on the memory of its slots."""
+        views = {s: o.view for f, on in act.lines for o, s in zip(f.operands, on, strict=True)}
+        registers: list[tuple[bool, int]] = []
+        for slot in launch.slots:
+            adopted = self._adopted.get(slot)
+            if adopted is not None:
+                registers.append((True, adopted[0]))
+            elif slot in self._based:
+                registers.append((False, slot))
+            else:
+                registers.append((True, self._operand(slot, _known(views.get(slot)))))
+        kernel, clock = launch.run, time.thread_time_ns
+        if not self._device.host:  # its time is told by its own events
+
+            def enqueue(f: Frame) -> None:
+                r, b = f.registers, f.bases
+                kernel([(r if known else b)[k].untyped_storage().data_ptr() for known, k in registers], f.params)
+
+            self._step(enqueue)
+            return
+
+        def run(f: Frame) -> None:
+            begun, r, b = clock(), f.registers, f.bases
+            at = [(r if known else b)[k].untyped_storage().data_ptr() for known, k in registers]
+            elsewhere = kernel(at, f.params)
+            f.elsewhere_ns += elsewhere
+            f.kernel_ns += clock() - begun + elsewhere
+
+        self._step(run)
+
+    def _instruction(self, i: int, act: Act) -> None:
+        form, slots = act.form, act.slots
+        if form.opcode == "alloc":
+            self._alloc(slots[0], act.dirty)
+        elif form.opcode == "copy":
+            src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+
+            def copy(f: Frame) -> None:
+                f.registers[dst].copy_(f.registers[src])
+
+            self._step(copy, Write(_COPY, (dst, src)))
+        elif form.opcode == "fill":
+            to = self._operand(slots[0], _known(form.operands[0].view))
+            number = form.attr("value")
+            value = filler(number, {}, self._first_param, {})
+
+            def fill(f: Frame) -> None:
+                f.registers[to].fill_(value(f.registers, list(f.params)))
+
+            self._step(fill, None if refers(number) else Write(_FILL, (to,), (number,)))
+        elif form.opcode == OPCODE:
+            self._foreign_launch(form, slots)
+        else:
+            self._compute(form, slots, self._anew.get(i))
+
+    def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
+        """A kernel in another language, on the memory that its operands show."""
+        registers = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
+        kernel, arguments = self._foreign.known(form), arguments_of(form)
+        writable = [o.role is not Role.IN for o in form.operands]
+        first, last = self._first_param, self._first_param + len(form.params)
+        entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
+        allowed = [k is not None and writable[k] for k in kinds]
+
+        def run(f: Frame) -> None:
+            r = f.registers
+            values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
+            taken = kernel.run(entry, allowed, values, grid)
+            f.elsewhere_ns += taken
+
+        self._step(run)
+
+    def _alloc(self, slot: int, dirty: bool) -> None:
+        facts, acts = self.out.facts, self.out.acts
+        nbytes = facts.slot_alloc[slot]
+        assert nbytes is not None
+        first = self._first_use.get(slot)
+        dtype = torch.uint8
+        launch = acts[first[0]].launch if first is not None else None
+        if first is not None and launch is not None:
+            made_of = launch.dtypes[launch.slots.index(slot)] if slot in launch.slots else DType.U8
+            if nbytes % made_of.itemsize == 0:
+                dtype = TORCH_DTYPE[made_of]
+        elif first is not None:
+            form = acts[first[0]].form
+            operand = form.operands[first[1]]
+            view = operand.view
+            if view is not None:
+                whole = view.offset == 0 and view.end == nbytes
+                if form.opcode not in ("copy", "fill") and operand.role is Role.OUT and whole:
+                    return  # the operator's result will be the buffer
+                anew = made_anew(form)
+                if anew is not None and anew[0] == first[1] and whole:
+                    self._anew[first[0]] = anew
+                    return
+                if nbytes % view.dtype.itemsize == 0:
+                    dtype = TORCH_DTYPE[view.dtype]
+        self._make_base(slot, nbytes, dtype, dirty)
+
+    def _free(self, slots: Sequence[int]) -> None:
+        registers = [r for slot in slots for r in self._registers_of.pop(slot, ())]
+        based = [slot for slot in slots if slot in self._based]
+        if not registers and not based:
+            return
+
+        def free(f: Frame) -> None:
+            held = f.registers
+            for r in registers:
+                held[r] = None
+            for slot in based:
+                f.bases[slot] = None
+
+        self._step(free, Free(tuple(registers), tuple(based)))
+
+    def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
+        out, library = anew or (None, library_call(form))
+        library = self._device.library(library)
+        registers: dict[int, int] = {}
+        results: list[int] = []
+        for k, operand in enumerate(form.operands):
+            if operand.role is Role.OUT or k == out:
+                results.append(k)
+            else:
+                registers[k] = self._operand(slots[k], _known(operand.view))
+        for k, view in readings(form):
+            registers[k] = self._read(view, registers[k], slots[k])
+        gradients = gradients_of(form)
+        operands = list(registers.values())
+        if gradients is not None:  # a register of its own for each operand, even where two are the same tensor
+            registers = {k: self._new_register(slots[k]) for k in registers}
+        call = calling(form, library, registers, self._first_param, self._device)
+        invoke = self._traced(form, library, registers) if gradients is None else None
+        if any(a.is_out for a in library.op._schema.arguments):
+            written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
+            call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
+        rng = form.attr("rng")
+        if isinstance(rng, tuple):
+            call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
+        if gradients is not None:
+            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._results(differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
+        elif not results:
+            self._step(lambda f: _drop(call(f)), invoke)
+        elif any(form.operands[k].view is None for k in results):
+            self._dynamic(call, [slots[k] for k in results])
+        else:
+            outs = [(slots[k], _known(form.operands[k].view)) for k in results]
+            self._results(fresh_results(library.op, call), outs, returns_one_tensor(library.op), invoke)
+
+    def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
+        """The call as the interpreter can be told of it, or None if it is more than a call."""
+        schema = library.op._schema
+        if form.attr("rng") is not None or asks_grad_mode(library.op):
+            return None
+        if any(a.is_out for a in schema.arguments):
+            # The size that `out=` is given must not change from run to run, and LAPACK may leave it conjugated.
+            views = [o.view for o in form.operands]
+            if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
+                return None
+        typed = typed_params(form, library)
+        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named)
+
+    def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
+        """A new register for what is in this one, through a view."""
+        register = self._new_register(slot)
+
+        def read(f: Frame) -> None:
+            f.registers[register] = view(f.registers[source])
+
+        self._step(read)
+        return register
+
+    def _dynamic(self, call: Callable[[Frame], Any], slots: list[int]) -> None:
+        device = self._device
+
+        def run(f: Frame) -> None:
+            result = call(f)
+            flat = list(result) if isinstance(result, (list, tuple)) else [result]
+            if not all(t is None or isinstance(t, Tensor) for t in flat):
+                f.outcome.values = flat
+                return
+            if len(flat) != len(slots):
+                raise OperationError(f"{len(flat)} results where {len(slots)} were announced")
+            for slot, t in zip(slots, flat, strict=True):
+                f.outcome.outputs.append(adopt_dynamic(f, slot, t, device))
+
+        self._step(run)
+
+    def _results(
+        self,
+        call: Callable[[Frame], Any],
+        outs: list[tuple[int, View]],
+        single: bool,
+        invoke: Invoke | None = None,
+    ) -> None:
+        facts, device = self.out.facts, self._device
+        targets: list[tuple[int, View, bool]] = []
+        for slot, view in outs:
+            nbytes = facts.slot_alloc[slot]
+            fresh = nbytes is not None and slot not in self._adopted and slot not in self._based
+            if fresh:
+                register = self._name(slot, view)
+                self._adopted[slot] = (register, view)
+            else:
+                register = self._operand(slot, view)
+            targets.append((register, view, fresh))
+        trusted = [False] * len(targets)
+        if invoke is not None:
+            fresh = [r for r in invoke.call.op._schema.returns if r.alias_info is None]
+            if not all(t[2] for t in targets) or (
+                len(fresh) != len(targets) and [str(r.type) for r in fresh] != ["List[Tensor]"]
+            ):
+                invoke = None
+            else:
+                invoke.results = tuple([register for register, _, _ in targets])
+                invoke.nbytes = sum([view.end for _, view, _ in targets])
+                invoke.trusted = trusted
+        if single and len(targets) == 1 and targets[0][2]:
+            register, view, _ = targets[0]
+
+            def adopt(f: Frame) -> None:
+                t = call(f)
+                if not trusted[0] or not fits(t, view):
+                    checked = adoptable(t, view, f, device)
+                    trusted[0] = checked is t
+                    t = checked
+                f.registers[register] = t
+
+            self._step(adopt, invoke)
+            return
+
+        def adopt_all(f: Frame) -> None:
+            result = call(f)
+            flat = list(result) if isinstance(result, (list, tuple)) else [result]
+            if len(flat) > len(targets):
+                flat = [t for t in flat if t is not None]
+            if len(flat) != len(targets):
+                raise OperationError(f"{len(flat)} results where {len(targets)} were announced")
+            for k, (t, (register, view, fresh)) in enumerate(zip(flat, targets, strict=True)):
+                if t is None:
+                    # Announced, but undefined here (a workspace that inference does not need): nobody will read it.
+                    f.registers[register] = as_view(device.zeroed(view.end, TORCH_DTYPE[view.dtype]), view)
+                    trusted[k] = False
+                elif not fresh:
+                    f.registers[register].copy_(t)
+                elif trusted[k] and fits(t, view):
+                    f.registers[register] = t
+                else:
+                    f.registers[register] = checked = adoptable(t, view, f, device)
+                    trusted[k] = checked is t
+
+        self._step(adopt_all, invoke)
+
+
+def _review(register: int, source: str, view: View, dtype: DType) -> Review | None:
+    return Review(register, source, view) if view.dtype is dtype else None
+
+
+def _drop(_: Any) -> None:
+    """An in-place operator's return value is its argument."""
+
+
+def _known(view: View | None) -> View:
+    if view is None:
+        raise OperationError("an operand without a view where one is needed")
+    return view

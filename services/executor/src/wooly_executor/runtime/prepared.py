@@ -1,0 +1,134 @@
+"""A program made ready: what it does, as acts, and the flat list of steps that do it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from wooly_wis.dtypes import DType
+from wooly_wis.program import Form, Program, Role, View
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.runtime.frame import Step
+from wooly_executor.runtime.segments import Trace, compile_steps, memory_name, register_name
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A generated kernel, ready to run.
+
+    Attributes:
+        run: runs it on the addresses of its arrays and the params of the run; gives the device time that was not this thread's.
+        slots: per array.
+        dtypes: per array.
+    """
+
+    run: Callable[[list[int], Sequence[Any]], int]
+    slots: tuple[int, ...]
+    dtypes: tuple[DType, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One thing that a program does: an instruction, or a kernel for several.
+
+    Attributes:
+        at: the instruction that it is, or the first of those.
+        first_param: where its params begin.
+        launch: the kernel, in place of an instruction.
+        lines: what the kernel does, as forms on slots.
+        dirty: of an `alloc`: the memory need not be zero, as the next to touch it fills it.
+    """
+
+    at: int
+    form: Form
+    slots: tuple[int, ...]
+    first_param: int
+    launch: Launch | None = None
+    lines: tuple[tuple[Form, tuple[int, ...]], ...] = ()
+    dirty: bool = False
+
+    def writes(self) -> tuple[int, ...]:
+        """The slots that it writes."""
+        done = self.lines or ((self.form, self.slots),)
+        return tuple([s for f, on in done for o, s in zip(f.operands, on, strict=True) if o.role is not Role.IN])
+
+
+def acts_of(program: Program) -> list[Act]:
+    """A program's instructions."""
+    found: list[Act] = []
+    first_param = 0
+    for i, instruction in enumerate(program.body):
+        form = program.forms[instruction.form]
+        found.append(Act(i, form, instruction.slots, first_param))
+        first_param += len(form.params)
+    return found
+
+
+@dataclass(slots=True)
+class PreparedProgram:
+    """A program as steps.
+
+    Attributes:
+        acts: what it does, each one or more steps.
+        by_kernel: how many of its computing instructions are done by generated kernels; None: it is no plan's.
+        by_library: how many, of a plan, by the library.
+        steps: what to do, in order.
+        owner: per step, the act that it belongs to.
+        where: per step, the instruction before which runs may be stopped there; rising.
+        kept: (slot, register, view, nbytes) of buffers that the program leaves behind, adopted from a register.
+        made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
+        dropped: slots bound from outside that the program frees.
+        writes: per act, the slots that it writes.
+        traces: per step, what it does, where that is known.
+        slot_of: slot per register.
+        runs: how often it was run.
+        gathers: once it was run often: steps that fill registers from buffers.
+        hot: once it was run often: the other steps, many of them put together.
+        begins: per hot step, the step that it begins with.
+        edges: instructions before which runs are likely to be stopped.
+        places: per hot step, the instruction that it begins with.
+    """
+
+    program: Program
+    facts: ProgramFacts
+    acts: list[Act]
+    by_kernel: int | None = None
+    by_library: int = 0
+    steps: list[Step] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    where: list[int] = field(default_factory=list)
+    n_registers: int = 0
+    kept: list[tuple[int, int, View, int]] = field(default_factory=list)
+    made: list[tuple[int, int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    writes: list[tuple[int, ...]] = field(default_factory=list)
+    traces: list[Trace | None] = field(default_factory=list)
+    slot_of: list[int] = field(default_factory=list)
+    runs: int = 0
+    gathers: list[Step] = field(default_factory=list)
+    hot: list[Step] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
+    edges: Sequence[int] = ()
+    places: list[int] = field(default_factory=list)
+
+    def heat(self) -> None:
+        """Put steps together where that is worth it."""
+        owner = [*self.owner, len(self.acts)]
+        last_use: dict[int, int] = {}
+        for i, act in enumerate(self.acts):
+            if act.form.opcode != "free":
+                last_use.update(dict.fromkeys(act.slots, i))
+        forever = {register_name(r) for _, r, _, _ in self.kept} | {memory_name(s) for s, _ in self.made}
+
+        def needed_after(name: str, step: int) -> bool:
+            slot = self.slot_of[int(name[1:])] if name[0] == "r" else int(name[1:])
+            return name in forever or last_use.get(slot, -1) >= owner[step]
+
+        stops = {bisect_left(self.where, edge) for edge in self.edges}
+        found = compile_steps(self.traces, self.steps, needed_after, stops)
+        if found is not None:
+            self.gathers, self.hot, self.begins = found
+            self.places = [self.where[step] for step in self.begins]
