@@ -15,7 +15,8 @@ usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json 
   --samples N      samples per operator and dtype
   --jobs N         processes at a time
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
-  section          operators autocast training facade errors compiled script (default: all)
+  section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
+                   facts bytes_to_and_fro library kernels interop complaints arguments events graphs speed (default: all)
 TEXT
 }
 
@@ -25,7 +26,7 @@ fail() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
-wheels='' python='' truth=cuda options=()
+wheels='' python='' truth=cuda options=() runtime=() only_runtime=() all=1
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
@@ -41,7 +42,9 @@ while (($#)); do
             shift 2
             ;;
         -*) fail "there is no option $1; --help lists them" ;;
-        *) options+=("$1"); shift ;;
+        runtime) only_runtime+=(all); all=0; shift ;;
+        runtime:*) only_runtime+=("$1"); runtime+=("${1#runtime:}"); all=0; shift ;;
+        *) options+=("$1"); all=0; shift ;;
     esac
 done
 [[ $truth == cuda || $truth == cpu ]] || fail "--truth is cuda or cpu, not '$truth'"
@@ -119,8 +122,16 @@ pip install "${source[@]}" -r "$root/requirements/gpu.txt" ||
     fail "dependencies could not be installed${wheels:+ from $wheels (collected for another Python? make gpu-wheels GPU_PYTHON=3.11)}"
 cd "$root"
 pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
-    ./libs/wis ./libs/bus ./libs/testkit ./services/intercept ./services/router ./services/executor ./deploy/local ||
+    ./libs/wis ./libs/bus ./libs/dispatch ./libs/testkit ./services/intercept ./services/router ./services/executor ./services/compiler ./deploy/local ||
     fail "Wooly's own packages could not be installed from $root"
 
 # -- the check ------------------------------------------------------------------------------------------------------------
-PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"}
+# Sections of the CUDA runtime (runtime, or runtime:NAME) are another script's; what fails in one hides nothing of the other.
+status=0
+if ((! ${#only_runtime[@]})); then
+    PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"} || status=$?
+fi
+if [[ $truth == cuda ]] && ((all || ${#only_runtime[@]})); then
+    "$ours" tests/gpu/runtime.py ${runtime[@]+"${runtime[@]}"} || status=$?
+fi
+exit "$status"

@@ -33,7 +33,8 @@ INVALID = [
     ("WOOLY_EXECUTOR_OVERCOMMIT_PERCENT", "1001", "less than or equal to 1000"),
     ("WOOLY_EXECUTOR_SWAP_HOST", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_MEMORY", "16 GB", "valid integer"),
-    ("WOOLY_EXECUTOR_RUNTIME", "gpu", "'auto', 'opencl', 'torch_cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_RUNTIME", "gpu", "'auto', 'cuda', 'hip', 'opencl', 'torch_cpu' or 'reference'"),
+    ("WOOLY_EXECUTOR_DEVICE", "-1", "greater than or equal to 0"),
     ("WOOLY_EXECUTOR_DISPATCH", "unfair", "'fair' or 'fifo'"),
     ("WOOLY_EXECUTOR_HEARTBEAT_S", "0", "greater than 0"),
     ("WOOLY_EXECUTOR_ID", "gpu.7", "match pattern"),
@@ -112,7 +113,9 @@ def test_bad_value_is_complained_of_by_its_variable(clean, name, value, message)
 def test_runtime_by_name():
     assert isinstance(make_runtime("reference"), ReferenceRuntime)
     assert type(make_runtime("torch_cpu")) is TorchCpuRuntime
-    with pytest.raises(ValueError, match="unknown runtime 'gpu'; there are auto, opencl, torch_cpu, reference"):
+    with pytest.raises(
+        ValueError, match="unknown runtime 'gpu'; there are auto, cuda, hip, opencl, torch_cpu, reference"
+    ):
         make_runtime("gpu")
 
 

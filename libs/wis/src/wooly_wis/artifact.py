@@ -401,6 +401,19 @@ def pocl_target(cores: int, platform: str, devices: Sequence[str]) -> str:
     return f"opencl:{who}-x{cores}"
 
 
+#: NVIDIA's chips that code is generated for: as (major, minor) of their compute capability.
+CUDA_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+def cuda_target(major: int, minor: int) -> str:
+    """The name of the code that runs on an NVIDIA chip of some compute capability; empty if none is generated.
+
+    Code runs on chips of its own major number whose minor one is not less.
+    """
+    fitting = [m for of, m in CUDA_CAPABILITIES if of == major and m <= minor]
+    return f"cuda:sm_{major}{max(fitting)}" if fitting else ""
+
+
 def family(target: str) -> str:
     """Those targets that one compiler serves or does not: of a CPU, all numbers of cores. One token of a subject."""
     return target.partition("-x")[0].replace(":", "-").replace(".", "-")

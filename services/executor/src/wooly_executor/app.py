@@ -30,7 +30,10 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import MissingDriverError
 from wooly_executor.journal import JournalPublisher
-from wooly_executor.runtime import opencl
+from wooly_executor.runtime import cuda, hip, opencl
+from wooly_executor.runtime.cuda import CudaRuntime
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.hip import HipRuntime
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.protocol import PlanRuntime, Runtime
 from wooly_executor.runtime.reference import ReferenceRuntime
@@ -42,11 +45,20 @@ from wooly_executor.usage_publisher import UsagePublisher
 log = logging.getLogger("wooly.executor")
 #: Seconds that the end of the journal may take to be published.
 LAST_WORDS_S = 1.0
-RUNTIMES = ("auto", "opencl", "torch_cpu", "reference")
+RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
+#: Exit status of an executor whose device is lost: whoever supervises it starts another.
+LOST = 3
 
 
-def make_runtime(name: str, state_dir: Path | None = None) -> Runtime:
-    """The runtime called `name`; `auto` is OpenCL where its Python module is installed, else torch on the CPU alone.
+def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> Runtime:
+    """The runtime called `name`.
+
+    `auto` is CUDA or HIP where there is such a GPU, else OpenCL where pyopencl is installed, else torch on the CPU alone.
+
+    Args:
+        name: one of `RUNTIMES`.
+        state_dir: where drivers keep their files.
+        device: number of the GPU.
 
     Raises:
         ValueError: there is none of that name.
@@ -54,10 +66,21 @@ def make_runtime(name: str, state_dir: Path | None = None) -> Runtime:
     """
     if name == "reference":
         return ReferenceRuntime()
+    if name == "cuda":
+        return CudaRuntime(device)
+    if name == "hip":
+        return HipRuntime(device)
     cache = state_dir / "pocl" if state_dir is not None else None
     if name == "opencl":
         return OpenClRuntime(cache, sure=True)
     if name == "auto":
+        no_cuda, no_hip = cuda.missing(cuda.find(), device), hip.missing(hip.find(), device)
+        if not no_cuda:
+            return CudaRuntime(device)
+        if not no_hip:
+            return HipRuntime(device)
+        log.info("no CUDA: %s", no_cuda)
+        log.info("no HIP: %s", no_hip)
         why = opencl.missing()
         if not why:
             return OpenClRuntime(cache)
@@ -90,7 +113,16 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
             watching.append(asyncio.create_task(plans.run()))
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         stopping = asyncio.create_task(until_signalled())
-        await asyncio.wait((*watching, stopping), return_when=asyncio.FIRST_COMPLETED)
+        ended, events = asyncio.Event(), asyncio.get_running_loop()
+        loop.on_ended = lambda: events.call_soon_threadsafe(ended.set)
+        if not alive():
+            ended.set()
+        ending = asyncio.create_task(ended.wait())
+        await asyncio.wait((*watching, stopping, ending), return_when=asyncio.FIRST_COMPLETED)
+        if loop.lost:  # why its sessions have ended is still being told
+            await asyncio.sleep(LAST_WORDS_S)
+        stopping.cancel()
+        ending.cancel()
         for task in watching:
             if task.done():
                 task.result()
@@ -147,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(int(threads))
     dispatch = Dispatch(fifo=settings.dispatch == "fifo")
     try:
-        runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir)
+        runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir, settings.device)
     except MissingDriverError as e:
         log.error("%s", e)
         return 2
@@ -155,7 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
         tiers = None if args.standalone else Tiers(exact=runtime.exact)
-    loop = DeviceLoop(runtime, settings.memory, dispatch, settings.swap(), tiers)
+    memory = settings.memory or (runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
@@ -169,7 +202,9 @@ def main(argv: list[str] | None = None) -> int:
     thread.start()
     try:
         if alone is not None:
-            alone.wait()
+            loop.on_ended = alone.set
+            if thread.is_alive():
+                alone.wait()
         else:
             asyncio.run(serve(settings, loop, bound, thread.is_alive))
     except BusError as e:
@@ -178,4 +213,4 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         loop.stop()
         thread.join(5)
-    return 0
+    return LOST if loop.lost else 0

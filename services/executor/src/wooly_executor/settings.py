@@ -28,6 +28,7 @@ class ExecutorSettings(BaseSettings):
 
     `memory` is the device's, where it is not to be all of it. A large allocation leaves `reserve` free, if sessions idle for
     `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
+    `device` is the number of the GPU among those that the process sees: one executor serves one.
     `channel_key` is the public key of the router, if no other may open sessions here.
     """
 
@@ -36,7 +37,8 @@ class ExecutorSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     id: Id = Field(default_factory=lambda: f"{socket.gethostname().split('.')[0]}-0")
     node: str = Field(default_factory=socket.gethostname)
-    runtime: Literal["auto", "opencl", "torch_cpu", "reference"] = "auto"
+    runtime: Literal["auto", "cuda", "hip", "opencl", "torch_cpu", "reference"] = "auto"
+    device: int = Field(default=0, ge=0, le=255)
     listen: str = ""
     advertise: str = ""
     tls_cert: Path | None = None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from wooly_wis.artifact import CUDA_CAPABILITIES
+
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import CUDA, HIP, OPENCL, Dialect
 from wooly_compiler.render.printer import Form
@@ -29,7 +31,7 @@ class Target:
     form: Form
 
 
-CUDA_ARCHS: Final = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+CUDA_ARCHS: Final = tuple([f"sm_{major}{minor}" for major, minor in CUDA_CAPABILITIES])
 HIP_ARCHS: Final = ("gfx90a", "gfx942", "gfx1100", "gfx1201")
 TARGETS: Final[dict[str, Target]] = {
     t.name: t

@@ -24,11 +24,19 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class LibraryCall:
-    """The library operator that an instruction means, with its arguments as attributes of the form."""
+    """The library operator that an instruction means, with its arguments as attributes of the form.
+
+    Attributes:
+        op: the operator.
+        args: its positional arguments.
+        kwargs: the others, by name.
+        instead: what is called in its place, where a device's library has no such operator.
+    """
 
     op: torch._ops.OpOverload
     args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Attr], ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    instead: Callable[..., Any] | None = None
 
 
 def library_call(form: Form) -> LibraryCall:

@@ -10,6 +10,7 @@ from typing import Any
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.segments import SegmentError
 
@@ -17,13 +18,14 @@ from wooly_executor.runtime.segments import SegmentError
 class StepExecution:
     """A run of a prepared program. Its clock is the CPU time of the thread that computes."""
 
-    __slots__ = ("_at", "_frame", "_places", "_prepared", "_steps", "ended", "outcome")
+    __slots__ = ("_at", "_frame", "_graphs", "_places", "_prepared", "_steps", "ended", "outcome")
 
     def __init__(
         self, prepared: PreparedProgram, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
     ) -> None:
         self._prepared = prepared
         self._frame = Frame(buffers, bindings, params, prepared.n_registers)
+        self._graphs: Graphs | None = None
         self._steps, self._places = prepared.steps, prepared.where
         self._at = 0
         self.ended = False
@@ -60,8 +62,12 @@ class StepExecution:
         steps = self._steps
         if begin or not whole:
             steps = steps[begin : None if whole else bisect_left(self._places, edge, begin)]
+        done = begin + len(steps)
         i = begin - 1
         try:
+            if self._graphs is not None and self._steps is prepared.hot:
+                i = begin
+                steps = self._graphs.run(prepared, frame, begin, steps)
             for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
@@ -71,7 +77,7 @@ class StepExecution:
             at = prepared.begins[i] if self._steps is prepared.hot else i
             self._fail(prepared, frame, at, at, e)
         else:
-            self._at = begin + len(steps)
+            self._at = done
             if not whole:
                 return
             buffers, bindings, registers, bases = frame.buffers, frame.bindings, frame.registers, frame.bases

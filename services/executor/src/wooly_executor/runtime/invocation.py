@@ -87,7 +87,7 @@ def calling(
 ) -> Callable[[Frame], Any]:
     """A function of the frame that calls the operator, as short as its arguments allow."""
     op, args, kwargs = library.op, library.args, library.kwargs
-    fn = FAST.get(str(op)) or function_of(op)
+    fn = library.instead or FAST.get(str(op)) or function_of(op)
     typed = typed_params(form, library)
     if not any(refers(v) for _, v in kwargs) and not typed:
         n = 0

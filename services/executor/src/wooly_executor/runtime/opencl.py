@@ -26,8 +26,8 @@ from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form
 
 from wooly_executor.errors import MissingDriverError, OperationError
-from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value, WorkerBuilder
+from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
@@ -150,11 +150,6 @@ def _asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
     return asked
 
 
-def _bits(value: Any, dtype: DType) -> int:
-    """A number of 16 bits as an integer."""
-    return int(torch.tensor(value, dtype=TORCH_DTYPE[dtype]).view(torch.uint16).item())
-
-
 def _misdeed(kind: int, place: int, places: Sequence[str]) -> str:
     where = places[place] if 0 <= place < len(places) else f"place {place}"
     if kind in COMPLAINTS:
@@ -238,7 +233,7 @@ class _Unit:
                     address, nbytes = value
                     arguments += [self._window(address, nbytes) if nbytes else status, nbytes]
                 else:
-                    arguments.append(value if half is None else _bits(value, half))
+                    arguments.append(value if half is None else half_bits(value, half))
             word[:] = 0
             total = tuple([n * b for n, b in zip(grid, block, strict=True)])
             with self._watch.over(word, limit_s()):

@@ -49,7 +49,7 @@ def acts_of_plan(plan: Plan, runs: dict[bytes, Run], asking: Asking) -> list[Act
                     run = asking(run, step.slots.index(STATUS), [line.form for line in step.lines], len(found))
                 slots = tuple([s for s in step.slots if s != STATUS])
                 dtypes = [a.dtype for a, s in zip(step.kernel.arrays, step.slots, strict=True) if s != STATUS]
-                launch = Launch(run, slots, tuple(dtypes))
+                launch = Launch(run, slots, tuple(dtypes), step.params)
                 lines = tuple([(line.form, line.slots) for line in step.lines])
                 found.append(Act(at, first.form, slots, first.first_param, launch, lines))
     return found

@@ -142,6 +142,10 @@ class _Preparation:
         self.out.steps.append(step)
         self.out.traces.append(trace)
 
+    def _restless(self) -> None:
+        """No graph can hold the next step."""
+        self.out.restless.add(len(self.out.steps))
+
     def _name(self, slot: int, view: View) -> int:
         """A new register for this view."""
         register = self._register_of[slot, view] = self._new_register(slot)
@@ -269,6 +273,8 @@ class _Preparation:
         entry, kinds = launch_of(form).entry, [a if isinstance(a, int) else None for a in launch_of(form).args]
         allowed = [k is not None and writable[k] for k in kinds]
 
+        self._restless()
+
         def run(f: Frame) -> None:
             r = f.registers
             values, grid = arguments([(r[k].data_ptr(), r[k].nbytes) for k in registers], f.params[first:last])
@@ -342,13 +348,16 @@ class _Preparation:
             call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
         if isinstance(rng, tuple):
+            self._restless()
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
         if gradients is not None:
+            self._restless()
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
             self._results(differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
+            self._restless()
             self._dynamic(call, [slots[k] for k in results])
         else:
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
@@ -357,7 +366,7 @@ class _Preparation:
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
         """The call as the interpreter can be told of it, or None if it is more than a call."""
         schema = library.op._schema
-        if form.attr("rng") is not None or asks_grad_mode(library.op):
+        if form.attr("rng") is not None or asks_grad_mode(library.op) or library.instead is not None:
             return None
         if any(a.is_out for a in schema.arguments):
             # The size that `out=` is given must not change from run to run, and LAPACK may leave it conjugated.

@@ -12,7 +12,7 @@ from wooly_wis.program import Form, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.frame import Step
-from wooly_executor.runtime.segments import Trace, compile_steps, memory_name, register_name
+from wooly_executor.runtime.segments import Gather, Trace, compile_steps, memory_name, register_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,13 @@ class Launch:
         run: runs it on the addresses of its arrays and the params of the run; gives the device time that was not this thread's.
         slots: per array.
         dtypes: per array.
+        params: which of the run's params it uses.
     """
 
     run: Callable[[list[int], Sequence[Any]], int]
     slots: tuple[int, ...]
     dtypes: tuple[DType, ...]
+    params: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,13 @@ class Act:
     launch: Launch | None = None
     lines: tuple[tuple[Form, tuple[int, ...]], ...] = ()
     dirty: bool = False
+
+    @property
+    def params(self) -> Sequence[int]:
+        """Which of the run's params it uses."""
+        if self.launch is not None:
+            return self.launch.params
+        return range(self.first_param, self.first_param + len(self.form.params))
 
     def writes(self) -> tuple[int, ...]:
         """The slots that it writes."""
@@ -90,6 +99,10 @@ class PreparedProgram:
         begins: per hot step, the step that it begins with.
         edges: instructions before which runs are likely to be stopped.
         places: per hot step, the instruction that it begins with.
+        stretches: what a GPU knows of the hot steps between two edges.
+        restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
+        status: where its kernels complain, on a GPU.
+        kernel_permille: share of its time that is its kernels', as last measured, on a GPU.
     """
 
     program: Program
@@ -113,9 +126,13 @@ class PreparedProgram:
     begins: list[int] = field(default_factory=list)
     edges: Sequence[int] = ()
     places: list[int] = field(default_factory=list)
+    stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
+    restless: set[int] = field(default_factory=set)
+    status: Any = None
+    kernel_permille: int = 0
 
-    def heat(self) -> None:
-        """Put steps together where that is worth it."""
+    def heat(self, *, always: bool = False) -> None:
+        """Put steps together where that is worth it. `always`: tell those that fill registers from the others in any case."""
         owner = [*self.owner, len(self.acts)]
         last_use: dict[int, int] = {}
         for i, act in enumerate(self.acts):
@@ -129,6 +146,11 @@ class PreparedProgram:
 
         stops = {bisect_left(self.where, edge) for edge in self.edges}
         found = compile_steps(self.traces, self.steps, needed_after, stops)
+        if found is None and always:
+            filling = [isinstance(trace, Gather) for trace in self.traces]
+            others = [k for k, fills in enumerate(filling) if not fills]
+            gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
+            found = gathers, [self.steps[k] for k in others], others
         if found is not None:
             self.gathers, self.hot, self.begins = found
             self.places = [self.where[step] for step in self.begins]

@@ -60,7 +60,7 @@ class TorchRuntime:
         """A prepared program is run once more."""
         prepared.runs += 1
         if prepared.runs == self._hot:
-            prepared.heat()
+            prepared.heat(always=not self.device.host)
 
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """All of a run at once."""

@@ -1,0 +1,227 @@
+"""NVIDIA GPUs: code goes through the driver API, in torch's own (the primary) context."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from wooly_wis.artifact import cuda_target
+
+from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.packing import Arguments, Kind, layout
+from wooly_executor.runtime.torch_gpu import TorchGpu
+from wooly_executor.runtime.torch_runtime import HOT
+
+_LIBRARY = "libcuda.so.1"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Errors after which a context answers nothing else, by their numbers in cuda.h.
+STICKY = frozenset(
+    (
+        214,  # CUDA_ERROR_ECC_UNCORRECTABLE
+        220,  # CUDA_ERROR_NVLINK_UNCORRECTABLE
+        700,  # CUDA_ERROR_ILLEGAL_ADDRESS
+        702,  # CUDA_ERROR_LAUNCH_TIMEOUT
+        709,  # CUDA_ERROR_CONTEXT_IS_DESTROYED
+        710,  # CUDA_ERROR_ASSERT
+        714,  # CUDA_ERROR_HARDWARE_STACK_ERROR
+        715,  # CUDA_ERROR_ILLEGAL_INSTRUCTION
+        716,  # CUDA_ERROR_MISALIGNED_ADDRESS
+        717,  # CUDA_ERROR_INVALID_ADDRESS_SPACE
+        718,  # CUDA_ERROR_INVALID_PC
+        719,  # CUDA_ERROR_LAUNCH_FAILED
+        999,  # CUDA_ERROR_UNKNOWN
+    )
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of CUDA there is on this machine.
+
+    Attributes:
+        torch_version: torch's.
+        torch_cuda: CUDA's version that torch was built for; None: without it.
+        bindings: whether the module cuda.bindings is installed.
+        library: why the driver's library does not load; empty: it does.
+        driver: CUDA's version that the driver speaks, as 1000 major + 10 minor.
+        error: what the driver says when it is asked to begin; empty: it does.
+        devices: GPUs that this process sees.
+    """
+
+    torch_version: str = ""
+    torch_cuda: str | None = None
+    bindings: bool = False
+    library: str = ""
+    driver: int = 0
+    error: str = ""
+    devices: int = 0
+
+
+def find() -> Found:
+    """Look around. Begins nothing on a GPU but the driver itself."""
+    found = {"torch_version": torch.__version__, "torch_cuda": torch.version.cuda, "bindings": _has_bindings()}
+    try:
+        library = ctypes.CDLL(_LIBRARY)
+    except OSError as e:
+        return Found(**found, library=str(e))  # type: ignore[arg-type]
+    number, devices = ctypes.c_int(0), ctypes.c_int(0)
+    library.cuDriverGetVersion(ctypes.byref(number))
+    status = library.cuInit(0) or library.cuDeviceGetCount(ctypes.byref(devices))
+    name = ctypes.c_char_p()
+    if status:
+        library.cuGetErrorName(status, ctypes.byref(name))
+    error = (name.value or b"error %d" % status).decode() if status else ""
+    return Found(**found, driver=number.value, error=error, devices=devices.value)  # type: ignore[arg-type]
+
+
+def _has_bindings() -> bool:
+    try:
+        return importlib.util.find_spec("cuda.bindings.driver") is not None
+    except ImportError:
+        return False
+
+
+def missing(found: Found, index: int = 0) -> str:
+    """What is missing for a GPU of that number, and how to get it; empty if nothing is."""
+    if found.library:
+        return (
+            f"NVIDIA's driver is not here ({found.library}): install it, or give the container the GPU "
+            "(docker run --gpus all; on Kubernetes a limit of nvidia.com/gpu)"
+        )
+    if found.torch_cuda is None:
+        return f"PyTorch {found.torch_version} is a build without CUDA: install one with it (pytorch.org says which index has it)"
+    if not found.bindings:
+        return "the module cuda.bindings is not installed: pip install cuda-bindings"
+    if found.driver // 1000 < int(found.torch_cuda.split(".")[0]):
+        return (
+            f"the driver is too old: it speaks CUDA {found.driver // 1000}.{found.driver % 1000 // 10}, PyTorch "
+            f"{found.torch_version} is built for CUDA {found.torch_cuda}: install a newer driver, or an older build of PyTorch"
+        )
+    visible = os.environ.get(_VISIBLE)
+    hint = "" if visible is None else f"; {_VISIBLE} is {visible!r}"
+    if found.error == "CUDA_ERROR_NO_DEVICE" or (not found.error and not found.devices):
+        return f"the driver shows this process no GPU{hint}; does nvidia-smi show one?"
+    if found.error:
+        return f"the driver does not start: {found.error}{hint}; does nvidia-smi work?"
+    if index >= found.devices:
+        return f"there is no GPU {index}: this process sees {found.devices}{hint} (WOOLY_EXECUTOR_DEVICE counts from 0)"
+    return ""
+
+
+class CudaDriver(TorchGpu):
+    """One NVIDIA GPU.
+
+    Raises:
+        MissingDriverError: says what is missing and how to get it.
+    """
+
+    vendor = "nvidia"
+
+    def __init__(self, index: int = 0) -> None:
+        why = missing(find(), index)
+        if why:
+            raise MissingDriverError(f"the runtime 'cuda' cannot run here: {why}")
+        try:
+            super().__init__(index)
+        except RuntimeError as e:
+            raise MissingDriverError(f"the runtime 'cuda' cannot run here: PyTorch does not start CUDA: {e}") from e
+        self._cuda: Any = importlib.import_module("cuda.bindings.driver")
+        self._handle = self._cuda.CUstream(self.stream.cuda_stream)
+        self._ok = self._cuda.CUresult.CUDA_SUCCESS
+        device = self._do(self._cuda.cuDeviceGet(index))
+        self._context = self._do(self._cuda.cuDevicePrimaryCtxRetain(device))
+
+    def arch(self) -> str:
+        """See `TorchGpu`."""
+        major, minor = torch.cuda.get_device_capability(self.index)
+        return f"sm_{major}{minor}"
+
+    def target(self) -> str:
+        """See `Driver`."""
+        found = cuda_target(*torch.cuda.get_device_capability(self.index))
+        if not found:
+            raise MissingDriverError(
+                f"no kernels are generated for {torch.cuda.get_device_name(self.index)} ({self.arch()}): its programs run "
+                "through the library alone"
+            )
+        return found
+
+    def load(self, image: bytes, entry: str, kinds: Sequence[Kind]) -> Any:
+        """See `Driver`."""
+        cuda = self._cuda
+        self._do(cuda.cuCtxSetCurrent(self._context))  # another thread's context is its own
+        module = self._do(cuda.cuModuleLoadData(image))
+        try:
+            function = self._do(cuda.cuModuleGetFunction(module, entry.encode()))
+            self._check_parameters(function, entry, kinds)
+        except OperationError:
+            cuda.cuModuleUnload(module)
+            raise
+        return function  # its module stays loaded for as long as the process lives
+
+    def _check_parameters(self, function: Any, entry: str, kinds: Sequence[Kind]) -> None:
+        ask = getattr(self._cuda, "cuFuncGetParamInfo", None)
+        if ask is None:
+            return
+        found: list[tuple[int, int]] = []
+        while len(found) <= len(kinds):
+            status, *place = ask(function, len(found))
+            if status != self._ok:
+                break
+            found.append((int(place[0]), int(place[1])))
+        # a driver from before CUDA 12.4 cannot tell, and then answers none
+        if found and tuple(found) != layout(kinds):
+            raise OperationError(f"{entry} takes parameters at (offset, bytes) {found}, not {list(layout(kinds))}")
+
+    def launch(
+        self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Arguments
+    ) -> None:
+        """See `Driver`."""
+        (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, 0)
+        if status != self._ok:
+            self.check()
+            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
+
+    def lost(self) -> str:
+        """See `TorchGpu`."""
+        (status,) = self._cuda.cuStreamSynchronize(self._handle)
+        if int(status) not in STICKY:
+            return ""
+        said, text = self._cuda.cuGetErrorString(status)
+        return f"{status.name}, {text.decode()}" if said == self._ok else str(status.name)
+
+    def _do(self, result: Any) -> Any:
+        """The value of a call.
+
+        Raises:
+            OperationError: it failed.
+            ContextLostError: nothing can run any more.
+        """
+        status, *values = result
+        if status != self._ok:
+            if int(status) in STICKY:
+                self.check()
+            raise OperationError(str(status.name))
+        return values[0] if values else None
+
+
+class CudaRuntime(GpuRuntime):
+    """Executes WIS on an NVIDIA GPU.
+
+    Args:
+        index: which of the GPUs that this process sees.
+        hot: see `TorchRuntime`.
+
+    Raises:
+        MissingDriverError: says what is missing and how to get it.
+    """
+
+    def __init__(self, index: int = 0, hot: int = HOT) -> None:
+        super().__init__(CudaDriver(index), hot)

@@ -1,0 +1,342 @@
+"""A runtime on a GPU: torch as its library on one stream, generated kernels on the same stream, times from its events.
+
+What differs between vendors is a `Driver`. A run enqueues its steps and waits at the end of each call of `advance`: then it is
+known what everything took, whether a kernel complained, and whether the device still computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.artifact import Artifact, Code
+from wooly_wis.kernel.ir import Kernel
+from wooly_wis.kernel.text import digest
+from wooly_wis.program import Form, Program
+from wooly_wis.verifier import ProgramFacts
+
+from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
+from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.device import TorchDevice, symbols_replaced
+from wooly_executor.runtime.driver import Driver
+from wooly_executor.runtime.execution import StepExecution
+from wooly_executor.runtime.foreign import Foreign
+from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.graphs import Graphs
+from wooly_executor.runtime.packing import Arguments
+from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
+from wooly_executor.runtime.preparation import prepare_acts
+from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.protocol import Rates
+from wooly_executor.runtime.substitutes import substitute
+from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
+
+#: Functions kept, of all programs.
+FUNCTIONS_KEPT = 8192
+#: One in so many runs of a plan tells how much of its time is its kernels'.
+SAMPLED = 16
+#: Bytes up to which what comes from and goes to the host lies in pinned memory.
+STAGED = 64 << 20
+
+
+class GpuDevice(TorchDevice):
+    """The memory of a GPU.
+
+    Args:
+        driver: of the GPU.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver.device)
+        self.host = False
+        self._driver = driver
+
+    def seed(self, seed: int) -> None:
+        """See `TorchDevice`."""
+        self._driver.seed(seed)
+
+    def library(self, call: LibraryCall) -> LibraryCall:
+        """See `TorchDevice`: the word for the device is this one; what the host's library alone has is done by others."""
+        args = tuple([symbols_replaced(a, self.device) for a in call.args])
+        kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
+        return LibraryCall(call.op, args, kwargs, substitute(call.op))
+
+    def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """See `TorchDevice`: what one library leaves for its own backward pass, another leaves empty."""
+        if not t.numel():
+            return torch.zeros(sizes, dtype=t.dtype, device=self.device)
+        return t
+
+    def read(self, memory: Tensor) -> memoryview:
+        """See `TorchDevice`: a copy."""
+        host = self._staging(len(memory))
+        self._copied(host, memory)
+        return memoryview(host.numpy())
+
+    def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
+        """See `TorchDevice`."""
+        host = self._staging(len(memory))
+        return memoryview(host.numpy()), lambda: self._copied(memory, host)
+
+    def attach(self) -> None:
+        """See `TorchDevice`."""
+        self._driver.attach()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """See `TorchDevice`."""
+        return self._driver.aside()
+
+    def _staging(self, nbytes: int) -> Tensor:
+        return self._driver.pinned(nbytes) if nbytes <= STAGED else torch.empty(nbytes, dtype=torch.uint8)
+
+    def _copied(self, target: Tensor, source: Tensor) -> None:
+        try:
+            target.copy_(source)  # the host waits, so the memory of either side may be used again
+        except RuntimeError:
+            self._driver.check()
+            raise
+
+
+class StatusWords:
+    """A word on the device for each act that may complain; all are 0 but while one has.
+
+    Args:
+        device: where.
+        acts: the acts, rising, with the exception that a word's value stands for.
+    """
+
+    def __init__(
+        self, device: GpuDevice, driver: Driver, acts: Sequence[tuple[int, Callable[[int], Exception]]]
+    ) -> None:
+        self._acts = list(acts)
+        self._words = device.zeroed(4 * len(acts), torch.int32)
+        self._host = driver.pinned(4 * len(acts)).view(torch.int32)
+
+    def address(self, k: int) -> int:
+        """Of the `k`th."""
+        return self._words.data_ptr() + 4 * k
+
+    def fetch(self) -> None:
+        """Have them come to the host, behind what was enqueued."""
+        self._host.copy_(self._words, non_blocking=True)
+
+    def complaint(self) -> tuple[int, Exception] | None:
+        """What came: the first act that complained, and of what. The words are 0 again."""
+        for k, value in enumerate(self._host.tolist()):
+            if value:
+                self._words.zero_()
+                act, said = self._acts[k]
+                return act, said(value)
+        return None
+
+
+class GpuExecution(StepExecution):
+    """A run on a GPU. Its clock is the stream's events."""
+
+    __slots__ = ("_driver", "_kernels_ns", "_runtime")
+
+    def __init__(
+        self,
+        runtime: GpuRuntime,
+        prepared: PreparedProgram,
+        buffers: dict[int, Buffer],
+        bindings: Sequence[int],
+        params: Sequence[Any],
+    ) -> None:
+        self._runtime = runtime
+        self._driver = runtime.driver
+        self._kernels_ns = 0
+        super().__init__(prepared, buffers, bindings, params)
+        if prepared.by_kernel is None or prepared.runs % SAMPLED:
+            self._graphs = runtime.graphs
+
+    def advance(self, edges: Sequence[int]) -> list[int]:
+        """See `Execution.advance`."""
+        driver, prepared, runtime = self._driver, self._prepared, self._runtime
+        if self.ended:
+            return [0] * len(edges)
+        runtime.sample = None if self._graphs is not None else []
+        marks = [driver.record()]
+        for edge in edges:
+            if not self.ended:
+                self._go(edge)
+                marks.append(driver.record())
+        status: StatusWords | None = prepared.status
+        if status is not None:
+            status.fetch()
+            marks.append(driver.record())
+        inside, runtime.sample = runtime.sample, None
+        times = driver.elapsed_ns(marks)
+        if status is not None:
+            times[-2:] = [times[-2] + times[-1]]
+            found = status.complaint()
+            if found is not None and self.outcome.failed_at is None:
+                step = prepared.owner.index(found[0])
+                self._fail(prepared, self._frame, step, step, found[1])
+                self.ended = True
+        self._share(sum(times), inside)
+        return times + [0] * (len(edges) - len(times))
+
+    def _share(self, total: int, inside: list[tuple[Any, Any]] | None) -> None:
+        """Tell whose the time was: kernels' of the plan, or the library's."""
+        prepared = self._prepared
+        if inside is not None:
+            marks = [mark for pair in inside for mark in pair]
+            kernels = sum(self._driver.elapsed_ns(marks)[::2]) if marks else 0
+            prepared.kernel_permille = min(1000 * kernels // max(total, 1), 1000)
+        self._kernels_ns += total * prepared.kernel_permille // 1000
+
+    @property
+    def kernel_ns(self) -> int:
+        """Device time of generated kernels so far: as shares that some runs were measured to have."""
+        return self._kernels_ns
+
+    def _fail(self, prepared: PreparedProgram, frame: Frame, first: int, step: int, cause: Exception) -> None:
+        if isinstance(cause, ContextLostError):
+            raise cause
+        if isinstance(cause, (torch.OutOfMemoryError, MemoryError)):
+            self.outcome.code = OutOfMemoryError.code
+        elif isinstance(cause, RuntimeError):
+            self._driver.check()
+        super()._fail(prepared, frame, first, step, cause)
+
+
+class GpuRuntime(TorchRuntime):
+    """Executes WIS on a GPU.
+
+    Args:
+        driver: of the GPU.
+        hot: see `TorchRuntime`.
+    """
+
+    def __init__(self, driver: Driver, hot: int = HOT) -> None:
+        device = GpuDevice(driver)
+        super().__init__(device, hot)
+        self.driver = driver
+        self.gpu = device
+        #: No kernel of ours is known to have the bits of a GPU's library.
+        self.exact = False
+        self.kernel_s = 10.0
+        #: Of a run that is sampled: marks around each kernel.
+        self.sample: list[tuple[Any, Any]] | None = None
+        self.foreign = Foreign(
+            why=f"this executor runs no kernels of sessions' own: its runtime for {driver.vendor} has none yet "
+            "(WOOLY_EXECUTOR_RUNTIME=opencl has)"
+        )
+        self.graphs = Graphs(driver, device)
+        self._rates: Rates | None = None
+        self._functions: dict[tuple[bytes, bytes], Run] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """See `Runtime.facts`."""
+        return self.driver.facts()
+
+    def capacity(self) -> int:
+        """Bytes that sessions may have."""
+        return self.driver.capacity()
+
+    def target(self) -> str:
+        """See `PlanRuntime.target`."""
+        return self.driver.target()
+
+    def rates(self) -> Rates:
+        """How fast torch is here, for what it is given to expect: see `Rates`."""
+        if self._rates is None:
+            self._rates = self._measured()
+        return self._rates
+
+    def begin(
+        self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
+    ) -> GpuExecution:
+        """See `Runtime.begin`."""
+        self.heat(prepared)
+        return GpuExecution(self, prepared, buffers, bindings, params)
+
+    def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
+        """See `PlanRuntime.load`."""
+        plan = artifact.plan
+        runs: dict[bytes, Run] = {}
+        for kernel, code in zip(plan.kernels, artifact.codes, strict=True):
+            name = digest(kernel)
+            key = name, code.code
+            known = self._functions.get(key)
+            if known is None:
+                known = self._function(kernel, code)
+                if len(self._functions) >= FUNCTIONS_KEPT:
+                    self._functions.clear()
+                self._functions[key] = known
+            runs[name] = known
+        asked: list[tuple[int, Callable[[int], Exception]]] = []
+        words: list[StatusWords] = []
+
+        def asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
+            k = len(asked)
+            asked.append((act, lambda word: complaint(forms, word)))
+            return lambda at, given: run([*at[:where], words[0].address(k), *at[where:]], given)
+
+        acts = acts_of_plan(plan, runs, asking)
+        prepared = prepare_acts(program, facts, acts, self.foreign, self.device)
+        if asked:
+            with torch.inference_mode(), self.device.aside():
+                words.append(StatusWords(self.gpu, self.driver, asked))
+            prepared.status = words[0]
+        count_work(prepared, plan)
+        prepared.runs = max(self._hot - 2, 0)
+        return prepared
+
+    def _function(self, kernel: Kernel, code: Code) -> Run:
+        """What runs a kernel's code.
+
+        Raises:
+            OperationError: the driver does not take it.
+        """
+        driver = self.driver
+        kinds = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
+        try:
+            function = driver.load(code.code, code.entry, kinds)
+        except OperationError as e:
+            raise OperationError(f"the driver does not take the code of kernel {kernel.name}: {e}") from e
+        arguments, grid, block = Arguments(kinds), (code.groups, 1, 1), (code.threads, 1, 1)
+        launch = driver.launch
+
+        def run(at: list[int], scalars: Sequence[Any]) -> int:
+            sample = self.sample
+            if sample is None:
+                launch(function, grid, block, arguments.fill([*at, *scalars]))
+            else:
+                begin = driver.record()
+                launch(function, grid, block, arguments.fill([*at, *scalars]))
+                sample.append((begin, driver.record()))
+            return 0
+
+        return run if code.groups else lambda at, scalars: 0
+
+    def _measured(self) -> Rates:
+        """Measured with three operators whose time is memory's, arithmetic's, and their own."""
+        driver, where = self.driver, self.device.device
+
+        def least(call: Callable[[], Any], times: int) -> int:
+            found = []
+            for _ in range(4):
+                begin = driver.record()
+                for _ in range(times):
+                    call()
+                (taken,) = driver.elapsed_ns([begin, driver.record()])
+                found.append(taken // times)
+            return max(min(found), 1)
+
+        driver.attach()
+        with torch.inference_mode():
+            large, square, small = (torch.ones(n, device=where) for n in ((1 << 22,), (1024, 1024), (4,)))
+            out = torch.empty_like(large)
+            moved = least(lambda: torch.add(large, large, out=out), 4)
+            computed = least(lambda: torch.mm(square, square), 4)
+            return Rates(
+                bytes_per_us=max(2 * large.nbytes * 1000 // moved, 1),
+                flops_per_us=max(2 * 1024**3 * 1000 // computed, 1),
+                launch_ns=least(lambda: torch.add(small, small), 100),
+            )

@@ -1,0 +1,143 @@
+"""AMD GPUs: code goes through HIP's module API, in torch's own context."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.packing import Arguments, Kind
+from wooly_executor.runtime.torch_gpu import TorchGpu
+from wooly_executor.runtime.torch_runtime import HOT
+
+#: Errors after which a context answers nothing else, by their numbers in hip_runtime_api.h.
+STICKY = frozenset((214, 700, 702, 709, 710, 718, 719, 999))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What of ROCm there is on this machine.
+
+    Attributes:
+        torch_version: torch's.
+        torch_hip: HIP's version that torch was built for; None: without it.
+        bindings: whether the module hip is installed.
+        devices: GPUs that this process sees.
+    """
+
+    torch_version: str = ""
+    torch_hip: str | None = None
+    bindings: bool = False
+    devices: int = 0
+
+
+def find() -> Found:
+    """Look around. Begins nothing on a GPU."""
+    try:
+        bindings = importlib.util.find_spec("hip.hip") is not None
+    except ImportError:
+        bindings = False
+    devices = torch.cuda.device_count() if torch.version.hip is not None else 0
+    return Found(torch.__version__, torch.version.hip, bindings, devices)
+
+
+def missing(found: Found, index: int = 0) -> str:
+    """What is missing for a GPU of that number, and how to get it; empty if nothing is."""
+    if found.torch_hip is None:
+        return f"PyTorch {found.torch_version} is a build without ROCm: install one with it (pytorch.org says which index has it)"
+    if not found.bindings:
+        return "the module hip is not installed: pip install hip-python"
+    if not found.devices:
+        return (
+            "the driver shows this process no GPU: is the amdgpu driver loaded, may this user open /dev/kfd and /dev/dri, "
+            "and does rocminfo show one?"
+        )
+    if index >= found.devices:
+        return f"there is no GPU {index}: this process sees {found.devices} (WOOLY_EXECUTOR_DEVICE counts from 0)"
+    return ""
+
+
+class HipDriver(TorchGpu):
+    """One AMD GPU.
+
+    Raises:
+        MissingDriverError: says what is missing and how to get it.
+    """
+
+    vendor = "amd"
+
+    def __init__(self, index: int = 0) -> None:
+        why = missing(find(), index)
+        if why:
+            raise MissingDriverError(f"the runtime 'hip' cannot run here: {why}")
+        try:
+            super().__init__(index)
+        except RuntimeError as e:
+            raise MissingDriverError(f"the runtime 'hip' cannot run here: PyTorch does not start ROCm: {e}") from e
+        self._hip: Any = importlib.import_module("hip.hip")
+        self._ok = self._hip.hipError_t.hipSuccess
+        self._handle = self._hip.ihipStream_t(self.stream.cuda_stream)
+
+    def arch(self) -> str:
+        """See `TorchGpu`."""
+        name: str = torch.cuda.get_device_properties(self.index).gcnArchName
+        return name.partition(":")[0]
+
+    def target(self) -> str:
+        """See `Driver`."""
+        return f"hip:{self.arch()}"
+
+    def load(self, image: bytes, entry: str, kinds: Sequence[Kind]) -> Any:
+        """See `Driver`."""
+        self._do(self._hip.hipSetDevice(self.index))
+        module = self._do(self._hip.hipModuleLoadData(image))
+        return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
+
+    def launch(
+        self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Arguments
+    ) -> None:
+        """See `Driver`."""
+        (status,) = self._hip.hipModuleLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, None)
+        if status != self._ok:
+            self.check()
+            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
+
+    def lost(self) -> str:
+        """See `TorchGpu`."""
+        (status,) = self._hip.hipStreamSynchronize(self._handle)
+        return str(status.name) if int(status) in STICKY else ""
+
+    def _do(self, result: Any) -> Any:
+        """The value of a call.
+
+        Raises:
+            OperationError: it failed.
+            ContextLostError: nothing can run any more.
+        """
+        status, *values = result
+        if status != self._ok:
+            if int(status) in STICKY:
+                self.check()
+            raise OperationError(str(status.name))
+        return values[0] if values else None
+
+
+class HipRuntime(GpuRuntime):
+    """Executes WIS on an AMD GPU.
+
+    Args:
+        index: which of the GPUs that this process sees.
+        hot: see `TorchRuntime`.
+
+    Raises:
+        MissingDriverError: says what is missing and how to get it.
+    """
+
+    def __init__(self, index: int = 0, hot: int = HOT) -> None:
+        super().__init__(HipDriver(index), hot)

@@ -1,0 +1,138 @@
+"""What torch does for a driver, alike for CUDA and ROCm: streams, events, graphs, memory, random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wooly_executor.errors import ContextLostError
+
+#: Bytes that libraries' workspaces, code and graphs take beside what sessions have; and the same as a share of the device.
+APART, APART_SHARE = 512 << 20, 32
+
+
+class TorchGpu:
+    """The part of a `Driver` that torch has. The vendor's driver adds code, launches, and why the device is lost.
+
+    Args:
+        index: which of the GPUs that this process sees.
+    """
+
+    vendor = ""
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()
+        torch.cuda.set_device(index)
+        self.index = index
+        self.device = torch.device("cuda", index)
+        self.stream: Any = torch.cuda.Stream(self.device)
+        self._aside: Any = torch.cuda.Stream(self.device)
+        self._marks: list[Any] = []
+        self._pool: Any = None
+        #: Held while work is captured: no other thread may then touch the stream.
+        self._capturing = threading.Lock()
+        self._generator = torch.cuda.default_generators[index]
+        free, total = torch.cuda.mem_get_info(index)
+        self._capacity = max(free - max(APART, total // APART_SHARE), 0)
+
+    def facts(self) -> dict[str, Any]:
+        """See `Driver`."""
+        found = torch.cuda.get_device_properties(self.index)
+        return {
+            "name": found.name,
+            "vendor": self.vendor,
+            "arch": self.arch(),
+            "runtime": "hip" if self.vendor == "amd" else "cuda",
+            "total_memory": found.total_memory,
+            "cores": found.multi_processor_count,
+            "torch_version": torch.__version__.split("+")[0],
+        }
+
+    def arch(self) -> str:
+        """What compilers call the chip."""
+        raise NotImplementedError
+
+    def lost(self) -> str:
+        """Why nothing can run any more; empty: it can. Waits for what was enqueued."""
+        raise NotImplementedError
+
+    def capacity(self) -> int:
+        """See `Driver`."""
+        return self._capacity
+
+    def attach(self) -> None:
+        """See `Driver`."""
+        torch.cuda.set_device(self.index)
+        torch.cuda.set_stream(self.stream)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `Driver`."""
+        with torch.cuda.stream(self._aside):
+            with self._capturing:
+                self._aside.wait_stream(self.stream)
+            try:
+                yield
+            finally:
+                self._aside.synchronize()
+
+    def seed(self, seed: int) -> None:
+        """See `Driver`."""
+        self._generator.manual_seed(seed)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """See `Driver`."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def reserved(self) -> int:
+        """See `Driver`."""
+        return torch.cuda.memory_reserved(self.index)
+
+    def record(self) -> Any:
+        """See `Driver`."""
+        mark: Any = self._marks.pop() if self._marks else torch.cuda.Event(enable_timing=True)
+        try:
+            mark.record(self.stream)
+        except RuntimeError:
+            self.check()
+            raise
+        return mark
+
+    def elapsed_ns(self, marks: Sequence[Any]) -> list[int]:
+        """See `Driver`."""
+        try:
+            marks[-1].synchronize()
+            found = [round(1e6 * a.elapsed_time(b)) for a, b in itertools.pairwise(marks)]
+        except RuntimeError:
+            self.check()
+            raise
+        self._marks += marks
+        return found
+
+    def capture(self, body: Callable[[], None]) -> Any:
+        """See `Driver`."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph: Any = torch.cuda.CUDAGraph()
+        with self._capturing:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                body()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def check(self) -> None:
+        """See `Driver`."""
+        why = self.lost()
+        if why:
+            raise ContextLostError(
+                f"the context of {torch.cuda.get_device_name(self.index)} is lost: {why}; nothing can run in this process any "
+                "more, so its sessions end and it starts anew"
+            )

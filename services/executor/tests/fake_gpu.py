@@ -1,0 +1,179 @@
+"""A GPU for tests: a driver whose memory is the host's, whose kernels are run by the interpreter that defines them.
+
+Its code is the text of a kernel. Nothing that is captured is done before it is replayed, and a graph has addresses in it, as on a
+real one. Failures are set by tests.
+"""
+
+import contextlib
+import ctypes
+import itertools
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_executor.runtime.packing import layout
+from wooly_wis.kernel import interpreter
+from wooly_wis.kernel import text as kernel_text
+
+LAUNCH_NS, MARK_NS = 1000, 10
+
+
+class Recording(TorchDispatchMode):
+    """Notes operators. What they write stays as it was; what they make has its shape and nothing in it."""
+
+    def __init__(self, work):
+        super().__init__()
+        self.work = work
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = func._schema
+        if func.is_view or schema.name in ("aten::as_strided", "aten::set_"):
+            return func(*args, **kwargs)
+        if schema.name == "aten::_local_scalar_dense":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        mutated = [a for a, s in zip(args, schema.arguments, strict=False) if s.alias_info and s.alias_info.is_write]
+        mutated += [kwargs[s.name] for s in schema.arguments if s.kwarg_only and s.alias_info and s.name in kwargs]
+        if mutated:
+            self.work.append(lambda: func(*args, **kwargs))
+            return mutated[0] if schema.returns else None
+        made = func(*args, **kwargs)
+        kept = [t for t in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(t, torch.Tensor)]
+        for t in kept:
+            if t.is_floating_point():
+                t.fill_(float("nan"))
+
+        def again():
+            fresh = func(*args, **kwargs)
+            fresh = [t for t in (fresh if isinstance(fresh, (tuple, list)) else [fresh]) if isinstance(t, torch.Tensor)]
+            for t, new in zip(kept, fresh, strict=True):
+                t.copy_(new)
+
+        self.work.append(again)
+        return made
+
+
+class Replay:
+    def __init__(self, driver, work):
+        self.driver, self.work = driver, work
+
+    def replay(self):
+        self.driver.replays += 1
+        for do in self.work:
+            do()
+
+
+class FakeDriver:
+    """A `Driver`. `lost`: why its context is; `refuse`: loads no code; `fail_next`: raised by the next launch."""
+
+    vendor = "fake"
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.now = 0
+        self.lost = ""
+        self.refuse = False
+        self.fail_next = None
+        self.asides = self.attached = self.replays = self.captures = 0
+        self.launches = []
+        self._capturing = None
+
+    def facts(self):
+        return {
+            "name": "fake GPU",
+            "vendor": self.vendor,
+            "arch": "fk_1",
+            "runtime": "fake",
+            "total_memory": 1 << 30,
+            "cores": 4,
+        }
+
+    def capacity(self):
+        return 1 << 30
+
+    def target(self):
+        return "fake:fk_1"
+
+    def attach(self):
+        self.attached += 1
+
+    @contextlib.contextmanager
+    def aside(self):
+        self.asides += 1
+        yield
+
+    def seed(self, seed):
+        torch.default_generator.manual_seed(seed)
+
+    def pinned(self, nbytes):
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def load(self, image, entry, kinds):
+        if self.refuse:
+            raise OperationError("CUDA_ERROR_INVALID_IMAGE")
+        kernel = kernel_text.read(image.decode())
+        declared = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
+        if layout(kinds) != layout(declared) or entry != kernel.name:
+            raise OperationError(f"{entry} takes other parameters")
+        return kernel
+
+    def launch(self, function, grid, block, arguments):
+        self.check()
+        if self.fail_next is not None:
+            error, self.fail_next = self.fail_next, None
+            raise error
+        kinds = [None] * len(function.arrays) + [s.dtype for s in function.scalars]
+        pointers = (ctypes.c_void_p * len(kinds)).from_address(arguments.address)
+        types = {"f64": ctypes.c_double, "i64": ctypes.c_int64, "bool": ctypes.c_uint8}
+        values = [
+            (ctypes.c_uint64 if k is None else types[k.label]).from_address(p).value
+            for k, p in zip(kinds, pointers, strict=True)
+        ]  # read at the launch, as a driver does
+        self.launches.append((function.name, grid, block))
+        if self._capturing is not None:
+            self._capturing.append(lambda: self._do(function, values))
+        else:
+            self._do(function, values)
+
+    def _do(self, kernel, values):
+        self.now += LAUNCH_NS
+        n = len(kernel.arrays)
+        seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
+        lists = {name: t.tolist() for name, t in seen.items()}
+        scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
+        interpreter.run(kernel, lists, scalars)
+        for a in kernel.arrays:
+            seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
+
+    def reserved(self):
+        return 0
+
+    def record(self):
+        self.check()
+        self.now += MARK_NS
+        return self.now
+
+    def elapsed_ns(self, marks):
+        self.check()
+        return [b - a for a, b in itertools.pairwise(marks)]
+
+    def capture(self, body):
+        self.captures += 1
+        self._capturing = work = []
+        try:
+            with Recording(work):
+                body()
+        finally:
+            self._capturing = None
+        return Replay(self, work)
+
+    def check(self):
+        if self.lost:
+            raise ContextLostError(f"the context of fake GPU is lost: {self.lost}")
+
+
+def _at(address, array):
+    dtype = TORCH_DTYPE[array.dtype]
+    memory = (ctypes.c_uint8 * (array.numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)

@@ -1,0 +1,449 @@
+"""The runtime of GPUs on a driver of the tests' own: the same code as on CUDA and HIP, on memory of the host."""
+
+import struct
+
+import pytest
+import torch
+from wooly_compiler.pipeline import compile_program
+from wooly_compiler.render.dialects import CUDA
+from wooly_compiler.render.printer import Form, render
+from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.protocol import PlanRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.tape import Tape
+from wooly_wis.artifact import Artifact, Code, key_of
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.kernel import text as kernel_text
+from wooly_wis.program import OperandRef, ParamKind, ParamRef
+
+from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver
+
+F32, I64 = DType.F32, DType.I64
+
+
+class Side:
+    """A runtime, and programs ready to run on it."""
+
+    def __init__(self, runtime):
+        self.runtime = runtime
+        self.store = ProgramStore(runtime)
+
+    def ready(self, program):
+        return self.store.define(encode_program(program))
+
+    def plan(self, program, params=()):
+        ready = self.ready(program)
+        plan = compile_program(program, params=list(params), checks=True)
+        codes = []
+        for kernel in plan.kernels:
+            source = render(kernel, CUDA, Form.SIMT)
+            codes.append(Code(source.name, source.groups, source.threads, 0, kernel_text.write(kernel).encode()))
+        key = key_of(program, "fake:fk_1", "full", list(params))
+        return self.runtime.load(Artifact(key, "a test's", plan, tuple(codes)), program, ready.facts)
+
+    def run(self, prepared, contents, params=(), edges=()):
+        """Buffers, outcome and times of a run on copies of `contents`, or on buffers."""
+        buffers = {k: v if isinstance(v, Buffer) else Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
+        with torch.inference_mode():
+            execution = self.runtime.begin(prepared, buffers, list(range(prepared.program.n_slots)), list(params))
+            times = execution.advance((*edges, len(prepared.program.body)))
+        return buffers, execution.outcome, times, execution
+
+
+@pytest.fixture
+def driver():
+    return FakeDriver()
+
+
+@pytest.fixture
+def gpu(driver):
+    return Side(GpuRuntime(driver))
+
+
+@pytest.fixture
+def cpu():
+    return Side(TorchCpuRuntime())
+
+
+def same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for slot, b in theirs.items():
+        mine = ours[slot]
+        assert (mine.nbytes, mine.poison, mine.base is None) == (b.nbytes, b.poison, b.base is None)
+        if b.base is not None:
+            flat = [
+                torch.empty(0, dtype=torch.uint8).set_(x.base.untyped_storage(), 0, (b.nbytes,), (1,))
+                for x in (mine, b)
+            ]
+            assert flat[0].tolist() == flat[1].tolist()
+
+
+def chain(n=8):
+    """Pointwise, in place, a fold, a view of the dtype's bytes: what a step of training does."""
+    t = Tape()
+    x, y = t.input(F32, n, 4), t.input(F32, n, 4)
+    a = t.op("mul", x, y)
+    b = t.op("add", a, x)
+    t.free(a)
+    c = t.op("relu", b)
+    t.op("add", y, c, 0.5, into=y)
+    s = t.op("sum", c, (1,), False)
+    t.free(b)
+    program, slots = t.program()
+    return program, t.params, {slots[x.slot]: torch.randn(n, 4), slots[y.slot]: torch.randn(n, 4)}, slots[s.slot]
+
+
+def test_runtime_is_one_that_runs_plans(gpu):
+    assert isinstance(gpu.runtime, PlanRuntime) and not gpu.runtime.exact
+
+
+@pytest.mark.parametrize("edges", [(), (2,), (1, 3, 4, 5)])
+def test_tier_0_has_the_librarys_results_wherever_it_is_cut(gpu, cpu, edges):
+    program, params, contents, _ = chain()
+    ours, outcome, times, _ = gpu.run(gpu.ready(program).prepared, contents, params, edges)
+    theirs, *_ = cpu.run(cpu.ready(program).prepared, contents, params, edges)
+    same(ours, theirs)
+    assert outcome.failed_at is None and len(times) == len(edges) + 1 and all(t > 0 for t in times)
+
+
+def test_plan_launches_kernels_on_the_memory_of_the_librarys_tensors(gpu, cpu, driver):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    ours, outcome, times, _ = gpu.run(prepared, contents, params)
+    theirs, *_ = cpu.run(cpu.ready(program).prepared, contents, params)
+    assert outcome.failed_at is None
+    for slot, b in theirs.items():
+        torch.testing.assert_close(ours[slot].base.view(-1), b.base.view(-1))
+    assert driver.launches and sum(times) >= LAUNCH_NS * len(driver.launches)
+
+
+def test_times_are_the_events_and_nothing_after_the_end(gpu, driver):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    _, _, times, execution = gpu.run(prepared, contents, params)
+    assert times == [driver.launches.__len__() * LAUNCH_NS + times[0] % LAUNCH_NS]
+    assert execution.advance((99, 100)) == [0, 0]
+
+
+def test_share_of_kernels_is_what_sampled_runs_measured(gpu):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    for _ in range(17):
+        *_, times, execution = gpu.run(prepared, contents, params)
+    assert 900 < prepared.kernel_permille <= 1000
+    assert execution.kernel_ns == sum(times) * prepared.kernel_permille // 1000
+
+
+def gathering():
+    t = Tape()
+    w, i = t.input(F32, 5, 3), t.input(I64, 4)
+    t.op("embedding", w, i)
+    t.op("neg", w)
+    program, slots = t.program()
+    return program, {slots[w.slot]: torch.randn(5, 3), slots[i.slot]: torch.tensor([0, 4, 2, 1])}
+
+
+def test_index_out_of_range_is_known_at_the_end_and_fails_that_instruction(gpu, cpu):
+    program, contents = gathering()
+    prepared = gpu.plan(program)
+    good, outcome, *_ = gpu.run(prepared, contents)
+    assert outcome.failed_at is None
+    bad = contents | {s: torch.tensor([0, 5, 2, 1]) for s, t in contents.items() if t.dtype == torch.int64}
+    ours, outcome, *_ = gpu.run(prepared, bad)
+    _, theirs, *_ = cpu.run(cpu.ready(program).prepared, bad)
+    assert (outcome.failed_at, outcome.error) == (theirs.failed_at, theirs.error)
+    assert all(ours[s].poison for s in good if s not in contents)
+    again, outcome, *_ = gpu.run(prepared, contents)
+    assert outcome.failed_at is None
+    same(again, good)
+
+
+def test_number_of_a_run_reaches_its_kernel(gpu):
+    t = Tape()
+    x = t.input(F32, 6)
+    t.op("add", x, 2.5, into=x)
+    program, _ = t.program()
+    prepared = gpu.plan(program, t.params)
+    for by in (2.5, -1.0, 1e300):
+        ours, outcome, *_ = gpu.run(prepared, {0: torch.ones(6)}, [by, *t.params[1:]])
+        assert outcome.failed_at is None
+        assert ours[0].base.tolist() == (torch.ones(6) + by).tolist()
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_launch_that_is_refused_fails_its_instruction_alone(gpu, driver):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    driver.fail_next = OperationError("the launch is refused: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES")
+    ours, outcome, *_ = gpu.run(prepared, contents, params)
+    assert outcome.failed_at == 1 and outcome.code == "executor.operation"
+    x, y = contents
+    assert ours[y].poison == outcome.error and not ours[x].poison
+    assert gpu.run(prepared, contents, params)[1].failed_at is None
+
+
+def test_device_without_memory_is_our_own_error(gpu, driver):
+    program, params, contents, _ = chain()
+    prepared = gpu.plan(program, params)
+    driver.fail_next = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    _, outcome, *_ = gpu.run(prepared, contents, params)
+    assert outcome.code == "executor.out_of_memory" and outcome.error.startswith("CUDA out of memory")
+
+
+@pytest.mark.parametrize("when", ["launch", "end"])
+def test_lost_context_is_no_instructions_error(gpu, driver, when, monkeypatch):
+    program, params, contents, _ = chain()
+    if when == "launch":
+
+        def launch(*_):
+            driver.lost = "CUDA_ERROR_ILLEGAL_ADDRESS"
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        monkeypatch.setattr(driver, "launch", launch)
+    else:
+        monkeypatch.setattr(
+            driver, "elapsed_ns", lambda marks: setattr(driver, "lost", "CUDA_ERROR_ASSERT") or driver.check()
+        )
+    prepared = gpu.plan(program, params)
+    with pytest.raises(ContextLostError, match="the context of fake GPU is lost: CUDA_ERROR"):
+        gpu.run(prepared, contents, params)
+
+
+def test_code_that_the_driver_does_not_take_is_a_bad_artifact(gpu, driver):
+    driver.refuse = True
+    program, params, *_ = chain()
+    with pytest.raises(
+        OperationError, match=r"the driver does not take the code of kernel .*: CUDA_ERROR_INVALID_IMAGE"
+    ):
+        gpu.plan(program, params)
+
+
+def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis):
+    device = make_device(runtime=GpuRuntime(driver))
+    a, b = device.open("a"), device.open("b")
+    a.make(1, 1.0, 2.0)
+    b.make(1, 3.0)
+    assert a.floats(1, 2) == [1.0, 2.0] and b.floats(1, 1) == [3.0]
+    ended = []
+    device.loop.on_ended = lambda: ended.append(device.loop.lost)
+    driver.lost = "CUDA_ERROR_ECC_UNCORRECTABLE"
+    with pytest.raises(wis.error, match="the context of fake GPU is lost: CUDA_ERROR_ECC_UNCORRECTABLE") as caught:
+        a.run(wis.body().fill("x", wis.at(F32, 2), 0.0), {"x": 1})
+        a.sync()
+    assert caught.value.code == "executor.context_lost"
+    device.wait_closed("a")
+    device.wait_closed("b")
+    device.thread.join(30)
+    assert ended == [device.loop.lost]
+    device.may_end = True
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def test_uploads_and_reads_go_through_memory_of_the_host(make_device, driver):
+    device = make_device(runtime=GpuRuntime(driver))
+    client = device.open("a")
+    data = bytes(range(256)) * 4096
+    client.load(1, data)
+    client.write(1, b"wooly", 100)
+    assert client.read(1, len(data)) == data[:100] + b"wooly" + data[105:]
+    assert driver.attached
+
+
+def test_contents_are_hashed_and_shared(make_device, driver):
+    from wooly_executor.memory.book import Scope
+
+    device = make_device(runtime=GpuRuntime(driver))
+    data = struct.pack("<1024f", *range(1024)) * 8
+    a, b = (device.open(name, scope=Scope.SHARED) for name in ("a", "b"))
+    assert not a.load(1, data)
+    a.sealed()
+    assert b.load(1, data)
+    b.write(1, b"\0" * 4)
+    assert a.read(1, len(data)) == data and b.read(1, len(data)) == b"\0" * 4 + data[4:]
+    assert driver.asides
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def loop(side, prepared, contents, params, n, edges=()):
+    """`n` runs on the same buffers, whose memory stays where it is. Sums that each left."""
+    buffers = {k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
+    left = []
+    kept = None
+    for _ in range(n):
+        for slot in [s for s in buffers if s not in contents]:
+            del buffers[slot]
+        buffers, outcome, _, _ = side.run(prepared, buffers, params, edges)
+        assert outcome.failed_at is None
+        kept = {s: b.base.clone() for s, b in buffers.items()}
+        left.append(kept)
+    return left
+
+
+@pytest.mark.parametrize("edges", [(), (5,), (3, 6)])
+@pytest.mark.parametrize("planned", [False, True])
+def test_steady_runs_are_replayed_with_the_same_results(gpu, cpu, driver, monkeypatch, edges, planned):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, params, contents, _ = chain()
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
+    prepared = gpu.plan(program, params) if planned else gpu.ready(program).prepared
+    prepared.edges = edges
+    ours = loop(gpu, prepared, contents, params, 40, edges)
+    assert driver.replays > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for slot in other:
+            torch.testing.assert_close(mine[slot].view(-1), other[slot].view(-1))
+
+
+def test_no_graph_is_longer_than_what_lies_between_two_edges(gpu, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, params, contents, _ = chain()
+    prepared = gpu.ready(program).prepared
+    prepared.edges = edges = (3, 6)
+    loop(gpu, prepared, contents, params, 40, edges)
+    ends = [len(prepared.program.body), *edges]
+    assert len(prepared.stretches) >= 2
+    for begin, end in prepared.stretches:
+        inside = prepared.places[begin:end]
+        assert not [e for e in ends if inside[0] < e <= inside[-1]]
+
+
+def test_results_of_one_replay_stay_when_the_next_comes(gpu, monkeypatch, driver):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, params, contents, made = chain()
+    prepared = gpu.ready(program).prepared
+    buffers = {k: Buffer(v.nbytes, v.clone()) for k, v in contents.items()}
+    held = []
+    for _ in range(40):
+        buffers.pop(made, None)
+        buffers, *_ = gpu.run(prepared, buffers, params)
+        for slot in [s for s in buffers if s not in contents and s != made]:
+            del buffers[slot]
+        held.append((buffers[made].base, buffers[made].base.clone()))
+        buffers.pop(made)
+    assert driver.replays
+    assert all(torch.equal(a, b) for a, b in held)
+
+
+def test_other_memory_or_other_numbers_are_not_replayed(gpu, cpu, driver, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, params, contents, _ = chain()
+    prepared, other = gpu.ready(program).prepared, cpu.ready(program).prepared
+    loop(gpu, prepared, contents, params, 30)
+    before = driver.replays
+    held = []
+    for k in range(5):
+        fresh = {s: torch.randn_like(t) for s, t in contents.items()}
+        numbers = [p + k if isinstance(p, float) else p for p in params]
+        ours, outcome, *_ = gpu.run(prepared, fresh, numbers)
+        theirs, *_ = cpu.run(other, fresh, numbers)
+        held.append(ours)
+        assert outcome.failed_at is None
+        for slot, b in theirs.items():
+            torch.testing.assert_close(ours[slot].base.view(-1), b.base.view(-1))
+    assert before and driver.replays == before
+
+
+def test_random_numbers_are_drawn_anew_each_time(gpu, cpu, driver, wis, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    v = wis.at(F32, 16)
+    body = wis.body().alloc("x", 64)
+    body.call(
+        "aten.normal_.default",
+        ("inout", "x", v),
+        args=(OperandRef(0), 0.0, 1.0),
+        params=(ParamKind.I64, ParamKind.I64),
+        rng=(ParamRef(0), ParamRef(1)),
+    )
+    prepared, other = gpu.ready(body.program).prepared, cpu.ready(body.program).prepared
+    seen = set()
+    for k in range(30):
+        ours, outcome, *_ = gpu.run(prepared, {}, [1, k])
+        theirs, *_ = cpu.run(other, {}, [1, k])
+        assert outcome.failed_at is None
+        same(ours, theirs)
+        seen.add(tuple(ours[0].base.view(torch.float32).view(-1).tolist()))
+    assert len(seen) == 30 and not driver.captures
+
+
+def test_what_no_graph_can_hold_runs_as_it_is_for_good(gpu, cpu, driver, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, params, contents, _ = chain()
+
+    def capture(body):
+        driver.captures += 1
+        body_was = driver.captures
+        raise RuntimeError(f"operation not permitted when stream is capturing ({body_was})")
+
+    monkeypatch.setattr(driver, "capture", capture)
+    theirs = loop(cpu, cpu.ready(program).prepared, contents, params, 40)
+    ours = loop(gpu, gpu.ready(program).prepared, contents, params, 40)
+    assert driver.captures == 1
+    for mine, other in zip(ours, theirs, strict=True):
+        for slot in other:
+            assert torch.equal(mine[slot], other[slot])
+
+
+# -- what a GPU's library lacks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "bias"])
+def test_attention_is_that_of_the_hosts_library(dtype, how):
+    from wooly_executor.runtime.substitutes import attention, attention_backward
+
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 3, n, 8).to(dtype) for n in (5, 7, 7))
+    mask = None
+    if how == "mask":
+        mask = torch.rand(2, 1, 5, 7) > 0.3
+        mask[..., 0] = True
+    elif how == "bias":
+        mask = torch.randn(5, 7).to(dtype)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    given = mask
+    if how == "mask":  # the library's kernel takes sums; the operator's caller turns truth values into them
+        given = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, float("-inf"))
+    out, logs = forward(q, k, v, 0.0, how == "causal", attn_mask=given)
+    mine, mylogs = attention(q, k, v, 0.0, how == "causal", attn_mask=mask)
+    near = {"atol": 2e-2, "rtol": 2e-2} if dtype is torch.bfloat16 else {"atol": 2e-6, "rtol": 2e-5}
+    torch.testing.assert_close(mine, out, **near)
+    torch.testing.assert_close(mylogs.to(logs.dtype), logs, **near)
+    grad = torch.randn_like(out)
+    theirs = backward(grad, q, k, v, out, logs, 0.0, how == "causal", attn_mask=given)
+    for a, b in zip(
+        attention_backward(grad, q, k, v, out, logs, 0.0, how == "causal", attn_mask=mask), theirs, strict=True
+    ):
+        torch.testing.assert_close(a, b, **near)
+
+
+def test_operator_of_the_host_alone_is_refused_with_what_to_do(gpu, wis):
+    v = wis.at(F32, 4)
+    body = wis.body().alloc("h", 8 * 4).alloc("e", 8 * 4)
+    body.call(
+        "aten.histogram.bin_ct",
+        ("in", "x", v),
+        ("out", "h", wis.at(F32, 8)),
+        ("out", "e", wis.at(F32, 8)),
+        args=(OperandRef(0), 8),
+    )
+    with pytest.raises(OperationError, match=r"the library has it for CPUs alone; use torch\.histc"):
+        gpu.ready(body.program)
+
+
+def test_dtype_table_covers_what_kernels_take():
+    from wooly_executor.runtime.packing import layout as of
+
+    assert of([None, DType.BOOL, DType.F64, DType.I16, DType.F32]) == ((0, 8), (8, 1), (16, 8), (24, 2), (28, 4))
+    assert set(TORCH_DTYPE) >= {DType.F32}

@@ -1,0 +1,410 @@
+"""The executor's CUDA runtime in this process: each section by itself, then how fast it is. `run.sh` starts this.
+
+Exit status: 0, every section is right; 1, one is not (its traceback is printed, the others go on); 2, no CUDA runtime.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from wooly_compiler.build.toolchains import BUILDERS
+from wooly_compiler.pipeline import compile_program
+from wooly_compiler.render.dialects import CUDA
+from wooly_compiler.render.printer import Form, render
+from wooly_executor.errors import MissingDriverError
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
+from wooly_executor.runtime.cuda import CudaRuntime
+from wooly_executor.runtime.packing import Arguments
+from wooly_testkit.tape import Tape
+from wooly_wis.artifact import Artifact, Code, key_of
+from wooly_wis.codec import encode_program
+from wooly_wis.dtypes import DType
+
+F32, I64 = DType.F32, DType.I64
+#: Runs that settle what a program's steps are, and capture its graphs.
+SETTLE, TIMED = 40, 30
+
+
+class Gpu:
+    """The runtime, and programs on it."""
+
+    def __init__(self):
+        self.runtime = CudaRuntime()
+        self.driver = self.runtime.driver
+        self.device = self.driver.device
+        self.runtime.device.attach()
+        self.store = ProgramStore(self.runtime)
+
+    def tier0(self, program):
+        return self.store.define(encode_program(program)).prepared
+
+    def plan(self, program, params):
+        """The program as generated kernels, built by NVRTC for this chip."""
+        ready, target = self.store.define(encode_program(program)), self.runtime.target()
+        plan = compile_program(program, params=list(params), checks=True, biases=True)
+        codes = []
+        for kernel in plan.kernels:
+            source = render(kernel, CUDA, Form.SIMT)
+            code = BUILDERS["cuda"](source.text, target.partition(":")[2])
+            codes.append(Code(source.name, source.groups, source.threads, 0, code))
+        artifact = Artifact(key_of(program, target, "full", list(params)), "tests/gpu", plan, tuple(codes))
+        return self.runtime.load(artifact, program, ready.facts)
+
+    def buffers(self, contents, slots):
+        """`contents`: by the slots of the tape; `slots`: what these are in the program."""
+        return {slots[s]: Buffer(t.nbytes, t.to(self.device, copy=True)) for s, t in contents.items()}
+
+    def run(self, prepared, buffers, params=()):
+        """Ns on the device; raises what failed."""
+        n = prepared.program.n_slots
+        for slot in [s for s in buffers if prepared.facts.slot_alloc[s] is not None]:
+            del buffers[slot]
+        execution = self.runtime.begin(prepared, buffers, list(range(n)), list(params))
+        times = execution.advance((len(prepared.program.body),))
+        outcome = execution.outcome
+        assert outcome.failed_at is None, f"instruction {outcome.failed_at}: {outcome.error}"
+        return sum(times)
+
+
+def result(buffers, slots, tensor):
+    base, view = buffers[slots[tensor.slot]].base, tensor.view
+    flat = torch.empty(0, dtype=TORCH_DTYPE[view.dtype], device=base.device)
+    return flat.set_(base.untyped_storage(), view.offset // view.dtype.itemsize, view.sizes, view.strides)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def gelu(rows=4096, columns=4096):
+    t = Tape()
+    x, w, b = t.input(F32, rows, columns), t.input(F32, columns), t.input(F32, columns)
+    m = t.op("mul", x, w)
+    s = t.op("add", m, b)
+    y = t.op("gelu", s)
+    t.free(m, s)
+    given = {0: torch.randn(rows, columns), 1: torch.randn(columns), 2: torch.randn(columns)}
+    return t, y, given, lambda x, w, b: torch.nn.functional.gelu(x * w + b), 8 * rows * columns
+
+
+def softmax(rows=4096, columns=4096):
+    t = Tape()
+    y = t.op("softmax", t.input(F32, rows, columns), -1)
+    return t, y, {0: torch.randn(rows, columns)}, lambda x: torch.softmax(x, -1), 8 * rows * columns
+
+
+def layer_norm(rows=8192, columns=1024):
+    t = Tape()
+    x, w, b = t.input(F32, rows, columns), t.input(F32, columns), t.input(F32, columns)
+    n, mean, rstd = t.ops("layer_norm", x, (columns,), w, b, 1e-5)
+    g = t.op("gelu", n)
+    y = t.op("add", g, x)
+    t.free(n, mean, rstd, g)
+    given = {0: torch.randn(rows, columns), 1: torch.randn(columns), 2: torch.randn(columns)}
+
+    def eager(x, w, b):
+        return torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (x.shape[-1],), w, b)) + x
+
+    return t, y, given, eager, 8 * rows * columns
+
+
+def adamw(n=10_000_000):
+    """One step on a flat parameter, as PyTorch's formula has it (bias corrections are numbers of the run)."""
+    t = Tape()
+    p, g, m, v = (t.input(F32, n) for _ in range(4))
+    t.op("mul", p, 1 - 1e-3 * 1e-2, into=p)
+    t.op("mul", m, 0.9, into=m)
+    t.op("add", m, g, 0.1, into=m)
+    t.op("mul", v, 0.999, into=v)
+    gg = t.op("mul", g, g)
+    t.op("add", v, gg, 0.001, into=v)
+    root = t.op("sqrt", v)
+    low = t.op("add", root, 1e-8)
+    step = t.op("div", m, low)
+    t.op("add", p, step, -1e-3, into=p)
+    t.free(gg, root, low, step)
+
+    def eager(p, g, m, v):
+        p.mul_(1 - 1e-3 * 1e-2)
+        m.mul_(0.9).add_(g, alpha=0.1)
+        v.mul_(0.999).addcmul_(g, g, value=0.001)
+        return p.addcdiv_(m, v.sqrt().add_(1e-8), value=-1e-3)
+
+    given = {k: torch.rand(n) for k in range(4)}
+    return t, p, given, eager, 7 * 4 * n
+
+
+PROGRAMS = {
+    "GELU(x*w+b), 16M": gelu,
+    "softmax 4096x4096": softmax,
+    "norm, GELU, residual": layer_norm,
+    "AdamW, 10M": adamw,
+}
+SMALL = {
+    "gelu": lambda: gelu(64, 96),
+    "softmax": lambda: softmax(33, 200),
+    "layer norm": lambda: layer_norm(17, 96),
+    "adamw": lambda: adamw(5000),
+}
+
+
+# -- sections ----------------------------------------------------------------------------------------------------------
+
+
+def facts(gpu):
+    found = gpu.runtime.facts()
+    assert found["vendor"] == "nvidia" and found["cores"] >= 1
+    rates = gpu.runtime.rates()
+    print(
+        f"  {found['name']} {found['arch']}, {gpu.runtime.capacity() >> 20} MiB for sessions, kernels for {gpu.runtime.target()}"
+    )
+    print(
+        f"  {rates.bytes_per_us / 1e3:.0f} GB/s, {rates.flops_per_us / 1e6:.1f} TFLOP/s, {rates.launch_ns} ns a launch"
+    )
+
+
+def bytes_to_and_fro(gpu):
+    data = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
+    memory = gpu.runtime.allocate(len(data)).base
+    into, land = gpu.runtime.device.landing(memory)
+    into[:] = memoryview(data.numpy())
+    land()
+    assert bytes(gpu.runtime.device.read(memory)) == data.numpy().tobytes()
+    assert torch.equal(memory.cpu(), data)
+
+
+def library(gpu):
+    """Tier 0 against torch.cuda itself: the same operators, so the same bits."""
+    for name, make in SMALL.items():
+        t, y, given, eager, _ = make()
+        program, slots = t.program()
+        buffers = gpu.buffers(given, slots)
+        wanted = [x.to(gpu.device, copy=True) for x in given.values()]
+        gpu.run(gpu.tier0(program), buffers, t.params)
+        if name == "adamw":  # torch contracts here, the program has one operator after the other
+            torch.testing.assert_close(result(buffers, slots, y), eager(*wanted))
+        else:
+            assert torch.equal(result(buffers, slots, y), eager(*wanted)), name
+
+
+def kernels(gpu):
+    """Generated kernels on the library's memory and stream, with tier 0's results."""
+    for make in SMALL.values():
+        t, y, given, eager, _ = make()
+        program, slots = t.program()
+        prepared, buffers = gpu.plan(program, t.params), gpu.buffers(given, slots)
+        gpu.run(prepared, buffers, t.params)
+        assert prepared.by_kernel > 0
+        wanted = eager(*[x.to(gpu.device, copy=True) for x in given.values()])
+        torch.testing.assert_close(result(buffers, slots, y), wanted, atol=2e-6, rtol=2e-5)
+
+
+def interop(gpu):
+    """A product of the library's between kernels of ours, in one run and one stream."""
+    t = Tape()
+    x, w = t.input(F32, 64, 48), t.input(F32, 48, 32)
+    y = t.op("relu", t.op("matmul", t.op("exp", x), w))
+    program, slots = t.program()
+    prepared = gpu.plan(program, t.params)
+    assert prepared.by_kernel and prepared.by_library
+    given = {0: torch.randn(64, 48), 1: torch.randn(48, 32)}
+    buffers = gpu.buffers(given, slots)
+    gpu.run(prepared, buffers, t.params)
+    a, b = (v.to(gpu.device) for v in given.values())
+    torch.testing.assert_close(result(buffers, slots, y), torch.relu(a.exp() @ b), atol=1e-3, rtol=1e-4)
+
+
+def complaints(gpu):
+    """An index out of range is an error of its instruction, and nothing of the device's."""
+    t = Tape()
+    w, i = t.input(F32, 5, 3), t.input(I64, 4)
+    y = t.op("embedding", w, i)
+    program, slots = t.program()
+    prepared = gpu.plan(program, t.params)
+    try:
+        gpu.run(prepared, gpu.buffers({0: torch.randn(5, 3), 1: torch.tensor([0, 5, 1, 2])}, slots))
+    except AssertionError as e:
+        assert "index out of range in self" in str(e)
+    else:
+        raise AssertionError("nothing was said")
+    buffers = gpu.buffers({0: torch.randn(5, 3), 1: torch.tensor([0, 4, 1, 2])}, slots)
+    gpu.run(prepared, buffers)
+    assert torch.equal(result(buffers, slots, y), buffers[slots[0]].base[buffers[slots[1]].base])
+
+
+def graphs(gpu):
+    """Steady programs are replayed, with the results that they had before."""
+    t = Tape()
+    x = t.input(F32, 128, 128)
+    held = x
+    for _ in range(20):
+        made = t.op("relu", t.op("add", held, x))
+        held = made
+    t.op("add", x, held, 1e-9, into=x)
+    program, slots = t.program()
+    for prepared in (gpu.tier0(program), gpu.plan(program, t.params)):
+        contents = {0: torch.randn(128, 128)}
+        buffers, before = gpu.buffers(contents, slots), gpu.runtime.graphs.replayed
+        seen, times = [], []
+        for _ in range(SETTLE):
+            buffers[slots[0]].base.copy_(contents[0])
+            times.append(gpu.run(prepared, buffers, t.params))
+            seen.append(buffers[slots[0]].base.clone())
+        replayed = gpu.runtime.graphs.replayed - before
+        print(f"  {replayed} replays; {times[10] / 1e3:.0f} us before, {times[-1] / 1e3:.0f} us after")
+        assert replayed, "nothing was replayed: were addresses not the same from run to run?"
+        assert all(torch.equal(s, seen[0]) for s in seen)
+
+
+def events(gpu):
+    """The runtime's clock is the device's: what it says of a known delay, and what a mark costs."""
+    x = torch.randn(4096, 4096, device=gpu.device)
+    for _ in range(3):
+        x @ x
+    begin = gpu.driver.record()
+    for _ in range(10):
+        x @ x
+    end = gpu.driver.record()
+    started = time.perf_counter_ns()
+    (taken,) = gpu.driver.elapsed_ns([begin, end])
+    assert taken > 0
+    marks = [gpu.driver.record() for _ in range(1000)]
+    cost = time.perf_counter_ns()
+    gpu.driver.elapsed_ns(marks)
+    marks = [gpu.driver.record() for _ in range(1000)]
+    again = time.perf_counter_ns()
+    gpu.driver.elapsed_ns(marks)
+    print(
+        f"  ten products: {taken / 1e6:.2f} ms on the device; a mark: {(again - cost) / 1000:.0f} ns with its reading"
+    )
+    assert started
+
+
+def arguments(gpu):
+    """The driver says of every kernel what parameters it has: `load` holds that against what is packed."""
+    from wooly_executor.errors import OperationError
+
+    t, *_ = gelu(8, 8)
+    program, _ = t.program()
+    (kernel,) = compile_program(program, params=t.params).kernels
+    source = render(kernel, CUDA, Form.SIMT)
+    code = BUILDERS["cuda"](source.text, gpu.runtime.target().partition(":")[2])
+    kinds = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
+    gpu.driver.load(code, source.name, kinds)
+    assert Arguments(kinds).address
+    try:
+        gpu.driver.load(code, source.name, [*kinds[:-1], DType.F32])
+    except OperationError as e:
+        print(f"  {e}")
+    else:
+        print("  (this driver does not tell parameters: it is from before CUDA 12.4)")
+
+
+SECTIONS = {
+    f.__name__: f for f in (facts, bytes_to_and_fro, library, kernels, interop, complaints, arguments, events, graphs)
+}
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def device_ns(call):
+    """Median device time of a call, of `TIMED` after some that warm up."""
+    found = []
+    for k in range(TIMED + 10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        if k >= 10:
+            found.append(1e6 * begin.elapsed_time(end))
+    return statistics.median(found)
+
+
+def speed(gpu):
+    """Rows: program, ours, eager, inductor in us; ratios; share of the card's bandwidth that a copy reaches."""
+    large = torch.empty(256 << 20, dtype=torch.uint8, device=gpu.device)
+    other = torch.empty_like(large)
+    copied = 2 * large.nbytes / device_ns(lambda: other.copy_(large))  # bytes per ns
+    print(f"  a copy reaches {copied:.0f} GB/s: 100 % below")
+    print(f"  {'':24} {'ours us':>9} {'eager us':>9} {'ind. us':>9} {'x eager':>8} {'x ind.':>7} {'of a copy':>9}")
+    rows = []
+    for name, make in PROGRAMS.items():
+        try:
+            t, _, given, eager, nbytes = make()
+            program, slots = t.program()
+            prepared, buffers = gpu.plan(program, t.params), gpu.buffers(given, slots)
+            ours = statistics.median([gpu.run(prepared, buffers, t.params) for _ in range(SETTLE + TIMED)][SETTLE:])
+            args = [x.to(gpu.device, copy=True) for x in given.values()]
+            plain = device_ns(lambda args=args, eager=eager: eager(*args))
+            try:
+                made = torch.compile(eager)
+                inductor = device_ns(lambda args=args, made=made: made(*args))
+            except Exception as e:
+                print(f"  inductor does not compile {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
+                inductor = float("nan")
+        except Exception:
+            print(f"  {name}: failed")
+            traceback.print_exc()
+            rows.append({"name": name, "error": traceback.format_exc(limit=3)})
+            continue
+        share = nbytes / ours / copied
+        rows.append(
+            {
+                "name": name,
+                "ours_us": ours / 1e3,
+                "eager_us": plain / 1e3,
+                "inductor_us": inductor / 1e3,
+                "of_copy": share,
+            }
+        )
+        print(
+            f"  {name:24} {ours / 1e3:9.1f} {plain / 1e3:9.1f} {inductor / 1e3:9.1f} {plain / ours:8.2f} "
+            f"{inductor / ours:7.2f} {share:9.0%}"
+        )
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}, speed; none: all")
+    parser.add_argument("--json", type=Path, help="write verdicts and rows to this file")
+    options = parser.parse_args()
+    unknown = set(options.sections) - {*SECTIONS, "speed"}
+    if unknown:
+        parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}, speed")
+    try:
+        gpu = Gpu()
+    except MissingDriverError as e:
+        print(e, file=sys.stderr)
+        return 2
+    verdicts, rows = {}, []
+    with torch.inference_mode():
+        for name in options.sections or [*SECTIONS, "speed"]:
+            print(f"runtime:{name}", flush=True)
+            try:
+                if name == "speed":
+                    rows = speed(gpu)
+                else:
+                    SECTIONS[name](gpu)
+                verdicts[name] = "ok"
+            except Exception as e:
+                traceback.print_exc()
+                verdicts[name] = f"{type(e).__name__}: {e}"
+                print(f"runtime:{name} FAILED: {verdicts[name]}", flush=True)
+    bad = [name for name, said in verdicts.items() if said != "ok"] + [r["name"] for r in rows if "error" in r]
+    right = sum(said == "ok" for said in verdicts.values())
+    print(f"CUDA runtime: {right} sections right" + (f", wrong: {', '.join(bad)}" if bad else ""))
+    if options.json:
+        options.json.write_text(json.dumps({"sections": verdicts, "rows": rows}, indent=1))
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
