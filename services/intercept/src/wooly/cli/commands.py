@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -20,7 +21,7 @@ from wooly_wis.messages import MemoryState
 from wooly import __version__
 from wooly.cli.credits import as_csv, bill_at_end, bill_line, credits_of, print_credits, read_credits
 from wooly.cli.monitor import memory_line, print_top, watch_top
-from wooly.control import ControlError, connect, local_stack
+from wooly.control import ControlError, begin, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
 
@@ -80,17 +81,15 @@ def run(
         settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
     started = time.monotonic()
     sys.argv[0] = target  # its sessions are called so
-    from wooly import api
-    from wooly.cli import script
+    begin(settings)
+    with err.status("finding a device…") if not quiet and err.is_terminal else contextlib.nullcontext():
+        from wooly import api
+        from wooly.cli import script
 
-    try:
-        if not quiet and err.is_terminal:
-            with err.status("finding a device…"):
-                api.enable(settings)
-        else:
+        try:
             api.enable(settings)
-    except WoolyError as e:
-        raise _fail(e) from e
+        except WoolyError as e:
+            raise _fail(e) from e
     code = script.run(target, list(context.args), module=module)
     if code == 0:
         code = _finish()
