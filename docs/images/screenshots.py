@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import signal
 import socket
@@ -136,10 +137,11 @@ def fill(running: Stack, directory: Path) -> list[subprocess.Popen[bytes]]:
     return clients
 
 
-def shoot(page: Page, name: str, *, whole: bool = False) -> None:
-    """One picture, of the window or the whole page, once everything that is asked for has come."""
+def shoot(page: Page, name: str, height: int = 800) -> None:
+    """One picture, once everything that is asked for has come."""
+    page.set_viewport_size({"width": 1280, "height": height})
     page.wait_for_timeout(700)
-    page.screenshot(path=HERE / f"ui-{name}.png", full_page=whole)
+    page.screenshot(path=HERE / f"ui-{name}.png")
     print(f"ui-{name}.png: {(HERE / f'ui-{name}.png').stat().st_size >> 10} KiB")
 
 
@@ -153,10 +155,10 @@ def open_page(page: Page, name: str) -> None:
 
 def picture(page: Page) -> None:
     """All pages, the dashboard in both themes."""
-    shoot(page, "dashboard", whole=True)
+    shoot(page, "dashboard", 1160)
     page.get_by_role("button", name="Theme:").click()  # light
     page.get_by_role("button", name="Theme:").click()
-    shoot(page, "dashboard-dark", whole=True)
+    shoot(page, "dashboard-dark", 1160)
     page.get_by_role("button", name="Theme:").click()
     open_page(page, "Tasks")
     page.get_by_role("button", name="embed.py").click()
@@ -174,7 +176,7 @@ def picture(page: Page) -> None:
     shoot(page, "credits")
     open_page(page, "Traces")
     page.get_by_role("table", name="Recent traces").get_by_role("link", name="tune.py", exact=True).click()
-    page.get_by_role("button", name="executor.session").click()
+    page.get_by_role("button", name=re.compile("^executor.session executor")).click()
     shoot(page, "traces")
     open_page(page, "Settings")
     page.get_by_role("button", name="acme", exact=True).click()

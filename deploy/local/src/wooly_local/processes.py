@@ -142,10 +142,14 @@ def _become(module: str, env: dict[str, str], log: Path, name: str) -> int:
     sys.argv = [module]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else int(e.code is not None)
-    else:
-        code = 0
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does at its own end, which a fork never comes to
     atexit._run_exitfuncs()
     return code

@@ -95,7 +95,7 @@ export default function dashboard({ body, head, live, can }) {
   function lines(chart, points, names, to) {
     while (points.length > 1 && points[1].at < to - range) points.shift();
     const ends = points.length ? [...points, { ...points.at(-1), at: to }] : [];
-    chart.set(names.map((name) => ({ name, points: ends.map((p) => [p.at, p[name]]) })), to - range, to, range);
+    chart.set(names.map((name) => ({ name, points: ends.map((p) => [p.at, p[name]]) })), to - range, to, Infinity);
   }
 
   function living(at, gpus) {
