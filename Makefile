@@ -11,7 +11,7 @@ MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs
 
 .PHONY: help
 help: ## list the tasks
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## prepare .venv with everything (both run and test call it)

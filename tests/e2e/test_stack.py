@@ -69,10 +69,10 @@ def test_lora_example_learns_to_count(stack):
 
 def test_run_starts_a_stack_of_its_own_and_leaves_nothing(tmp_path):
     before = {p.pid for p in psutil.process_iter() if "wooly" in " ".join(_argv(p))}
-    path = script(tmp_path, "import torch; print((torch.ones(3, device='cuda') + 1).sum().item())")
-    done = run("run", path, env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
+    text = "import sys, torch; print((torch.ones(3, device='cuda') + 1).sum().item(), 'torch._dynamo' in sys.modules)"
+    done = run("run", script(tmp_path, text), env={"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "6.0\n"
+    assert done.stdout == "6.0 False\n"  # and did not load what only compiling needs
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         left = {p.pid for p in psutil.process_iter() if f"{tmp_path}" in " ".join(_argv(p))} - before

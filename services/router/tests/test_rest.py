@@ -182,6 +182,21 @@ async def test_history_comes_in_steps(rest):
         await told(http, "GET", "metrics/history", 422, params={"step": 9})
 
 
+async def test_tasks_are_counted_over_time(rest):
+    async with rest("a") as (r, http):
+        await r.open()
+        r.clock.now += 10
+        found = (await told(http, "GET", "metrics/tasks", params={"since": 999_990, "step": 5}))["counts"]
+        assert [(c["at"], c["waiting"], c["running"]) for c in found] == [
+            (999_995.0, 0, 0),
+            (1_000_000.0, 0, 0),
+            (1_000_005.0, 0, 1),
+            (1_000_010.0, 0, 1),
+        ]
+        assert (await told(http, "GET", "metrics/tasks", params={"since": 2e6}))["counts"] == []
+        await told(http, "GET", "metrics/tasks", 422)
+
+
 async def test_overview_counts_nodes_and_tasks_by_state(rest):
     async with rest("a", "b") as (r, http):
         await r.open()

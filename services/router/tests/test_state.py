@@ -337,6 +337,28 @@ async def test_history_has_what_was_sampled_in_the_span(database):
     assert await store.history(0.0, 9.0) == samples[4:]
 
 
+async def test_activity_counts_who_waited_and_ran_at_the_end_of_every_step(database):
+    store = TaskStore(database)
+    spans = {"a": (5, 10, 35), "b": (12, 31, None), "c": (15, None, 25), "d": (2, 3, 4), "e": (41, None, None)}
+    for name, (made, began, ended) in spans.items():
+        state = "pending" if began is ended is None else "started" if ended is None else "completed"
+        tenant = "t" if name < "c" else "u"
+        record = task(name, tenant=tenant, created_at=float(made), state=state, started_at=began, ended_at=ended)
+        async with database.writing() as s:
+            await store.add(s, record)
+
+    def truth(at, names="abcde"):
+        mine = [spans[n] for n in names if spans[n][0] < at and (spans[n][2] is None or spans[n][2] >= at)]
+        began = [span for span in mine if span[1] is not None and span[1] < at]
+        return (float(at), len(mine) - len(began), len(began))
+
+    for since, step in ((0, 10), (20, 10), (8, 1), (0, 50)):
+        ends = range(since + step, 51, step)
+        assert await store.activity(float(since), 50.0, step) == [truth(t) for t in ends], (since, step)
+    assert await store.activity(0.0, 50.0, 10, "t") == [truth(t, "ab") for t in range(10, 51, 10)]
+    assert await store.activity(44.0, 50.0, 4) == [truth(48), truth(50)]
+
+
 async def test_history_in_steps_has_means_of_shares_and_the_most_memory(database):
     store = NodeStore(database)
     await store.sample([Sample(float(t), e, "n", t / 100, 0.5, t, BIG, 1) for t in range(0, 60, 10) for e in "ab"])

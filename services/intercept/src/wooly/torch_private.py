@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -71,6 +72,39 @@ def word_resizes_as_aten_does() -> None:
 
     for module in (prims_wrappers, meta_registrations):
         module._resize_output_check = check
+
+
+def spare_dynamo() -> None:
+    """Let PyTorch's reference kernels, by which shapes are inferred, do without Dynamo until something else loads it.
+
+    At its first call each of them has Dynamo promise never to trace it, and loads it for that: more than a second of CPU in
+    every program, also where nothing is ever compiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    asking = torch._disable_dynamo(spare_dynamo).__code__
+    for name in [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]:
+        for found in list(vars(sys.modules[name]).values()):
+            while isinstance(found, FunctionType):
+                inner = getattr(found, "__wrapped__", None)
+                if found.__code__ is asking and not hasattr(inner, _PROMISE):
+                    setattr(inner, _PROMISE, _until_dynamo(found, inner))
+                found = inner
+
+
+#: Where such a kernel keeps what Dynamo made of it.
+_PROMISE = "__dynamo_disable"
+
+
+def _until_dynamo(asking: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return kernel(*args, **kwargs)
+        if getattr(kernel, _PROMISE, None) is call:  # it is there: from now on PyTorch's own way
+            delattr(kernel, _PROMISE)
+        return asking(*args, **kwargs)
+
+    return call
 
 
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:

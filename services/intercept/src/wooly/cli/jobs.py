@@ -154,9 +154,11 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
     table = Table(box=None, pad_edge=False)
     for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
         table.add_column(column, no_wrap=True)
-    table.add_column("name, reason", overflow="fold")
+    # A line per task: `wooly logs` has the whole reason, --json the whole name
+    table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
     for t in reply.tasks:
-        what = ": ".join([part for part in (t.name, t.reason) if part])
+        name = t.name.rpartition("/")[2] or t.name
+        what = ": ".join([part for part in (name, t.reason) if part])
         table.add_row(
             t.task_id,
             t.kind,

@@ -297,6 +297,20 @@ class History(BaseModel):
     samples: list[SampleInfo]
 
 
+class TaskCount(BaseModel):
+    """How many tasks waited and ran at one time."""
+
+    at: float
+    waiting: int
+    running: int
+
+
+class TaskHistory(BaseModel):
+    """How many tasks waited and ran, oldest first."""
+
+    counts: list[TaskCount]
+
+
 class LiveGpu(BaseModel):
     """One device now. Shares from 0 to 1, memory in bytes; `starvation` is null where no scheduler tells it."""
 

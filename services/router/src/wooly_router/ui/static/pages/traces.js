@@ -102,6 +102,7 @@ function one({ body, head, rest }) {
           {
             type: "button",
             class: "span",
+            title: `${span.name} of ${span.service}: ${nanos(took)}, begins after ${nanos(span.start_ns - begin)}`,
             "aria-expanded": String(shown),
             "data-key": span.span_id,
             onclick() {
