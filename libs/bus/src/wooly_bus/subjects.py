@@ -22,9 +22,13 @@ EXECUTOR_MEMORY_EVENTS = f"{PREFIX}.evt.executor.memory.borne.*"
 EXECUTOR_MEMORY_STREAM = "WOOLY_EVT_MEMORY"
 EXECUTOR_ARTIFACT_REJECTED = f"{PREFIX}.evt.executor.artifact.rejected"
 COMPILER_PROGRAM_EXPLAIN = f"{PREFIX}.rpc.compiler.program.explain"
-#: Where anybody submits jobs (`SubmitJob`), and the stream that keeps them until a router has taken them in.
+#: Where jobs are submitted (`SubmitJob`), and the stream that keeps them until a router has taken them in. What tenants' clients
+#: submit, at `for_tenant` of it, goes into no stream: a router answers once it has taken the job in.
 ROUTER_JOB_SUBMIT = f"{PREFIX}.cmd.router.job.submit"
 ROUTER_COMMAND_STREAM = "WOOLY_CMD_ROUTER"
+#: Where tenants' clients put blobs and read them, as `for_tenant` makes it; all others have JetStream for it.
+ROUTER_BLOB_PUT = f"{PREFIX}.rpc.router.blob.put"
+ROUTER_BLOB_GET = f"{PREFIX}.rpc.router.blob.get"
 ROUTER_TASK_LIST = f"{PREFIX}.rpc.router.task.list"
 ROUTER_TASK_GET = f"{PREFIX}.rpc.router.task.get"
 ROUTER_TASK_CANCEL = f"{PREFIX}.rpc.router.task.cancel"
@@ -66,6 +70,9 @@ CLIENT_SUBJECTS = (
     ("tasks:write", ROUTER_SESSION_OPEN),
     ("tasks:write", ROUTER_SESSION_RENEW),
     ("tasks:write", ROUTER_SESSION_CLOSE),
+    ("tasks:write", ROUTER_JOB_SUBMIT),
+    ("blobs:write", ROUTER_BLOB_PUT),
+    ("blobs:read", ROUTER_BLOB_GET),
     ("tasks:read", ROUTER_TASK_LIST),
     ("tasks:read", ROUTER_TASK_GET),
     ("tasks:write", ROUTER_TASK_CANCEL),

@@ -21,6 +21,7 @@ from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import handing_over, setup_tracing
 
 from wooly_router.actor import RouterActor
+from wooly_router.blobs import BlobActor
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
@@ -61,6 +62,7 @@ async def serve(settings: RouterSettings) -> None:
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
+    BlobActor(app, gate, settings.blob_bytes, settings.tenant_blob_bytes)
     world.traces.keeps = handing_over() is not None
     traces = TraceActor(app, world, gate)
     access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))

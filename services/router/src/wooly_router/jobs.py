@@ -30,6 +30,7 @@ from wooly_wis.messages import (
     RunJobRequest,
     SessionPolicy,
     SubmitJob,
+    SubmitJobReply,
     TaskChanged,
 )
 from wooly_wis.module import MAX_MODULE_BYTES, check_module, decode_module
@@ -68,6 +69,7 @@ class JobActor:
         self._tasks, self._world = router.world.tasks, router.world
         self._missing: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Event()
+        app.serve_tenants(subjects.ROUTER_JOB_SUBMIT, SubmitJob, self.on_submit_tenants, queue="router")
 
     def jetstream(self) -> JetStreamContext:
         """Where blobs are."""
@@ -120,6 +122,14 @@ class JobActor:
             except Exception:
                 log.exception("a job could not be taken in; it comes again")
                 await taken.later(2.0)
+
+    async def on_submit_tenants(self, job: SubmitJob, tenant: str) -> SubmitJobReply:
+        """Take in a job of a tenant's NATS user: it is in the database before this is answered."""
+        caller = await self._router.gate.of_tenant(tenant, job.tenant)
+        task = await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+        if task.tenant != caller.own:
+            raise RefusedError("router.id_taken", f"{job.job_id} is not free; take another, at random")
+        return SubmitJobReply(job_id=task.id)
 
     async def on_submit_job(self, job: SubmitJob) -> TaskRecord:
         """A job is pending once this returns; one that can never run has failed, with the reason. Again, it changes nothing.

@@ -47,6 +47,9 @@ class RouterSettings(BaseSettings):
         client_nats_url: where clients are told that NATS is; empty: `nats_url`.
         tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
         tls_key: PEM file with its private key; empty: in the same file.
+        blob_bytes: the largest blob that tenants may put over NATS, where they have no JetStream of their own.
+        tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more over NATS; 0: no
+            limit.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
         trace_retention_s: how long a trace is kept.
@@ -71,6 +74,8 @@ class RouterSettings(BaseSettings):
     client_nats_url: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    blob_bytes: int = Field(default=16 << 30, ge=1)
+    tenant_blob_bytes: int = Field(default=0, ge=0)
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
     trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)

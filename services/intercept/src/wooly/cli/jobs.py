@@ -69,10 +69,9 @@ def submit(
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
-    first = jobs.run(jobs.mark(access)) if waits else 1
     trace = ClientTrace("submit")
-    wanted |= {"headers": trace.headers(), "credential": settings.credential}
-    job = jobs.run(jobs.submit(access, settings.tenant, file, given, **wanted))
+    with trace.current():
+        job = jobs.submit(access, settings.tenant, file, given, credential=settings.credential, **wanted)
     trace.root.set_attribute("task_id", job.job_id)
     trace.end()
     trace.flush()
@@ -86,13 +85,9 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.run(jobs.follow(access, settings.tenant, job.job_id, each, first))
+    last = jobs.follow(access, settings.tenant, job.job_id, each, credential=settings.credential)
     with_controller(lambda: Controller(access), lambda c: trace.send(c, job.job_id, settings.credential))
-    files = (
-        jobs.run(jobs.fetch(access, settings.tenant, last.outputs, output))
-        if output is not None and last.outputs
-        else []
-    )
+    files = jobs.fetch(access, settings.tenant, last.outputs, output) if output is not None and last.outputs else []
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}
         print(json.dumps(report | {"outputs": [o.model_dump(mode="json") for o in last.outputs]}))

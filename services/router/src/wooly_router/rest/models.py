@@ -229,10 +229,14 @@ class CredentialsBody(Body):
 
 
 class NatsCredentials(BaseModel):
-    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch."""
+    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch.
+
+    `inbox`: under which replies are heard with them; what clients of NATS call the prefix of inboxes.
+    """
 
     credentials: str
     nats_url: str
+    inbox: str
     role: Literal["admin", "user"]
     tenant: str
     expires_at: float
