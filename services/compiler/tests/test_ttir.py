@@ -7,10 +7,10 @@ import re
 import pytest
 from wooly_compiler.errors import ForeignError
 from wooly_compiler.foreign import Request, lower
-from wooly_compiler.foreign.page import page
-from wooly_compiler.foreign.ttir import Lowering
-from wooly_compiler.foreign.ttir_ops import ELEMENTWISE, REFUSED, STRUCTURAL
-from wooly_compiler.foreign.ttir_text import MAX_DEPTH, MAX_TEXT, read
+from wooly_compiler.foreign.ttir.lower import Lowering
+from wooly_compiler.foreign.ttir.ops import ELEMENTWISE, REFUSED, STRUCTURAL
+from wooly_compiler.foreign.ttir.page import page
+from wooly_compiler.foreign.ttir.text import MAX_DEPTH, MAX_TEXT, read
 
 HEAD = "module {\n  tt.func public @k(%x: !tt.ptr<f32>, %n: i32) attributes {noinline = false} {\n"
 TAIL = "\n    tt.return\n  }\n}\n"

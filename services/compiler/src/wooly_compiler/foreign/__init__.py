@@ -57,7 +57,7 @@ class Lowered:
 
 #: Per language the module whose `lower` makes OpenCL C of a request; imported when first asked for.
 LANGUAGES: Final[dict[str, str]] = {
-    "ttir": "wooly_compiler.foreign.ttir",
+    "ttir": "wooly_compiler.foreign.ttir.lower",
     "cuda-c": "wooly_compiler.cudac.lower",
 }
 

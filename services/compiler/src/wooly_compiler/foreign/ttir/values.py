@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wooly_compiler.errors import ForeignError
-from wooly_compiler.foreign.ttir_ops import BITS, C_TYPE, is_float, rounded
-from wooly_compiler.foreign.ttir_text import Block, Function, Op, Type
+from wooly_compiler.foreign.ttir.ops import BITS, C_TYPE, is_float, rounded
+from wooly_compiler.foreign.ttir.text import Block, Function, Op, Type
 
 Index = tuple[str, ...]
 #: How a value changes when an index grows by one, per dimension: 0, 1, or not known.

@@ -1,10 +1,10 @@
-"""Writes the reference page of TTIR: ``python -m wooly_compiler.foreign.page > docs/reference/ttir.md``."""
+"""Writes the reference page of TTIR: ``python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md``."""
 
 from __future__ import annotations
 
-from wooly_compiler.foreign.ttir import MAX_TENSOR_BYTES
-from wooly_compiler.foreign.ttir_ops import ELEMENTWISE, REFUSED, STRUCTURAL
-from wooly_compiler.foreign.ttir_text import MAX_NUMEL, MAX_OPS, MAX_TEXT, SCALAR_TYPES
+from wooly_compiler.foreign.ttir.ops import ELEMENTWISE, REFUSED, STRUCTURAL
+from wooly_compiler.foreign.ttir.text import MAX_NUMEL, MAX_OPS, MAX_TEXT, SCALAR_TYPES
+from wooly_compiler.foreign.ttir.writer import MAX_TENSOR_BYTES
 
 
 def page() -> str:
