@@ -492,6 +492,32 @@ class CompileProgramReply(Message):
     name: str = Field(default="", max_length=128)
 
 
+class CompileKernelRequest(Message):
+    """Have a kernel in another language compiled for a target (executor to compilers; see `wooly_wis.foreign`).
+
+    The answer is a `CompileProgramReply`; what it names is a kernel's code.
+
+    Attributes:
+        source: bytes of the source (`encode_source`).
+        entry: the function.
+        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
+        block: threads of a group.
+        options: hints and needs.
+        target: what the code is for.
+        rejected: version of a compiler whose code turned out to be bad, so that it is made anew.
+    """
+
+    source: Base64
+    entry: Name
+    args: Annotated[tuple[Annotated[str, StringConstraints(max_length=16)], ...], Field(max_length=256)]
+    block: tuple[int, int, int]
+    options: Annotated[
+        tuple[tuple[Name, bool | int | Annotated[str, StringConstraints(max_length=4096)]], ...], Field(max_length=64)
+    ] = ()
+    target: str = Field(max_length=256)
+    rejected: str = Field(default="", max_length=128)
+
+
 class ExplainProgramRequest(Message):
     """What do the passes make of a program? An empty target is any CPU."""
 

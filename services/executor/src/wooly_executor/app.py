@@ -24,7 +24,7 @@ from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
-from wooly_executor.compilation import PlanSource
+from wooly_executor.compilation import KernelSource, PlanSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
@@ -84,6 +84,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
         publishing = (actor.watch(), journal.run(), borne.run(), usage.run())
         watching = [asyncio.create_task(work) for work in publishing]
+        loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, OpenClRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
             plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)

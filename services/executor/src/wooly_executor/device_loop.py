@@ -137,7 +137,7 @@ class DeviceLoop:
         most = self.vram.quota(session_id, quota, swappable)
         session = Session(session_id, entry, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
-        session.hosted = hosted
+        session.hosted, session.tenant = hosted, tenant
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)

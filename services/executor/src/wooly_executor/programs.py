@@ -114,12 +114,13 @@ class ProgramStore:
         self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._ready_bytes = 0
 
-    def define(self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES) -> ReadyProgram:
+    def define(self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES, owner: str = "") -> ReadyProgram:
         """Decode, verify and prepare, or find what was prepared before.
 
         Args:
             raw: the definition.
             sources: texts of kernels that whoever defines it has, by digest.
+            owner: whose turn it is to have them compiled.
 
         Raises:
             ExecutorError: the program is not well-formed, breaks a law, or cannot run here.
@@ -146,7 +147,9 @@ class ProgramStore:
         foreign = [(f, launch_of(f)) for f in forms if f.opcode == OPCODE]
         named = frozenset([launch.source for _, launch in foreign])
         _check_sources(named, sources)
-        kernels = [self._runtime.foreign.kernel(sources[launch.source], launch, form) for form, launch in foreign]
+        kernels = [
+            self._runtime.foreign.kernel(sources[launch.source], launch, form, owner) for form, launch in foreign
+        ]
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
         prepared.edges = estimate.cut.edges

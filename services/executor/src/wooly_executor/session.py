@@ -160,6 +160,7 @@ class Session:
         paused: somebody suspended it.
         hold: why it is suspended beside that; empty: it is not.
         used: what it uses of the device, for metering.
+        tenant: whose it is.
         sources: texts of its own kernels, by digest.
         compiling: its next program waits for kernels that are being compiled.
         hosted: what it was opened under, where it is traced.
@@ -210,6 +211,7 @@ class Session:
     spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
+    tenant: str = ""
     sources: dict[bytes, Source] = field(default_factory=dict)
     source_bytes: int = 0
     compiling: bool = False
@@ -218,7 +220,7 @@ class Session:
 
     def define(self, raw: bytes) -> ReadyProgram:
         """Take a program's definition."""
-        ready = self.store.define(raw, self.sources)
+        ready = self.store.define(raw, self.sources, self.tenant or self.id)
         if ready.digest not in self.programs:
             self.program_bytes += ready.nbytes
         self.programs[ready.digest] = ready

@@ -93,4 +93,4 @@ def build(asked: dict[str, Any]) -> bytes:
     request = Request(str(asked["text"]), str(asked["entry"]), tuple(asked["args"]), block, options)  # type: ignore[arg-type]
     lowered = lower(str(asked["language"]), request)
     binary = pocl.foreign(lowered.text, lowered.entry, lowered.parameters, request.block)
-    return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary))
+    return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary), str(asked["name"]))
