@@ -57,8 +57,8 @@ def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
 
 
 def test_sources_have_a_language_and_an_end():
-    with pytest.raises(EncodeError, match="no language 'ptx'"):
-        encode_source(Source("ptx", ""))
+    with pytest.raises(EncodeError, match="no language 'wgsl'"):
+        encode_source(Source("wgsl", ""))
     with pytest.raises(EncodeError, match="at most"):
         encode_source(Source("ttir", "x" * MAX_SOURCE_BYTES))
     with pytest.raises(DecodeError, match="cut short"):
@@ -101,7 +101,7 @@ def test_compiled_kernels_are_told_apart_by_what_compiling_hangs_on():
 
 
 WRONG = {
-    "no language": form(language="ptx"),
+    "no language": form(language="wgsl"),
     "64 hex digits": form(source="xyz"),
     "the entry is a name": form(entry="a b"),
     "the attribute 'entry' is a string": form(entry=1),

@@ -98,7 +98,7 @@ WRONG = {
     "unknown operation": (body("%a = tt.fly %n : i32"), r"tt\.fly in line 3 of its text is not supported"),
     "undefined value": (body("%a = arith.addi %n, %m : i32"), "%m is not defined"),
     "a type that there is not": (body("%a = arith.constant 1 : i13"), r"arith.constant|type"),
-    "float8": (body("%a = tt.splat %n : i32 -> tensor<4xf8E5M2>"), "the type f8E5M2 is not supported"),
+    "float8": (body("%a = tt.splat %n : i32 -> tensor<4xf8E4M3FNUZ>"), "the type f8E4M3FNUZ is not supported"),
     "too many elements": (body("%a = tt.splat %n : i32 -> tensor<2097152xi32>"), "at most 1048576"),
     "mixed types": (body("%f = arith.constant 1.0 : f32", "%a = arith.addi %n, %f : i32"), "arith.addi"),
     "integers as floats": (body("%a = arith.addf %n, %n : i32"), "arith.addf"),

@@ -278,3 +278,32 @@ def test_owners_take_turns_and_none_has_all_threads():
     for _ in range(5):
         assert ended.acquire(timeout=30)
     assert len(running) == 10 and OWN_AT_ONCE < AT_ONCE
+
+
+# -- texts that nobody can check -----------------------------------------------------------------------------------------
+
+
+def ptx_program(wis):
+    raw = encode_source(Source("ptx", ".visible .entry k(.param .u64 p) { ret; }"))
+    launch = Launch("ptx", digest(raw), "k", (1, 1, 1), (1, 1, 1), (0,))
+    form = Form("kernel.launch", (Operand(Role.INOUT, View(DType.U8, (4,), (1,))),), (), launch.attrs())
+    return raw, wis.body().add(form, "x")
+
+
+def test_opaque_kernels_are_refused_without_the_permission_also_where_another_session_has_it(make_device, runtime, wis):
+    device = make_device(runtime=runtime)
+    may, may_not = device.open("a", opaque=True), device.open("b")
+    raw, program = ptx_program(wis)
+    for client in (may, may_not):
+        client.channel.send(Kind.SOURCE, raw)
+        client.make(1, 1.0)
+        client.run(program, [1])
+    with pytest.raises(
+        wis.error, match="kernel k: ptx is code for NVIDIA's chips; this device, a CPU, runs kernels in"
+    ):
+        may.sync()
+    with pytest.raises(
+        wis.error, match=r"needs the permission opaque_kernels, which .* does not have; an administrator"
+    ) as e:
+        may_not.sync()
+    assert e.value.code == "executor.opaque_kernel"

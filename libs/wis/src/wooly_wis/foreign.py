@@ -17,8 +17,13 @@ from wooly_wis.errors import DecodeError, EncodeError, RuleError
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role
 
 OPCODE: Final = "kernel.launch"
-LANGUAGES: Final = ("ttir", "cuda-c")
+LANGUAGES: Final = ("ttir", "cuda-c", "ptx")
+#: Those in which nobody but a chip's vendor can tell what is loaded and stored: for tenants who may.
+OPAQUE: Final = frozenset({"ptx"})
 MAX_SOURCE_BYTES: Final = 1 << 20
+#: Sources that a session or a module may have, and their bytes.
+MAX_SOURCES: Final = 1024
+MAX_SOURCES_BYTES: Final = 16 << 20
 MAX_ARGUMENTS: Final = 256
 MAX_GRID: Final = (1 << 31) - 1
 MAX_BLOCK: Final = 1024

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from wooly_wis.foreign import ForeignCode, Parameter, encode_code
+from wooly_wis.foreign import OPAQUE, ForeignCode, Parameter, encode_code
 
 from wooly_compiler.build import pocl
 from wooly_compiler.errors import BuildError, ForeignError
@@ -69,6 +69,10 @@ def lower(language: str, request: Request) -> Lowered:
         ForeignError: names the operation that has no lowering, or the law that the text breaks.
     """
     module = LANGUAGES.get(language)
+    if language in OPAQUE:
+        raise ForeignError(
+            f"{language} is code for NVIDIA's chips; this device, a CPU, runs kernels in {', '.join(LANGUAGES)}"
+        )
     if module is None:
         raise ForeignError(f"kernels in {language} are not compiled here; those in {', '.join(LANGUAGES)} are")
     function: Callable[[Request], Lowered] = importlib.import_module(module).lower

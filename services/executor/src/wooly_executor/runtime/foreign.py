@@ -18,7 +18,7 @@ from typing import Any
 
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError, WisError
-from wooly_wis.foreign import ForeignCode, KernelKey, Launch, Source, check_grid, decode_code, key_of, launch_of
+from wooly_wis.foreign import OPAQUE, ForeignCode, KernelKey, Launch, Source, check_grid, decode_code, key_of, launch_of
 from wooly_wis.program import Form, ParamRef
 
 from wooly_executor.artifacts import ArtifactCache
@@ -125,6 +125,7 @@ class Foreign:
         load: makes code ready.
         why: why there is no builder.
         cache: where code is kept.
+        opaque: languages of which the runtime cannot check what is loaded and stored: for tenants who may.
 
     Attributes:
         remote: compilers elsewhere, once there are any in reach.
@@ -138,7 +139,9 @@ class Foreign:
         load: Callable[[ForeignCode, tuple[int, ...]], Loaded] | None = None,
         why: str = "this executor runs no kernels of sessions' own: its runtime has no OpenCL (WOOLY_EXECUTOR_RUNTIME=opencl)",
         cache: ArtifactCache | None = None,
+        opaque: frozenset[str] = OPAQUE,
     ) -> None:
+        self.opaque = opaque
         self._builder = builder
         self._target = target
         self._load = load

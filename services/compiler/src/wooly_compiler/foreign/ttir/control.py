@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wooly_compiler.errors import ForeignError
-from wooly_compiler.foreign.ttir.ops import C_TYPE, unsigned
+from wooly_compiler.foreign.ttir.ops import BITS, C_TYPE, is_float, unsigned
 from wooly_compiler.foreign.ttir.text import Block, Op
 from wooly_compiler.foreign.ttir.values import Value, scalar, splat
 from wooly_compiler.foreign.ttir.writer import Writer
@@ -26,6 +26,10 @@ class Control(Writer):
         """Nobody would see it."""
 
     _gpu_barrier = _ttg_barrier = _tt_print
+
+    def _tt_call(self, op: Op) -> None:
+        """Those of the text's functions were written in place (`calls`)."""
+        raise ForeignError(f"{op.place}: of no function of this text")
 
     def _tt_return(self, op: Op) -> None:
         if op.operands:
@@ -70,8 +74,6 @@ class Control(Writer):
         self._ops(block)
 
     def _scf_for(self, op: Op) -> None:
-        if "unsigned" in op.words:
-            raise ForeignError(f"{op.place}: unsigned bounds are not supported")
         iv, *bounds = op.operands[:4]
         low, high, step = [self._value(n) for n in bounds]
         block = self._region(op)
@@ -92,10 +94,16 @@ class Control(Writer):
             self._values[name] = rooms[-1]
         plain = [k for k in range(len(names)) if k not in growing]
         self._copy([rooms[k] for k in plain], [given[k] for k in plain], op)
-        c, e, s = [self._variable("long") for _ in range(3)]
-        self._out(f"{e} = {high.uniform}; {s} = {step.uniform};")
-        self._out(f"for ({c} = {low.uniform}; {c} < {e}; {c} = (long)((ulong){c} + (ulong){s})) {{ if (W_END) return;")
         t = low.type
+        if t.shape is not None or is_float(t.elem) or not high.type == step.type == t:
+            raise ForeignError(f"{op.place}: it counts from {t} to {high.type}")
+        wide, widened = "long", ""
+        if "unsigned" in op.words:
+            wide, widened = "ulong", f"({unsigned(t.elem)})" if BITS[t.elem] >= 32 else f"(u{C_TYPE[t.elem]})"
+        c, e, s = [self._variable(wide) for _ in range(3)]
+        self._out(f"{e} = {widened}{high.uniform}; {s} = {widened}{step.uniform};")
+        begin = f"{c} = {widened}{low.uniform}"
+        self._out(f"for ({begin}; {c} < {e}; {c} = ({wide})((ulong){c} + (ulong){s})) {{ if (W_END) return;")
         counter = self._variable(C_TYPE[t.elem])
         self._out(f"{counter} = ({C_TYPE[t.elem]}){c};")
         self._values[iv] = scalar(t, counter)
@@ -140,6 +148,7 @@ class Control(Writer):
             None,
             None,
             value.buffer,
+            value.local,
         )
 
     def _scf_while(self, op: Op) -> None:

@@ -175,7 +175,7 @@ class Folds(Writer):
             raise ForeignError(f"{op.place}: {a.type} times {b.type} plus {c.type}")
         if (
             is_float(t.elem) != is_float(a.type.elem)
-            or a.type.elem != b.type.elem
+            or (a.type.elem != b.type.elem and not {a.type.elem, b.type.elem} <= {"f8E4M3FN", "f8E5M2"})
             or t.elem not in ("f32", "f64", "i32", "f16")
         ):
             raise ForeignError(f"{op.place}: {a.type} times {b.type} gives {t}")

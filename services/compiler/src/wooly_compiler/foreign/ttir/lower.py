@@ -61,7 +61,7 @@ class Lowering(Shapes, Memory, Folds, Control):
         text = "\n".join(
             [
                 PRELUDE,
-                f"kernel __attribute__((reqd_work_groupsize_of(1, 1, 1))) void w_{self._request.entry}({signature}) {{",
+                f"kernel __attribute__((reqd_work_group_size(1, 1, 1))) void w_{self._request.entry}({signature}) {{",
                 *counts,
                 *self._head,
                 "if (W_END) return;",

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from wooly_compiler.errors import ForeignError
-from wooly_compiler.foreign.ttir.ops import C_TYPE, is_float
+from wooly_compiler.foreign.ttir.ops import C_TYPE, ELEMENTWISE, SMALL, is_float
 from wooly_compiler.foreign.ttir.text import Op, Type
-from wooly_compiler.foreign.ttir.values import Index, Value, flat, literal, scalar, splat
-from wooly_compiler.foreign.ttir.writer import MAX_SINGLE_WEIGHT, MAX_WEIGHT, Writer, sum_of
+from wooly_compiler.foreign.ttir.values import Index, Late, Value, all_set, flat, literal, scalar, splat
+from wooly_compiler.foreign.ttir.writer import MAX_SINGLE_WEIGHT, MAX_WEIGHT, Writer, size_of, sum_of
 
 #: What lies in memory.
-_STORED = {"i1": "uchar", "f16": "ushort", "bf16": "ushort"}
+_STORED = {"i1": "uchar", **SMALL}
 
 
 class Memory(Writer):
@@ -49,14 +49,14 @@ class Memory(Writer):
 
     def _tt_load(self, op: Op) -> None:
         p, *more = self._operands(op, 1, 3)
-        base, memory, count = self._bound(p, op)
+        base, _, count = self._bound(p, op)
         t = replace(p.type, pointer=False)
         mask, other = (more + [None, None])[:2]
-        place, zero = self._place(op), literal(t.elem, "0")
         for v, elem in ((mask, "i1"), (other, t.elem)):
             if v is not None and v.type != Type(elem, t.shape):
                 raise ForeignError(f"{op.place}: {v.type} with {p.type}")
         if t.shape is None:
+            place, zero = self._place(op), literal(t.elem, "0")
             name = self._variable(C_TYPE[t.elem])
             self._out(f"{name} = {other.uniform if other is not None else zero};")
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
@@ -68,8 +68,35 @@ class Memory(Writer):
             return
         p = self._light(p)
         mask, other = [self._light(v) if v is not None else None for v in (mask, other)]
+        late = Late(op, p, mask, other)
+        if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._goes_to_memory(op.results[0]):
+            self._pending.append(late)
+            self._set(op, Value(t, late.at, 1, (None,) * len(p.shape), local=True, late=(late,)))
+        else:
+            self._set(op, self._load_now(late))
+
+    def _goes_to_memory(self, name: str) -> bool:
+        """Whether a value's one user is a store in this block, or computes element by element what one stores."""
+        uses = self._names.uses[name]
+        while len(uses) == 1 and uses[0].block is self._block:
+            user = uses[0].op
+            if user.name == "tt.store":
+                return uses[0].at == 1
+            if user.name not in ELEMENTWISE or len(user.results) != 1:
+                return False
+            uses = self._names.uses[user.results[0]]
+        return False
+
+    def _load_now(self, late: Late) -> Value:
+        op, p, mask, other = late.op, late.pointer, late.mask, late.other
+        base, memory, count = self._bound(p, op)
+        t = replace(p.type, pointer=False)
+        place, zero = self._place(op), literal(t.elem, "0")
         name = self._array(t.elem, t.numel)
         row = self._row(p)
+
+        def plain(i: Index) -> str:
+            return f"{name}[{flat(p.shape, i)}] = {_held(t.elem, f'r[{i[row]}]')};"
 
         def dense(i: Index) -> str:
             # all of the row is in bounds: what is masked off is read too, so that the loop has no branches
@@ -84,8 +111,11 @@ class Memory(Writer):
                 f"bad |= !ok; t = ok ? {_held(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
             )
 
-        self._rows(p, row, f"const global {memory} *r = {base} + o0;", count, dense, checked, f"W_BAD(1, {place});")
-        self._set(op, self._of_array(t, name))
+        begin, bad = f"const global {memory} *r = {base} + o0;", f"W_BAD(1, {place});"
+        self._rows(p, row, begin, count, plain if mask is None else dense, checked, bad, whole=(mask, plain))
+        value = self._of_array(t, name)
+        late.text = value.at
+        return value
 
     def _light(self, v: Value) -> Value:
         return v if v.weight <= MAX_WEIGHT or v.uniform is not None else self._materialise(v)
@@ -100,8 +130,12 @@ class Memory(Writer):
         checked: Callable[[Index], str],
         bad: str,
         mask: Value | None = None,
+        whole: tuple[Value | None, Callable[[Index], str]] | None = None,
     ) -> None:
-        """Go through a tensor of pointers row by row: a row that is dense and in bounds needs no check of its elements."""
+        """Go through a tensor of pointers row by row: a row that is dense and in bounds needs no check of its elements.
+
+        `mask`: of a store. `whole`: of a load its mask, and what is done where that is set in all of a row.
+        """
         outer = [d for d in range(len(p.shape)) if d != row]
         index = [self._fresh() for _ in p.shape]
         for d in outer:
@@ -121,32 +155,45 @@ class Memory(Writer):
                 self._out(f"if (run) {loop} run &= {p.at(at(index[row]))} == o0 + {index[row]};")
         body = dense(at(index[row]))
         if mask is None:
+            full = (
+                all_set(whole[0], lambda n: at(str(n)), row, size)
+                if whole is not None and whole[0] is not None
+                else None
+            )
+            if whole is not None and full is not None:
+                self._out(f"if (run && {full}) {{ {begin} {loop} {{ {whole[1](at(index[row]))} }} }} else")
             self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
         else:  # a store: most rows are written as a whole
-            some = mask.at(at(index[row]))
-            self._out(f"if (run) {{ {begin} int all = 1; {loop} all &= {some};")
+            some, whole = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
+            asked = f"int all = 1; {loop} all &= {some};" if whole is None else f"const int all = {whole};"
+            self._out(f"if (run) {{ {begin} {asked}")
             self._out(f"if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }} }}")
         self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(index[row]))} }} if (bad) {bad} }} }}")
         self._close(len(outer))
 
     def _tt_store(self, op: Op) -> None:
-        p, v, *more = self._operands(op, 2, 3)
+        if not 2 <= len(op.operands) <= 3:
+            raise ForeignError(f"{op.place}: it has {len(op.operands)} operands")
+        p, v = self._value(op.operands[0]), self._values[op.operands[1]]
+        mask = self._value(op.operands[2]) if len(op.operands) == 3 else None
         base, memory, count = self._bound(p, op)
-        mask = more[0] if more else None
         elem = p.type.elem
         if v.type != replace(p.type, pointer=False) or (mask is not None and mask.type != Type("i1", p.type.shape)):
             raise ForeignError(f"{op.place}: {v.type} to {p.type}")
         assert p.buffer is not None
         self._written.add(p.buffer)
         place = self._place(op)
+        self._force([x for x in self._pending if x not in v.late])
         if p.type.shape is None:
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
             self._out(f"if ((ulong)o < {count}) {base}[o] = {_put(elem, str(v.uniform))}; else W_BAD(2, {place}); }}")
             return
         p = self._light(p)
         mask = self._light(mask) if mask is not None else None
-        v = v if v.weight <= MAX_SINGLE_WEIGHT or v.uniform is not None else self._materialise(v)
         row = self._row(p)
+        fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
+        self._force(v.late)
+        v = v if v.weight <= MAX_SINGLE_WEIGHT or v.uniform is not None else self._materialise(v)
         gate = (lambda i: f"if ({mask.at(i)}) ") if mask is not None else (lambda i: "")
 
         def dense(i: Index) -> str:
@@ -158,6 +205,56 @@ class Memory(Writer):
 
         begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
         self._rows(p, row, begin, count, dense, checked, bad, mask)
+        self._close(fused)
+
+    def _through(self, p: Value, v: Value, mask: Value | None, row: int) -> int:
+        """Write a store together with the loads that it computes from, for when all of them are dense, in bounds and apart.
+
+        Returns how many scopes are left open: in them belongs what is done otherwise.
+        """
+        size = p.shape[row]
+        if p.type.numel != size or any(self._row(x.pointer) != row for x in v.late):
+            return 0
+
+        def at(pointer: Value, k: str) -> str:
+            return pointer.at(tuple([k if d == row else "0" for d in range(len(p.shape))]))
+
+        k = self._fresh()
+        loop = f"for (int {k} = 0; {k} < {size}; {k}++)"
+        index = tuple([k if d == row else "0" for d in range(len(p.shape))])
+        self._out("{ int run = 1;")
+        names: list[str] = []
+        for x in (p, *[x.pointer for x in v.late]):
+            base, memory, count = self._bound(x, v.late[0].op)
+            o0, o1, name = self._fresh(), self._fresh(), self._fresh()
+            names.append(name)
+            self._out(f"const long {o0} = {at(x, '0')}, {o1} = {at(x, str(size - 1))};")
+            dense = f"{o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == {size - 1} && (ulong){o1} < {count}"
+            self._out(f"run = run && {dense};")
+            if x.steps[row] != 1:
+                self._out(f"if (run) {loop} run &= {at(x, k)} == {o0} + {k};")
+            const = "" if x is p else "const "
+            self._out(f"{const}global {memory} *{name} = {base} + (run ? {o0} : 0);")
+        to, bytes_ = names[0], size_of(p.type.elem) * size
+        for name, x in zip(names[1:], v.late, strict=True):
+            there = size_of(x.pointer.type.elem) * size
+            same = f"(ulong){name} == (ulong){to} || " if there == bytes_ else ""
+            self._out(
+                f"run = run && ({same}(ulong){name} + {there} <= (ulong){to} || (ulong){to} + {bytes_} <= (ulong){name});"
+            )
+        masks = [m for m in (mask, *[x.mask for x in v.late]) if m is not None]
+        for m in {id(m): m for m in masks}.values():
+            whole = all_set(m, lambda n: tuple([str(n) if d == row else "0" for d in range(len(p.shape))]), row, size)
+            self._out(f"run = run && {whole};" if whole is not None else f"if (run) {loop} run &= {m.at(index)};")
+        for name, x in zip(names[1:], v.late, strict=True):
+            x.text = lambda i, name=name, x=x: _held(x.pointer.type.elem, f"{name}[{i[row]}]")
+        self._out(
+            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} {to}[{k}] = {_put(p.type.elem, v.at(index))};"
+        )
+        self._out("} else {")
+        for x in v.late:
+            x.text = None
+        return 2
 
     def _tt_atomic_rmw(self, op: Op) -> None:
         p, v, *more = self._operands(op, 2, 3)
@@ -210,17 +307,17 @@ def _held(elem: str, text: str) -> str:
     """What was read from memory, as it is held."""
     if elem == "i1":
         return f"({text} != 0)"
-    return f"w_{elem}_of({text})" if elem in ("f16", "bf16") else text
+    return f"w_{elem}_of({text})" if elem in SMALL else text
 
 
 def _put(elem: str, text: str) -> str:
     """What is held, as it lies in memory."""
-    return f"w_{elem}_bits({text})" if elem in ("f16", "bf16") else f"({text})"
+    return f"w_{elem}_bits({text})" if elem in SMALL else f"({text})"
 
 
 def _atomic(how: str, elem: str, op: Op) -> Callable[[str, str], str]:
     """What updates an element in memory and gives what was there."""
-    if elem in ("f32", "f64") and how in ("fadd", "exch"):
+    if (elem in ("f32", "f64") and how in ("fadd", "exch")) or (elem in ("f16", "bf16") and how == "fadd"):
         name = f"w_{'add' if how == 'fadd' else 'exch'}_{elem}"
         return lambda p, x: f"{name}({p}, {x})"
     names = {"add": "add", "and": "and", "or": "or", "xor": "xor", "max": "max", "min": "min", "exch": "xchg"}

@@ -18,7 +18,7 @@ def page() -> str:
         "Generated from the tables of `wooly_compiler.foreign` by `make docs`; a test keeps it current. What is not listed is",
         "refused by its name.",
         "",
-        f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Values of f16 and bf16 are computed in f32 and rounded after",
+        f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Smaller floating point is computed in f32 and rounded after",
         "each operation.",
         "",
         f"Limits: {MAX_TEXT:,} characters, {MAX_OPS:,} operations, {MAX_NUMEL:,} elements of a tensor, "

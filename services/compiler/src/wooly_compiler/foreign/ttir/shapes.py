@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
 from wooly_compiler.errors import ForeignError
-from wooly_compiler.foreign.ttir.ops import C_TYPE
+from wooly_compiler.foreign.ttir.ops import C_TYPE, EXTERNS
 from wooly_compiler.foreign.ttir.text import Op, Type
 from wooly_compiler.foreign.ttir.values import Index, Steps, Value, flat, literal, scalar, splat
 from wooly_compiler.foreign.ttir.writer import Writer
@@ -36,6 +37,28 @@ class Shapes(Writer):
             self._out(f"{name}[{k}] = {literal(t.elem, w)};")
         self._set(op, self._of_array(t, name))
 
+    def _tt_extern_elementwise(self, op: Op) -> None:
+        symbol, out = str(op.attrs.get("symbol")), self._result_type(op)
+        text, values = EXTERNS.get(symbol), [self._value(n) for n in op.operands]
+        if text is None:
+            raise ForeignError(f"{op.place}: the function {symbol[:60]} is not supported")
+        if len(values) != len(set(re.findall(r"\{\d\}", text))) or any(
+            v.type != values[0].type or v.type.elem not in ("f32", "f64") or v.buffer is not None for v in values
+        ):
+            raise ForeignError(f"{op.place}: {symbol} of {', '.join(str(v.type) for v in values)}")
+        if out.shape != values[0].type.shape or out.elem not in ("i1", "i32", values[0].type.elem) or out.pointer:
+            raise ForeignError(f"{op.place}: {symbol} gives {out}")
+
+        def at(index: Index) -> str:
+            return text.format(*[f"({v.at(index)})" for v in values])
+
+        value = Value(out, at, 1 + sum(v.weight for v in values), (None,) * len(out.shape or ()))
+        if out.shape is None:
+            name = self._variable(C_TYPE[out.elem])
+            self._out(f"{name} = {at(())};")
+            value = scalar(out, name)
+        self._set(op, value if out.shape is None or self._single(op) else self._materialise(value))
+
     def _ub_poison(self, op: Op) -> None:
         t = self._result_type(op)
         if t.pointer:
@@ -60,7 +83,8 @@ class Shapes(Writer):
             raise ForeignError(f"{op.place}: a range of {t}")
         if abs(start) > 1 << 30:
             raise ForeignError(f"{op.place}: it begins at {start}")
-        self._set(op, Value(t, lambda i: f"({start} + {i[0]})" if start else i[0], 1, (1 if t.numel > 1 else 0,)))
+        steps = (1 if t.numel > 1 else 0,)
+        self._set(op, Value(t, lambda i: f"({start} + {i[0]})" if start else i[0], 1, steps, local=True))
 
     def _tt_splat(self, op: Op) -> None:
         (v,) = self._operands(op, 1)

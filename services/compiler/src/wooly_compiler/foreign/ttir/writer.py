@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
 from wooly_compiler.errors import ForeignError
 from wooly_compiler.foreign import Request
+from wooly_compiler.foreign.ttir.calls import whole
 from wooly_compiler.foreign.ttir.ops import BITS, C_TYPE, ELEMENTWISE, REFUSED, STRUCTURAL, Elementwise, is_float
 from wooly_compiler.foreign.ttir.text import Block, Op, Type, read
-from wooly_compiler.foreign.ttir.values import Index, Names, Steps, Value, flat, scalar, splat
+from wooly_compiler.foreign.ttir.values import Every, Index, Late, Names, Steps, Value, all_set, flat, scalar, splat
 
 #: Bytes of a program's tensors: they lie on the stack of the thread that runs it.
 MAX_TENSOR_BYTES: Final = 4 << 20
@@ -20,7 +21,16 @@ MAX_WEIGHT: Final = 24
 MAX_SINGLE_WEIGHT: Final = 64
 MAX_C_TEXT: Final = 8 << 20
 _ARRAY = {"i1": "uchar"}
-_BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 4, "bf16": 4, "f32": 4, "f64": 8}
+_BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f64": 8}
+
+
+#: Operations before which a load may wait for its user: those that change no memory, and `tt.store`, which sees to it.
+_LEAVES_MEMORY: Final = frozenset(
+    {
+        *("arith.constant", "ub.poison", "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.splat"),
+        *("tt.broadcast", "tt.expand_dims", "tt.trans", "tt.addptr", "tt.load", "tt.store"),
+    }
+)
 
 
 class Writer:
@@ -28,10 +38,7 @@ class Writer:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        found = [f for f in read(request.text) if f.name == request.entry]
-        if len(found) != 1:
-            raise ForeignError(f"the text has no function {request.entry}")
-        self._function = found[0]
+        self._function = whole(read(request.text), request.entry)
         self._names = Names(self._function)
         self._values: dict[str, Value] = {}
         self._lines: list[str] = []
@@ -44,6 +51,8 @@ class Writer:
         self._places: list[str] = []
         #: Arrays that are known by more than one name.
         self._shared: set[str] = set()
+        #: Loads that are not written yet.
+        self._pending: list[Late] = []
         self._entered: dict[str, list[Value]] = {}
         self._block = self._function.blocks[0]
 
@@ -65,7 +74,7 @@ class Writer:
         return name
 
     def _array(self, elem: str, numel: int, pointer: bool = False) -> str:
-        self._tensor_bytes += numel * (8 if pointer else _BYTES[elem])
+        self._tensor_bytes += numel * (8 if pointer else _BYTES.get(elem, 4))
         if self._tensor_bytes > MAX_TENSOR_BYTES:
             raise ForeignError(
                 f"the tensors of one program take more than {MAX_TENSOR_BYTES >> 20} MiB on this device; use smaller blocks"
@@ -94,12 +103,25 @@ class Writer:
     # -- values ------------------------------------------------------------------------------------------------------
 
     def _value(self, name: str) -> Value:
-        return self._values[name]
+        """What a name stands for, ready to be read."""
+        value = self._values[name]
+        self._force(value.late)
+        return value
+
+    def _force(self, late: Sequence[Late] | None = None) -> None:
+        """Write loads that are not written yet (None: all), as their memory is about to change or somebody else reads them."""
+        for load in self._pending if late is None else late:
+            if load.text is None:
+                self._load_now(load)
+        self._pending = [x for x in self._pending if x.text is None]
+
+    def _load_now(self, late: Late) -> None:
+        raise NotImplementedError
 
     def _of_array(self, type_: Type, name: str, buffer: int | None = None) -> Value:
         shape = type_.shape or ()
         steps = tuple([0 if n == 1 else None for n in shape])
-        return Value(type_, lambda i: f"{name}[{flat(shape, i)}]", 1, steps, None, name, buffer)
+        return Value(type_, lambda i: f"{name}[{flat(shape, i)}]", 1, steps, None, name, buffer, True)
 
     def _kept(self, value: Value) -> Value:
         """The same, in an array (or, the same everywhere, as it is)."""
@@ -115,6 +137,7 @@ class Writer:
         return self._of_array(value.type, name, value.buffer)
 
     def _fill(self, name: str, value: Value) -> None:
+        self._force(value.late)
         index = self._loops(value.shape)
         self._out(f"{name}[{flat(value.shape, index)}] = {value.at(index)};")
         self._close(len(index))
@@ -139,6 +162,9 @@ class Writer:
         """Put values where they are kept, all at once: one may be computed from what another replaces."""
         mine = {room.array for room in rooms if room.array is not None}
         ready: list[Value] = []
+        together: dict[tuple[int, ...], list[tuple[str, Value]]] = {}
+        for value in values:
+            self._force(value.late)
         for room, value in zip(rooms, values, strict=True):
             if room.buffer != value.buffer:
                 raise ForeignError(f"{op.place}: a pointer that may belong to one buffer or another is not supported")
@@ -150,10 +176,27 @@ class Writer:
                 name = self._variable("long" if value.buffer is not None else C_TYPE[value.type.elem])
                 self._out(f"{name} = {value.uniform};")
                 ready.append(scalar(value.type, name, value.buffer))
-            elif (value.array is not None and value.array not in mine) or value.uniform is not None:
+            elif value.uniform is not None:
+                name = self._variable("long" if value.buffer is not None else C_TYPE[value.type.elem])
+                self._out(f"{name} = {value.uniform};")
+                ready.append(splat(value.type, name, value.buffer))
+            elif value.array is not None and value.array not in mine:
                 ready.append(value)
+            elif value.array is None and value.local and room.array is not None:
+                # element by element: what one reads, no other has replaced
+                together.setdefault(value.shape, []).append((room.array, value))
+                ready.append(room)
             else:
                 ready.append(self._materialise(value))
+        for shape, fresh in together.items():
+            index = self._loops(shape)
+            at = flat(shape, index)
+            for k, (_, value) in enumerate(fresh):
+                c_type = "long" if value.buffer is not None else C_TYPE[value.type.elem]
+                self._out(f"const {c_type} t{k} = {value.at(index)};")
+            for k, (array, _) in enumerate(fresh):
+                self._out(f"{array}[{at}] = t{k};")
+            self._close(len(index))
         for room, value in zip(rooms, ready, strict=True):
             if room.type.shape is None:
                 self._out(f"{room.uniform} = {value.uniform};")
@@ -195,6 +238,8 @@ class Writer:
         self._block = before
 
     def _op(self, op: Op) -> None:
+        if self._pending and op.name not in _LEAVES_MEMORY and op.name not in ELEMENTWISE:
+            self._force()
         row = ELEMENTWISE.get(op.name)
         if row is not None:
             self._elementwise(op, row)
@@ -206,11 +251,13 @@ class Writer:
             raise ForeignError(f"{op.place} is not supported on this device")
 
     def _elementwise(self, op: Op, row: Elementwise) -> None:
-        operands = [self._value(name) for name in op.operands]
+        operands = [self._values[name] for name in op.operands]
         out = self._result_type(op)
         if op.name in ("arith.cmpi", "arith.cmpf"):
             out = Type("i1", out.shape)
+        late = tuple([x for v in operands for x in v.late])
         if out.pointer or any(v.type.pointer for v in operands):
+            self._force(late)
             self._set(op, self._pointers(op, operands, out))
             return
         wanted = ARITY.get(op.name, (2,))
@@ -232,7 +279,9 @@ class Writer:
             return row.write(op.words, ins, out.elem, [v.at(index) for v in operands])
 
         weight = 1 + sum(v.weight for v in operands)
-        value = Value(out, at, weight, _steps(op.name, operands))
+        local = all(v.local for v in operands)
+        every = _every(op, row, operands)
+        value = Value(out, at, weight, _steps(op.name, operands), local=local, late=late, every=every)
         heavy = row.heavy or (op.name == "arith.select" and is_float(out.elem))
         most = MAX_SINGLE_WEIGHT if self._single(op) else 0 if heavy else MAX_WEIGHT
         self._set(op, value if weight <= most else self._materialise(value))
@@ -243,7 +292,7 @@ class Writer:
         if len(uses) != 1 or uses[0].block is not self._block:
             return False
         user = uses[0].op
-        return user.name in ELEMENTWISE or user.name in ("tt.store", "tt.reduce", "tt.scan")
+        return user.name in ELEMENTWISE or user.name in ("tt.store", "tt.reduce", "tt.scan", "scf.yield")
 
     def _pointers(self, op: Op, operands: list[Value], out: Type) -> Value:
         """Casts of pointers, and choices between two of the same buffer."""
@@ -324,6 +373,33 @@ def check_kinds(op: Op, ins: Sequence[str], out: str) -> None:
 def sum_of(a: int | None, b: int | None) -> int | None:
     """The step of a sum, of which 0 and 1 are told apart."""
     return a + b if a is not None and b is not None and a + b in (0, 1) else None
+
+
+def _every(op: Op, row: Elementwise, operands: Sequence[Value]) -> Every | None:
+    """When a mask is set along a row: where what grows by one stays below what is the same, or where two masks are."""
+    if op.name == "arith.andi" and all(v.type.elem == "i1" for v in operands):
+
+        def both(at: Callable[[int], Index], d: int, size: int) -> str | None:
+            found = [all_set(v, at, d, size) for v in operands]
+            return None if None in found else f"({found[0]} && {found[1]})"
+
+        return both
+    if op.name != "arith.cmpi" or op.words[:1] not in (["slt"], ["sle"], ["sgt"], ["sge"]):
+        return None
+    if any(v.type.elem not in ("i32", "i64") for v in operands):
+        return None
+    grows, still = operands if op.words[0] in ("slt", "sle") else reversed(operands)
+    ins = [v.type.elem for v in operands]
+
+    def below(at: Callable[[int], Index], d: int, size: int) -> str | None:
+        step = grows.steps[d] if grows.steps else 0
+        if (still.steps and still.steps[d] != 0) or step not in (0, 1):
+            return None
+        last = at(size - 1)
+        text = row.write(op.words, ins, "i1", [v.at(last) for v in operands])
+        return text if step == 0 else f"({grows.at(last)} >= {grows.at(at(0))} && {text})"
+
+    return below
 
 
 def _steps(name: str, operands: Sequence[Value]) -> Steps:
