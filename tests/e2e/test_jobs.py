@@ -284,3 +284,40 @@ def test_job_that_fails_on_the_device_says_what_and_is_not_tried_again(stack, tm
     assert task(stack, report["task_id"])["attempt"] == 1
     report = json.loads(run(*submit, "--vram", "1", stack=stack, code=1).stdout)
     assert report["state"] == "failed" and "1 were asked for" in report["reason"]
+
+
+KERNELS = '''
+import torch
+import triton
+import triton.language as tl
+import wooly
+
+@triton.autotune([triton.Config({"BLOCK": 64}), triton.Config({"BLOCK": 128})], key=["n"])
+@triton.jit
+def double(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
+
+def build():
+    add = wooly.cuda_kernel("""__global__ void add(float *x, float by, int n) {
+        int i = blockIdx.x * blockDim.x + threadIdx.x;
+        if (i < n) x[i] += by;
+    }""", "add")
+    def work(x):
+        out = torch.empty_like(x)
+        double[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, out, x.numel())
+        add((4, 1, 1), (32, 1, 1), [out, 1.0, out.numel()])
+        return {"y": out * 3}
+    return work, (torch.empty(100),)
+'''
+
+
+def test_kernels_of_the_script_travel_in_its_module(stack, tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    x = np.arange(100, dtype=np.float32)
+    np.save(tmp_path / "x.npy", x)
+    told = run("export", f"{tmp_path / 'kernels.py'}:build", "-o", tmp_path / "k.wism")
+    assert "its first configuration is taken" in told.stderr
+    run("submit", tmp_path / "k.wism", "-i", f"x={tmp_path / 'x.npy'}", "-o", tmp_path / "out", "--json", stack=stack)
+    assert (np.load(tmp_path / "out/y.npy") == (2 * x + 1) * 3).all()

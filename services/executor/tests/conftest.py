@@ -224,11 +224,10 @@ class Device:
     def call(self, function):
         return self.loop.call(function).result(WAIT_S)
 
-    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, **policy):
+    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, **policy):
         entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
-        self.call(
-            lambda: self.loop.open_session(session_id, entry, quota, found, tenant, scope=scope, swappable=swappable)
-        )
+        how = {"scope": scope, "swappable": swappable, "opaque": opaque}
+        self.call(lambda: self.loop.open_session(session_id, entry, quota, found, tenant, **how))
 
     def open(self, session_id, quota=None, **policy):
         self.admit(session_id, quota, **policy)

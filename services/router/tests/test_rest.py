@@ -413,6 +413,25 @@ async def test_without_tokens_a_login_is_not_needed_and_leaves_nothing(rest):
         assert answer.status_code == 200 and "set-cookie" not in answer.headers
 
 
+async def test_permission_for_opaque_kernels_is_an_administrator_s_to_give_and_goes_with_the_session(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        _, admin = await token_for(r, "ops", "admin")
+        _, user = await token_for(r, "mine", "user")
+
+        async def hosted():
+            opened = await r.open(credential=user["Authorization"][7:])
+            return r.executors[0].sessions[opened.session_id].opaque_kernels
+
+        assert not await hosted()
+        await told(http, "PUT", "tenants/mine", 403, json={"opaque_kernels": True}, headers=user)
+        assert (await told(http, "PUT", "tenants/mine", json={"opaque_kernels": True}, headers=admin))["opaque_kernels"]
+        assert await hosted()
+        kept = await told(http, "PUT", "tenants/mine", json={"description": "of others"}, headers=admin)
+        assert kept["opaque_kernels"] and await hosted()
+        await told(http, "PUT", "tenants/mine", json={"opaque_kernels": False}, headers=admin)
+        assert not await hosted()
+
+
 async def test_token_is_made_shown_once_and_revoked(rest):
     async with rest(auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")

@@ -118,7 +118,9 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
             )
         )
         connection.execute(text("INSERT INTO task_events VALUES ('j', 1, 2.0, 'pending', '', false)"))
-        connection.execute(text("INSERT INTO tenants VALUES ('x', '', false, 1.0)"))
+        connection.execute(
+            text("INSERT INTO tenants (name, description, disabled, created_at) VALUES ('x', '', false, 1.0)")
+        )
     revert(database_url, "0002")
     assert rows("SELECT id, token, tenant, program, opened_at, lease_until, required_vram FROM sessions") == [
         ("s", "t", "x", "train.py", 1.0, 10.0, 7)

@@ -144,6 +144,11 @@ def compiler_program_compile(family: str) -> str:
     return f"{PREFIX}.rpc.compiler.program.compile.{_id(family)}"
 
 
+def compiler_kernel_compile(family: str) -> str:
+    """Where the code of kernels in other languages is asked for, for a family of targets."""
+    return f"{PREFIX}.rpc.compiler.kernel.compile.{_id(family)}"
+
+
 def executor_job_run(executor_id: str) -> str:
     """Where an executor takes jobs."""
     return f"{PREFIX}.rpc.executor.job.run.{_id(executor_id)}"

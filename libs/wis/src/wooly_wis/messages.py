@@ -260,7 +260,7 @@ class HostSessionRequest(Message):
     `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
     the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
     `token` renews the lease. `channel_key`: who signs what clients show at the data channel, at the router's time `at` (seconds
-    since the epoch); without, they show `token`.
+    since the epoch); without, they show `token`. `opaque_kernels`: whether it may launch kernels that executors cannot check.
     """
 
     session_id: SessionId
@@ -273,6 +273,7 @@ class HostSessionRequest(Message):
     dedup: Literal["off", "tenant", "shared"] = "off"
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
     model: str = Field(default="", max_length=256)
+    opaque_kernels: bool = False
     lease_s: float = Field(gt=0)
     channel_key: str = Field(default="", max_length=128)
     at: float = Field(default=0.0, ge=0)
@@ -492,6 +493,32 @@ class CompileProgramReply(Message):
     name: str = Field(default="", max_length=128)
 
 
+class CompileKernelRequest(Message):
+    """Have a kernel in another language compiled for a target (executor to compilers; see `wooly_wis.foreign`).
+
+    The answer is a `CompileProgramReply`; what it names is a kernel's code.
+
+    Attributes:
+        source: bytes of the source (`encode_source`).
+        entry: the function.
+        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
+        block: threads of a group.
+        options: hints and needs.
+        target: what the code is for.
+        rejected: version of a compiler whose code turned out to be bad, so that it is made anew.
+    """
+
+    source: Base64
+    entry: Name
+    args: Annotated[tuple[Annotated[str, StringConstraints(max_length=16)], ...], Field(max_length=256)]
+    block: tuple[int, int, int]
+    options: Annotated[
+        tuple[tuple[Name, bool | int | Annotated[str, StringConstraints(max_length=4096)]], ...], Field(max_length=64)
+    ] = ()
+    target: str = Field(max_length=256)
+    rejected: str = Field(default="", max_length=128)
+
+
 class ExplainProgramRequest(Message):
     """What do the passes make of a program? An empty target is any CPU."""
 
@@ -644,6 +671,7 @@ class RunJobRequest(Message):
     quota: int | None = Field(default=None, gt=0, lt=1 << 63)
     swap: bool = True
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
+    opaque_kernels: bool = False
 
 
 class RunJobReply(Message):

@@ -141,6 +141,7 @@ class ExecutorActor(Actor):
             scope=Scope(request.dedup),
             swappable=request.swap,
             hosted=hosted,
+            opaque=request.opaque_kernels,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:

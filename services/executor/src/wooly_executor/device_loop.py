@@ -125,8 +125,11 @@ class DeviceLoop:
         scope: Scope = Scope.OFF,
         swappable: bool = True,
         hosted: SpanContext | None = None,
+        opaque: bool = False,
     ) -> None:
-        """Admit a session (in the loop's thread). `hosted`: what it is opened under, where it is traced.
+        """Admit a session (in the loop's thread).
+
+        `hosted`: what it is opened under, where it is traced. `opaque`: it may launch kernels that nobody here can check.
 
         Raises:
             AdmissionError: the id is taken, or what is asked for cannot be promised.
@@ -137,7 +140,7 @@ class DeviceLoop:
         most = self.vram.quota(session_id, quota, swappable)
         session = Session(session_id, entry, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
-        session.hosted = hosted
+        session.hosted, session.tenant, session.opaque = hosted, tenant, opaque
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)

@@ -242,6 +242,7 @@ class RouterActor:
         if policies is None:
             return None
         token, lease = secrets.token_urlsafe(32), self.settings.lease_s
+        opaque = await self.world.tenants.opaque_kernels(request.tenant)
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
         answers = await asyncio.gather(
             *[
@@ -258,6 +259,7 @@ class RouterActor:
                         dedup=request.dedup,
                         overcommit_vram_percent=percent,
                         model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
+                        opaque_kernels=opaque,
                         lease_s=lease,
                         channel_key=self._channel_key.public,
                         at=self.clock(),

@@ -371,6 +371,7 @@ class JobActor:
                 quota=task.required_vram,
                 swap=not task.noswap,
                 overcommit_vram_percent=percent,
+                opaque_kernels=await self._world.tenants.opaque_kernels(task.tenant),
             )
             await self._app.request(
                 subjects.executor_job_run(executor_id), request, RunJobReply, timeout=EXECUTOR_TIMEOUT_S

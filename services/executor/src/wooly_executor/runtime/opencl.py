@@ -26,9 +26,11 @@ from wooly_wis.kernel.text import digest
 from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 from wooly_wis.program import Form, Operand, Role, View
 
+from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
-from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value, WorkerBuilder
+from wooly_executor.runtime.builds import WorkerBuilder
+from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value
 from wooly_executor.runtime.torch_cpu import HOT, Act, Launch, PreparedProgram, TorchCpuRuntime, prepare_acts
 from wooly_executor.runtime.watch import Watch
 
@@ -36,6 +38,8 @@ from wooly_executor.runtime.watch import Watch
 WRAPPED = 4096
 #: Kernels kept, of all programs.
 KERNELS_KEPT = 8192
+#: Bytes of code of kernels in languages of others, kept on disk.
+KERNEL_BYTES = 1 << 30
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
 #: What a scalar argument of a kernel in another language is passed as.
 _SCALAR = {
@@ -73,7 +77,8 @@ class OpenClRuntime(TorchCpuRuntime):
     def __init__(self, cache: Path | None = None, hot: int = HOT, *, sure: bool = False) -> None:
         super().__init__(hot)
         folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
-        self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign)
+        kept = ArtifactCache(folder / "code", KERNEL_BYTES) if cache is not None else None
+        self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign, cache=kept)
         self.kernel_s = 10.0
         why = missing()
         if why:

@@ -201,10 +201,14 @@ class SessionList(BaseModel):
 
 
 class TenantBody(Body):
-    """A tenant; one that is disabled can do nothing."""
+    """A tenant; one that is disabled can do nothing.
+
+    `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check (PTX); without, as before, at first not.
+    """
 
     description: Text = ""
     disabled: bool = False
+    opaque_kernels: bool | None = None
 
 
 class Tenant(BaseModel):
@@ -213,6 +217,7 @@ class Tenant(BaseModel):
     name: str
     description: str
     disabled: bool
+    opaque_kernels: bool
     created_at: float
 
 

@@ -151,6 +151,7 @@ class TenantRow(Base):
     name: Mapped[str] = mapped_column(String(128), primary_key=True)
     description: Mapped[str] = mapped_column(String(1024))
     disabled: Mapped[bool] = mapped_column(Boolean)
+    opaque_kernels: Mapped[bool] = mapped_column(Boolean)
     created_at: Mapped[float] = mapped_column(Float)
 
 

@@ -18,12 +18,13 @@ SECRET_PREFIX = "wooly_"
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Somebody who may have tasks."""
+    """Somebody who may have tasks. `opaque_kernels`: theirs may launch kernels that executors cannot check."""
 
     name: str
     created_at: float
     description: str = ""
     disabled: bool = False
+    opaque_kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,21 @@ class TenantStore:
             row = await s.get(TenantRow, name)
             return None if row is None else _tenant(row)
 
-    async def change(self, name: str, *, description: str, disabled: bool) -> bool:
-        """Describe or disable a tenant. False if there is none."""
-        values = {"description": description, "disabled": disabled}
+    async def change(self, name: str, *, description: str, disabled: bool, opaque_kernels: bool | None = None) -> bool:
+        """Describe or disable a tenant, or say what it may. False if there is none. What is None stays as it is."""
+        values: dict[str, str | bool] = {"description": description, "disabled": disabled}
+        if opaque_kernels is not None:
+            values["opaque_kernels"] = opaque_kernels
         async with self.database.writing() as s:
             found = await s.execute(
                 update(TenantRow).where(TenantRow.name == name).values(values).returning(TenantRow.name)
             )
             return found.first() is not None
+
+    async def opaque_kernels(self, name: str) -> bool:
+        """Whether a tenant may launch kernels that executors cannot check. One that nobody made may not."""
+        found = await self.get(name)
+        return found is not None and found.opaque_kernels
 
     async def add_token(
         self,
