@@ -475,7 +475,7 @@ async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monk
     async with app.running(), contextlib.aclosing(listener):
         near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
         far, _ = await got.get()
-        with pytest.raises(ConnectionAbortedError, match="credentials have ended.*WOOLY_ROUTER_SESSION_CREDENTIALS_S"):
+        with pytest.raises(ConnectionAbortedError, match=r"credentials have ended.*WOOLY_ROUTER_SESSION_CREDENTIALS_S"):
             await asyncio.to_thread(near.recv_into, bytearray(1))
         near.close()
         far.close()
