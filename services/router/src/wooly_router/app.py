@@ -106,10 +106,17 @@ async def serve(settings: RouterSettings) -> None:
 
 
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
-    """Where tokens are asked for and there is no tenant yet: an administrator's, in a file that only our user may read."""
+    """Where tokens are asked for and there is no tenant yet: an administrator's, as given, or in a file for our user alone."""
     if settings.auth != "tokens" or await world.tenants.all():
         return
-    await world.tenants.add(TenantRecord("admin", now, "made at the first start"))
+    if not await world.tenants.add(TenantRecord("admin", now, "made at the first start")):
+        return  # another router did it
+    if settings.operator_token is not None:
+        given = settings.operator_token.get_secret_value()
+        await world.tenants.add_token("admin", "operator", "operator", now, secret=given)
+    if settings.admin_token is not None:
+        await world.tenants.add_token("admin", "first", "admin", now, secret=settings.admin_token.get_secret_value())
+        return
     _, secret = await world.tenants.add_token("admin", "first", "admin", now)
     path = settings.state_dir / "admin.token"
     path.touch(mode=0o600)

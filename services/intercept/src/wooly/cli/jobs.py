@@ -27,6 +27,8 @@ from wooly.settings import Settings
 
 #: Seconds between two looks at a task that is followed.
 EVERY_S = 0.5
+#: The tenant of those whose settings name none.
+DEFAULT_TENANT = "default"
 
 
 def export(target: str, output: Path | None, blobs: Path | None, console: Console) -> None:
@@ -66,12 +68,13 @@ def submit(
     from wooly import jobs
     from wooly.traces import ClientTrace
 
+    tenant = access.own if access.own and settings.tenant == DEFAULT_TENANT else settings.tenant
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
     trace = ClientTrace("submit")
     with trace.current():
-        job = jobs.submit(access, settings.tenant, file, given, credential=settings.credential, **wanted)
+        job = jobs.submit(access, tenant, file, given, credential=settings.credential, **wanted)
     trace.root.set_attribute("task_id", job.job_id)
     trace.end()
     trace.flush()
@@ -85,9 +88,9 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.follow(access, settings.tenant, job.job_id, each, credential=settings.credential)
+    last = jobs.follow(access, tenant, job.job_id, each, credential=settings.credential)
     with_controller(lambda: Controller(access), lambda c: trace.send(c, job.job_id, settings.credential))
-    files = jobs.fetch(access, settings.tenant, last.outputs, output) if output is not None and last.outputs else []
+    files = jobs.fetch(access, tenant, last.outputs, output) if output is not None and last.outputs else []
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}
         print(json.dumps(report | {"outputs": [o.model_dump(mode="json") for o in last.outputs]}))

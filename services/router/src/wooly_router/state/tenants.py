@@ -99,9 +99,10 @@ class TenantStore:
         now: float,
         scopes: tuple[str, ...] = (),
         expires_at: float | None = None,
+        secret: str = "",
     ) -> tuple[TokenRecord, str]:
-        """A new token of a tenant that is there, and its secret."""
-        secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+        """A new token of a tenant that is there, and its secret: a new one unless it is given."""
+        secret = secret or SECRET_PREFIX + secrets.token_urlsafe(32)
         token = TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at)
         columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(scopes)}
         async with self.database.writing() as s:
