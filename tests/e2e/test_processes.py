@@ -28,7 +28,7 @@ for given in "abc":
     print(given, fork.wait(20), fork.poll(), log.read_text().split("\\n")[1:-1])
 service = Service("waits", "some_service", {"GIVEN": "waits"}, Path("waits.log"))
 service.start()
-while "thread" not in Path("waits.log").read_text():
+while not Path("waits.log").exists() or "thread" not in Path("waits.log").read_text():
     time.sleep(0.02)
 print(Path("waits.log").read_text().splitlines()[0], Path(f"/proc/{service.pid}/comm").read_text().strip())
 try:

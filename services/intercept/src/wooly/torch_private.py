@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -83,15 +83,22 @@ def spare_dynamo() -> None:
     if "torch._dynamo" in sys.modules:
         return
     asking = torch._disable_dynamo(spare_dynamo).__code__
-    for name in [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]:
-        for found in list(vars(sys.modules[name]).values()):
-            while isinstance(found, FunctionType):
-                inner = getattr(found, "__wrapped__", None)
-                if found.__code__ is asking and not hasattr(inner, _PROMISE):
-                    setattr(inner, _PROMISE, _until_dynamo(found, inner))
-                found = inner
+    kernels = [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]
+    found = [f for name in kernels for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)]
+    seen = set(found)
+    while found:  # decorators in decorators
+        outer = found.pop()
+        inner = [c.cell_contents for c in outer.__closure__ or () if c != _EMPTY]
+        inner = [f for f in inner if isinstance(f, FunctionType)]
+        if outer.__code__ is asking:
+            for kernel in inner:
+                if not hasattr(kernel, _PROMISE):
+                    setattr(kernel, _PROMISE, _until_dynamo(outer, kernel))
+        found += [f for f in inner if f not in seen]
+        seen.update(inner)
 
 
+_EMPTY = CellType()
 #: Where such a kernel keeps what Dynamo made of it.
 _PROMISE = "__dynamo_disable"
 
