@@ -340,12 +340,13 @@ def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, 
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
     assert "instructions: generated kernels" in run("top", "--once", stack=stack).stdout
-    largest = max(programs.iterdir(), key=lambda p: p.stat().st_size)
-    told = run("disasm", "--passes", "--jit", "exact", largest, stack=stack)
-    assert told.returncode == 0, told.stderr
-    assert (
-        told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout and "kernel k_" in told.stdout
-    )
+    for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):  # the largest may have the set-up in it
+        told = run("disasm", "--passes", "--jit", "exact", program, stack=stack)
+        assert told.returncode == 0, told.stderr
+        assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout
+        if "kernel k_" in told.stdout:
+            return
+    pytest.fail("no program has a kernel")
 
 
 def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
