@@ -373,6 +373,47 @@ def test_loops_calls_and_returns():
 
 
 @triton.jit
+def carried_kernel(x_ptr, out_ptr, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    a = tl.load(x_ptr + at)
+    b, c, s = a * 2 + 1, tl.zeros((N,), tl.float32), 1.0
+    for _ in range(n):
+        a, b = b, a + b
+        c, s = tl.full((N,), 0.0, tl.float32) + s, s * 2
+    tl.store(out_ptr + at, a)
+    tl.store(out_ptr + N + at, b)
+    tl.store(out_ptr + 2 * N + at, c)
+    tl.store(out_ptr + 3 * N + at, c + s)
+
+
+def test_what_a_loop_carries_changes_at_once():
+    x = torch.randn(64)
+    out = torch.empty(4, 64, device="cuda")
+    carried_kernel[(1,)](x.to("cuda"), out, 5, N=64)
+    a, b, s = x, x * 2 + 1, 1.0
+    for _ in range(5):
+        a, b = b, a + b
+        c, s = s, s * 2
+    assert torch.equal(out.cpu(), torch.stack([a, b, torch.full((64,), c), torch.full((64,), c + s)]))
+
+
+@triton.jit
+def moved_kernel(x_ptr, by, n, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at + by, tl.load(x_ptr + at, mask=at < n, other=-1.0) * 2, mask=at < n)
+
+
+@pytest.mark.parametrize(("by", "n"), [(0, 64), (1, 64), (64, 64), (3, 50), (0, 50)])
+def test_all_of_a_block_is_loaded_before_any_of_it_is_stored(by, n):
+    x = torch.randn(200)
+    there = x.to("cuda")
+    moved_kernel[(1,)](there[70:], by, n, N=64)
+    want = x.clone()
+    want[70 + by : 70 + by + n] = x[70 : 70 + n] * 2
+    assert torch.equal(there.cpu(), want)
+
+
+@triton.jit
 def print_kernel(x_ptr, n):
     tl.device_print("x", tl.load(x_ptr))
     tl.device_assert(tl.load(x_ptr) < n, "too large")
