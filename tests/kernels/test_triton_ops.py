@@ -316,6 +316,24 @@ def test_atomic_sums_of_halves(dtype):
 
 
 @triton.jit
+def ordered_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    n = tl.arange(0, N)
+    tl.atomic_store(out_ptr + n, tl.atomic_load(x_ptr + n, mask=n < 12), mask=n < 10)
+    tl.atomic_store(out_ptr + N, tl.atomic_load(x_ptr + 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ordered_loads_and_stores(dtype):
+    x = torch.randint(-500, 500, (16,)).to(dtype)
+    out = torch.full((17,), 7, dtype=dtype, device="cuda")
+    ordered_kernel[(1,)](x.to("cuda"), out, N=16)
+    assert out.tolist() == [*x[:10].tolist(), *[7] * 6, x[3].item()]
+    ordered_kernel[(1,)](x[:8].clone().to("cuda"), out, N=16)
+    with pytest.raises(RemoteOperationError, match=r"tt\.atomic_load in line \d+ of its text reads beyond the buffer"):
+        torch.cuda.synchronize()
+
+
+@triton.jit
 def cas_kernel(out_ptr, seen_ptr):
     p = tl.program_id(0)
     zero = tl.zeros((), out_ptr.dtype.element_ty)

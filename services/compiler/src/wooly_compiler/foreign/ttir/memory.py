@@ -279,9 +279,26 @@ class Memory(Writer):
 
         self._atomically(op, p, None, call, count)
 
-    def _atomically(self, op: Op, p: Value, mask: Value | None, call: Callable[[Index], str], count: str) -> None:
+    def _tt_atomic_load(self, op: Op) -> None:
+        p, *more = self._operands(op, 1, 2)
+        base, memory, count = self._bound(p, op)
+        there = _held(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
+        self._atomically(op, p, more[0] if more else None, lambda i: there, count, writes=False)
+
+    def _tt_atomic_store(self, op: Op) -> None:
+        p, v, *more = self._operands(op, 2, 3)
+        base, memory, count = self._bound(p, op)
+        if v.type != replace(p.type, pointer=False) or op.results:
+            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+        there = f"*(volatile global {memory} *)({base} + o)"
+        self._atomically(op, p, more[0] if more else None, lambda i: f"({there} = {_put(p.type.elem, v.at(i))})", count)
+
+    def _atomically(
+        self, op: Op, p: Value, mask: Value | None, call: Callable[[Index], str], count: str, *, writes: bool = True
+    ) -> None:
         assert p.buffer is not None
-        self._written.add(p.buffer)
+        if writes:
+            self._written.add(p.buffer)
         place, t = self._place(op), replace(p.type, pointer=False)
         used = bool(op.results) and bool(self._names.uses[op.results[0]])
         if t.shape is None:
@@ -297,7 +314,7 @@ class Memory(Writer):
         if begin:
             self._out(f"{begin}0;")
         self._out(f"if ({mask.at(index) if mask is not None else 1}) {{ const long o = {p.at(index)};")
-        self._out(f"if ((ulong)o < {count}) {begin}{call(index)}; else W_BAD(3, {place}); }}")
+        self._out(f"if ((ulong)o < {count}) {begin}{call(index)}; else W_BAD({3 if writes else 1}, {place}); }}")
         self._close(len(index))
         if op.results:
             self._set(op, result)

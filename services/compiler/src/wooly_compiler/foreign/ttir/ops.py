@@ -407,6 +407,8 @@ STRUCTURAL: Final[dict[str, str]] = {
     "tt.store": "each element checked: out of bounds nothing is written and the launch fails",
     "tt.atomic_rmw": "i32, i64, f32, f64: add, and, or, xor, min, max, exchange; f16, bf16: add",
     "tt.atomic_cas": "i32, i64",
+    "tt.atomic_load": "what is masked off is 0",
+    "tt.atomic_store": "",
     "tt.reduce": "any combination that is associative and commutative",
     "tt.scan": "",
     "tt.dot": "in f32 whatever the input precision says, f64, or i32; also of batches",
@@ -441,5 +443,6 @@ REFUSED: Final[dict[str, str]] = {
     "tt.descriptor_gather": "the client writes tensor descriptors as pointers",
     "tt.descriptor_scatter": "the client writes tensor descriptors as pointers",
     "tt.dot_scaled": "microscaled formats",
+    "tt.atomic_poll": "programs take turns on a CPU: who waits for another may wait for ever",
     "tt.map_elementwise": "use the operations themselves",
 }
