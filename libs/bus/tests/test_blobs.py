@@ -51,11 +51,11 @@ async def test_content_that_its_name_does_not_stand_for_is_refused(nats_server):
             await store.get(name, 100)
 
 
-async def send(store, upload, parts):
-    """Append parts; the number of the last one."""
+async def send(stores, upload, parts):
+    """Append parts, in turns by several routers' stores; the number of the last one."""
     after = offset = 0
-    for part in parts:
-        after = await store.append(upload, offset, part, after)
+    for i, part in enumerate(parts):
+        after = await stores[i % len(stores)].append(upload, offset, part, after)
         offset += len(part)
     return after
 
@@ -66,7 +66,7 @@ async def test_blob_in_pieces_is_one_like_any_other(nats_server):
     name = name_of(whole)
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "pieces")
-        await send(store, "u" * 32, parts)
+        await send([store, BlobStore(js, "pieces")], "u" * 32, parts)
         assert not await store.has(name, len(whole))  # not before it is verified
         await store.finish(name, "u" * 32, len(whole))
         assert await store.has(name, len(whole)) and await store.get(name, len(whole)) == whole
@@ -102,7 +102,7 @@ async def test_pieces_that_are_not_what_the_name_says_are_removed(nats_server):
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "forger")
         name = name_of(b"honest")
-        await send(store, "u" * 32, [b"for", b"ged"])
+        await send([store], "u" * 32, [b"for", b"ged"])
         with pytest.raises(BlobCorruptError, match="not what"):
             await store.finish(name, "u" * 32, 6)
         assert not await store.has(name, 6) and await store.held() == 0

@@ -72,7 +72,7 @@ async def allowed(url, credentials, *, publish=None, subscribe=None):
 
 def test_keys_are_made_once_and_are_their_owners_alone(authority):
     files = sorted(authority.folder.iterdir())
-    assert len(files) == 7 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    assert len(files) == 8 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
     assert stat.S_IMODE(authority.folder.stat().st_mode) == 0o700
     before = {f: f.read_text() for f in files}
     assert make_authority(authority.folder) == authority
@@ -84,7 +84,8 @@ def test_command_makes_keys_and_says_where_they_belong(tmp_path):
     said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     made = Authority(tmp_path / "keys")
     assert f"WOOLY_EXECUTOR_CHANNEL_KEY={made.channel_public}" in said and str(made.signing_seed) in said
-    assert not any(path.read_text() in said for path in made.folder.iterdir())
+    secret = [path for path in made.folder.iterdir() if path != made.channel_public_file]
+    assert len(secret) == 7 and not any(path.read_text() in said for path in secret)
 
 
 async def test_who_shows_nothing_or_anothers_key_is_not_let_in(url, issuer):
@@ -461,6 +462,19 @@ async def test_what_a_client_hears_it_hears_over_its_next_connection_too(url, au
 def test_control_client_without_credentials_is_told_so(url):
     with pytest.raises(BusConnectError, match="does not let us in: it wants to see its credentials"):
         ControlClient(url, timeout=1)
+
+
+async def test_service_whose_credentials_end_says_so_and_is_not_live(url, issuer, monkeypatch, tmp_path, caplog):
+    path = tmp_path / "service.creds"
+    path.write_text(issuer.issue("service", Permissions(), ttl_s=3).text())
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(path))
+    app, until = ServiceApp("router", url), time.monotonic() + 30
+    async with app.running():
+        assert app.live["connection"]()
+        while app.live["connection"]() or "for good" not in caplog.text:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.05)
+    assert "its credentials have ended" in caplog.text and "renew what WOOLY_NATS_CREDS names" in caplog.text
 
 
 async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monkeypatch):
