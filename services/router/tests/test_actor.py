@@ -361,6 +361,31 @@ async def test_executor_s_news_of_an_end_is_taken(rig):
         assert (task.state, task.reason) == ("completed", "closed by its client")
 
 
+async def test_session_goes_where_what_the_last_of_its_model_shared_lies(rig):
+    names = tuple(digit * 64 for digit in "123")
+
+    async def run(r, **wanted):
+        """A session that shares these contents; where it ran, and why there."""
+        opened = await r.open(**wanted)
+        await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+        task = await r.tasks.get(opened.session_id)
+        closed = SessionClosed(session_id=task.id, executor_id=task.parts[0].executor_id, contents=names)
+        await r.actor.on_session_closed(closed)
+        return opened.parts[0].executor_id, task.placement["here"]
+
+    async with rig("a", "b") as r:
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=(*names, "4" * 64)))
+        shares = {"tenant": "x", "dedup": "tenant"}
+        assert await run(r, **shares) == ("a", {"a": {"cost": 0}})  # nothing is known of it yet
+        assert await run(r, **shares) == ("b", {"b": {"resident": -1000, "cost": -1000}})
+        for other in ({"tenant": "y"}, {"dedup": "shared"}, {"dedup": "off"}, {"model": "llama"}):
+            assert (await run(r, **shares | other))[0] == "a"
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=names[:1]))
+        assert await run(r, **shares) == ("b", {"b": {"resident": -333, "cost": -333}})
+        await r.actor.on_heartbeat(r.executors[1].heartbeat())
+        assert (await run(r, **shares))[0] == "a"
+
+
 async def test_restarted_router_gives_sessions_a_whole_lease(rig):
     async with rig("a") as r:
         opened = await r.open()

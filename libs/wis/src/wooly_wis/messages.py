@@ -137,8 +137,9 @@ class WorkDone(Message):
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
-    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` are digests (hex) of constants
-    that lie in its memory and that a further session could share.
+    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` name contents that lie in its
+    memory and that a further session could share, the largest first, each by its content and circle
+    (`wooly_bus.contents.name_in_circle`).
     """
 
     executor_id: Id
@@ -428,11 +429,15 @@ class HostSessionReply(Message):
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event). An empty reason: its client closed it, in order."""
+    """A session ended on its executor (event). An empty reason: its client closed it, in order.
+
+    `contents` are the largest that it shared while it lived, named as `ExecutorHeartbeat.weights`.
+    """
 
     session_id: SessionId
     executor_id: Id
     reason: str = Field(default="", max_length=4096)
+    contents: tuple[Digest, ...] = Field(default=(), max_length=1024)
 
 
 class NodesRequest(Message):

@@ -79,8 +79,8 @@ class DeviceLoop:
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = Vram(self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed)
-        #: Told of every session that ends, and why; an empty reason: by its client, in order.
-        self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
+        #: Told of every session that ends, why (an empty reason: by its client, in order), and what contents it shared.
+        self.on_closed: Callable[[str, str, tuple[str, ...]], None] = lambda session_id, reason, contents: None
         self.busy_ns = 0
         self.usage = UsageBook()
         self._workers = WorkerClock()
@@ -158,7 +158,7 @@ class DeviceLoop:
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
-        self.on_closed(session_id, reason)
+        self.on_closed(session_id, reason, session.largest_brought())
         return True
 
     def sessions(self) -> list[Session]:

@@ -150,12 +150,20 @@ class RouterActor:
                 "groups": list(request.node_groups),
                 "vendor": request.vendor,
                 "arch": request.arch,
+                "brings": {"name": _model(request), "dedup": request.dedup},
+                "weights": await self._expected(request),
             },
         )
         async with trace_of(self.world.traces, task, request.model) as parent:
             trace_id = trace_id_of(parent) if self.world.traces.keeps else ""
             trace.get_current_span().set_attribute("task_id", task.id)
             return await self._open_task(request, task, until, trace_id)
+
+    async def _expected(self, request: OpenSessionRequest) -> list[str]:
+        """The contents that a session will probably share: those that the tenant's last one of this model did."""
+        if request.dedup == "off":
+            return []
+        return await self.world.brought.of(request.tenant, _model(request), request.dedup)
 
     async def _open_task(
         self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
@@ -258,7 +266,7 @@ class RouterActor:
                         swap=request.swap,
                         dedup=request.dedup,
                         overcommit_vram_percent=percent,
-                        model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
+                        model=_model(request),
                         opaque_kernels=opaque,
                         lease_s=lease,
                         channel_key=self._channel_key.public,
@@ -518,6 +526,11 @@ class RouterActor:
     async def on_session_closed(self, event: SessionClosed) -> None:
         """An executor ended its part of a session, and with it the session."""
         record = await self.world.tasks.get(event.session_id)
+        brings = None if record is None else record.wants.get("brings")
+        if record is not None and brings and event.contents:
+            await self.world.brought.remember(
+                record.tenant, brings["name"], brings["dedup"], event.contents, self.clock()
+            )
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
@@ -567,6 +580,11 @@ class RouterActor:
         if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
+
+
+def _model(request: OpenSessionRequest) -> str:
+    """What a session runs: as its client calls it, or the program's file."""
+    return request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256]
 
 
 def _same(token: str, given: str) -> bool:
