@@ -256,10 +256,10 @@ class DeviceLoop:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
         work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
         if work is not None:
-            session, workers = work[0], self._workers.read()
+            session, workers, beyond = work[0], self._workers.read(), self.runtime.beyond_ns
             gpu_ns, last = self._piece(*work)
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
-                core_ns = gpu_ns + self._workers.read() - workers
+                core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
                 session.used.launched(gpu_ns, core_ns, self.vram.clock())
             if last < work[3]:
