@@ -126,7 +126,7 @@ def cpu_ns(pid):
     return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
 
 
-def bench_traces(gpus, seconds, pairs=12, calls=60, operations=1000):
+def bench_traces(gpus, seconds, pairs=24, calls=30, operations=1000):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     warnings.simplefilter("ignore")
     import torch
