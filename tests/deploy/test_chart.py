@@ -23,7 +23,7 @@ VALUES = {
         "image": {"registry": "registry.example.org/ml", "pullSecrets": [{"name": "pull"}]},
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"a": "b"}}, "dashboard": {"enabled": True}},
         "networkPolicies": {"clientCidrs": ["10.0.0.0/8"]},
-        "tracing": {"otlpEndpoint": "http://collector:4318"},
+        "tracing": {"otlpEndpoint": "http://collector:4318", "keep": True},
         "priorityClassName": "high",
         "podAnnotations": {"x": "y"},
         "nodeSelector": {"pool": "control"},
@@ -347,3 +347,18 @@ def test_nats_takes_its_configuration(name, tmp_path):
     environment = {**quoted, "POD_NAME": "w-nats-0", "SERVER_NAME": "nats"}
     ran = subprocess.run([server, "-t", "-c", path], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_services_keep_traces_where_the_chart_says_so():
+    def keepers(values):
+        found = {}
+        for o in of_kind(rendered(values), "Deployment", "StatefulSet", "DaemonSet"):
+            for container in o["spec"]["template"]["spec"]["containers"]:
+                env = {e["name"]: e.get("value") for e in container.get("env", ())}
+                if any(name.endswith("_NATS_URL") and name.startswith("WOOLY_") for name in env):
+                    found[container["name"]] = env.get("WOOLY_TRACES")
+        return found
+
+    on, off = keepers({"tracing": {"keep": True}}), keepers({})
+    assert set(on.values()) == {"router"} and set(off.values()) == {None}
+    assert on.keys() == off.keys() and len(on) >= 5

@@ -345,6 +345,34 @@ def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
     assert not any(opened.session_id in found for found in listed(bob))
 
 
+def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
+    port = cluster.folder / "metering" / "metering.port"
+    cluster.wait(lambda: port.exists() and port.read_text())
+
+    def get(path, token):
+        """The answer, or the code with which it was refused."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{port.read_text()}/api/v1/credits{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            with e:
+                return json.loads(e.read())["code"]
+
+    alice.close(alice.open())
+    cluster.wait(lambda: get("", alice.token)["rows"])
+    assert {r["tenant"] for r in get("", alice.token)["rows"]} == {"alice"}
+    assert "alice" not in {r["tenant"] for r in get("", bob.token)["rows"]}
+    assert get("?tenant=alice", bob.token) == "router.forbidden"
+    assert "alice" in {r["tenant"] for r in get("", cluster.token)["rows"]}
+    assert get("", "") == get("", "guess") == "router.unauthorized"
+    made = cluster.rest("POST", "tenants/alice/tokens", {})
+    assert get("", made["secret"])["rows"]
+    cluster.rest("DELETE", f"tenants/alice/tokens/{made['id']}")
+    cluster.wait(lambda: get("", made["secret"]) == "router.unauthorized")
+
+
 def test_credits_of_another_are_not_shown(alice, bob):
     show = subjects.METERING_CREDITS_SHOW
     alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest(), credits.CreditsReply).rows)

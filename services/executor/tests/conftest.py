@@ -209,16 +209,17 @@ class Device:
     def __init__(self, path, runtime, memory, dispatch, swap=None):
         self.loop = DeviceLoop(runtime, memory, dispatch, swap)
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
-        self.closed, self.clients = [], []
+        self.closed, self.clients, self.brought = [], [], {}
         self.changed = threading.Condition()
         self.loop.on_closed = self.on_closed
         self.entries = self.loop.dispatch.begin_journal()
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
-    def on_closed(self, session_id, reason):
+    def on_closed(self, session_id, reason, contents):
         with self.changed:
             self.closed.append(session_id)
+            self.brought[session_id] = contents
             self.changed.notify_all()
 
     def call(self, function):

@@ -164,6 +164,39 @@ def test_an_endless_kernel_is_ended_and_others_go_on(make_device, runtime, wis):
     assert b.floats(1, 1) == [5.0]
 
 
+def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_what_the_device_was_busy(
+    make_device, runtime, wis
+):
+    device = make_device(runtime=runtime)
+    raw, name = source(SCALE)
+
+    def launch(client, groups, times):
+        program = client.define(wis.body().add(scale_form(name, grid=(groups, 1, 1)), "x", "y"))
+        for _ in range(times):
+            client.start(program, [1, 2], struct.pack("<dq", 2.0, 100))
+        client.sync()
+
+    clients = [device.open(n) for n in "abc"]
+    for client in clients:
+        client.channel.send(Kind.SOURCE, raw)
+        client.make(1, *[1.0] * 100)
+        client.make(2, *[0.0] * 100)
+        launch(client, 2, 1)  # what is done once is done
+    device.call(device.loop.take_usage)
+    before = device.call(lambda: device.loop.busy_ns)
+    launch(clients[0], 1, 3)
+    (one,) = device.call(device.loop.take_usage)
+    busy = device.call(lambda: device.loop.busy_ns)
+    assert one.gpu_ns == busy - before > 0 and one.core_ns == pytest.approx(one.gpu_ns, rel=0.01, abs=2e6)
+    cores = runtime.facts()["cores"]
+    for client in clients[1:]:
+        launch(client, 1 << 19, 2)
+    found = device.call(device.loop.take_usage)
+    busy = device.call(lambda: device.loop.busy_ns) - busy
+    assert sorted(t.session_id for t in found) == ["b", "c"] and sum(t.gpu_ns for t in found) == busy
+    assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
+
+
 def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runtime, wis):
     class Slow:
         def __init__(self):

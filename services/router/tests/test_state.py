@@ -9,6 +9,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import StatementError
 from wooly_router.core.placement import Claim, Want
+from wooly_router.state.brought import BroughtStore
 from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
 from wooly_router.state.database import Database, migrate, revert
 from wooly_router.state.nodes import GpuRecord, GroupRecord, NodeRecord, NodeStore, Sample
@@ -121,6 +122,16 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
         connection.execute(
             text("INSERT INTO tenants (name, description, disabled, created_at) VALUES ('x', '', false, 1.0)")
         )
+        connection.execute(text("INSERT INTO brought VALUES ('x', 'train.py', 'tenant', '[\"d\"]', 2.0)"))
+        connection.execute(text("INSERT INTO traces VALUES ('t', 'x', 'j', 'train.py', 1.0, 1, 2, 1, false)"))
+        connection.execute(text("INSERT INTO trace_tasks VALUES ('j', 't')"))
+        connection.execute(text("INSERT INTO spans VALUES ('t', 's', NULL, 'run', 'router', 1, 2, false, '{}')"))
+    revert(database_url, "0005")
+    assert rows("SELECT task_id, trace_id FROM trace_tasks") == [("j", "t")]
+    migrate(database_url)
+    assert rows("SELECT * FROM brought") == [] and rows("SELECT id, tenant FROM traces") == [("t", "x")]
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO brought VALUES ('x', 'train.py', 'tenant', '[]', 2.0)"))
     revert(database_url, "0002")
     assert rows("SELECT id, token, tenant, program, opened_at, lease_until, required_vram FROM sessions") == [
         ("s", "t", "x", "train.py", 1.0, 10.0, 7)
@@ -297,6 +308,20 @@ async def test_transaction_that_fails_changes_nothing(tasks):
     assert await tasks.get("1") is None
 
 
+async def test_what_a_run_brought_is_the_last_word_of_its_tenant_and_kind(database):
+    store = BroughtStore(database)
+    assert await store.of("x", "llama", "tenant") == []
+    await asyncio.gather(*[store.remember("x", "llama", "tenant", [str(i)], float(i)) for i in range(4)])
+    await store.remember("x", "llama", "tenant", ["b", "a"], 5.0)
+    await store.remember("y", "llama", "tenant", ["c"], 9.0)
+    await store.remember("x", "llama", "shared", ["d"], 9.0)
+    assert await store.of("x", "llama", "tenant") == ["b", "a"] and await store.of("x", "opt", "tenant") == []
+    await store.forget(6.0)
+    assert [await store.of(t, "llama", d) for t, d in (("x", "tenant"), ("y", "tenant"), ("x", "shared"))] == [
+        [], ["c"], ["d"],
+    ]  # fmt: skip
+
+
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
 
@@ -386,9 +411,8 @@ async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(datab
     store = TenantStore(database)
     assert await store.add(TenantRecord("x", 1.0)) and not await store.add(TenantRecord("x", 2.0))
     token, secret = await store.add_token("x", "ci", "user", 1.0, ("tasks:read",), expires_at=9.0)
-    assert (
-        await store.by_secret(secret) == (token, TenantRecord("x", 1.0)) and await store.by_secret("wooly_no") is None
-    )
+    assert await store.by_hash(hash_of(secret)) == (token, TenantRecord("x", 1.0))
+    assert await store.by_hash(hash_of("no")) is None
     engine = engine_of(database_url)
     with engine.connect() as connection:
         row = connection.execute(text("SELECT * FROM tokens")).one()

@@ -99,6 +99,9 @@ tolerations: {{ toYaml . | nindent 2 }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
   value: {{ . | quote }}
 {{- end }}
+{{- if .root.Values.tracing.keep }}
+- {name: WOOLY_TRACES, value: router}
+{{- end }}
 {{- end -}}
 
 {{/* Probes of a service that serves /livez and /readyz on its port named health. */}}

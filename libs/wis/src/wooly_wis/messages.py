@@ -137,8 +137,9 @@ class WorkDone(Message):
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
-    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` are digests (hex) of constants
-    that lie in its memory and that a further session could share.
+    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` name contents that lie in its
+    memory and that a further session could share, the largest first, each by its content and circle
+    (`wooly_bus.contents.name_in_circle`).
     """
 
     executor_id: Id
@@ -428,11 +429,35 @@ class HostSessionReply(Message):
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event). An empty reason: its client closed it, in order."""
+    """A session ended on its executor (event). An empty reason: its client closed it, in order.
+
+    `contents` are the largest that it shared while it lived, named as `ExecutorHeartbeat.weights`.
+    """
 
     session_id: SessionId
     executor_id: Id
     reason: str = Field(default="", max_length=4096)
+    contents: tuple[Digest, ...] = Field(default=(), max_length=1024)
+
+
+class CheckTokenRequest(Message):
+    """Who shows this token? (service to router). `secret_hash`: its SHA-256 in hex; empty: none was shown."""
+
+    secret_hash: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+
+
+class CheckTokenReply(Message):
+    """Who it is, and what they may; the router refuses tokens that are nobody's, or have ended.
+
+    `actor`: for logs; `tenant`: whose things they see (None: everybody's); `may`: scopes, as `credits:read`; `until`: when it
+    ends by itself, in seconds since the epoch; `auth`: "open" where nobody is asked for a token.
+    """
+
+    actor: str
+    tenant: str | None
+    may: tuple[str, ...]
+    until: float | None = None
+    auth: Literal["open", "tokens"]
 
 
 class NodesRequest(Message):

@@ -79,8 +79,8 @@ class DeviceLoop:
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = Vram(self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed)
-        #: Told of every session that ends, and why; an empty reason: by its client, in order.
-        self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
+        #: Told of every session that ends, why (an empty reason: by its client, in order), and what contents it shared.
+        self.on_closed: Callable[[str, str, tuple[str, ...]], None] = lambda session_id, reason, contents: None
         self.busy_ns = 0
         self.usage = UsageBook()
         self._workers = WorkerClock()
@@ -158,7 +158,7 @@ class DeviceLoop:
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
-        self.on_closed(session_id, reason)
+        self.on_closed(session_id, reason, session.largest_brought())
         return True
 
     def sessions(self) -> list[Session]:
@@ -256,10 +256,10 @@ class DeviceLoop:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
         work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
         if work is not None:
-            session, workers = work[0], self._workers.read()
+            session, workers, beyond = work[0], self._workers.read(), self.runtime.beyond_ns
             gpu_ns, last = self._piece(*work)
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
-                core_ns = gpu_ns + self._workers.read() - workers
+                core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
                 session.used.launched(gpu_ns, core_ns, self.vram.clock())
             if last < work[3]:

@@ -5,6 +5,7 @@ Everything is named by the session's own ids, so no request can reach another se
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 PROGRAMS_KEPT = 1100
 #: Bytes of their definitions. No client reaches it with programs of the usual size.
 PROGRAM_BYTES_KEPT = 256 << 20
+#: Contents of a session, the largest that it shared, that the router remembers of it.
+BROUGHT = 64
 
 
 class Residence(Enum):
@@ -126,6 +129,7 @@ class Session:
     """State of one session.
 
     Attributes:
+        brought: bytes of contents that it shares or has shared, by their names in their circle; the largest of them.
         id: session id.
         entry: what lets its client in.
         quota: bytes it may hold.
@@ -211,9 +215,14 @@ class Session:
     program_bytes: int = 0
     tenant: str = ""
     opaque: bool = False
+    brought: dict[str, int] = field(default_factory=dict)
     sources: dict[bytes, Source] = field(default_factory=dict)
     source_bytes: int = 0
     compiling: bool = False
+
+    def largest_brought(self) -> tuple[str, ...]:
+        """The names of the largest contents that it shared, largest first."""
+        return tuple(heapq.nlargest(BROUGHT, self.brought, key=lambda name: self.brought[name]))
 
     # -- programs ----------------------------------------------------------------------------------------------------
 

@@ -19,13 +19,14 @@ from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import handing_over, setup_tracing
+from wooly_bus.web import Buckets
 
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import BlobActor
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
-from wooly_router.rest.access import Access, Buckets
+from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate

@@ -174,10 +174,7 @@ class JobActor:
             store = BlobStore(self._app.jetstream(), job.tenant)
             module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
             peak = check_module(module)
-            weights = [c.digest.hex() for c in module.constants]
-            task = replace(
-                task, required_vram=task.required_vram or max(peak, 1), wants=task.wants | {"weights": weights}
-            )
+            task = replace(task, required_vram=task.required_vram or max(peak, 1))
         except StreamError:
             raise
         except (WisError, BusError) as e:

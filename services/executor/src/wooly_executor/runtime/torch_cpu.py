@@ -216,6 +216,7 @@ class TorchCpuRuntime:
 
     def __init__(self, hot: int = HOT) -> None:
         self._hot = hot
+        self.beyond_ns = 0
         self.foreign = Foreign()
 
     def facts(self) -> dict[str, Any]:

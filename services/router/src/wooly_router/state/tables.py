@@ -213,6 +213,18 @@ class SampleRow(Base):
     sessions: Mapped[int] = mapped_column(Integer)
 
 
+class BroughtRow(Base):
+    """Which contents a tenant's last run of something shared, by `name_in_circle`; `name`: a model, or a job's module."""
+
+    __tablename__ = "brought"
+
+    tenant: Mapped[str] = mapped_column(String(128), primary_key=True)
+    name: Mapped[str] = mapped_column(String(256), primary_key=True)
+    dedup: Mapped[str] = mapped_column(String(16), primary_key=True)
+    contents: Mapped[list[str]] = mapped_column(JSON)
+    at: Mapped[float] = mapped_column(Float, index=True)
+
+
 class TraceRow(Base):
     """A trace that is kept. Its tenant is whose task was the first in it; times of spans are nanoseconds since the epoch."""
 

@@ -124,11 +124,11 @@ class TenantStore:
             found = await s.execute(update(TokenRow).where(*condition).values(revoked_at=now).returning(TokenRow.id))
             return found.first() is not None
 
-    async def by_secret(self, secret: str) -> tuple[TokenRecord, TenantRecord] | None:
-        """The token of a secret, and its tenant; whether they may be used is for the caller to judge."""
+    async def by_hash(self, secret_hash: str) -> tuple[TokenRecord, TenantRecord] | None:
+        """The token whose secret has this hash, and its tenant; whether they may be used is for the caller to judge."""
         query = select(TokenRow, TenantRow).join(TenantRow, TenantRow.name == TokenRow.tenant)
         async with self.database.reading() as s:
-            row = (await s.execute(query.where(TokenRow.secret_hash == hash_of(secret)))).first()
+            row = (await s.execute(query.where(TokenRow.secret_hash == secret_hash))).first()
             return None if row is None else (_token(row[0]), _tenant(row[1]))
 
 
