@@ -11,7 +11,7 @@ MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs
 
 .PHONY: help
 help: ## list the tasks
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 .PHONY: setup
 setup: $(STAMP) ## prepare .venv with everything (both run and test call it)
@@ -112,7 +112,7 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
-	$(BIN)/python -m wooly_compiler.foreign.page > docs/reference/ttir.md
+	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 

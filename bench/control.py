@@ -5,14 +5,22 @@ count.
 a vendor, a group, or weights that lie somewhere already. `refused` asks for what nobody has. `plan` is one pass
 over a queue on a full cluster. The baseline looks at every device every time.
 
+`traces` is what tracing costs on the fast path: CPU time of client and executor together per eager operation, in a real stack
+that keeps traces, sampled as it comes; the baseline is a session of the same process that is not sampled. They take turns, pair
+by pair; the ratio is the median of the pairs' and the spread their quartiles, so that neighbours disturb it little.
+
 Run: .venv/bin/python bench/control.py [--json] [--only NAME] [--nodes N]
 """
 
 import argparse
 import functools
+import os
 import random
+import statistics
 import time
+import warnings
 from collections import deque
+from pathlib import Path
 
 import figures
 from wooly_router.core.placement import Gpu, Pool, Want, cost_of, fits
@@ -113,7 +121,63 @@ def bench_plan(gpus, seconds):
     yield row(f"queue of {len(queue)}, of which {placed} fit", "tasks/s", len(queue) / took, None, None)
 
 
-BENCHES = {"placements": bench_placements, "refused": bench_refused, "plan": bench_plan}
+def cpu_ns(pid):
+    """CPU time of all of a process's threads that live."""
+    return sum([int(p.read_text().split()[0]) for p in Path(f"/proc/{pid}/task").glob("*/schedstat")])
+
+
+def bench_traces(gpus, seconds, pairs=24, calls=30, operations=1000):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    warnings.simplefilter("ignore")
+    import torch
+    from wooly import api
+    from wooly.settings import Settings
+    from wooly_local.stack import start_stack
+
+    torch.set_num_threads(1)
+    stack = start_stack(None, ephemeral=True)
+    try:
+        processes = [os.getpid(), next(p for name, p in stack.services.items() if name.startswith("executor"))]
+        settings = Settings(controller_url=stack.nats_url, nats_creds=stack.creds)
+
+        def work(x):
+            t = x
+            for _ in range(operations):
+                t = t + x
+            torch.cuda.synchronize()
+
+        def session(sampler):
+            """CPU time per operation of one session, in us, after one call that warms up."""
+            os.environ.pop("OTEL_TRACES_SAMPLER", None)
+            if sampler:
+                os.environ["OTEL_TRACES_SAMPLER"] = sampler
+            api.enable(settings)
+            try:
+                x = torch.ones(64, 64, device="cuda")
+                work(x)
+                before = sum(map(cpu_ns, processes))
+                for _ in range(calls):
+                    work(x)
+                return (sum(map(cpu_ns, processes)) - before) / calls / operations / 1e3
+            finally:
+                api.disable()
+
+        session("")
+        found = []
+        for i in range(pairs):
+            kinds = ("", "always_off")[:: 1 if i % 2 else -1]
+            times = {kind: session(kind) for kind in kinds}
+            found.append((times[""], times["always_off"]))
+    finally:
+        os.environ.pop("OTEL_TRACES_SAMPLER", None)
+        stack.stop()
+    low, middle, high = statistics.quantiles([on / off for on, off in found], n=4)
+    on, off = [statistics.median(times) for times in zip(*found, strict=True)]
+    made = figures.row("CPU of client and executor per eager operation, traced", "us", on, off, 1.02)
+    yield made | {"ratio": round(middle, 4), "ok": middle <= 1.02, "spread": f"{low:.4f} to {high:.4f}"}
+
+
+BENCHES = {"placements": bench_placements, "refused": bench_refused, "plan": bench_plan, "traces": bench_traces}
 
 
 def main():

@@ -278,7 +278,7 @@ def bench_adamw(args, scale):
 
 
 def bench_block(args, scale):
-    """The forward pass of a transformer block."""
+    """The forward pass of a transformer block as in GPT-2: nine tenths of it are matrix products, on both sides the library's."""
     batch, length, width, heads = 8, 256 // scale, 512, 8
     t = Tape()
     shapes = {"n1": (width,), "c1": (width,), "wqkv": (3 * width, width), "bqkv": (3 * width,), "wo": (width, width),
@@ -331,8 +331,96 @@ def bench_block(args, scale):
     yield from result("transformer block, forward", compiled, eager, 1.1, args, fresh=False)
 
 
+def bench_llama(args, scale):
+    """The forward pass of a Llama's block: RMS norms, rotated queries and keys, attention, a gated MLP."""
+    batch, length, width, heads, inner = 8, 256 // scale, 512, 8, 1376
+    head, half = width // heads, width // heads // 2
+    t = Tape()
+    shapes = {"n1": (width,), "wqkv": (3 * width, width), "wo": (width, width), "n2": (width,),
+              "wg": (inner, width), "wu": (inner, width), "wd": (width, inner)}  # fmt: skip
+    x = t.input(DType.F32, batch, length, width)
+    w = {name: t.input(DType.F32, *sizes) for name, sizes in shapes.items()}
+    turns = [t.input(DType.F32, length, head) for _ in range(2)]
+    values = {name: torch.randn(sizes) * 0.05 for name, sizes in shapes.items()}
+    angles = torch.outer(torch.arange(length), 10000 ** (-torch.arange(0, head, 2) / head)).repeat(1, 2)
+    cos, sin, a = angles.cos(), angles.sin(), torch.randn(batch, length, width)
+
+    def chain(*steps):
+        """Each step takes the result of the one before, which is then free."""
+        found = None
+        for opcode, *rest in steps:
+            made = t.op(opcode, *([found] if found is not None else []), *rest)
+            if found is not None:
+                t.free(found)
+            found = made
+        return found
+
+    def norm(h, weight):
+        scale = chain(("pow", h, 2), ("mean", (-1,), True), ("add", 1e-5), ("rsqrt",))
+        found = chain(("mul", h, scale), ("mul", weight))
+        t.free(scale)
+        return found
+
+    def rotated(h):
+        views = [h.seen((*h.view.sizes[:-1], half), h.view.strides, h.view.offset // 4 + at) for at in (half, 0)]
+        minus = t.op("neg", views[0])
+        other = t.op("concat", (minus, views[1]), -1)
+        t.free(minus)
+        one, two = t.op("mul", h, turns[0]), chain(("mul", other, turns[1]))
+        t.free(other)
+        found = t.op("add", one, two)
+        t.free(one, two)
+        return found
+
+    h = norm(x, w["n1"])
+    qkv = t.op("linear", h, w["wqkv"], None)
+    t.free(h)
+    each, strides = (batch, heads, length, head), (3 * width * length, head, 3 * width, 1)
+    q, k, v = [qkv.seen(each, strides, n * width) for n in range(3)]
+    q, k = rotated(q), rotated(k)
+    o, lse = t.extern(ATTENTION, q, k, v, results=[(DType.F32, each), (DType.F32, each[:3])])
+    t.free(lse, q, k, qkv)
+    turned = t.copy(o.seen((batch, length, heads, head), (width * length, head, length * head, 1)))
+    t.free(o)
+    p = t.op("linear", turned.seen((batch, length, width), (length * width, width, 1)), w["wo"], None)
+    t.free(turned)
+    x1 = t.op("add", x, p)
+    t.free(p)
+    h = norm(x1, w["n2"])
+    gate, up = (t.op("linear", h, w[name], None) for name in ("wg", "wu"))
+    t.free(h)
+    gated = chain(("silu", gate), ("mul", up))
+    t.free(gate, up)
+    d = t.op("linear", gated, w["wd"], None)
+    t.free(gated)
+    y = t.op("add", x1, d)
+    t.free(d, x1)
+
+    def eager():
+        v = values
+
+        def norm(h, weight):
+            return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+        def rotated(h):
+            return h * cos + torch.cat((-h[..., half:], h[..., :half]), -1) * sin
+
+        with torch.no_grad():
+            parts = F.linear(norm(a, v["n1"]), v["wqkv"]).view(batch, length, 3, heads, head).permute(2, 0, 3, 1, 4)
+            o = F.scaled_dot_product_attention(rotated(parts[0]), rotated(parts[1]), parts[2])
+            z = a + F.linear(o.transpose(1, 2).reshape(batch, length, width), v["wo"])
+            h = norm(z, v["n2"])
+            return z + F.linear(F.silu(F.linear(h, v["wg"])) * F.linear(h, v["wu"]), v["wd"])
+
+    bound = [(x, a), *[(w[name], values[name]) for name in shapes], *zip(turns, (cos, sin), strict=True)]
+    compiled = Compiled(t, bound)
+    torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-3, atol=1e-3)
+    yield from result("Llama block, forward", compiled, eager, 1.1, args, fresh=False)
+
+
 BENCHES = {
     "gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "adamw": bench_adamw, "block": bench_block,
+    "llama": bench_llama,
 }  # fmt: skip
 
 

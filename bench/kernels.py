@@ -1,7 +1,8 @@
 """Kernels in Triton and CUDA C: what capturing a launch costs, their time on PoCL against torch and Triton's own interpreter.
 
-Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c]. Needs Triton (but for --cuda-c) and pyopencl. All sides
-compute with two threads, but for the interpreter, which has one.
+Run: .venv/bin/python bench/kernels.py [--json] [--repeat N] [--cuda-c | --first]. Needs Triton (but for --cuda-c, --first) and
+pyopencl. All sides compute with two threads, but for the interpreter, which has one. --first: how long a first launch
+waits for its code, and where that comes from.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -218,17 +220,90 @@ def cuda_rows_alone(repeat):
         api.disable()
 
 
+def first_launch(endpoints, session_id, token):
+    """What the first launch of a kernel takes in a new session, in ms."""
+    import wooly
+    from wooly import api
+
+    from tests.kernels.cuda_kernels import REDUCE
+
+    api.attach(endpoints, session_id, token)
+    api.install_facade()
+    x, out = torch.ones(4096, device="cuda"), torch.zeros(4, device="cuda")
+    torch.cuda.synchronize()
+    kernel = wooly.cuda_kernel(REDUCE, "reduce")
+    begun = time.perf_counter()
+    kernel((4, 1, 1), (128, 1, 1), [x, out, 4096], shared_mem=512)
+    torch.cuda.synchronize()
+    taken = (time.perf_counter() - begun) * 1e3
+    assert out.sum().item() == 4096
+    api.disable()
+    return taken
+
+
+def first_rows():
+    """First launches: nothing kept, code on disk, made by a compiler, made by it for another executor."""
+    from wooly_bus import subjects
+    from wooly_bus.errors import NoResponderError
+    from wooly_bus.rpc import ControlClient
+    from wooly_testkit.executor import executor_process
+    from wooly_testkit.nats import nats_server
+    from wooly_wis.messages import HostSessionReply, HostSessionRequest
+
+    with tempfile.TemporaryDirectory(prefix="wooly-bench-") as folder, nats_server() as url:
+        for what, goal in (("nothing is kept", 5000.0), ("its code is on disk", 500.0)):
+            os.environ["WOOLY_EXECUTOR_STATE_DIR"] = f"{folder}/alone"
+            with executor_process(runtime="opencl", threads=THREADS) as running:
+                taken = first_launch(running.endpoints, running.session_id, running.token)
+            yield row(f"first launch, {what}", "ms", taken, None, goal)
+        processes = []
+
+        def start(module, **environment):
+            environment = os.environ | {"OMP_NUM_THREADS": str(THREADS)} | environment
+            processes.append(
+                subprocess.Popen([sys.executable, "-m", module], env=environment, stderr=subprocess.DEVNULL)
+            )
+
+        start("wooly_compiler", WOOLY_COMPILER_NATS_URL=url, WOOLY_COMPILER_STATE_DIR=f"{folder}/compiler")
+        time.sleep(8)  # it listens once its worker has said what it can build
+        control = ControlClient(url)
+        for name, what, goal in (
+            ("a", "made by a compiler service", 5000.0),
+            ("b", "made for another executor before", 1000.0),
+        ):
+            start(
+                "wooly_executor",
+                WOOLY_EXECUTOR_NATS_URL=url,
+                WOOLY_EXECUTOR_ID=name,
+                WOOLY_EXECUTOR_STATE_DIR=f"{folder}/{name}",
+            )
+            request = HostSessionRequest(session_id=f"s{name}", token="t", tenant="t", priority=2, lease_s=600)
+            opened = None
+            while opened is None:
+                try:
+                    opened = control.request(subjects.executor_session_open(name), request, HostSessionReply)
+                except NoResponderError:
+                    time.sleep(0.1)
+            taken = first_launch(list(opened.endpoints), f"s{name}", "t")
+            yield row(f"first launch, {what}", "ms", taken, None, goal)
+        control.close()
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--cuda-c", action="store_true", help="the kernels in CUDA C alone, which need no Triton")
+    parser.add_argument("--first", action="store_true", help="what first launches wait for, alone")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.interpreted:
         interpreted()
         return
-    rows = list((cuda_rows_alone if args.cuda_c else rows_of)(args.repeat))
+    rows = list(first_rows() if args.first else (cuda_rows_alone if args.cuda_c else rows_of)(args.repeat))
     if args.json:
         print(json.dumps(rows))
     else:

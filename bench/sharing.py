@@ -2,8 +2,10 @@
 
 A P0 inference loop alone, then beside one and four P4 tenants that train without pause; two tenants that train, with equal
 weights and with 3:1; all of it again with frames in the order of their arrival (FIFO). Latencies are wall time in the client,
-shares are device time from the dispatch journal, which is replayed and audited on the way. Needs two idle cores, one of them for
-the device. The trainers' clients run when nobody else wants a core (SCHED_IDLE): in life they have machines of their own.
+shares are device time from the dispatch journal, which is replayed and audited after each measurement. What the background could
+have is what P0, alone, leaves of the thread that is the device here: its kernels, and what the executor does around them. Needs
+two idle cores, one of them for the device. The trainers' clients run when nobody else wants a core (SCHED_IDLE): in life they
+have machines of their own.
 
 Run: .venv/bin/python bench/sharing.py [--json] [--seconds N] [--only latency|shares]
 """
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 from figures import row, show
@@ -44,6 +47,8 @@ from wooly_wis.messages import (
 TOKEN = "bench"
 #: Runs after which every program has its edges and is executed as it will be.
 WARM = 40
+#: Steps after which a trainer looks at its loss, as training loops log it. It has nothing queued then: that is no contention.
+LOOK = 100
 #: Seconds between two requests of the P0 client, as a multiple of what one takes alone.
 PAUSE = 1.0
 
@@ -119,8 +124,8 @@ def tenant(role, endpoint, session_id):
             else:
                 loss = run()
                 steps += 1
-                if steps % 32 == 0:
-                    loss.item()  # a look at the loss now and then, as training loops take
+                if steps % LOOK == 0:
+                    loss.item()
         print(json.dumps({"times": times, "steps": steps}), flush=True)
     os._exit(0)
 
@@ -134,19 +139,27 @@ class Journals:
     def __init__(self, url):
         self.done, self.entries, self.violations = [], 0, 0
         self._replayers, self._auditors, self._launches = {}, {}, {}
+        self._received = deque()
         self._url, self._ended = url, threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._listen()), daemon=True)
         self._thread.start()
 
     async def _listen(self):
         client = await nats.connect(self._url)
-        await client.subscribe(subjects.EXECUTOR_JOURNALS, cb=self._take)
+        await client.subscribe(subjects.EXECUTOR_JOURNALS, cb=self._keep)
         while not self._ended.is_set():
             await asyncio.sleep(0.05)
         await client.close()
 
-    async def _take(self, message):
-        batch = Batch.decode(message.data)
+    async def _keep(self, message):
+        self._received.append(message.data)
+
+    def take(self):
+        """Replay and audit what came."""
+        while self._received:
+            self._replay(Batch.decode(self._received.popleft()))
+
+    def _replay(self, batch):
         replayer = self._replayers.setdefault(batch.journal, Replayer(batch.journal))
         auditor = self._auditors.setdefault(batch.journal, Auditor(raises=False))
         for event, decisions in replayer.replay(batch):
@@ -161,6 +174,7 @@ class Journals:
 
     def device_ns(self, begin, end):
         """Device time per session between two moments of the monotonic clock."""
+        self.take()
         found = {}
         for at, session, ns in list(self.done):
             if begin <= at < end:
@@ -170,6 +184,7 @@ class Journals:
     def close(self):
         self._ended.set()
         self._thread.join(10)
+        self.take()
 
 
 class Stack:
@@ -226,16 +241,26 @@ class Stack:
                     self.ask(subjects.executor_session_close, CloseSessionRequest(session_id=name), CloseSessionReply)
 
     def work(self, tenants, seconds):
-        """All work at once. Returns what each reported, and device time per session in the middle of it."""
-        began = time.monotonic_ns()
+        """All work at once. Returns what each reported, device time per session in the middle of it, and its length.
+
+        Also notes, as `occupied`, the share of the time in which the executor's busiest thread ran.
+        """
+        began, before = time.monotonic_ns(), self._thread_times()
         for _, process in tenants:
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
         found = {name: json.loads(process.stdout.readline()) for name, process in tenants}
+        used = [ns - before.get(thread, 0) for thread, ns in self._thread_times().items()]
+        self.occupied = max(used) / (time.monotonic_ns() - began)
         time.sleep(0.5)  # until the journal is here
         margin = int(0.1 * seconds * 1e9)
         begin, end = began + margin, began + int(seconds * 1e9) - margin
         return found, self.journals.device_ns(begin, end), end - begin
+
+    def _thread_times(self):
+        """CPU time of the executor's threads, in ns."""
+        tasks = Path(f"/proc/{self._executor.pid}/task").iterdir()
+        return {task.name: int((task / "schedstat").read_text().split()[0]) for task in tasks}
 
     def close(self):
         self._executor.terminate()
@@ -254,7 +279,7 @@ def percentile(times, share):
 
 
 def latency(stack, seconds, dispatch):
-    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; shares of the device."""
+    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; occupation."""
     p0, p4 = SessionPolicy(priority=0), SessionPolicy(priority=4)
     with stack.tenants(("train", p4)) as tenants:
         reports, _, _ = stack.work(tenants, seconds)
@@ -267,11 +292,11 @@ def latency(stack, seconds, dispatch):
         if dispatch == "fair" and not others:
             requests = len(times) * span / (seconds * 1e9)
             p0 = SessionPolicy(priority=0, service_ns=int(device[tenants[0][0]] / requests))
-            found["service"] = p0.service_ns
         found[others] = {
+            "requests": len(times),
             "p50": percentile(times, 0.5) * 1e3,
             "p99": percentile(times, 0.99) * 1e3,
-            "share": device.get(tenants[0][0], 0) / span,
+            "occupied": stack.occupied,
             "steps": sum(r["steps"] for r in reports.values()) / seconds,
         }
     return found
@@ -313,7 +338,8 @@ def rows_of(found):
                 for part, goal in (("p50", None), ("p99", 1.10)):
                     name = f"P0 {part} beside {others} training{label}"
                     rows.append(row(name, "ms", mine[others][part], alone[part], None if label else goal))
-                rest = mine["steps alone"] * (1 - found["fair"]["latency"][others]["share"])
+                requests = mine[others]["requests"] / mine[0]["requests"]
+                rest = mine["steps alone"] * (1 - mine[0]["occupied"] * requests)
                 name = f"steps of {others} training beside P0, of the rest{label}"
                 goal = None if label else 0.9
                 rows.append(row(name, "1/s", mine[others]["steps"], rest, goal, higher_is_better=True))
@@ -334,7 +360,7 @@ def rows_of(found):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--only", choices=("latency", "shares"))
     parser.add_argument("--tenant", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,31 +1,40 @@
-"""Submit a job and read its result with nats-py alone. Before: `wooly up`, and `wooly export examples/job.py:build --blobs job/`.
+"""Submit a job and read its result with nats-py alone, as a tenant.
 
-Run: python examples/job_over_nats.py NATS_URL CREDS job/ MODULE_DIGEST input.bin
+Before: `wooly up`, `wooly export examples/job.py:build --blobs job/`, and credentials from the REST that `wooly up` prints:
+curl -d '{}' -H 'Content-Type: application/json' -H "Authorization: Bearer $TOKEN" $REST/api/v1/credentials > me.json
+(TOKEN is an API token; a stack that asks for none needs no such header). nats-py wants `nkeys` for credentials.
 
-CREDS is a .creds file for a NATS that asks for credentials (nats-py wants `nkeys` for it); "" for one that does not.
+Run: python examples/job_over_nats.py me.json job/ MODULE_DIGEST input.bin
 """
 
 import asyncio
+import base64
 import hashlib
 import json
-import pathlib
 import sys
 import uuid
+from pathlib import Path
 
 import nats
+from nats.aio.client import RawCredentials
 
 
-async def main(url, creds, folder, module, path):
-    client = await nats.connect(url, user_credentials=creds or None)
-    js = client.jetstream()
-    blobs = await js.object_store("WOOLY_BLOBS_default")
-    for blob in [*pathlib.Path(folder).iterdir(), pathlib.Path(path)]:
+async def main(me, folder, module, path):
+    me = json.loads(Path(me).read_text())
+    shown = RawCredentials(me["credentials"])
+    nc = await nats.connect(me["nats_url"], user_credentials=shown, inbox_prefix=me["inbox"])
+
+    async def ask(what, **message):
+        reply = await nc.request(f"wooly.v1.{what}.{me['tenant']}", json.dumps(message).encode(), timeout=20)
+        return json.loads(reply.data)
+
+    for blob in [*Path(folder).iterdir(), Path(path)]:  # of at most 512 KiB each; larger ones go in pieces
         content = blob.read_bytes()
-        await blobs.put(hashlib.blake2b(content, digest_size=32).hexdigest(), content)
-    events = await js.subscribe("wooly.v1.evt.router.task.changed.default", ordered_consumer=True)
-    job = {"job_id": uuid.uuid4().hex, "module": module}
-    job["inputs"] = [{"name": "x", "digest": hashlib.blake2b(content, digest_size=32).hexdigest()}]
-    await js.publish("wooly.v1.cmd.router.job.submit", json.dumps(job).encode())
+        about = {"digest": hashlib.blake2b(content, digest_size=32).hexdigest(), "nbytes": len(content)}
+        await ask("rpc.router.blob.put", **about, upload=uuid.uuid4().hex, data=base64.b64encode(content).decode())
+    events = await nc.subscribe(f"wooly.v1.evt.router.task.changed.{me['tenant']}")
+    inputs = [{"name": "x", "digest": about["digest"]}]
+    job = await ask("cmd.router.job.submit", job_id=uuid.uuid4().hex, module=module, inputs=inputs)
     state = "pending"
     while state in ("pending", "started"):
         event = json.loads((await events.next_msg(60)).data)
@@ -33,9 +42,9 @@ async def main(url, creds, folder, module, path):
             state = event["state"]
             print(state, event["reason"])
     for output in event["outputs"]:
-        result = await blobs.get(output["digest"])
-        print(output["name"], output["dtype"], output["sizes"], result.data[:16].hex())
-    await client.close()
+        piece = await ask("rpc.router.blob.get", digest=output["digest"])
+        print(output["name"], output["dtype"], output["sizes"], base64.b64decode(piece["data"])[:16].hex())
+    await nc.close()
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Passwords for compose.yaml, in .env beside it, made once; and the address for clients.
+# Secrets for compose.yaml, in .env beside it, made once; and what clients need.
 set -eu
 cd "$(dirname "$0")"
 password() { head -c 24 /dev/urandom | od -An -tx1 | tr -d ' \n'; }
 if [ ! -e .env ]; then
     umask 077
     cat > .env <<END
-WOOLY_SERVICES_PASSWORD=$(password)
-WOOLY_CLIENT_PASSWORD=$(password)
 WOOLY_DATABASE_PASSWORD=$(password)
+# The first administrator's API token: made at the router's first start. It makes tenants and their tokens.
+WOOLY_ADMIN_TOKEN=wooly_$(password)
 # Where ports are published, and the address that clients are told: 127.0.0.1 is this machine alone.
 WOOLY_BIND=127.0.0.1
 WOOLY_HOST=127.0.0.1
@@ -17,4 +17,8 @@ WOOLY_HOST=127.0.0.1
 END
 fi
 . ./.env
-echo "WOOLYAI_CONTROLLER_URL=nats://client:$WOOLY_CLIENT_PASSWORD@$WOOLY_HOST:4222"
+if [ -z "${WOOLY_ADMIN_TOKEN:-}" ]; then # of before, when NATS asked for passwords
+    WOOLY_ADMIN_TOKEN=wooly_$(password)
+    echo "WOOLY_ADMIN_TOKEN=$WOOLY_ADMIN_TOKEN" >> .env
+fi
+echo "WOOLYAI_CONTROLLER_URL=http://$WOOLY_HOST:8420 WOOLYAI_CREDENTIAL=$WOOLY_ADMIN_TOKEN"

@@ -8,23 +8,26 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
 import numpy as np
 from playwright.sync_api import Page, sync_playwright
-from wooly_local.stack import Stack, start_stack
+from wooly_local.stack import Stack, keys_of, start_stack
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-WORK_S = 90
+#: Seconds for which there is something to see before the pictures are taken, and after which nobody waits any more.
+WORK_S, LIMIT_S = 50, 240
 CLONE_NEWUTS = 0x04000000
 MIB = 1 << 20
 #: Work for so long, rest for so long: {seconds} in all.
@@ -47,11 +50,11 @@ while time.monotonic() < end:
 """
 #: name, tenant, class, MiB, width, seconds of work, seconds of rest, seconds in all
 SESSIONS = (
-    ("finetune.py", "research", 2, 900, 768, 6.0, 2.0, WORK_S + 90),
-    ("serve_llm.py", "acme", 0, 1400, 512, 0.3, 0.7, WORK_S + 90),
-    ("nightly_eval.py", "research", 4, 300, 768, 9.0, 6.0, WORK_S + 90),
-    ("embed.py", "acme", 3, 500, 512, 4.0, 5.0, WORK_S + 90),
-    ("tune.py", "studio", 2, 200, 512, 2.0, 1.0, 40),
+    ("finetune.py", "research", 2, 900, 512, 3.0, 2.0, LIMIT_S),
+    ("serve_llm.py", "acme", 0, 1400, 256, 0.3, 0.7, LIMIT_S),
+    ("nightly_eval.py", "research", 4, 300, 512, 4.0, 3.0, LIMIT_S),
+    ("tune.py", "studio", 2, 200, 256, 2.0, 1.0, 8),
+    ("embed.py", "acme", 3, 500, 256, 2.0, 3.0, LIMIT_S),
 )
 
 
@@ -66,11 +69,14 @@ def rename() -> None:
 @contextlib.contextmanager
 def stack() -> Iterator[Stack]:
     """Two devices on this node and one on another."""
-    # Also where the machine is busy with other things
+    # A long lease: also where the machine is busy with other things
     os.environ |= {"WOOLY_EXECUTOR_MEMORY": str(8 << 30), "WOOLY_ROUTER_LEASE_S": "300", "OMP_NUM_THREADS": "1"}
     running = start_stack(ephemeral=True, gpus=2)
+    keys = keys_of(running.state_dir)
     more = {"NATS_URL": running.nats_url, "ID": "local-2", "NODE": "gpu-node-2", "STATE_DIR": str(running.state_dir)}
     env = {f"WOOLY_EXECUTOR_{name}": value for name, value in more.items()}
+    env |= {"WOOLY_EXECUTOR_CHANNEL_KEY": keys.channel_public, "WOOLY_NATS_CREDS": str(keys.service_creds)}
+    env |= {"WOOLY_TRACES": "router"}
     with (running.state_dir / "executor-2.log").open("wb") as log:
         executor = subprocess.Popen([sys.executable, "-m", "wooly_executor"], env=os.environ | env, stderr=log)
     try:
@@ -83,7 +89,7 @@ def stack() -> Iterator[Stack]:
 
 def client(running: Stack, directory: Path, *arguments: str, **settings: object) -> subprocess.Popen[bytes]:
     """A `wooly` command in the background."""
-    env = {"WOOLYAI_CONTROLLER_URL": running.nats_url} | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
+    env = running.client_env | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
     return subprocess.Popen(
         [sys.executable, "-m", "wooly", *arguments],
         cwd=directory,
@@ -92,11 +98,24 @@ def client(running: Stack, directory: Path, *arguments: str, **settings: object)
     )
 
 
+def until(true: Callable[[], object], what: str) -> None:
+    """Wait for something that should come soon.
+
+    Raises:
+        TimeoutError: it does not.
+    """
+    deadline = time.monotonic() + 60
+    while not true():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"no {what} within a minute")
+        time.sleep(0.2)
+
+
 def fill(running: Stack, directory: Path) -> list[subprocess.Popen[bytes]]:
     """Groups, budgets, sessions and jobs."""
     rest = httpx.Client(base_url=f"{running.rest_url}/api/v1/", trust_env=False)
-    while len([g for n in rest.get("nodes").json()["nodes"] for g in n["gpus"]]) < 3:
-        time.sleep(0.2)
+    until(lambda: len([g for n in rest.get("nodes").json()["nodes"] for g in n["gpus"]]) == 3, "third device")
+    exporting = client(running, directory, "export", str(ROOT / "examples/job.py:build"), "-o", "job.wism")
     rest.put("groups/archive", json={"description": "old cards, for whoever asks for them", "nodes": []})
     rest.put("config", json={"default_vram_overcommit_percent": 50})
     rest.put("tenants/acme", json={"description": "product"})
@@ -107,23 +126,21 @@ def fill(running: Stack, directory: Path) -> list[subprocess.Popen[bytes]]:
         (directory / name).write_text(SCRIPT.format(mib=mib, width=width, work=work, rest=pause, seconds=seconds))
         settings = {"TENANT": tenant, "PRIORITY": priority, "REQUIRED_VRAM": (mib + 200) * MIB}
         clients.append(client(running, directory, "run", "-q", name, **settings))
-        time.sleep(2)
+        if name == "tune.py":  # who comes last has reasons to be where it is
+            until(lambda: len(rest.get("tasks").json()["tasks"]) == len(clients), "session of each script")
     np.save(directory / "x.npy", np.zeros((32, 64), np.float32))
-    if client(running, directory, "export", str(ROOT / "examples/job.py:build"), "-o", "job.wism").wait(180) == 0:
+    if exporting.wait(60) == 0:
         for more in (("--name", "classify"), ("--name", "classify, on an old card", "--group", "archive")):
-            client(running, directory, "submit", "job.wism", "-i", "x=x.npy", *more).wait(60)
-    for _ in range(20):
-        if rest.put(
-            "credits/budgets/research", json={"hard_ucr": 400_000_000_000, "soft_ucr": 200_000_000_000}
-        ).is_success:
-            break
-        time.sleep(1)
+            clients.append(client(running, directory, "submit", "job.wism", "-i", "x=x.npy", *more))
+    budget = {"hard_ucr": 400_000_000_000, "soft_ucr": 200_000_000_000}
+    until(lambda: rest.put("credits/budgets/research", json=budget).is_success, "metering")
     return clients
 
 
-def shoot(page: Page, name: str) -> None:
+def shoot(page: Page, name: str, height: int = 800) -> None:
     """One picture, once everything that is asked for has come."""
-    page.wait_for_timeout(1500)
+    page.set_viewport_size({"width": 1280, "height": height})
+    page.wait_for_timeout(700)
     page.screenshot(path=HERE / f"ui-{name}.png")
     print(f"ui-{name}.png: {(HERE / f'ui-{name}.png').stat().st_size >> 10} KiB")
 
@@ -132,15 +149,16 @@ def open_page(page: Page, name: str) -> None:
     """A page, by its link."""
     page.get_by_role("navigation", name="Pages").get_by_role("link", name=name).click()
     page.locator(".page:not([aria-busy])").wait_for()
-    page.wait_for_timeout(1000)
+    page.locator("main table, main .card").first.wait_for()
+    page.wait_for_timeout(300)
 
 
 def picture(page: Page) -> None:
     """All pages, the dashboard in both themes."""
-    shoot(page, "dashboard")
+    shoot(page, "dashboard", 1160)
     page.get_by_role("button", name="Theme:").click()  # light
     page.get_by_role("button", name="Theme:").click()
-    shoot(page, "dashboard-dark")
+    shoot(page, "dashboard-dark", 1160)
     page.get_by_role("button", name="Theme:").click()
     open_page(page, "Tasks")
     page.get_by_role("button", name="embed.py").click()
@@ -157,17 +175,27 @@ def picture(page: Page) -> None:
     open_page(page, "Credits")
     shoot(page, "credits")
     open_page(page, "Traces")
-    first = page.get_by_role("table", name="Recent traces").get_by_role("link").first
-    if first.count():
-        first.click()
+    page.get_by_role("table", name="Recent traces").get_by_role("link", name="tune.py", exact=True).click()
+    page.get_by_role("button", name=re.compile("^executor.session executor")).click()
     shoot(page, "traces")
     open_page(page, "Settings")
     page.get_by_role("button", name="acme", exact=True).click()
     shoot(page, "settings")
 
 
+def give_up(*_: object) -> None:
+    """Whatever it hangs on.
+
+    Raises:
+        TimeoutError: always.
+    """
+    raise TimeoutError(f"not done within {LIMIT_S} s")
+
+
 def main() -> None:
     """Start, work, look."""
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(LIMIT_S)
     rename()
     clients: list[subprocess.Popen[bytes]] = []
     with (
@@ -180,8 +208,10 @@ def main() -> None:
                 executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
             )
             page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
-            page.goto(f"{running.rest_url}/ui/")
+            page.set_default_timeout(20_000)
             clients += fill(running, Path(name))
+            page.goto(f"{running.rest_url}/ui/")
+            page.get_by_label("Span of the charts").select_option("1 min")
             page.wait_for_timeout(1000 * WORK_S)
             picture(page)
             browser.close()

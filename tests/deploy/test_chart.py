@@ -14,6 +14,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
 #: Kinds that no schema of Kubernetes' own knows: the operator's, checked against its CRDs, and the Prometheus operator's.
+FILES_OF_KEYS = {"nats.conf", "service.creds", "signing.seed", "channel.seed", "channel.public"}
 OWN = {"ClusterGPUPolicy", "ServiceMonitor"}
 
 VALUES = {
@@ -22,7 +23,7 @@ VALUES = {
         "image": {"registry": "registry.example.org/ml", "pullSecrets": [{"name": "pull"}]},
         "metrics": {"serviceMonitor": {"enabled": True, "labels": {"a": "b"}}, "dashboard": {"enabled": True}},
         "networkPolicies": {"clientCidrs": ["10.0.0.0/8"]},
-        "tracing": {"otlpEndpoint": "http://collector:4318"},
+        "tracing": {"otlpEndpoint": "http://collector:4318", "keep": True},
         "priorityClassName": "high",
         "podAnnotations": {"x": "y"},
         "nodeSelector": {"pool": "control"},
@@ -52,6 +53,7 @@ VALUES = {
         "postgresql": {"enabled": False, "external": {"host": "db.example.org"}},
         "operator": {"admission": {"existingSecret": "tls", "caBundle": "Q0E="}},
     },
+    "keys": {"keysSecret": "installation", "nats": {"replicas": 1}},
     "small": {
         "nats": {"replicas": 1},
         "scheduler": {"enabled": False},
@@ -207,7 +209,11 @@ def test_variables_of_containers_are_settings_of_services(objects, monkeypatch):
     for container in containers(objects):
         for service in ("ROUTER", "SCHEDULER", "METERING", "COMPILER", "EXECUTOR", "OPERATOR", "HEALTH"):
             prefix = f"WOOLY_{service}_"
-            env = {e["name"]: e.get("value", "something") for e in container["env"] if e["name"].startswith(prefix)}
+            env = {
+                e["name"]: e.get("value", "something of at least 32 characters")
+                for e in container["env"]
+                if e["name"].startswith(prefix)
+            }
             if not env:
                 continue
             model = settings_of(service)
@@ -245,9 +251,33 @@ def test_secrets_are_only_where_they_are_meant_to_be(objects):
     for container in containers(objects):
         for entry in container["env"]:
             reference = (entry.get("valueFrom") or {}).get("secretKeyRef")
-            if reference and reference["name"] != "mine":
+            if reference and reference["name"] == "installation":
+                assert reference["key"] in FILES_OF_KEYS
+            elif reference and reference["name"] != "mine":
                 assert reference["key"] in keys
             assert not re.search("PASSWORD$", entry["name"]) or reference or entry["value"].startswith('"$(')
+
+
+def test_keys_are_where_they_are_needed_and_nowhere_else():
+    objects = rendered(VALUES["keys"])
+    wanted = {
+        "w-nats": {"nats.conf"},
+        "w-controller": {"service.creds", "signing.seed", "channel.seed"},
+        **{name: {"service.creds"} for name in ("w-scheduler", "w-metering", "w-compiler", "w-executor-cpu")},
+        **{name: set() for name in ("w-operator", "w-postgresql")},
+    }
+    found = {}
+    for obj in of_kind(objects, "Deployment", "StatefulSet", "DaemonSet"):
+        pod = obj["spec"]["template"]["spec"]
+        secrets = [v["secret"] for v in pod["volumes"] if v.get("secret", {}).get("secretName") == "installation"]
+        found[obj["metadata"]["name"]] = {item["path"] for secret in secrets for item in secret["items"]}
+        names = {e["name"] for c in pod["containers"] for e in c["env"]}
+        assert not names & {"NATS_PASSWORD", "SERVICES_PASSWORD", "CLIENT_PASSWORD"}
+        mounted = [m for c in pod["containers"] for m in c["volumeMounts"] if m["name"] == "keys"]
+        assert bool(mounted) == bool(secrets) and all(m["readOnly"] for m in mounted)
+    assert found == wanted and set().union(*wanted.values()) <= FILES_OF_KEYS
+    env = {e["name"]: e for c in containers(objects) for e in c["env"]}
+    assert env["WOOLY_ROUTER_AUTH"]["value"] == "tokens" and env["WOOLY_NATS_CREDS"]["value"].endswith("service.creds")
 
 
 def test_selectors_of_services_budgets_and_policies_find_pods(objects):
@@ -295,21 +325,40 @@ def test_dashboard_asks_for_metrics_that_are_exported():
     assert [p["title"] for p in dashboard["panels"]][:2] == ["Utilization", "Starvation"]
 
 
-@pytest.mark.parametrize("name", ["chart", "single.conf", "cluster.conf"])
+@pytest.mark.parametrize("name", ["chart", "chart with keys", "single.conf", "cluster.conf"])
 def test_nats_takes_its_configuration(name, tmp_path):
     import subprocess
     import sysconfig
 
-    if name == "chart":
-        config = of_kind(rendered({"existingSecret": "mine"}), "ConfigMap")[0]["data"]["nats.conf"]
-        config = config.replace("/data", str(tmp_path))
+    from wooly_bus.authority import make_authority
+
+    if name.startswith("chart"):
+        secret = {"keysSecret": "installation"} if "keys" in name else {}
+        config = of_kind(rendered({"existingSecret": "mine", **secret}), "ConfigMap")[0]["data"]["nats.conf"]
     else:
-        config = (ROOT / "deploy" / "compose" / "nats" / name).read_text().replace("/data", str(tmp_path))
-        (tmp_path / "users.conf").write_text((CHART / "files" / "users.conf").read_text())
-    path = tmp_path / "nats.conf"
-    path.write_text(config)
+        config = (ROOT / "deploy" / "compose" / "nats" / name).read_text()
+    assert ("nats-keys" in config) == (name != "chart")
+    make_authority(tmp_path / "nats-keys")
+    path = tmp_path / "nats" / "nats.conf"
+    path.parent.mkdir()
+    path.write_text(config.replace("/data", str(tmp_path)))
     quoted = {f"{user}_PASSWORD": '"1secret"' for user in ("SERVICES", "CLIENT", "CLUSTER")}
     server = Path(sysconfig.get_path("scripts")) / "nats-server"
     environment = {**quoted, "POD_NAME": "w-nats-0", "SERVER_NAME": "nats"}
     ran = subprocess.run([server, "-t", "-c", path], env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_services_keep_traces_where_the_chart_says_so():
+    def keepers(values):
+        found = {}
+        for o in of_kind(rendered(values), "Deployment", "StatefulSet", "DaemonSet"):
+            for container in o["spec"]["template"]["spec"]["containers"]:
+                env = {e["name"]: e.get("value") for e in container.get("env", ())}
+                if any(name.endswith("_NATS_URL") and name.startswith("WOOLY_") for name in env):
+                    found[container["name"]] = env.get("WOOLY_TRACES")
+        return found
+
+    on, off = keepers({"tracing": {"keep": True}}), keepers({})
+    assert set(on.values()) == {"router"} and set(off.values()) == {None}
+    assert on.keys() == off.keys() and len(on) >= 5

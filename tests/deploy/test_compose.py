@@ -17,16 +17,12 @@ import yaml
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
 PROFILES = ("cpu", "nvidia", "amd", "three-nats")
-PASSWORDS = {
-    "WOOLY_SERVICES_PASSWORD": "1services",
-    "WOOLY_CLIENT_PASSWORD": "2client",
-    "WOOLY_DATABASE_PASSWORD": "3database",
-}
+SECRETS = {"WOOLY_DATABASE_PASSWORD": "3database", "WOOLY_ADMIN_TOKEN": "wooly_" + "1" * 48}
 
 
 def compose(*arguments, files=("compose.yaml",), check=True, **environment):
     argv = ["docker", "compose", *[part for name in files for part in ("-f", str(COMPOSE / name))], *arguments]
-    env = {**os.environ, **PASSWORDS, **environment}
+    env = {**os.environ, **SECRETS, **environment}
     return subprocess.run(argv, env=env, cwd=COMPOSE, check=check, capture_output=True, text=True, timeout=600)
 
 
@@ -41,10 +37,104 @@ def test_compose_file_is_valid(profile):
     compose("--profile", profile, "config", "-q")
 
 
-def test_compose_asks_for_passwords():
+@pytest.mark.parametrize("secret", SECRETS)
+def test_compose_asks_for_secrets(secret):
     need_compose()
-    refused = compose("config", "-q", check=False, WOOLY_CLIENT_PASSWORD="")
+    refused = compose("config", "-q", check=False, **{secret: ""})
     assert refused.returncode and "setup.sh" in refused.stderr
+
+
+def test_setup_makes_secrets_once_and_tells_what_clients_need(tmp_path):
+    script = tmp_path / "setup.sh"
+    script.write_text((COMPOSE / "setup.sh").read_text())
+    said = [subprocess.run(["sh", script], check=True, capture_output=True, text=True).stdout for _ in range(2)]
+    assert said[0] == said[1] and re.fullmatch(
+        r"WOOLYAI_CONTROLLER_URL=http://127.0.0.1:8420 WOOLYAI_CREDENTIAL=wooly_[0-9a-f]{48}\n", said[0]
+    )
+    assert (tmp_path / ".env").stat().st_mode & 0o777 == 0o600
+    kept = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines() if not line.startswith("#"))
+    assert set(SECRETS) <= set(kept)
+    (tmp_path / ".env").write_text("WOOLY_DATABASE_PASSWORD=old\nWOOLY_HOST=h\n")  # of a stack that had passwords
+    subprocess.run(["sh", script], check=True, capture_output=True)
+    text = (tmp_path / ".env").read_text()
+    assert "WOOLY_DATABASE_PASSWORD=old" in text and "WOOLY_ADMIN_TOKEN=wooly_" in text
+
+
+def keys_as_compose_makes_them(folder):
+    """What init-keys does, in a folder in place of its volumes."""
+    service = services()["init-keys"]
+    (command,) = service["command"]
+    for volume in service["volumes"]:
+        (folder / volume.split(":")[0]).mkdir()
+    command = re.sub(r"(?<![\w/])/(keys[\w-]*)", rf"{folder}/\1", command)
+    for _ in range(2):  # at each start
+        python = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        subprocess.run([*service["entrypoint"], command], check=True, env={**os.environ, "PATH": python}, timeout=60)
+
+
+@pytest.mark.connected
+def test_stack_with_the_keys_of_compose_runs_scripts_and_jobs_with_a_token_alone(tmp_path):
+    """The processes of compose without containers: its commands, configurations and environments."""
+    from wooly_testkit.nats import nats_server
+
+    keys_as_compose_makes_them(tmp_path)
+    assert {p.name for p in (tmp_path / "keys-service").iterdir()} == {"service.creds"}
+    assert {p.name for p in (tmp_path / "keys-nats").iterdir()} == {"nats.conf"}
+    assert {p.name for p in (tmp_path / "keys-router").iterdir()} == {"service.creds", "signing.seed", "channel.seed"}
+    assert all(p.stat().st_mode & 0o077 == 0 for p in tmp_path.glob("keys*/*"))
+    (tmp_path / "nats").mkdir()
+    config = (COMPOSE / "nats" / "single.conf").read_text().replace("../nats-keys", "../keys-nats")
+    config = re.sub(r"^(port|http_port|server_name|jetstream).*$", "", config, flags=re.MULTILINE)
+    (tmp_path / "nats" / "single.conf").write_text(config)
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(nats_server("-c", str(tmp_path / "nats" / "single.conf")))
+        for name in ("router", "scheduler", "executor-cpu"):
+            service = services()[name]
+            (mount,) = service["volumes"]
+            prefix = f"WOOLY_{name.split('-')[0].upper()}_"
+            env = {}
+            for variable, value in service["environment"].items():
+                value = re.sub(r"\$\{(\w+)[^}]*\}", lambda m: SECRETS.get(m[1], ""), value or "")
+                env[variable] = value.replace(mount.split(":")[1], str(tmp_path / mount.split(":")[0]))
+            assert env.pop(f"{prefix}NATS_URL") == "nats://nats:4222" and mount.endswith(":ro")
+            for other in ("DATABASE_URL", "CLIENT_NATS_URL", "ADVERTISE", "NODE", "MEMORY"):
+                env.pop(f"{prefix}{other}", None)
+            env = {k: v for k, v in env.items() if k.startswith("WOOLY_")}
+            env |= {f"{prefix}NATS_URL": url, f"{prefix}STATE_DIR": str(tmp_path / name)}
+            env |= {"WOOLY_EXECUTOR_LISTEN": "tcp://127.0.0.1:0", "WOOLY_EXECUTOR_ID": "x"}
+            env |= {"WOOLY_ROUTER_HTTP_PORT": "0", "WOOLY_SCHEDULER_METRICS_PORT": "0"}
+            log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
+            argv = [sys.executable, "-m", f"wooly_{name.split('-')[0]}"]
+            process = subprocess.Popen(argv, env=os.environ | env, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        port, until = tmp_path / "router" / "router.port", time.monotonic() + 60
+        while not port.exists() or not port.read_text():
+            assert time.monotonic() < until, (tmp_path / "router.log").read_text()
+            time.sleep(0.05)
+        client = {**os.environ, "HOME": str(tmp_path), "WOOLYAI_CONTROLLER_URL": f"http://127.0.0.1:{port.read_text()}"}
+        script = tmp_path / "script.py"
+        script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
+        argv = [sys.executable, "-m", "wooly", "run", str(script)]
+        refused = subprocess.run(argv, env=client, capture_output=True, text=True, timeout=100)
+        assert refused.returncode and "a valid token is needed" in refused.stderr
+        client["WOOLYAI_CREDENTIAL"] = SECRETS["WOOLY_ADMIN_TOKEN"]
+        assert "sum 48.0" in _patient(argv, client).stdout
+        report = json.loads(_job(client, tmp_path))
+        assert report["state"] == "completed" and report["files"], report
+
+
+def _job(client, folder):
+    """What `wooly submit` says of a job of a few milliseconds."""
+    (folder / "work.py").write_text(WORK.replace("400", "4"))
+    np.save(folder / "x.npy", np.eye(600, dtype=np.float32))
+    export = ["export", folder / "work.py:build", "-o", folder / "work.wism"]
+    submit = ["submit", folder / "work.wism", "-i", f"x={folder / 'x.npy'}", "-o", folder / "out", "--json"]
+    for argv in (export, submit):
+        argv = [sys.executable, "-m", "wooly", *map(str, argv)]
+        ran = subprocess.run(argv, env=client, capture_output=True, text=True, timeout=100)
+        assert ran.returncode == 0, ran.stderr + ran.stdout
+    return ran.stdout
 
 
 def services():
@@ -101,7 +191,7 @@ def build():
 @pytest.mark.connected
 @pytest.mark.parametrize("channel", [pytest.param("direct", marks=pytest.mark.slow), "tunnel"])
 def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
-    """NATS with the users of compose and chart; the services, and a client with the client's rights."""
+    """NATS with the users of the chart without keys; the services, and a client with the client's rights."""
     from wooly_testkit.nats import nats_server
 
     users = (ROOT / "deploy" / "helm" / "wooly" / "files" / "users.conf").read_text()
@@ -132,23 +222,8 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
         ran = _patient([sys.executable, "-m", "wooly", "run", str(script)], client)
         assert "sum 48.0" in ran.stdout
-        (tmp_path / "work.py").write_text(WORK.replace("400", "4"))
-        np.save(tmp_path / "x.npy", np.eye(600, dtype=np.float32))
-        job = [
-            "submit",
-            f"{tmp_path / 'work.wism'}",
-            "-i",
-            f"x={tmp_path / 'x.npy'}",
-            "-o",
-            f"{tmp_path / 'out'}",
-            "--json",
-        ]
-        for argv in (["export", f"{tmp_path / 'work.py'}:build", "-o", f"{tmp_path / 'work.wism'}"], job):
-            ran = subprocess.run(
-                [sys.executable, "-m", "wooly", *argv], env=client, capture_output=True, text=True, timeout=100
-            )
-            assert ran.returncode == 0, ran.stderr
-        assert json.loads(ran.stdout)["state"] == "completed" and json.loads(ran.stdout)["files"]
+        report = json.loads(_job(client, tmp_path))
+        assert report["state"] == "completed" and report["files"]
         forbidden = "wooly.v1.evt.executor.node.heartbeat"
         with pytest.raises(subprocess.CalledProcessError):
             subprocess.run([sys.executable, "-c", FORGE, outer, forbidden], check=True, capture_output=True, timeout=60)
@@ -180,6 +255,11 @@ def _patient(argv, env):
         assert "no " in ran.stderr or "answer" in ran.stderr, ran.stderr
 
 
+def client_of(host):
+    """What a client needs."""
+    return {"WOOLYAI_CONTROLLER_URL": f"http://{host}:8420", "WOOLYAI_CREDENTIAL": SECRETS["WOOLY_ADMIN_TOKEN"]}
+
+
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
     """The stack of images that `make compose-test` built, on an address of its own. Yields (compose, address)."""
@@ -194,8 +274,7 @@ def stack(tmp_path_factory):
 
     try:
         run("up", "-d", "--wait", "--wait-timeout", "300")
-        url = f"nats://client:{PASSWORDS['WOOLY_CLIENT_PASSWORD']}@{host}:4222"
-        yield run, {**os.environ, "WOOLYAI_CONTROLLER_URL": url, "HOME": str(home)}
+        yield run, {**os.environ, **client_of(host), "HOME": str(home)}
     finally:
         print(run("logs", "--tail", "30", check=False).stdout)
         run("down", "--volumes", "--timeout", "5", check=False)
@@ -245,8 +324,7 @@ def test_three_nats_servers_carry_on_without_one(tmp_path):
 
     try:
         run("up", "-d", "--wait", "--wait-timeout", "300")
-        url = f"nats://client:{PASSWORDS['WOOLY_CLIENT_PASSWORD']}@{host}:4222"
-        env = {**os.environ, "WOOLYAI_CONTROLLER_URL": url, "HOME": str(tmp_path)}
+        env = {**os.environ, **client_of(host), "HOME": str(tmp_path)}
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
         argv = [sys.executable, "-m", "wooly", "run", str(script)]
@@ -317,11 +395,13 @@ def test_images_are_small_and_run_as_nobody(stack):
 @pytest.mark.docker
 def test_client_image_runs_a_script(stack, tmp_path):
     _, env = stack
-    url = env["WOOLYAI_CONTROLLER_URL"].replace("127.0.0.9", "nats")
     script = "import torch; print('sum', torch.ones(4, 4, device='cuda').sum().item())"
     inside = f'echo "{script}" > /tmp/s.py && wooly run /tmp/s.py'
-    limits = ["--rm", "--read-only", "--tmpfs", "/tmp", "--network", "wooly-test_default"]
-    variables = ["-e", f"WOOLYAI_CONTROLLER_URL={url}", "-e", "HOME=/tmp"]
+    limits = ["--rm", "--read-only", "--tmpfs", "/tmp", "--network", "host"]
+    variables = [
+        part for name in ("WOOLYAI_CONTROLLER_URL", "WOOLYAI_CREDENTIAL") for part in ("-e", f"{name}={env[name]}")
+    ]
+    variables += ["-e", "HOME=/tmp"]
     argv = ["docker", "run", *limits, *variables, "wooly-client:0.1.0", "sh", "-c", inside]
     ran = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0 and "sum 16.0" in ran.stdout, ran.stdout + ran.stderr

@@ -117,9 +117,15 @@ def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_
         held = worker.ask("look")
         assert "the credits of tenant spender are used up" in held and "wooly credits budget spender" in held
         assert other.ask("work") == "value 1.0\n"
+        script = tmp_path / "more.py"
+        script.write_text("import torch; print(torch.ones(3, device='cuda').sum().item())")
+        refused = wooly(stack, "run", str(script), TENANT="spender")
+        assert refused.returncode == 1 and not refused.stdout
+        assert "of 20.000000 were spent, its hard limit" in refused.stderr and "--hard N" in refused.stderr
         assert "suspended" in wooly(stack, "credits", "--tenant", "spender").stdout
         raised = wooly(stack, "credits", "budget", "spender", "--hard", "1000000")
         assert raised.returncode == 0 and "suspended" not in raised.stdout
+        assert wooly(stack, "run", str(script), TENANT="spender").stdout == "3.0\n"
         # what was submitted while it was held has run: nothing of it was lost or done twice
         assert worker.ask("look") == f"value {float(done)}\n"
     finally:

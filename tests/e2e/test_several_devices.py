@@ -45,6 +45,55 @@ def sessions(stack):
         return json.load(answer)["sessions"]
 
 
+KEEPS = """
+    import sys, torch
+    from wooly import api
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256).to("cuda")
+    torch.cuda.synchronize()
+    if sys.argv[1] == "pin":
+        api.attached_links()[0].pin("add", "model")
+"""
+
+
+def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tmp_path):
+    def tasks():
+        with urllib.request.urlopen(f"{stack.rest_url}/api/v1/tasks?text=weights.py") as answer:
+            return json.load(answer)["tasks"]
+
+    def until(condition):
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    path = tmp_path / "weights.py"
+    path.write_text(textwrap.dedent(KEEPS))
+    waits = script(tmp_path, "import torch; torch.ones(1, device='cuda').item(); print('here', flush=True); input()")
+    argv = [*WOOLY, "run", "-q", waits]
+    with subprocess.Popen(
+        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(stack)
+    ) as other:
+        assert (
+            other.stdout.readline() == "here\n"
+        )  # it has the first of two equal executors, so that the model gets the second
+        done = run("run", "-q", str(path), "pin", stack=stack, WOOLYAI_DEDUP="tenant")
+        assert done.returncode == 0, done.stderr
+        other.communicate("\n")
+    (first,) = tasks()
+    with_weights = first["executors"]
+    until(lambda: not sessions(stack))
+    places = {}
+    for dedup in ("off", "tenant"):
+        time.sleep(2.5)  # until heartbeats say that both are idle
+        done = run("run", "-q", str(path), "load", stack=stack, WOOLYAI_DEDUP=dedup)
+        assert done.returncode == 0, done.stderr
+        places[dedup] = tasks()[0]
+    assert places["off"]["executors"] != with_weights
+    assert places["tenant"]["executors"] == with_weights
+    assert places["tenant"]["placement"]["here"][with_weights[0]]["resident"] == -1000
+
+
 PIPELINE = """
     import torch
     from torch import nn

@@ -5,22 +5,27 @@ do, and what services would have to refuse reaches them.
 """
 
 import asyncio
+import base64
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import nats
+import numpy as np
 import pytest
 from nats.aio.client import Client
 from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.authority import make_authority
+from wooly_bus.blobs import AskedBlobs, name_of
 from wooly_bus.channel import ChannelClient, Endpoint
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
@@ -29,9 +34,12 @@ from wooly_testkit.nats import nats_server
 from wooly_wis import credits
 from wooly_wis.frames import PROTOCOL, READ_HEAD, Kind, pack_json
 from wooly_wis.messages import (
+    Blob,
     ClientFacts,
     CloseSessionReply,
     CloseSessionRequest,
+    GetBlobReply,
+    GetBlobRequest,
     GpusReply,
     GpusRequest,
     NodesReply,
@@ -39,10 +47,14 @@ from wooly_wis.messages import (
     OpenSessionReply,
     OpenSessionRequest,
     PrioritizeTaskRequest,
+    PutBlobReply,
+    PutBlobRequest,
     RenewSessionReply,
     RenewSessionRequest,
     SteerSessionReply,
     SteerSessionRequest,
+    SubmitJob,
+    SubmitJobReply,
     TaskReply,
     TaskRequest,
     TasksReply,
@@ -52,6 +64,7 @@ from wooly_wis.messages import (
 pytestmark = pytest.mark.connected
 #: Seconds for which credentials of REST hold here, so that a session outlives them.
 CREDENTIALS_S = 6
+ROOT = Path(__file__).parents[2]
 
 
 class Cluster:
@@ -61,7 +74,8 @@ class Cluster:
         self.folder = folder
         keys = make_authority(folder / "keys")
         self.nats_url = stack.enter_context(nats_server("-c", str(keys.server_conf)))
-        shared = {**os.environ, "WOOLY_NATS_CREDS": str(keys.service_creds)}
+        self._stack, self._argv, self.processes = stack, {}, {}
+        shared = {**os.environ, "WOOLY_NATS_CREDS": str(keys.service_creds), "OMP_NUM_THREADS": "1"}
         for service, settings in {
             "router": {
                 "HTTP_PORT": "0",
@@ -70,6 +84,8 @@ class Cluster:
                 "CHANNEL_KEY": str(keys.channel_seed),
                 "CREDENTIALS_S": str(CREDENTIALS_S),
                 "RATE_LIMIT": "1000",
+                "BLOB_BYTES": str(4 << 20),
+                "TENANT_BLOB_BYTES": str(12 << 20),
             },
             "scheduler": {"METRICS_PORT": "0"},
             "metering": {"HTTP_PORT": "0"},
@@ -83,16 +99,30 @@ class Cluster:
         }.items():
             prefix = f"WOOLY_{service.upper()}_"
             settings |= {"NATS_URL": self.nats_url, "STATE_DIR": str(folder / service)}
-            env = shared | {prefix + k: v for k, v in settings.items()}
-            log = stack.enter_context((folder / f"{service}.log").open("w"))
-            process = subprocess.Popen([sys.executable, "-m", f"wooly_{service}"], env=env, stdout=log, stderr=log)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-        port = folder / "router" / "router.port"
-        self.wait(lambda: port.exists() and port.read_text())
-        self.url = f"http://127.0.0.1:{port.read_text()}"
+            self._argv[service] = shared | {prefix + k: v for k, v in settings.items()}
+            self.start(service)
+        self.find_router()
         self.token = (folder / "router" / "admin.token").read_text()
         self.wait(lambda: self.rest("GET", "nodes")["nodes"])
+
+    def start(self, service):
+        log = self._stack.enter_context((self.folder / f"{service}.log").open("a"))
+        argv = [sys.executable, "-m", f"wooly_{service}"]
+        process = subprocess.Popen(argv, env=self._argv[service], stdout=log, stderr=log)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.terminate)
+        self.processes[service] = process
+
+    def find_router(self):
+        port = self.folder / "router" / "router.port"
+        self.wait(lambda: port.exists() and port.read_text())
+        self.url = f"http://127.0.0.1:{port.read_text()}"
+
+    def kill(self, service):
+        """As a crash would end it."""
+        self.processes[service].kill()
+        self.processes[service].wait()
+        (self.folder / "router" / "router.port").unlink(missing_ok=service != "router")
 
     def wait(self, condition):
         until = time.monotonic() + 60
@@ -143,6 +173,17 @@ class Tenant:
         home = self.cluster.folder / self.name
         home.mkdir(exist_ok=True)
         return os.environ | {"HOME": str(home)} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
+
+    def wooly(self, *argv, code=0):
+        """What the command line says."""
+        argv = [sys.executable, "-m", "wooly", *map(str, argv)]
+        env = self.env() | {"OMP_NUM_THREADS": "1"}
+        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+        assert ran.returncode == code, ran.stderr + ran.stdout
+        return ran.stdout if code == 0 else ran.stderr
+
+    def story(self, name):
+        return [s.state for s in self.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).story]
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +345,34 @@ def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
     assert not any(opened.session_id in found for found in listed(bob))
 
 
+def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
+    port = cluster.folder / "metering" / "metering.port"
+    cluster.wait(lambda: port.exists() and port.read_text())
+
+    def get(path, token):
+        """The answer, or the code with which it was refused."""
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        request = urllib.request.Request(f"http://127.0.0.1:{port.read_text()}/api/v1/credits{path}", headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            with e:
+                return json.loads(e.read())["code"]
+
+    alice.close(alice.open())
+    cluster.wait(lambda: get("", alice.token)["rows"])
+    assert {r["tenant"] for r in get("", alice.token)["rows"]} == {"alice"}
+    assert "alice" not in {r["tenant"] for r in get("", bob.token)["rows"]}
+    assert get("?tenant=alice", bob.token) == "router.forbidden"
+    assert "alice" in {r["tenant"] for r in get("", cluster.token)["rows"]}
+    assert get("", "") == get("", "guess") == "router.unauthorized"
+    made = cluster.rest("POST", "tenants/alice/tokens", {})
+    assert get("", made["secret"])["rows"]
+    cluster.rest("DELETE", f"tenants/alice/tokens/{made['id']}")
+    cluster.wait(lambda: get("", made["secret"]) == "router.unauthorized")
+
+
 def test_credits_of_another_are_not_shown(alice, bob):
     show = subjects.METERING_CREDITS_SHOW
     alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest(), credits.CreditsReply).rows)
@@ -450,6 +519,174 @@ async def test_tunnel_is_opened_for_ones_own_session_alone(alice, bob):
     finally:
         await asyncio.to_thread(alice.close, opened)
         await asyncio.to_thread(bob.close, theirs)
+
+
+# -- jobs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def classifier(cluster, tmp_path_factory):
+    """A folder with the example's module and two inputs, the module's digest, and what the CPU makes of each input."""
+    import torch
+
+    folder = tmp_path_factory.mktemp("job")
+    for where in (["-o", folder / "job.wism"], ["--blobs", folder / "job"]):
+        argv = [sys.executable, "-m", "wooly", "export", f"{ROOT / 'examples/job.py'}:build", *map(str, where)]
+        exported = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        assert exported.returncode == 0, exported.stderr
+    x = np.random.default_rng(0).standard_normal((32, 64), dtype=np.float32)
+    np.save(folder / "hers.npy", 2 * x)
+    x.tofile(folder / "x.bin")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 10)).eval()
+    with torch.no_grad():
+        results = {
+            name: model(torch.from_numpy(of)).softmax(-1).numpy() for name, of in {"hers": 2 * x, "x": x}.items()
+        }
+    return folder, exported.stdout.strip(), results
+
+
+@pytest.fixture(scope="module")
+def her_job(tenants, classifier, tmp_path_factory):
+    """What the command line made of a job of alice's: its report, and where its results are."""
+    folder, _, _ = classifier
+    out = tmp_path_factory.mktemp("out")
+    argv = ("submit", folder / "job.wism", "-i", f"x={folder / 'hers.npy'}", "-o", out, "--json")
+    return json.loads(tenants[0].wooly(*argv)), out
+
+
+def test_tenant_submits_follows_and_reads_a_job_with_its_token_alone(alice, her_job, classifier):
+    report, out = her_job
+    assert report["state"] == "completed", report
+    assert np.load(out / "scores.npy").tobytes() == classifier[2]["hers"].tobytes()
+    assert [line.split()[1] for line in alice.wooly("logs", report["task_id"]).splitlines()] == [
+        "pending",
+        "started",
+        "completed",
+    ]
+    listed = json.loads(alice.wooly("tasks", "--kind", "job", "--json"))["tasks"]
+    assert (report["task_id"], "alice") in [(t["task_id"], t["tenant"]) for t in listed]
+    assert "completed" in alice.wooly("tasks", "cancel", report["task_id"])
+
+
+def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
+    pytest.importorskip("nkeys", reason="nats-py signs in with it")
+    folder, module, results = classifier
+    me = folder / "bob.json"
+    me.write_text(json.dumps(bob.cluster.rest("POST", "credentials", {}, bob.token)))
+    argv = [ROOT / "examples/job_over_nats.py", me, folder / "job", module, folder / "x.bin"]
+    ran = subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+    assert f"scores f32 [32, 10] {results['x'].tobytes()[:16].hex()}" in ran.stdout and "completed" in ran.stdout
+
+
+def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job, classifier):
+    name = her_job[0]["task_id"]
+    ask = TaskRequest(task_id=name)
+    for subject in (subjects.ROUTER_TASK_GET, subjects.ROUTER_TASK_CANCEL):
+        refused("router.no_task", bob, subject, ask, TaskReply)
+    assert name not in [t.task_id for t in bob.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks]
+    mine = SubmitJob(job_id=name, module=classifier[1])
+    refused("router.id_taken", bob, subjects.ROUTER_JOB_SUBMIT, mine, SubmitJobReply)
+    hers = SubmitJob(job_id="job-of-alice", tenant="alice", module=classifier[1])
+    refused("router.forbidden", bob, subjects.ROUTER_JOB_SUBMIT, hers, SubmitJobReply)
+    assert alice.story(name) == ["pending", "started", "completed"]
+
+
+def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifier):
+    for output in her_job[0]["outputs"]:
+        assert AskedBlobs(alice.control).get(output["digest"], output["nbytes"])
+        ask = GetBlobRequest(digest=output["digest"])
+        refused("bus.blob_missing", bob, subjects.ROUTER_BLOB_GET, ask, GetBlobReply)
+        refused(
+            "router.forbidden", bob, subjects.ROUTER_BLOB_GET, ask.model_copy(update={"tenant": "alice"}), GetBlobReply
+        )
+    secret = AskedBlobs(alice.control).put(b"known to alice alone")
+    about = {"digest": secret, "nbytes": 20, "upload": "u" * 32}
+    # That it is there is not said either: who asks must send it.
+    assert not bob.ask(subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about), PutBlobReply).kept
+    refused("router.forbidden", bob, subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about, tenant="alice"), PutBlobReply)
+    # As a job's module or input it is not found.
+    job = SubmitJob(job_id=f"job-{time.time_ns()}", module=secret)
+    bob.ask(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+    found = bob.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id), TaskReply).task
+    assert found.state == "failed" and "there is no blob" in found.reason
+
+
+def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
+    dave = Tenant(cluster, "dave")
+    about = {"digest": name_of(b"abc"), "nbytes": 3, "upload": "v" * 32, "data": base64.b64encode(b"abc").decode()}
+    for code, changes in (
+        ("bus.blob_corrupt", {"digest": "0" * 64}),
+        ("router.too_large", {"nbytes": (4 << 20) + 1}),
+        ("router.bad_blob", {"nbytes": 2}),
+        ("router.bad_blob", {"data": "not base64"}),
+        ("bus.upload", {"nbytes": 4, "offset": 1, "after": 7}),
+    ):
+        with pytest.raises(RefusedError) as refusal:
+            dave.ask(subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about | changes), PutBlobReply)
+        assert refusal.value.code == code, changes
+    blobs = AskedBlobs(dave.control)
+    for size in (0, 1, 512 << 10, (512 << 10) + 1, 3 << 20):
+        data = os.urandom(size)
+        assert blobs.get(blobs.put(memoryview(data)), size) == data
+    with pytest.raises(RefusedError, match="keeps") as full:
+        for _ in range(6):
+            blobs.put(os.urandom(3 << 20))
+    assert full.value.code == "router.blobs_full"
+    dave.control.close()
+
+
+async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, bob, classifier):
+    module = AskedBlobs(bob.control).put((classifier[0] / "job" / classifier[1]).read_bytes())
+    heard = {"alice": [], "bob": []}
+    told = asyncio.Event()
+
+    def hear(name):
+        async def each(message):
+            heard[name].append(json.loads(message.data))
+            if heard[name][-1]["state"] in ("failed", "completed"):
+                told.set()
+
+        return each
+
+    async with connected(alice) as (hers, _), connected(bob) as (his, _):
+        await hers.subscribe(subjects.router_task_changed("alice"), cb=hear("alice"))
+        await his.subscribe(subjects.router_task_changed("bob"), cb=hear("bob"))
+        await hers.flush()
+        await his.flush()
+        job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input it ends at once
+        await asyncio.to_thread(bob.ask, subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+        await asyncio.wait_for(told.wait(), 30)
+        await hers.flush()
+    assert {e["task_id"] for e in heard["bob"]} == {job.job_id} and heard["alice"] == []
+
+
+def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifier):
+    """Killed after the acknowledgement, before any executor has the job; sent again to the next router, it is one task."""
+    folder, module, _ = classifier
+    blobs = AskedBlobs(alice.control)
+    for path in (folder / "job").iterdir():
+        blobs.put(path.read_bytes())
+    x = blobs.put((folder / "x.bin").read_bytes())
+    names = [f"job-{time.time_ns()}-{i}" for i in range(3)]
+    jobs = [SubmitJob(job_id=n, module=module, inputs=(Blob(name="x", digest=x),)) for n in names]
+    cluster.processes["executor"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
+    try:
+        for job in jobs:
+            alice.ask(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+        cluster.kill("router")
+    finally:
+        cluster.processes["executor"].send_signal(signal.SIGCONT)
+        cluster.start("router")
+        cluster.find_router()
+    for job in jobs:
+        alice.control.insist(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+    cluster.wait(lambda: all(alice.story(n)[-1] == "completed" for n in names))
+    for name in names:
+        story = alice.story(name)
+        assert story.count("completed") == 1 and story[0] == "pending", story
 
 
 # -- credentials --------------------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ def launch(tmp_path_factory):
     def run(text, memory, grid=(1, 1, 1), block=(1, 1, 1)):
         request = {
             "what": "foreign", "language": "cuda-c", "text": text, "entry": "f", "args": ["*u8"], "block": block, "options": [],
-            "target": runtime.target(),
+            "target": runtime.target(), "name": "a test's",
         }  # fmt: skip
-        code = decode_code(worker.ask(request, runtime.target(), "a test's kernel"))
+        code = decode_code(worker.ask(request, runtime.target(), "a test's kernel"), "a test's")
         return runtime._load_foreign(code, block)([(memory.ctypes.data, memory.nbytes)], grid)
 
     yield run

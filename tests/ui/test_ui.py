@@ -34,6 +34,43 @@ ACCESSIBLE = """() => {
   return wrong;
 }"""
 
+#: Texts that stand out too little from what is behind them (WCAG AA: 4.5, large ones 3).
+FAINT = """() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const over = ([r, g, b, a = 1], under) => [r, g, b].map((c, i) => c * a + under[i] * (1 - a));
+  const behind = (e) => {
+    const layers = [];
+    for (; e; e = e.parentElement) layers.push(rgb(getComputedStyle(e).backgroundColor));
+    return layers.reverse().reduce((under, layer) => over(layer, under), [255, 255, 255]);
+  };
+  const light = (c) => {
+    const [r, g, b] = c.map((v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const faint = new Set();
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const text = texts.currentNode.textContent.trim();
+    const e = texts.currentNode.parentElement;
+    const style = getComputedStyle(e);
+    if (!text || !e.checkVisibility() || e.closest(":disabled, option, .sr")) continue;
+    const under = behind(e);
+    const [a, b] = [light(over(rgb(e instanceof SVGElement ? style.fill : style.color), under)), light(under)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < (parseFloat(style.fontSize) >= 18 ? 3 : 4.5)) faint.add(`${text.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return [...faint];
+}"""
+#: What sticks out of the window to the side, unless something scrolls it.
+WIDE = """() => {
+  const width = document.documentElement.clientWidth;
+  if (document.documentElement.scrollWidth <= width) return [];
+  const scrolled = (e) => e && (getComputedStyle(e).overflowX !== "visible" || scrolled(e.parentElement));
+  return [`${document.documentElement.scrollWidth} of ${width}`, ...[...document.body.querySelectorAll("*")]
+    .filter((e) => e.getBoundingClientRect().right > width + 0.5 && !scrolled(e.parentElement))
+    .map((e) => e.outerHTML.slice(0, 90))];
+}"""
+
 
 def sync_error():
     from playwright.sync_api import Error
@@ -175,6 +212,11 @@ def test_dashboard_shows_figures_and_charts_that_move(visit, cluster):
     assert "gpu-a" in tip.inner_text()
     page.keyboard.press("Escape")
     assert tip.count() == 0
+    before = cluster.rest("GET", "overview")["tasks"]["started"]
+    page.get_by_role("img", name=re.compile(f"^Tasks: now {before} running, 0 waiting")).wait_for()
+    page.get_by_role("img", name=re.compile("^Nodes: now 2 nodes, 2 devices")).wait_for()
+    cluster.open("moving-too.py")
+    page.get_by_role("img", name=re.compile(f"^Tasks: now {before + 1} running")).wait_for()
     page.get_by_label("Span of the charts").select_option("24 h")
     page.get_by_role("table", name="Utilization in numbers").get_by_role("row", name="gpu-b").wait_for()
     cluster.devices[0].utilization = 0.5
@@ -371,6 +413,97 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
+@pytest.mark.parametrize("width", [390, 768])
+def test_narrow_windows_hold_every_page(visit, cluster, width):
+    task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")
+    cluster.rest(
+        "PUT", "groups/narrow", json={"description": "of phones " * 8, "nodes": ["node-x", "node-y", "node-z"]}
+    )
+    try:
+        page = visit(expected=[ABSENT])
+        page.set_viewport_size({"width": width, "height": 844})
+        for name in PAGES:
+            go(page, name)
+            heading(page, name)
+            page.locator("main table, main .card").first.wait_for()
+            assert page.evaluate(WIDE) == [], name
+            for link in page.get_by_role("navigation", name="Pages").get_by_role("link").all():
+                box = link.bounding_box()
+                assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["height"] >= 28
+        go(page, "Tasks")
+        page.get_by_role("searchbox", name="Search").fill(task)
+        page.get_by_text("1 task, newest first").wait_for()
+        page.get_by_role("button", name="a-script-with-a-rather-long-name").click()
+        page.locator(".story li").first.wait_for()
+        assert page.evaluate(WIDE) == []
+        # What a phone's row leaves out is in what it opens
+        assert "narrow-tenant" in page.locator(".detail").inner_text()
+        for reached in (page.get_by_role("button", name="Cancel…"), page.locator(".detail").get_by_label("Class")):
+            box = reached.bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width
+        page.get_by_role("button", name="Cancel…").click()
+        box = page.get_by_role("dialog").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 844
+        page.keyboard.press("Escape")
+        go(page, "Nodes")
+        page.get_by_role("button", name=re.compile("session")).first.click()
+        assert page.evaluate(WIDE) == []
+    finally:
+        cluster.rest("DELETE", "groups/narrow")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_texts_stand_out_in_both_themes(visit, cluster, theme):
+    cluster.rest("POST", f"tasks/{cluster.open('faint.py', priority=0)}/cancel")
+    page = visit(expected=[ABSENT], color_scheme=theme)
+    for name in PAGES:
+        go(page, name)
+        heading(page, name)
+        page.locator("main table, main .card").first.wait_for()
+        assert page.evaluate(FAINT) == [], name
+    go(page, "Groups")
+    page.get_by_role("button", name="New group…").click()
+    page.get_by_role("dialog").wait_for()
+    assert page.evaluate(FAINT) == []
+
+
+def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
+    cluster.open("keys.py")
+    page = visit("#/tasks?text=keys", expected=[ABSENT])
+    page.get_by_role("button", name="keys.py").focus()
+    page.keyboard.press("Enter")
+    page.locator(".story li").first.wait_for()
+    reached = """() => {
+      const e = document.activeElement;
+      if (e === document.body) return null;
+      const style = getComputedStyle(e);
+      e.dataset.reached = "";
+      return [e.outerHTML.slice(0, 80), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) >= 2];
+    }"""
+    page.evaluate("() => document.activeElement.blur()")
+    for _ in range(70):  # once around: it begins where it was, and goes over the window's own controls to the top
+        page.keyboard.press("Tab")
+        found = page.evaluate(reached)
+        assert found is None or found[1], found[0]
+    tabbable = "a[href], button:not(:disabled), input:not(:disabled), select:not(:disabled), [tabindex='0']"
+    missed = "s => [...document.querySelectorAll(s)].filter((e) => e.checkVisibility() && !('reached' in e.dataset))"
+    assert page.evaluate(f"s => ({missed})(s).map((e) => e.outerHTML.slice(0, 80))", tabbable) == []
+    go(page, "Groups")
+    opens = page.get_by_role("button", name="New group…")
+    opens.focus()
+    page.keyboard.press("Enter")
+    dialog = page.get_by_role("dialog", name="New group")
+    dialog.wait_for()
+    for _ in range(10):  # no key leads to what is behind it
+        assert page.evaluate(
+            "() => document.activeElement === document.body || !!document.activeElement.closest('dialog')"
+        )
+        page.keyboard.press("Tab")
+    page.keyboard.press("Escape")
+    dialog.wait_for(state="detached")
+    assert opens.evaluate("e => e === document.activeElement")
+
+
 SPANS = [
     ("a", None, "session", "client", 0, 100, False, {}),
     ("c", "b", "launch <b>", "executor", 30, 60, True, {"error.message": "<i>no</i>"}),
@@ -408,8 +541,11 @@ def test_trace_is_a_waterfall(visit, cluster):
     failed = page.get_by_role("button", name="launch <b>")
     left = failed.locator(".bar").evaluate("e => [e.style.left, e.style.width]")
     assert left == ["30%", "max(2px, 30%)"] and "error" in failed.inner_text()
+    assert failed.get_attribute("title") == "launch <b> of executor: 30 ms, begins after 30 ms"
     failed.press("Enter")
     page.get_by_text("<i>no</i>").wait_for()
+    page.set_viewport_size({"width": 390, "height": 844})
+    assert page.evaluate(WIDE) == [] and failed.locator(".lane").bounding_box()["width"] > 280
     assert page.evaluate(ACCESSIBLE) == []
     page.goto(f"{cluster.url}/ui/#/traces/of/job-1")
     page.get_by_text("1 spans in 1 services").wait_for()

@@ -7,7 +7,7 @@ import os
 import pytest
 from nats.js.errors import APIError
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import BlobCorruptError, BlobMissingError, BlobStore, bucket_of, put_all
+from wooly_bus.blobs import BlobCorruptError, BlobMissingError, BlobStore, UploadError, bucket_of, name_of, put_all
 from wooly_bus.queue_reader import take
 from wooly_bus.streams import ensure_queue, publish
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -49,6 +49,63 @@ async def test_content_that_its_name_does_not_stand_for_is_refused(nats_server):
         await store._store.put(name, b"forged")
         with pytest.raises(BlobCorruptError):
             await store.get(name, 100)
+
+
+async def send(stores, upload, parts):
+    """Append parts, in turns by several routers' stores; the number of the last one."""
+    after = offset = 0
+    for i, part in enumerate(parts):
+        after = await stores[i % len(stores)].append(upload, offset, part, after)
+        offset += len(part)
+    return after
+
+
+async def test_blob_in_pieces_is_one_like_any_other(nats_server):
+    parts = [os.urandom(512 << 10), os.urandom(512 << 10), os.urandom(77)]
+    whole = b"".join(parts)
+    name = name_of(whole)
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "pieces")
+        await send([store, BlobStore(js, "pieces")], "u" * 32, parts)
+        assert not await store.has(name, len(whole))  # not before it is verified
+        await store.finish(name, "u" * 32, len(whole))
+        assert await store.has(name, len(whole)) and await store.get(name, len(whole)) == whole
+        assert (await (await js.object_store(store.bucket)).get(name)).data == whole  # its own digest is right, too
+        assert await store.held() >= len(whole)
+        for kept in (name, await store.put(whole[:300_000])):  # ours are larger than those of the object store
+            found, after, size = b"", 0, None
+            while size is None or len(found) < size:
+                size, data, after = await store.piece(kept, after)
+                assert data
+                found += data
+            assert name_of(found) == kept
+
+
+async def test_piece_that_is_sent_again_or_out_of_order_changes_nothing(nats_server):
+    parts = [b"a" * 1000, b"b" * 1000, b"c" * 10]
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "again")
+        first = await store.append("u" * 32, 0, parts[0], 0)
+        assert first == await store.append("u" * 32, 0, parts[0], 0)  # its answer was lost
+        with pytest.raises(UploadError, match="begin again"):
+            await store.append("u" * 32, 2000, parts[2], first + 1)
+        second = await store.append("u" * 32, 1000, parts[1], first)
+        with pytest.raises(UploadError):
+            await store.append("u" * 32, 1500, b"x", first)
+        await store.append("u" * 32, 2000, parts[2], second)
+        whole = b"".join(parts)
+        await store.finish(name_of(whole), "u" * 32, len(whole))
+        assert await store.get(name_of(whole), len(whole)) == whole
+
+
+async def test_pieces_that_are_not_what_the_name_says_are_removed(nats_server):
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "forger")
+        name = name_of(b"honest")
+        await send([store], "u" * 32, [b"for", b"ged"])
+        with pytest.raises(BlobCorruptError, match="not what"):
+            await store.finish(name, "u" * 32, 6)
+        assert not await store.has(name, 6) and await store.held() == 0
 
 
 def test_tenants_of_any_names_have_buckets_of_their_own():

@@ -23,7 +23,7 @@ from wooly_bus.rpc import ControlClient
 from wooly_testkit.nats import nats_server as start
 from wooly_wis.messages import NodesReply, NodesRequest, TasksReply, TasksRequest
 
-USER = frozenset({"tasks:read", "tasks:write", "nodes:read"})
+USER = frozenset({"tasks:read", "tasks:write", "nodes:read", "blobs:read", "blobs:write"})
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ async def allowed(url, credentials, *, publish=None, subscribe=None):
 
 def test_keys_are_made_once_and_are_their_owners_alone(authority):
     files = sorted(authority.folder.iterdir())
-    assert len(files) == 7 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
+    assert len(files) == 8 and all(stat.S_IMODE(f.stat().st_mode) == 0o600 for f in files)
     assert stat.S_IMODE(authority.folder.stat().st_mode) == 0o700
     before = {f: f.read_text() for f in files}
     assert make_authority(authority.folder) == authority
@@ -84,7 +84,8 @@ def test_command_makes_keys_and_says_where_they_belong(tmp_path):
     said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
     made = Authority(tmp_path / "keys")
     assert f"WOOLY_EXECUTOR_CHANNEL_KEY={made.channel_public}" in said and str(made.signing_seed) in said
-    assert not any(path.read_text() in said for path in made.folder.iterdir())
+    secret = [path for path in made.folder.iterdir() if path != made.channel_public_file]
+    assert len(secret) == 7 and not any(path.read_text() in said for path in secret)
 
 
 async def test_who_shows_nothing_or_anothers_key_is_not_let_in(url, issuer):
@@ -314,9 +315,184 @@ async def test_client_renews_its_credentials_before_they_end(url, authority, iss
             await asyncio.to_thread(client.close)
 
 
+class Source:
+    """Makes credentials of two seconds or so, while it is open."""
+
+    def __init__(self, issuer, ttl_s=3):
+        self.issuer, self.ttl_s, self.closed, self.made = issuer, ttl_s, False, []
+
+    def __call__(self):
+        if self.closed:
+            raise CredentialsError("REST is away")
+        self.made.append(self.issuer.client("acme", USER, ttl_s=self.ttl_s))
+        return self.made[-1]
+
+
+async def over(client):
+    """Wait until the server has ended the connection, as it does when credentials end, and would take no other with them."""
+    until = time.monotonic() + 20
+    while not client._nc.is_closed or time.time() < client._held.expires_at + 1:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def asleep(monkeypatch):
+    """A machine that sleeps: nothing is renewed in time."""
+    from wooly_bus.rpc import ControlClient
+
+    async def never(self):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(ControlClient, "_keep_valid", never)
+
+
+async def test_client_that_slept_over_its_credentials_end_gets_new_ones_and_goes_on(
+    url, authority, issuer, monkeypatch, asleep
+):
+    source = Source(issuer)
+    async with service(url, authority, monkeypatch):
+        client = await asyncio.to_thread(ControlClient, Access(url, source))
+        try:
+            await over(client)
+            source.ttl_s = 60
+            asked = [
+                asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+                for _ in range(4)
+            ]
+            assert [reply.next for reply in await asyncio.gather(*asked)] == ["acme"] * 4
+            assert len(source.made) == 2  # one connection for all of them
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+async def test_client_that_gets_no_new_credentials_says_why_and_goes_on_once_it_does(
+    url, authority, issuer, monkeypatch, asleep
+):
+    source = Source(issuer)
+
+    def ask():
+        return client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+
+    async with service(url, authority, monkeypatch):
+        client = await asyncio.to_thread(ControlClient, Access(url, source))
+        try:
+            source.closed = True
+            await over(client)
+            with pytest.raises(CredentialsError, match="REST is away"):
+                await asyncio.to_thread(ask)
+            source.closed, source.ttl_s = False, 60
+            assert (await asyncio.to_thread(ask)).next == "acme"
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+async def test_client_with_a_file_that_nobody_renews_is_told_what_to_do(
+    url, authority, issuer, monkeypatch, tmp_path, asleep
+):
+    path = tmp_path / "me.creds"
+    path.write_text(issuer.client("acme", USER, ttl_s=3).text())
+
+    def ask():
+        return client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+
+    async with service(url, authority, monkeypatch):
+        client = await asyncio.to_thread(ControlClient, Access(url, lambda: Credentials.load(path)))
+        try:
+            await over(client)
+            with pytest.raises(BusConnectError, match=r"ended at 20.*must renew it \(POST /api/v1/credentials"):
+                await asyncio.to_thread(ask)
+            with pytest.raises(BusConnectError, match=r"ended at 20.*renew"):
+                await asyncio.to_thread(ControlClient, Access(url, lambda: Credentials.load(path)))
+            path.write_text(issuer.client("acme", USER, ttl_s=60).text())
+            assert (await asyncio.to_thread(ask)).next == "acme"
+        finally:
+            await asyncio.to_thread(client.close)
+
+
+async def test_client_whose_credentials_ended_while_nats_was_away_comes_back_by_itself(
+    authority, issuer, monkeypatch, tmp_path
+):
+    """A broken connection is tried again with what it showed before, which the server refuses by then."""
+    source = Source(issuer)
+    with start("-c", str(authority.server_conf)) as url:
+        client = await asyncio.to_thread(ControlClient, Access(url, source))
+        source.closed = True
+    port = url.rpartition(":")[2]
+    try:
+        await asyncio.sleep(max(0.0, source.made[0].expires_at + 1 - time.time()))
+        source.closed, source.ttl_s = False, 60
+        with start("-c", str(authority.server_conf), "-p", port) as url:
+            async with service(url, authority, monkeypatch):
+                ask = (client.insist, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+                assert (await asyncio.to_thread(*ask)).next == "acme"
+    finally:
+        await asyncio.to_thread(client.close)
+
+
+async def test_what_a_client_hears_it_hears_over_its_next_connection_too(url, authority, issuer, monkeypatch):
+    source = Source(issuer, ttl_s=2)
+    subject = subjects.router_task_changed("acme")
+
+    def hear(client, publish):
+        with client.hearing(subject) as heard:
+            for number in range(3):
+                publish(b"%d" % number)
+                assert heard.get(timeout=20) == b"%d" % number
+                renewed, until = len(source.made), time.monotonic() + 20
+                while len(source.made) == renewed or client._held is not source.made[-1]:
+                    assert time.monotonic() < until
+                    time.sleep(0.02)
+        with pytest.raises(RefusedError, match="may not hear"), client.hearing(subjects.router_task_changed("other")):
+            pass
+
+    loop = asyncio.get_running_loop()
+    async with connected(url, authority.issuer().service()) as (speaker, _):
+
+        def publish(data):
+            asyncio.run_coroutine_threadsafe(speaker.publish(subject, data), loop).result(5)
+
+        client = await asyncio.to_thread(ControlClient, Access(url, source))
+        try:
+            await asyncio.to_thread(hear, client, publish)
+        finally:
+            await asyncio.to_thread(client.close)
+
+
 def test_control_client_without_credentials_is_told_so(url):
     with pytest.raises(BusConnectError, match="does not let us in: it wants to see its credentials"):
         ControlClient(url, timeout=1)
+
+
+async def test_service_whose_credentials_end_says_so_and_is_not_live(url, issuer, monkeypatch, tmp_path, caplog):
+    path = tmp_path / "service.creds"
+    path.write_text(issuer.issue("service", Permissions(), ttl_s=3).text())
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(path))
+    app, until = ServiceApp("router", url), time.monotonic() + 30
+    async with app.running():
+        assert app.live["connection"]()
+        while app.live["connection"]() or "for good" not in caplog.text:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.05)
+    assert "its credentials have ended" in caplog.text and "renew what WOOLY_NATS_CREDS names" in caplog.text
+
+
+async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monkeypatch):
+    from wooly_bus.channel.tunnel import TunnelListener, open_tunnel
+
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
+    app = ServiceApp("executor", url)
+    got = asyncio.Queue()
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait((sock, peer)))
+    app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
+    held = issuer.session("acme", "s1", ["x"], ttl_s=3)
+    async with app.running(), contextlib.aclosing(listener):
+        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
+        far, _ = await got.get()
+        with pytest.raises(ConnectionAbortedError, match=r"credentials have ended.*WOOLY_ROUTER_SESSION_CREDENTIALS_S"):
+            await asyncio.to_thread(near.recv_into, bytearray(1))
+        near.close()
+        far.close()
 
 
 async def test_tunnel_of_a_session_is_its_users_alone(url, authority, issuer, monkeypatch):

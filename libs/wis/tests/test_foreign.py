@@ -17,7 +17,7 @@ from wooly_wis.foreign import (
     decode_source,
     encode_code,
     encode_source,
-    kernel_key,
+    key_of,
     launch_of,
 )
 from wooly_wis.program import Form, Instruction, Operand, ParamKind, ParamRef, Program, Role, View
@@ -57,8 +57,8 @@ def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
 
 
 def test_sources_have_a_language_and_an_end():
-    with pytest.raises(EncodeError, match="no language 'ptx'"):
-        encode_source(Source("ptx", ""))
+    with pytest.raises(EncodeError, match="no language 'wgsl'"):
+        encode_source(Source("wgsl", ""))
     with pytest.raises(EncodeError, match="at most"):
         encode_source(Source("ttir", "x" * MAX_SOURCE_BYTES))
     with pytest.raises(DecodeError, match="cut short"):
@@ -67,11 +67,13 @@ def test_sources_have_a_language_and_an_end():
 
 def test_code_keeps_its_bytes_and_a_changed_byte_is_seen():
     code = ForeignCode("add", (Parameter(DType.F32, True, True), Parameter(DType.I32, False)), ("tt.load 1",), b"\1\2")
-    raw = encode_code(code)
-    assert decode_code(raw) == code
+    raw = encode_code(code, "a name")
+    assert decode_code(raw, "a name") == code
+    with pytest.raises(DecodeError, match="is that of a name, not of another"):
+        decode_code(raw, "another")
     for k in range(len(raw)):
         with pytest.raises(DecodeError):
-            decode_code(raw[:k] + bytes((raw[k] ^ 1,)) + raw[k + 1 :])
+            decode_code(raw[:k] + bytes((raw[k] ^ 1,)) + raw[k + 1 :], "a name")
 
 
 def test_a_launch_is_read_as_it_was_written():
@@ -91,13 +93,15 @@ def test_compiled_kernels_are_told_apart_by_what_compiling_hangs_on():
     f16 = View(DType.F16, (4,), (1,))
     same = form(views=(View(DType.F32, (9,), (1,), 8), V), grid=(1, 1, 1))
     others = [form(views=(f16, V)), form(entry="sub"), form(options=()), form(source="0" * 64)]
-    key = kernel_key(LAUNCH, form())
-    assert kernel_key(launch_of(same), same) == key
-    assert all(kernel_key(launch_of(f), f) != key for f in others)
+    key = key_of(LAUNCH, form())
+    assert key_of(launch_of(same), same) == key
+    assert all(key_of(launch_of(f), f) != key for f in others)
+    keys = [key, *[key_of(launch_of(f), f) for f in others]]
+    assert len({k.name(t, c) for k in keys for t in ("cpu", "gpu") for c in ("1", "2")}) == 4 * len(keys)
 
 
 WRONG = {
-    "no language": form(language="ptx"),
+    "no language": form(language="wgsl"),
     "64 hex digits": form(source="xyz"),
     "the entry is a name": form(entry="a b"),
     "the attribute 'entry' is a string": form(entry=1),

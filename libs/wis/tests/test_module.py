@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError, EncodeError, WisError
+from wooly_wis.foreign import Launch, Source, encode_source
 from wooly_wis.module import (
     Constant,
     Load,
@@ -174,3 +175,46 @@ def test_file_is_the_module_and_its_constants():
     for bad in (b"", b"WSMF", b"WIS1\0\0\0\0", b"WSMF\xff\xff\xff\xff"):
         with pytest.raises(DecodeError):
             read_head(bad)
+
+
+SOURCE = encode_source(Source("ttir", "module {}"))
+LAUNCHED = Form(
+    "kernel.launch",
+    (Operand(Role.INOUT, V),),
+    (),
+    Launch("ttir", module_digest(SOURCE), "k", (1, 1, 1), (1, 1, 1), (0,)).attrs(),
+)
+WITH_KERNEL = encode_program(Program((LAUNCHED,), (Instruction(0, (0,)),)))
+
+
+def with_kernel(*sources):
+    steps = (Run(0, (1, 2)), Load(0, 1), Load(1, 2), Run(1, (2,)))
+    outputs = (Output(Tensor("y", DType.F32, (4,)), 2),)
+    return module(programs=(MAKE, WITH_KERNEL), steps=steps, outputs=outputs, sources=sources)
+
+
+def test_the_sources_of_kernels_travel_with_the_module():
+    whole = with_kernel(SOURCE)
+    raw = encode_module(whole)
+    assert raw[:4] == b"WSM2" and decode_module(raw) == whole and encode_module(decode_module(raw)) == raw
+    assert encode_module(module())[:4] == b"WSM1"  # of others, the digest stays what it was
+    check_module(whole)
+    for k in range(len(raw)):
+        with pytest.raises(DecodeError):
+            decode_module(raw[:k])
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [(), (SOURCE, SOURCE), (SOURCE, encode_source(Source("ttir", "another"))), (b"WKS1 no source",)],
+    ids=["missing", "twice", "one that nobody launches", "garbage"],
+)
+def test_a_module_whose_sources_are_not_those_of_its_kernels_cannot_run(sources):
+    with pytest.raises(WisError):
+        check_module(with_kernel(*sources))
+
+
+def test_version_two_without_sources_is_not_canonical():
+    raw = encode_module(module())
+    with pytest.raises(DecodeError, match="without sources"):
+        decode_module(b"WSM2" + raw[4:24] + bytes(4) + raw[24:])

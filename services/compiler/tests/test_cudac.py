@@ -44,7 +44,7 @@ REFUSED = {
     "unknown name": ("a[0] = b;", "line 3: b is not declared"),
     "unknown function": ("a[0] = secret(n);", "line 3: there is no function secret"),
     "unknown type": ("Thing t;", "line 3: "),
-    "half": ("__half h;", "line 3: __half: half precision is not understood"),
+    "atomic of halves": ("atomicAdd((__half *)a, __half(1));", "line 3: "),
     "write to const": ("const int k = n; k = 3;", "line 3: .*const: it cannot be assigned to"),
     "const is not cast away": (
         "const float* c = a; float* p = const_cast<float*>(c); *p = 1;",
@@ -72,7 +72,10 @@ REFUSED = {
         "int i = threadIdx.x; while (i-- > 0) n += __shfl_sync(~0u, n, 0);",
         "line 3: __shfl_sync .*without subgroups",
     ),
-    "unknown intrinsic": ("n = __match_any_sync(~0u, n);", "line 3: __match_any_sync is not offered: compare values"),
+    "unknown intrinsic": (
+        "n = __match_all_sync(~0u, n, a);",
+        "line 3: __match_all_sync is not offered: compare values",
+    ),
     "atomic of a type": ("atomicAnd(a, 1);", "line 3: atomicAnd of float is not offered: it is for int"),
     "vector arithmetic": ("float4 v = make_float4(1, 2, 3, 4); v = v + v;", "line 3: .*write it for every part"),
     "method": ("float4 v; v.norm();", "line 3: methods are not understood"),

@@ -20,9 +20,11 @@ from wooly_compiler.version import version
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import decode_artifact, family, key_of
-from wooly_wis.codec import encode_program
+from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
+from wooly_wis.foreign import KernelKey, Source, decode_code, encode_source
 from wooly_wis.messages import (
+    CompileKernelRequest,
     CompileProgramReply,
     CompileProgramRequest,
     ExplainProgramReply,
@@ -170,6 +172,47 @@ async def test_worker_that_is_killed_is_one_programs_error(nats, tmp_path):
         with pytest.raises(RefusedError, match=r"crashed \(exit -9\) on program"):
             await asking
         assert (await ask(app, request(program(n=1 << 18))[0])).state == "ready"
+
+
+COPY = "__global__ void copy(const float *x, float *y, int n) { int i = threadIdx.x; if (i < n) y[i] = x[i]; }"
+
+
+def kernel_request(text=COPY, entry="copy"):
+    raw = encode_source(Source("cuda-c", text))
+    args, block, target = ("*u8", "*u8", "i64"), (64, 1, 1), pocl.target(1)
+    name = KernelKey(digest(raw), entry, args, block, ()).name(target, version())
+    source = base64.b64encode(raw).decode()
+    return CompileKernelRequest(source=source, entry=entry, args=args, block=block, target=target), name
+
+
+async def ask_for_kernel(app, message):
+    subject = subjects.compiler_kernel_compile(family(message.target))
+    return await app.request(subject, message, CompileProgramReply, timeout=60)
+
+
+async def test_code_of_a_script_s_kernel_is_made_once_and_says_whose_it_is(nats, tmp_path):
+    message, name = kernel_request()
+    async with service(nats, tmp_path) as actor, client(nats) as app:
+        replies = await asyncio.gather(*[ask_for_kernel(app, message) for _ in range(4)])
+        assert {(r.state, r.compiler, r.name) for r in replies} == {("ready", version(), name)}
+        actor._ask = None  # no worker is asked again
+        assert (await ask_for_kernel(app, message)).name == name
+        data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(name)
+    code = decode_code(data, name)
+    assert [p.writes for p in code.parameters] == [False, True, False] and code.code
+
+
+async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wait_for_it(nats, tmp_path):
+    message, _ = kernel_request(entry="nobody")
+    async with service(nats, tmp_path) as actor, client(nats) as app:
+        for _ in range(2):
+            with pytest.raises(RefusedError, match="there is no kernel nobody; there is copy") as caught:
+                await ask_for_kernel(app, message)
+            assert caught.value.code == "compiler.refused" and not caught.value.retryable
+            actor._ask = None
+        with pytest.raises(RefusedError, match="not a kernel's source"):
+            await ask_for_kernel(app, message.model_copy(update={"source": "AAAA"}))
+    assert actor._kernel_workers is not actor._workers
 
 
 async def test_every_pass_is_explained(nats, tmp_path):

@@ -7,10 +7,10 @@ import re
 import pytest
 from wooly_compiler.errors import ForeignError
 from wooly_compiler.foreign import Request, lower
-from wooly_compiler.foreign.page import page
-from wooly_compiler.foreign.ttir import Lowering
-from wooly_compiler.foreign.ttir_ops import ELEMENTWISE, REFUSED, STRUCTURAL
-from wooly_compiler.foreign.ttir_text import MAX_DEPTH, MAX_TEXT, read
+from wooly_compiler.foreign.ttir.lower import Lowering
+from wooly_compiler.foreign.ttir.ops import ELEMENTWISE, REFUSED, STRUCTURAL
+from wooly_compiler.foreign.ttir.page import page
+from wooly_compiler.foreign.ttir.text import MAX_DEPTH, MAX_TEXT, read
 
 HEAD = "module {\n  tt.func public @k(%x: !tt.ptr<f32>, %n: i32) attributes {noinline = false} {\n"
 TAIL = "\n    tt.return\n  }\n}\n"
@@ -98,7 +98,7 @@ WRONG = {
     "unknown operation": (body("%a = tt.fly %n : i32"), r"tt\.fly in line 3 of its text is not supported"),
     "undefined value": (body("%a = arith.addi %n, %m : i32"), "%m is not defined"),
     "a type that there is not": (body("%a = arith.constant 1 : i13"), r"arith.constant|type"),
-    "float8": (body("%a = tt.splat %n : i32 -> tensor<4xf8E5M2>"), "the type f8E5M2 is not supported"),
+    "float8": (body("%a = tt.splat %n : i32 -> tensor<4xf8E4M3FNUZ>"), "the type f8E4M3FNUZ is not supported"),
     "too many elements": (body("%a = tt.splat %n : i32 -> tensor<2097152xi32>"), "at most 1048576"),
     "mixed types": (body("%f = arith.constant 1.0 : f32", "%a = arith.addi %n, %f : i32"), "arith.addi"),
     "integers as floats": (body("%a = arith.addf %n, %n : i32"), "arith.addf"),

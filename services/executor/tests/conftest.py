@@ -209,7 +209,7 @@ class Device:
     def __init__(self, path, runtime, memory, dispatch, swap=None):
         self.loop = DeviceLoop(runtime, memory, dispatch, swap)
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
-        self.closed, self.clients = [], []
+        self.closed, self.clients, self.brought = [], [], {}
         self.may_end = False
         self.changed = threading.Condition()
         self.loop.on_closed = self.on_closed
@@ -217,19 +217,19 @@ class Device:
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
 
-    def on_closed(self, session_id, reason):
+    def on_closed(self, session_id, reason, contents):
         with self.changed:
             self.closed.append(session_id)
+            self.brought[session_id] = contents
             self.changed.notify_all()
 
     def call(self, function):
         return self.loop.call(function).result(WAIT_S)
 
-    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, **policy):
+    def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, **policy):
         entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
-        self.call(
-            lambda: self.loop.open_session(session_id, entry, quota, found, tenant, scope=scope, swappable=swappable)
-        )
+        how = {"scope": scope, "swappable": swappable, "opaque": opaque}
+        self.call(lambda: self.loop.open_session(session_id, entry, quota, found, tenant, **how))
 
     def open(self, session_id, quota=None, **policy):
         self.admit(session_id, quota, **policy)

@@ -2,8 +2,10 @@
 
 import struct
 import threading
+from pathlib import Path
 
 import pytest
+from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -162,10 +164,46 @@ def test_an_endless_kernel_is_ended_and_others_go_on(make_device, runtime, wis):
     assert b.floats(1, 1) == [5.0]
 
 
+def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_what_the_device_was_busy(
+    make_device, runtime, wis
+):
+    device = make_device(runtime=runtime)
+    raw, name = source(SCALE)
+
+    def launch(client, groups, times):
+        program = client.define(wis.body().add(scale_form(name, grid=(groups, 1, 1)), "x", "y"))
+        for _ in range(times):
+            client.start(program, [1, 2], struct.pack("<dq", 2.0, 100))
+        client.sync()
+
+    clients = [device.open(n) for n in "abc"]
+    for client in clients:
+        client.channel.send(Kind.SOURCE, raw)
+        client.make(1, *[1.0] * 100)
+        client.make(2, *[0.0] * 100)
+        launch(client, 2, 1)  # what is done once is done
+    device.call(device.loop.take_usage)
+    before = device.call(lambda: device.loop.busy_ns)
+    launch(clients[0], 1, 3)
+    (one,) = device.call(device.loop.take_usage)
+    busy = device.call(lambda: device.loop.busy_ns)
+    assert one.gpu_ns == busy - before > 0 and one.core_ns == pytest.approx(one.gpu_ns, rel=0.01, abs=2e6)
+    cores = runtime.facts()["cores"]
+    for client in clients[1:]:
+        launch(client, 1 << 19, 2)
+    found = device.call(device.loop.take_usage)
+    busy = device.call(lambda: device.loop.busy_ns) - busy
+    assert sorted(t.session_id for t in found) == ["b", "c"] and sum(t.gpu_ns for t in found) == busy
+    assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
+
+
 def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runtime, wis):
     class Slow:
         def __init__(self):
             self.asked = []
+
+        def version(self):
+            return ""
 
         def build(self, request, what):
             self.asked.append(what)
@@ -187,3 +225,118 @@ def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runt
     with pytest.raises(wis.error, match="kernel scale: RuntimeError: no compiler today"):
         a.sync()
     assert slow.asked == ["kernel scale"]
+
+
+# -- where code comes from -----------------------------------------------------------------------------------------------
+
+
+def scaled(device, wis, name="a"):
+    """Launches `scale` once; its result."""
+    client = device.open(name)
+    raw, source_name = source(SCALE)
+    client.channel.send(Kind.SOURCE, raw)
+    client.make(1, *[1.0] * 100)
+    client.make(2, *[0.0] * 100)
+    client.run(wis.body().add(scale_form(source_name), "x", "y"), [1, 2], struct.pack("<dq", 2.0, 100))
+    return client.floats(2, 100)
+
+
+def test_code_on_disk_outlives_the_executor_and_a_changed_byte_is_made_anew(make_device, tmp_path, wis):
+    first = OpenClRuntime(tmp_path)
+    assert scaled(make_device(runtime=first), wis) == [2.0] * 100
+    second = OpenClRuntime(tmp_path)
+    assert scaled(make_device(runtime=second), wis) == [2.0] * 100
+    assert (first.foreign.counts["here"], second.foreign.counts["here"], second.foreign.counts["disk"]) == (1, 0, 1)
+    (kept,) = [p for p in Path(tmp_path / "foreign" / "code").iterdir() if p.name != "compiler"]
+    raw = bytearray(kept.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    kept.write_bytes(raw)
+    third = OpenClRuntime(tmp_path)
+    assert scaled(make_device(runtime=third), wis) == [2.0] * 100
+    assert third.foreign.counts == {"disk": 0, "elsewhere": 0, "here": 1}
+
+
+def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, tmp_path, wis):
+    runtime = OpenClRuntime(tmp_path)
+    scaled(make_device(runtime=runtime), wis)
+    folder = tmp_path / "foreign" / "code"
+    (kept,) = [p for p in folder.iterdir() if p.name != "compiler"]
+
+    class Elsewhere:
+        def __init__(self):
+            self.rejected = []
+
+        def get(self, source, key, target, rejected):
+            self.rejected.append(rejected)
+            return "another", kept.read_bytes()
+
+    fresh = OpenClRuntime(tmp_path / "other")
+    remote = fresh.foreign.remote = Elsewhere()
+    assert scaled(make_device(runtime=fresh), wis) == [2.0] * 100
+    assert remote.rejected == ["", "another"] and fresh.foreign.counts["here"] == 1
+
+
+def test_what_a_compiler_elsewhere_refuses_is_not_tried_here(make_device, tmp_path, wis):
+    class Refuses:
+        def get(self, source, key, target, rejected):
+            raise BuildRefusedError("line 3: not like this", retryable=False)
+
+    runtime = OpenClRuntime(tmp_path)
+    runtime.foreign.remote = Refuses()
+    with pytest.raises(wis.error, match="kernel scale: line 3: not like this"):
+        scaled(make_device(runtime=runtime), wis)
+    assert runtime.foreign.counts == {"disk": 0, "elsewhere": 0, "here": 0}
+
+
+def test_owners_take_turns_and_none_has_all_threads():
+    go, lock, running, ended = threading.Event(), threading.Lock(), [], threading.Semaphore(0)
+
+    def work(item):
+        with lock:
+            running.append(item)
+        if item[0] == "a":
+            assert go.wait(30)
+        ended.release()
+
+    turns = Turns(work)
+    for k in range(5):
+        turns.put("a", ("a", k))
+    for k in range(5):
+        turns.put("b", ("b", k))
+    for _ in range(5):
+        assert ended.acquire(timeout=30)  # all of b's, while a's are stuck
+    with lock:
+        assert sorted(i for i in running if i[0] == "a") == [("a", k) for k in range(OWN_AT_ONCE)]
+    go.set()
+    for _ in range(5):
+        assert ended.acquire(timeout=30)
+    assert len(running) == 10 and OWN_AT_ONCE < AT_ONCE
+
+
+# -- texts that nobody can check -----------------------------------------------------------------------------------------
+
+
+def ptx_program(wis):
+    raw = encode_source(Source("ptx", ".visible .entry k(.param .u64 p) { ret; }"))
+    launch = Launch("ptx", digest(raw), "k", (1, 1, 1), (1, 1, 1), (0,))
+    form = Form("kernel.launch", (Operand(Role.INOUT, View(DType.U8, (4,), (1,))),), (), launch.attrs())
+    return raw, wis.body().add(form, "x")
+
+
+def test_opaque_kernels_are_refused_without_the_permission_also_where_another_session_has_it(make_device, runtime, wis):
+    device = make_device(runtime=runtime)
+    may, may_not = device.open("a", opaque=True), device.open("b")
+    raw, program = ptx_program(wis)
+    for client in (may, may_not):
+        client.channel.send(Kind.SOURCE, raw)
+        client.make(1, 1.0)
+        client.run(program, [1])
+    with pytest.raises(
+        wis.error, match="kernel k: ptx is code for NVIDIA's chips; this device, a CPU, runs kernels in"
+    ):
+        may.sync()
+    with pytest.raises(
+        wis.error, match=r"needs the permission opaque_kernels, which .* does not have; an administrator"
+    ) as e:
+        may_not.sync()
+    assert e.value.code == "executor.opaque_kernel"

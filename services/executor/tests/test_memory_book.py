@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wooly_bus.contents import name_in_circle
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 from wooly_executor.memory.book import Book, Coming, CopyFirst, Gone, InPlace, Leaving, Scope
 
@@ -48,6 +49,22 @@ def test_crash_of_a_sharer_leaves_the_content_to_the_others():
     assert b.bears("b") == b.allocated == 100
     assert b.close("b") == [Gone(1, resident=True, saved=False)]
     assert b.allocated == 0 and b.close("b") == []
+
+
+def test_largest_contents_on_the_device_are_told_with_who_may_share_them():
+    b = book(a=("t", TENANT), b=("u", TENANT), c=("t", SHARED), d=("t", OFF))
+    load(b, "a", 1, 100, BASE)
+    load(b, "b", 1, 100, BASE)
+    load(b, "c", 1, 300, b"large")
+    load(b, "d", 1, 900, b"own")
+    mine, other, public = (BASE, "t"), (BASE, "u"), (b"large", None)
+    assert b.largest(9) == [public, mine, other] and b.largest(2) == [public, mine]
+    assert b.known_as(b.store_of("a", 1)) == mine and b.known_as(b.store_of("d", 1)) is None
+    assert name_in_circle(*public) == b"large".hex() and len({name_in_circle(BASE, t) for t in ("t", "u", None)}) == 3
+    b.swap_out("c")
+    b.write("b", 1)
+    assert b.largest(9) == [mine]
+    assert b.known_as(b.store_of("b", 1)) is None
 
 
 def test_write_to_shared_content_copies_and_the_other_sharer_keeps_it():

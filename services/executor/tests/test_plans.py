@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -21,8 +22,10 @@ from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import family
-from wooly_wis.codec import encode_program
+from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
+from wooly_wis.foreign import Launch, Source, encode_source
+from wooly_wis.frames import Kind
 from wooly_wis.messages import (
     ArtifactRejected,
     CompileProgramReply,
@@ -31,6 +34,7 @@ from wooly_wis.messages import (
     HostSessionReply,
     HostSessionRequest,
 )
+from wooly_wis.program import Form, Operand, Role, View
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 N = 1 << 17
@@ -125,6 +129,17 @@ def world(tmp_path):
         made = World(url, tmp_path)
         yield made
         made.close()
+
+
+ONE = """module {
+  tt.func public @one(%x: !tt.ptr<f32>) attributes {noinline = false} {
+    %v = tt.load %x : !tt.ptr<f32>
+    %w = arith.addf %v, %v : f32
+    tt.store %x, %w : !tt.ptr<f32>
+    tt.return
+  }
+}
+"""
 
 
 def chain():
@@ -223,6 +238,39 @@ def test_what_was_compiled_survives_a_restart_of_everything(world, wis):
     Script(world.session(wis, "exact", "other")).until("kernel_instructions")
     logs = [p.read_text() for p in world.folder.glob("compiler-*.log")]
     assert sorted(log.count("(exact):") for log in logs) == [0, 1]
+
+
+def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, wis):
+    def launch(name):
+        client = world.session(wis, "0", name)
+        raw = encode_source(Source("ttir", ONE))
+        client.channel.send(Kind.SOURCE, raw)
+        client.make(1, 1.0)
+        form = Launch("ttir", digest(raw), "one", (1, 1, 1), (1, 1, 1), (0,))
+        view = View(DType.F32, (1,), (1,))
+        client.run(wis.body().add(Form("kernel.launch", (Operand(Role.INOUT, view),), (), form.attrs()), "x"), [1])
+        return client.floats(1, 1)
+
+    executor, compiler = world.executor(), world.compiler()
+    assert launch("x") == [2.0]
+    world.executor("other", "empty")
+    assert launch("other") == [2.0]
+    for process in (executor, compiler):
+        process.kill()
+        process.wait()
+    world.executor("x2", "executor")  # from disk: there is no compiler
+    assert launch("x2") == [2.0]
+    world.executor("alone", "bare")  # no compiler, nothing on disk
+    assert launch("alone") == [2.0]
+    log = next(world.folder.glob("compiler-*.log")).read_text()
+    assert log.count("kernel one for") == 1  # the second executor's came from the bucket
+    for name, where in (
+        ("x", "a compiler had"),
+        ("other", "a compiler had"),
+        ("x2", "on disk"),
+        ("alone", "built here"),
+    ):
+        assert re.search(f"kernel one: .*{where}", world.log(name)), name
 
 
 def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world, wis):

@@ -2,10 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from wooly_executor.cores import WorkerClock
+from wooly_executor.cores import WorkerClock, apart, beyond
 from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
@@ -180,6 +181,30 @@ def test_workers_of_the_library_are_seen():
     thread.join()
     torch.set_num_threads(before)
     assert seen["others"] > seen["own"] // 4 > 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "threads", "cores"),
+    [(0, 4, 1), (1, 4, 1), (3, 4, 3), (4, 4, 4), (5, 4, 2.5), (1000, 4, 4), (1001, 4, 1001 / 251), (7, 1, 1)],
+)
+def test_cores_of_a_launch_are_its_groups_against_the_devices_threads(groups, threads, cores):
+    assert 1000 + beyond(1000, groups, threads) == int(1000 * cores)
+
+
+def test_threads_that_are_started_apart_are_no_workers():
+    comm = Path("/proc/self/task") / str(threading.get_native_id()) / "comm"
+    if not comm.exists():
+        pytest.skip("names of threads are Linux's")
+    before, seen = comm.read_text(), []
+
+    def work():
+        seen.append((Path("/proc/self/task") / str(threading.get_native_id()) / "comm").read_text())
+
+    with apart("wooly-opencl"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == ["wooly-opencl\n"] and comm.read_text() == before
 
 
 def test_one_thread_has_no_workers():

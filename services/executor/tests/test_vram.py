@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from wooly_bus.contents import chunk_digest, content_id, name_in_circle
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.vram import SwapSettings
@@ -134,6 +135,22 @@ def test_content_that_is_there_is_shared_and_paid_for_together(device):
     assert a.stats()["shared_bytes"] == b.stats()["shared_bytes"] == len(data) // 2
     assert vram_of(device, lambda v: v.ledger.facts().contents) == len(data)
     device.check()
+
+
+def test_session_that_ends_names_the_largest_contents_that_it_shared(device, wis):
+    small, large = content(7), content(8, 3 * MIB)
+    a, b = shared_pair(device, small)
+    b.load(1, large)
+    b.sealed()
+    assert b.load(2, small)
+    b.run(wis.body().free("x"), {"x": 1})
+    alone = device.open("c", tenant="t")
+    alone.load(1, small)
+    names = [name_in_circle(content_id([chunk_digest(data)], len(data)), "t") for data in (large, small)]
+    for client, name in ((a, "a"), (b, "b"), (alone, "c")):
+        client.close()
+        device.wait_closed(name)
+    assert device.brought == {"a": (names[1],), "b": tuple(names), "c": ()}
 
 
 def test_write_to_a_shared_buffer_leaves_the_other_its_bytes(device, wis):

@@ -69,7 +69,7 @@ def test_client_s_spans_are_under_its_root_and_leave_the_script_s_opentelemetry_
     before = trace.get_tracer_provider()
     mine = ClientTrace("session")
     with mine.step("connect", executor="e") as parent:
-        assert parent.split("-")[1] == mine.trace_id == mine.headers()["traceparent"].split("-")[1]
+        assert parent.split("-")[1] == mine.trace_id
     assert not trace.get_current_span().get_span_context().is_valid
     mine.end()
     controller = Controller()
@@ -90,7 +90,6 @@ def test_client_says_nothing_where_opentelemetry_is_switched_off(monkeypatch):
     mine = ClientTrace("session")
     with mine.step("connect") as parent:
         assert parent == "" == mine.trace_id
-    assert mine.headers() == {}
     mine.end()
     controller = Controller()
     mine.send(controller, "task", "")

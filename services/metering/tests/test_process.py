@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import random
 import signal
@@ -25,6 +26,8 @@ from wooly_wis.credits import (
     AddPlanRequest,
     BudgetReached,
     BudgetState,
+    CheckBudgetReply,
+    CheckBudgetRequest,
     CorrectEntryRequest,
     CreditsReply,
     CreditsRequest,
@@ -39,7 +42,7 @@ from wooly_wis.credits import (
     StatementMade,
     UsageQuarantined,
 )
-from wooly_wis.messages import SessionPolicy, SteerSessionReply, SteerSessionRequest
+from wooly_wis.messages import CheckTokenReply, CheckTokenRequest, SessionPolicy, SteerSessionReply, SteerSessionRequest
 
 from .conftest import event, free_port, record, until
 
@@ -245,6 +248,11 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
 
         port = (tmp_path / "metering" / "metering.port").read_text()
         async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}") as http:
+            nobody = await http.get("/api/v1/credits")  # no router says who may
+            assert (nobody.status_code, nobody.json()["code"]) == (503, "metering.no_router")
+        everything = CheckTokenReply(actor="open:nats", tenant=None, may=("credits:read", "credits:write"), auth="open")
+        asking = httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}")
+        async with router(nats, {"": everything}), asking as http:
             got = (await http.get("/api/v1/credits", params={"by": "model"})).json()
             assert got["core_ucr"] == 700_000_000 and got["rows"][0]["name"] == "llama"
             assert CreditsReply.model_validate((await http.get("/api/v1/credits/runs/a")).json()).rows[0].name == "a"
@@ -269,6 +277,103 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
         assert samples["wooly_tenant_core_credits", ("tenant", "acme")] == 700.0
         assert samples["wooly_tenant_programs_total", ("tenant", "acme")] == 20.0
         assert samples["wooly_metering_quarantined_total",] == 2.0
+    metering.send_signal(signal.SIGTERM)
+    assert metering.wait(15) == 0
+
+
+@contextlib.asynccontextmanager
+async def router(nats, tokens):
+    """Says who shows a token, as a router does; `tokens` by secret may change. Yields how often it was asked."""
+    asked = []
+
+    async def on_check_token(request):
+        asked.append(request.secret_hash)
+        for secret, reply in tokens.items():
+            if request.secret_hash == (hashlib.sha256(secret.encode()).hexdigest() if secret else ""):
+                return reply
+        raise RefusedError("router.unauthorized", "a valid token is needed")
+
+    app = ServiceApp("router", nats)
+    app.serve(subjects.ROUTER_TOKEN_CHECK, CheckTokenRequest, on_check_token)
+    async with app.running():
+        yield asked
+
+
+async def test_rest_lets_in_whom_the_router_does_and_tenants_see_their_own(tmp_path, nats, start_metering):
+    def token(tenant, *may, **more):
+        return CheckTokenReply(actor="token:1", tenant=tenant, may=may, auth="tokens", **more)
+
+    metering = start_metering(nats, f"sqlite:///{tmp_path}/credits.db")
+    tokens = {
+        "admin": token(None, "credits:read", "credits:write"),
+        "reader": token(None, "credits:read"),
+        "acme": token("acme", "credits:read"),
+        "other": token("acme", "tasks:read"),
+        "ended": token(None, "credits:read", until=time.time() - 1),
+    }
+    async with connected(nats) as app, router(nats, tokens) as asked:
+        other = record("b", at_us=now(), tenant="umbrella")
+        await say(app, event(record("a", at_us=now()), other, batch=1))
+        await until(lambda: shown(app))
+        await until(lambda: booked(app, 800_000_000))
+        port = (tmp_path / "metering" / "metering.port").read_text()
+        http = httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}/api/v1")
+
+        async def get(path, secret="", method="GET", **more):
+            headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+            answer = await http.request(method, f"credits{path}", headers=headers | more.pop("headers", {}), **more)
+            if answer.status_code >= 400:
+                assert set(answer.json()) == {"code", "message", "retryable"}, answer.text
+            return answer
+
+        async def code(*args, **more):
+            answer = await get(*args, **more)
+            return answer.status_code, answer.json().get("code")
+
+        unauthorized, forbidden = (401, "router.unauthorized"), (403, "router.forbidden")
+        for secret in ("", "guess", "ended"):
+            assert await code("", secret) == unauthorized
+        assert (await get("", "guess")).headers["WWW-Authenticate"] == "Bearer"
+        everybody = (await get("", "admin")).json()
+        assert {r["tenant"] for r in everybody["rows"]} == {"acme", "umbrella"}
+        for path in ("", "?tenant=acme", "/runs/a"):
+            assert {r["tenant"] for r in (await get(path, "acme")).json()["rows"]} == {"acme"}
+        assert (await get("/runs/b", "acme")).json()["rows"] == []
+        assert {e["tenant"] for e in (await get("/entries", "acme")).json()["entries"]} == {"acme"}
+        assert (await get("/entries?session_id=b", "acme")).json()["entries"] == []
+        budget = {"tenant": "acme", "hard_ucr": 1}
+        for path, secret, method, body in (
+            ("?tenant=umbrella", "acme", "GET", None),
+            ("/entries?tenant=umbrella", "acme", "GET", None),
+            ("/statements/umbrella", "acme", "GET", None),
+            ("/quarantine", "acme", "GET", None),
+            ("", "other", "GET", None),
+            ("/budgets/acme", "acme", "PUT", budget),
+            ("/budgets/acme", "reader", "PUT", budget),
+            ("/statements/acme", "reader", "POST", None),
+            ("/plans", "reader", "POST", {"name": "free"}),
+            ("/corrections", "reader", "POST", {"request_id": "r", "entry": 1, "core_ucr": 1, "reason": "x"}),
+        ):
+            assert await code(path, secret, method, json=body) == forbidden, path
+        assert await code("", "admin", headers={"Origin": "http://elsewhere.example"}) == forbidden
+        assert await code("?limit=0", "admin") == (422, "http.invalid")
+        assert await code("/nothing", "admin") == (404, "http.404")
+        assert (await get("/budgets/acme", "admin", "PUT", json=budget)).json()["held"] is True
+        assert (await get("/quarantine", "reader")).json()["found"] == []
+        before = len(asked)
+        for _ in range(5):
+            await get("", "admin")
+        assert len(asked) - before <= 1
+        del tokens["admin"]  # revoked
+
+        async def shut():
+            return await code("", "admin") == unauthorized
+
+        await until(shut, 15)
+        host = f"http://127.0.0.1:{port}"
+        for path in ("/metrics", "/healthz"):  # for whoever scrapes them
+            assert (await http.get(host + path)).status_code == 200
+        await http.aclose()
     metering.send_signal(signal.SIGTERM)
     assert metering.wait(15) == 0
 
@@ -309,6 +414,11 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         await until(lambda: set(executor.holds) == {"a", "b"})
         assert "1320.000000 of 900.000000" in executor.holds["a"] and "wooly credits budget acme" in executor.holds["b"]
         assert heard[-1] == ("hard", 1_320_000_000)
+        check = await ask(app, subjects.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant="acme"), CheckBudgetReply)
+        assert "1320.000000 of 900.000000" in check.refusal and "wooly credits budget acme --hard" in check.refusal
+        for tenant in ("bits", "nobody"):
+            free = await ask(app, subjects.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant=tenant), CheckBudgetReply)
+            assert free.refusal == ""
         # a session that came later is held at its first usage; after a restart all are held again
         await say(app, event(record("c", at_us=now()), batch=3))
         await until(lambda: executor.holds.get("c"))

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 
 import pytest
+from sqlalchemy import make_url
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
@@ -150,9 +151,35 @@ def database_url(request, tmp_path):
     return RouterSettings(state_dir=directory).database()
 
 
+def pytest_generate_tests(metafunc):
+    """What runs on a router's state runs on both databases; on PostgreSQL in the quick tests where it says `on_both`."""
+    if "backend" in metafunc.fixturenames:
+        quick = metafunc.definition.get_closest_marker("on_both") is not None
+        other = pytest.param("postgresql", marks=() if quick else pytest.mark.slow)
+        metafunc.parametrize("backend", ["sqlite", other], indirect=True)
+
+
 @pytest.fixture
-def settings(tmp_path):
-    return RouterSettings(state_dir=tmp_path, lease_s=9.0)
+def backend(request):
+    """The kind of database that a test runs on."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def schema(postgres):
+    """A database with our tables, which others are copied from."""
+    url = postgres.database()
+    migrate(url)
+    return make_url(url).database
+
+
+@pytest.fixture
+def settings(tmp_path, backend, request):
+    url = ""
+    if backend == "postgresql":
+        schema = request.getfixturevalue("schema")
+        url = request.getfixturevalue("postgres").database(schema)
+    return RouterSettings(state_dir=tmp_path, lease_s=9.0, database_url=url)
 
 
 @pytest.fixture

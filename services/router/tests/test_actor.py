@@ -14,6 +14,7 @@ from wooly_router.core.registry import Registry
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
 from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -34,6 +35,7 @@ async def refusal(work):
     return caught.value
 
 
+@pytest.mark.on_both
 async def test_open_asks_the_executor_and_remembers(rig):
     async with rig("a") as r:
         opened = await r.open(tenant="t", priority=1, required_vram=10)
@@ -87,6 +89,7 @@ async def test_open_spreads_sessions_also_when_asked_at_once(rig):
         assert sorted(o.parts[0].executor_id for o in opened) == ["a", "a", "a", "b", "b", "b"]
 
 
+@pytest.mark.on_both
 async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
     async with rig("a") as r:
         answers = await asyncio.gather(*[r.open(gpu_mode="exclusive") for _ in range(4)], return_exceptions=True)
@@ -95,6 +98,7 @@ async def test_exclusive_device_is_given_once_also_when_asked_at_once(rig):
         assert error.code == "router.no_fit" and "exclusively" in str(error)
 
 
+@pytest.mark.on_both
 async def test_reserved_memory_is_not_promised_twice(rig):
     async with rig("a") as r:
         opened = await r.open(required_vram=600)
@@ -190,6 +194,7 @@ async def test_close_tells_the_executor_and_twice_is_no_error(rig):
         assert not (await r.actor.on_close_session(request)).closed
 
 
+@pytest.mark.on_both
 async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
     async with rig("a") as r:
         first, second = await r.open(), await r.open()
@@ -202,6 +207,7 @@ async def test_lapsed_lease_ends_the_session_and_tells_the_executor(rig):
         assert await r.sessions() == [second.session_id]
 
 
+@pytest.mark.on_both
 async def test_duties_outlive_a_failing_database(rig, monkeypatch, caplog):
     async with rig("a") as r:
         calls = []
@@ -271,6 +277,7 @@ async def test_session_that_a_dead_router_was_opening_is_ended(rig):
         assert r.executors[0].closed == [("half", "the router that was opening it is gone")]
 
 
+@pytest.mark.on_both
 async def test_routers_share_everything_and_promise_nothing_twice(rig):
     """Two routers on one database, asked at once: an exclusive device is given once; either renews and closes."""
     async with rig("a", "b") as r:
@@ -289,6 +296,7 @@ async def test_routers_share_everything_and_promise_nothing_twice(rig):
         assert has(r) == [[], []]
 
 
+@pytest.mark.on_both
 async def test_refused_session_is_a_failed_task_that_says_why(rig):
     async with rig("a") as r:
         await refusal(r.open(required_vram=10**6))
@@ -318,6 +326,7 @@ async def test_node_that_is_to_take_nothing_new_keeps_what_it_has(rig, wish):
         await r.open()
 
 
+@pytest.mark.on_both
 async def test_overcommit_of_cluster_and_node_reaches_placement_and_executor(rig):
     async with rig("a") as r:
         await r.duties().keep_nodes()
@@ -359,6 +368,50 @@ async def test_executor_s_news_of_an_end_is_taken(rig):
         await r.actor.on_session_closed(SessionClosed(session_id=again.session_id, executor_id="a"))
         task = await r.tasks.get(again.session_id)
         assert (task.state, task.reason) == ("completed", "closed by its client")
+
+
+@pytest.mark.on_both
+async def test_session_goes_where_what_the_last_of_its_model_shared_lies(rig):
+    names = tuple(digit * 64 for digit in "123")
+
+    async def run(r, **wanted):
+        """A session that shares these contents; where it ran, and why there."""
+        opened = await r.open(**wanted)
+        await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
+        task = await r.tasks.get(opened.session_id)
+        closed = SessionClosed(session_id=task.id, executor_id=task.parts[0].executor_id, contents=names)
+        await r.actor.on_session_closed(closed)
+        return opened.parts[0].executor_id, task.placement["here"]
+
+    async with rig("a", "b") as r:
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=(*names, "4" * 64)))
+        shares = {"tenant": "x", "dedup": "tenant"}
+        assert await run(r, **shares) == ("a", {"a": {"cost": 0}})  # nothing is known of it yet
+        assert await run(r, **shares) == ("b", {"b": {"resident": -1000, "cost": -1000}})
+        for other in ({"tenant": "y"}, {"dedup": "shared"}, {"dedup": "off"}, {"model": "llama"}):
+            assert (await run(r, **shares | other))[0] == "a"
+        await r.actor.on_heartbeat(r.executors[1].heartbeat(weights=names[:1]))
+        assert await run(r, **shares) == ("b", {"b": {"resident": -333, "cost": -333}})
+        await r.actor.on_heartbeat(r.executors[1].heartbeat())
+        assert (await run(r, **shares))[0] == "a"
+
+
+async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(rig, nats_server):
+    metering = ServiceApp("metering", nats_server)
+
+    async def on_check(request):
+        return CheckBudgetReply(refusal="5 of 4 were spent" if request.tenant == "poor" else "")
+
+    metering.serve(subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, on_check)
+    async with rig("a") as r:
+        assert await r.open(tenant="poor")  # nobody knows of budgets
+        async with metering.running():
+            with pytest.raises(RefusedError, match="5 of 4 were spent") as caught:
+                await r.open(tenant="poor")
+            assert await r.open(tenant="rich")
+        assert caught.value.code == "router.over_budget" and not caught.value.retryable
+        (task,) = await r.tasks.in_states("failed")
+        assert (task.tenant, task.reason) == ("poor", "5 of 4 were spent") and len(r.executors[0].sessions) == 2
 
 
 async def test_restarted_router_gives_sessions_a_whole_lease(rig):
@@ -493,6 +546,7 @@ async def test_close_and_lapse_reach_every_part(rig):
 
 
 @pytest.mark.parametrize("how", ["restarted", "closed"])
+@pytest.mark.on_both
 async def test_lost_part_ends_the_session_on_the_others(rig, how):
     async with rig("a", "b", "c") as r:
         opened, other = await r.open(gpu_count=3), await r.open()

@@ -261,6 +261,15 @@ def test_placement_goes_where_the_weights_are_unless_that_is_far_busier():
     assert chosen(Want(weights=("w", "v")), gpus, [Claim("b")] * 2) == ["a"]
 
 
+def test_of_two_equal_devices_the_one_with_the_weights_is_chosen_and_says_so():
+    gpus, want = [gpu("a"), gpu("b", weights=frozenset("wv"))], Want(weights=("w", "v", "u", "t"))
+    assert as_record(want, Pool(gpus).place(want)) == {
+        "why": "here",
+        "here": {"b": {"resident": -500, "cost": -500}},
+        "next_best": {"executor_id": "a", "cost": 0},
+    }
+
+
 def test_placement_keeps_its_reasons():
     want = Want(required_vram=10)
     here = Pool([gpu("a", utilization=30), gpu("b"), gpu("c", state="lost")], [Claim("b", 50)]).place(want)

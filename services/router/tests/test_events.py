@@ -121,7 +121,8 @@ async def test_nobody_is_looked_for_when_nobody_follows(rig):
 
 async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
     """By the application itself: httpx's transport would wait for an end that streams do not have."""
-    from wooly_router.rest.access import Access, Buckets
+    from wooly_bus.web import Buckets
+    from wooly_router.rest.access import Access
     from wooly_router.rest.api import create_api
     from wooly_router.state.tenants import TenantRecord
 

@@ -67,6 +67,7 @@ def ended(r, executor=0, state="completed", **changes):
     return JobEnded(**fields | changes)
 
 
+@pytest.mark.on_both
 async def test_job_is_placed_run_and_ended_with_its_results(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, priority=3, noswap=True, name="mine"))
@@ -89,6 +90,7 @@ async def test_job_is_placed_run_and_ended_with_its_results(rig_on):
         assert await story(r) == ["pending", "started", "completed"]
 
 
+@pytest.mark.on_both
 async def test_job_that_comes_twice_is_one_task(rig_on):
     async with rig_on("a") as r:
         await asyncio.gather(*[r.jobs.on_submit_job(job(r)) for _ in range(5)])
@@ -112,6 +114,7 @@ async def test_job_that_cannot_be_read_or_run_fails_with_the_reason(rig_on):
             assert task.state == "failed" and task.reason.startswith(why)
 
 
+@pytest.mark.on_both
 async def test_job_waits_and_says_why_until_there_is_room(rig_on):
     async with rig_on("a") as r:
         mine = await r.open(required_vram=950)
@@ -135,6 +138,7 @@ async def test_job_goes_where_its_group_is(rig_on):
         assert await state(r) == "started"
 
 
+@pytest.mark.on_both
 async def test_jobs_are_started_by_class_then_age(rig_on):
     async with rig_on("a") as r:
         for i, priority in enumerate((4, 2, 2, 0)):
@@ -183,6 +187,7 @@ async def test_lost_attempt_is_tried_again_later_and_elsewhere_within_ten_second
         assert not await r.jobs.on_job_ended(late)
 
 
+@pytest.mark.on_both
 async def test_job_is_given_up_after_its_attempts(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, attempts=2))
@@ -211,6 +216,7 @@ async def test_executor_that_refuses_is_asked_again_later(rig_on):
         assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
 
 
+@pytest.mark.on_both
 async def test_report_that_comes_before_the_answer_counts(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r))
@@ -258,6 +264,7 @@ async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
         assert r.executors[0].closed == [("job-run1-1", "its deadline of 5 s is over")]
 
 
+@pytest.mark.on_both
 async def test_cancelled_job_stays_so(rig_on):
     async with rig_on("a") as r:
         desk = r.desk
@@ -310,6 +317,7 @@ async def test_waiting_job_of_another_class_goes_first(rig_on):
         assert await state(r) == "started" and await state(r, "job-0000") == "pending"
 
 
+@pytest.mark.on_both
 async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
     """Commands and reports through JetStream, twice each; a second router tells what the first did not."""
     async with rig_on("a") as r:

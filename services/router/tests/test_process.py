@@ -222,6 +222,20 @@ async def test_router_that_wants_tokens_makes_the_first_one(tmp_path, start_rout
         await ended(process)
 
 
+async def test_router_that_was_given_the_first_tokens_takes_those(tmp_path, start_router, beating_executor):
+    given = {"ADMIN_TOKEN": "wooly_" + "1" * 40, "OPERATOR_TOKEN": "wooly_" + "2" * 40}
+    start_router(WOOLY_ROUTER_AUTH="tokens", **{f"WOOLY_ROUTER_{name}": token for name, token in given.items()})
+    async with beating_executor("a"):
+        url = await rest_of(tmp_path)
+        assert not (tmp_path / "router" / "admin.token").exists()
+        async with httpx.AsyncClient(base_url=f"{url}/api/v1", trust_env=False) as http:
+            admin, operator = ({"Authorization": f"Bearer {token}"} for token in given.values())
+            listed = (await http.get("/tenants/admin/tokens", headers=admin)).json()["tokens"]
+            assert sorted((t["name"], t["role"]) for t in listed) == [("first", "admin"), ("operator", "operator")]
+            assert (await http.get("/nodes", headers=operator)).status_code == 200
+            assert (await http.get("/tenants", headers=operator)).status_code == 403
+
+
 async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path):
     files = make_certificates(tmp_path, "localhost")
     start_router(WOOLY_ROUTER_TLS_CERT=str(files.certificate), WOOLY_ROUTER_TLS_KEY=str(files.key))

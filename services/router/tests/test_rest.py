@@ -12,8 +12,9 @@ from wooly_bus.authority import make_authority
 from wooly_bus.blobs import BlobStore
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
+from wooly_bus.web import Buckets, from_elsewhere
 from wooly_router.gate import ROLES
-from wooly_router.rest.access import Access, Buckets, from_elsewhere
+from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
@@ -67,6 +68,7 @@ async def told(http, method, path, status=200, **more):
     return content
 
 
+@pytest.mark.on_both
 async def test_config_has_defaults_and_keeps_what_is_written(rest):
     async with rest() as (_, http):
         assert (await told(http, "GET", "config"))["default_vram_overcommit_percent"] == 0
@@ -97,6 +99,7 @@ async def test_first_overcommit_comes_from_the_environment_until_it_is_configure
         RouterSettings(state_dir=tmp_path)
 
 
+@pytest.mark.on_both
 async def test_node_is_configured_cordoned_and_drained(rest):
     async with rest("a", "b") as (r, http):
         (node,) = (await told(http, "GET", "nodes"))["nodes"]
@@ -118,6 +121,7 @@ async def test_node_is_configured_cordoned_and_drained(rest):
         assert (await told(http, "GET", "nodes/host"))["state"] == "lost"
 
 
+@pytest.mark.on_both
 async def test_groups_are_made_changed_and_dissolved(rest):
     async with rest("a") as (_, http):
         made = await told(http, "PUT", "groups/fast", json={"description": "d", "nodes": ["host", "later"]})
@@ -128,6 +132,7 @@ async def test_groups_are_made_changed_and_dissolved(rest):
         await told(http, "DELETE", "groups/fast", 404)
 
 
+@pytest.mark.on_both
 async def test_task_is_created_listed_prioritized_and_cancelled(rest):
     async with rest() as (r, http):
         blob = await told(http, "POST", "blobs", 201, content=EMPTY)
@@ -174,6 +179,7 @@ async def test_history_and_audit_are_read_back(rest):
         assert [e["target"] for e in first + rest_of] == ["2", "1", "0"]
 
 
+@pytest.mark.on_both
 async def test_history_comes_in_steps(rest):
     async with rest() as (r, http):
         await r.actor.world.nodes.sample([Sample(float(t), "a", "host", t / 100, 0.0, t, 2, 3) for t in (10, 20, 30)])
@@ -182,6 +188,23 @@ async def test_history_comes_in_steps(rest):
         await told(http, "GET", "metrics/history", 422, params={"step": 9})
 
 
+@pytest.mark.on_both
+async def test_tasks_are_counted_over_time(rest):
+    async with rest("a") as (r, http):
+        await r.open()
+        r.clock.now += 10
+        found = (await told(http, "GET", "metrics/tasks", params={"since": 999_990, "step": 5}))["counts"]
+        assert [(c["at"], c["waiting"], c["running"]) for c in found] == [
+            (999_995.0, 0, 0),
+            (1_000_000.0, 0, 0),
+            (1_000_005.0, 0, 1),
+            (1_000_010.0, 0, 1),
+        ]
+        assert (await told(http, "GET", "metrics/tasks", params={"since": 2e6}))["counts"] == []
+        await told(http, "GET", "metrics/tasks", 422)
+
+
+@pytest.mark.on_both
 async def test_overview_counts_nodes_and_tasks_by_state(rest):
     async with rest("a", "b") as (r, http):
         await r.open()
@@ -241,6 +264,7 @@ async def test_credits_are_asked_of_metering_each_tenant_s_for_itself(rest):
         assert "budget.set" in [e["action"] for e in (await told(http, "GET", "audit", headers=admin))["entries"]]
 
 
+@pytest.mark.on_both
 async def test_every_error_has_one_shape(rest):
     async with rest() as (r, http):
         await told(http, "GET", "nothing", 404)
@@ -312,6 +336,7 @@ async def test_roles_and_scopes_bound_what_a_token_may(rest):
         assert ROLES["user"] < ROLES["operator"] < ROLES["admin"]
 
 
+@pytest.mark.on_both
 async def test_tenant_neither_sees_nor_touches_what_is_another_s(rest):
     async with rest("a", auth="tokens") as (r, http):
         _, mine = await token_for(r, "mine", "user")
@@ -398,6 +423,26 @@ async def test_without_tokens_a_login_is_not_needed_and_leaves_nothing(rest):
         assert answer.status_code == 200 and "set-cookie" not in answer.headers
 
 
+async def test_permission_for_opaque_kernels_is_an_administrator_s_to_give_and_goes_with_the_session(rest):
+    async with rest("a", auth="tokens") as (r, http):
+        _, admin = await token_for(r, "ops", "admin")
+        _, user = await token_for(r, "mine", "user")
+
+        async def hosted():
+            opened = await r.open(credential=user["Authorization"][7:])
+            return r.executors[0].sessions[opened.session_id].opaque_kernels
+
+        assert not await hosted()
+        await told(http, "PUT", "tenants/mine", 403, json={"opaque_kernels": True}, headers=user)
+        assert (await told(http, "PUT", "tenants/mine", json={"opaque_kernels": True}, headers=admin))["opaque_kernels"]
+        assert await hosted()
+        kept = await told(http, "PUT", "tenants/mine", json={"description": "of others"}, headers=admin)
+        assert kept["opaque_kernels"] and await hosted()
+        await told(http, "PUT", "tenants/mine", json={"opaque_kernels": False}, headers=admin)
+        assert not await hosted()
+
+
+@pytest.mark.on_both
 async def test_token_is_made_shown_once_and_revoked(rest):
     async with rest(auth="tokens") as (r, http):
         _, admin = await token_for(r, "ops", "admin")
@@ -445,6 +490,7 @@ async def test_blobs_of_rest_are_those_of_nats(rest):
         assert (await http.get(f"blobs/{name}")).content == b"hello"
 
 
+@pytest.mark.on_both
 async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
     """Sessions, jobs and questions about tasks by messages: the tenant comes from the token, whatever the message says."""
     async with rest("a", auth="tokens") as (r, _):

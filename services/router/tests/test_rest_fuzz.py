@@ -34,8 +34,8 @@ CHECKS = (
 )
 
 
-@pytest.fixture(scope="module")
-def rest_url(tmp_path_factory):
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+def rest_url(request, tmp_path_factory):
     """A router's process with tenants that may do everything, on a nats-server of its own."""
     directory = tmp_path_factory.mktemp("router")
     with start_nats_server() as nats:
@@ -45,6 +45,8 @@ def rest_url(tmp_path_factory):
             "WOOLY_ROUTER_HTTP_PORT": "0",
             "WOOLY_ROUTER_RATE_LIMIT": "1e6",
         }
+        if request.param == "postgresql":
+            env["WOOLY_ROUTER_DATABASE_URL"] = request.getfixturevalue("postgres").database()
         process = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=os.environ | env)
         try:
             deadline = time.monotonic() + 60

@@ -9,6 +9,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import StatementError
 from wooly_router.core.placement import Claim, Want
+from wooly_router.state.brought import BroughtStore
 from wooly_router.state.config import AuditLog, AuditRecord, ConfigStore
 from wooly_router.state.database import Database, migrate, revert
 from wooly_router.state.nodes import GpuRecord, GroupRecord, NodeRecord, NodeStore, Sample
@@ -118,7 +119,19 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
             )
         )
         connection.execute(text("INSERT INTO task_events VALUES ('j', 1, 2.0, 'pending', '', false)"))
-        connection.execute(text("INSERT INTO tenants VALUES ('x', '', false, 1.0)"))
+        connection.execute(
+            text("INSERT INTO tenants (name, description, disabled, created_at) VALUES ('x', '', false, 1.0)")
+        )
+        connection.execute(text("INSERT INTO brought VALUES ('x', 'train.py', 'tenant', '[\"d\"]', 2.0)"))
+        connection.execute(text("INSERT INTO traces VALUES ('t', 'x', 'j', 'train.py', 1.0, 1, 2, 1, false)"))
+        connection.execute(text("INSERT INTO trace_tasks VALUES ('j', 't')"))
+        connection.execute(text("INSERT INTO spans VALUES ('t', 's', NULL, 'run', 'router', 1, 2, false, '{}')"))
+    revert(database_url, "0005")
+    assert rows("SELECT task_id, trace_id FROM trace_tasks") == [("j", "t")]
+    migrate(database_url)
+    assert rows("SELECT * FROM brought") == [] and rows("SELECT id, tenant FROM traces") == [("t", "x")]
+    with engine.begin() as connection:
+        connection.execute(text("INSERT INTO brought VALUES ('x', 'train.py', 'tenant', '[]', 2.0)"))
     revert(database_url, "0002")
     assert rows("SELECT id, token, tenant, program, opened_at, lease_until, required_vram FROM sessions") == [
         ("s", "t", "x", "train.py", 1.0, 10.0, 7)
@@ -295,6 +308,20 @@ async def test_transaction_that_fails_changes_nothing(tasks):
     assert await tasks.get("1") is None
 
 
+async def test_what_a_run_brought_is_the_last_word_of_its_tenant_and_kind(database):
+    store = BroughtStore(database)
+    assert await store.of("x", "llama", "tenant") == []
+    await asyncio.gather(*[store.remember("x", "llama", "tenant", [str(i)], float(i)) for i in range(4)])
+    await store.remember("x", "llama", "tenant", ["b", "a"], 5.0)
+    await store.remember("y", "llama", "tenant", ["c"], 9.0)
+    await store.remember("x", "llama", "shared", ["d"], 9.0)
+    assert await store.of("x", "llama", "tenant") == ["b", "a"] and await store.of("x", "opt", "tenant") == []
+    await store.forget(6.0)
+    assert [await store.of(t, "llama", d) for t, d in (("x", "tenant"), ("y", "tenant"), ("x", "shared"))] == [
+        [], ["c"], ["d"],
+    ]  # fmt: skip
+
+
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +364,28 @@ async def test_history_has_what_was_sampled_in_the_span(database):
     assert await store.history(0.0, 9.0) == samples[4:]
 
 
+async def test_activity_counts_who_waited_and_ran_at_the_end_of_every_step(database):
+    store = TaskStore(database)
+    spans = {"a": (5, 10, 35), "b": (12, 31, None), "c": (15, None, 25), "d": (2, 3, 4), "e": (41, None, None)}
+    for name, (made, began, ended) in spans.items():
+        state = "pending" if began is ended is None else "started" if ended is None else "completed"
+        tenant = "t" if name < "c" else "u"
+        record = task(name, tenant=tenant, created_at=float(made), state=state, started_at=began, ended_at=ended)
+        async with database.writing() as s:
+            await store.add(s, record)
+
+    def truth(at, names="abcde"):
+        mine = [spans[n] for n in names if spans[n][0] < at and (spans[n][2] is None or spans[n][2] >= at)]
+        began = [span for span in mine if span[1] is not None and span[1] < at]
+        return (float(at), len(mine) - len(began), len(began))
+
+    for since, step in ((0, 10), (20, 10), (8, 1), (0, 50)):
+        ends = range(since + step, 51, step)
+        assert await store.activity(float(since), 50.0, step) == [truth(t) for t in ends], (since, step)
+    assert await store.activity(0.0, 50.0, 10, "t") == [truth(t, "ab") for t in range(10, 51, 10)]
+    assert await store.activity(44.0, 50.0, 4) == [truth(48), truth(50)]
+
+
 async def test_history_in_steps_has_means_of_shares_and_the_most_memory(database):
     store = NodeStore(database)
     await store.sample([Sample(float(t), e, "n", t / 100, 0.5, t, BIG, 1) for t in range(0, 60, 10) for e in "ab"])
@@ -362,9 +411,8 @@ async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(datab
     store = TenantStore(database)
     assert await store.add(TenantRecord("x", 1.0)) and not await store.add(TenantRecord("x", 2.0))
     token, secret = await store.add_token("x", "ci", "user", 1.0, ("tasks:read",), expires_at=9.0)
-    assert (
-        await store.by_secret(secret) == (token, TenantRecord("x", 1.0)) and await store.by_secret("wooly_no") is None
-    )
+    assert await store.by_hash(hash_of(secret)) == (token, TenantRecord("x", 1.0))
+    assert await store.by_hash(hash_of("no")) is None
     engine = engine_of(database_url)
     with engine.connect() as connection:
         row = connection.execute(text("SELECT * FROM tokens")).one()

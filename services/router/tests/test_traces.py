@@ -5,7 +5,8 @@ import pytest
 from opentelemetry import trace
 from wooly_bus.errors import RefusedError
 from wooly_bus.tracing import SpanQueue, provider_of
-from wooly_router.rest.access import Access, Buckets
+from wooly_bus.web import Buckets
+from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.state import traces as state_traces
 from wooly_router.state.database import Database, migrate

@@ -64,15 +64,43 @@ tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
-{{/* NATS as services see it. Kubernetes puts the password into the URL. */}}
+{{/* Those of the installation's keys that a container needs: in a folder, and as a volume of the pod. */}}
+{{- define "wooly.keysMount" -}}
+{{- if .Values.keysSecret }}
+- {name: keys, mountPath: /etc/wooly/keys, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "wooly.keysVolume" -}}
+{{- with .root.Values.keysSecret }}
+- name: keys
+  secret:
+    secretName: {{ . }}
+    defaultMode: 0440
+    items:
+      {{- range $.keys }}
+      - {key: {{ . }}, path: {{ . }}}
+      {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* NATS as services see it: with a key, or with a password that Kubernetes puts into the URL. */}}
 {{- define "wooly.natsEnv" -}}
+{{- if .root.Values.keysSecret }}
+- {name: WOOLY_NATS_CREDS, value: /etc/wooly/keys/service.creds}
+- {name: WOOLY_{{ .service | upper }}_NATS_URL, value: "nats://{{ include "wooly.natsHost" .root }}"}
+{{- else }}
 - name: NATS_PASSWORD
   valueFrom: {secretKeyRef: {name: {{ include "wooly.secret" .root }}, key: nats-services-password}}
 - name: WOOLY_{{ .service | upper }}_NATS_URL
   value: nats://services:$(NATS_PASSWORD)@{{ include "wooly.natsHost" .root }}
+{{- end }}
 {{- with .root.Values.tracing.otlpEndpoint }}
 - name: OTEL_EXPORTER_OTLP_ENDPOINT
   value: {{ . | quote }}
+{{- end }}
+{{- if .root.Values.tracing.keep }}
+- {name: WOOLY_TRACES, value: router}
 {{- end }}
 {{- end -}}
 

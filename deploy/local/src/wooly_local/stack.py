@@ -114,8 +114,48 @@ def read_stack(state_dir: Path) -> Stack | None:
     return Stack(state_dir, content["nats_url"], content["rest_url"], services)
 
 
-def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:
-    """Start a stack and wait until it serves.
+@dataclass
+class StartingStack:
+    """A stack whose supervisor was started.
+
+    Attributes:
+        state_dir: its files.
+        ephemeral: it ends with this process, and its files too.
+    """
+
+    state_dir: Path
+    ephemeral: bool
+    _process: subprocess.Popen[bytes]
+
+    def wait(self) -> Stack:
+        """Wait until it serves.
+
+        Raises:
+            StackError: it did not come up.
+        """
+        process = self._process
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            stack = read_stack(self.state_dir)
+            if stack is not None:
+                stack.ephemeral = self.ephemeral
+                stack._process = process
+                return stack
+            if process.poll() is not None:
+                break
+            time.sleep(0.02)
+        process.kill()
+        process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+        words = _log(self.state_dir).read_text(errors="replace").strip()
+        if self.ephemeral:
+            shutil.rmtree(self.state_dir, ignore_errors=True)
+        raise StackError(words or "the local stack did not come up")
+
+
+def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> StartingStack:
+    """Start a stack, and do not wait for it.
 
     Args:
         state_dir: its directory; a temporary one for an ephemeral stack if None.
@@ -123,7 +163,7 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         gpus: executors to start; each serves one device.
 
     Raises:
-        StackError: one runs there already, or it did not come up.
+        StackError: one runs there already.
     """
     if state_dir is None:
         state_dir = Path(tempfile.mkdtemp(prefix="wooly-")) if ephemeral else default_state_dir()
@@ -132,8 +172,7 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
-    log_path = state_dir / "supervisor.log"
-    with log_path.open("wb") as log:
+    with _log(state_dir).open("wb") as log:
         process = subprocess.Popen(
             [*argv, "--die-with-stdin"] if ephemeral else argv,
             stdin=subprocess.PIPE if ephemeral else subprocess.DEVNULL,
@@ -141,24 +180,20 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        stack = read_stack(state_dir)
-        if stack is not None:
-            stack.ephemeral = ephemeral
-            stack._process = process
-            return stack
-        if process.poll() is not None:
-            break
-        time.sleep(0.03)
-    process.kill()
-    process.wait()
-    if process.stdin is not None:
-        process.stdin.close()
-    words = log_path.read_text(errors="replace").strip()
-    if ephemeral:
-        shutil.rmtree(state_dir, ignore_errors=True)
-    raise StackError(words or "the local stack did not come up")
+    return StartingStack(state_dir, ephemeral, process)
+
+
+def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:
+    """Start a stack as `begin_stack` does, and wait until it serves.
+
+    Raises:
+        StackError: one runs there already, or it did not come up.
+    """
+    return begin_stack(state_dir, ephemeral=ephemeral, gpus=gpus).wait()
+
+
+def _log(state_dir: Path) -> Path:
+    return state_dir / "supervisor.log"
 
 
 def stop_stack(state_dir: Path, timeout: float = 15.0) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import select
 import shutil
@@ -24,10 +25,22 @@ from typing import Any
 import psutil
 from wooly_bus.authority import make_authority
 
-from wooly_local.processes import Service, die_with_parent
+from wooly_local.processes import Service, call_it, die_with_parent, preload
 from wooly_local.stack import default_state_dir, keys_of
 
 READY_TIMEOUT_S = 60.0
+#: Seconds after which a stack of one run's own has a compiler: what is over by then has no use for it.
+COMPILER_AFTER_S = 2.0
+#: What all services share, and what those with REST and a database share besides.
+EVERYWHERE = (
+    "wooly_bus.app",
+    "wooly_bus.streams",
+    "wooly_bus.tracing",
+    "wooly_bus.health",
+    "wooly_bus.channel",
+    "wooly_wis.program",
+)
+WITH_REST = ("sqlalchemy.orm", "alembic.command", "fastapi", "uvicorn", "prometheus_client", "wooly_wis.credits")
 
 
 def nats_server_binary() -> str:
@@ -69,9 +82,28 @@ class Supervisor:
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
         os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
-        router = Service(
+        # Executors first: they take longest. Then what of the others can begin, while more is loaded for the rest.
+        preload(EVERYWHERE)
+        (self.dir / "scheduler.port").unlink(missing_ok=True)
+        first = [*[self._executor(index, logs) for index in range(self.gpus)], self._scheduler(logs)]
+        self.services = [nats, *reversed(first)]
+        for service in first:
+            service.start()
+        preload(WITH_REST)
+        # Nobody waits for metering: what is used before it is there stays in the stream.
+        rest = [self._router(logs), self._metering(logs)]
+        self.services[1:1] = rest
+        for service in rest:
+            service.start()
+        self._wait_ready()
+        if not self.ephemeral:
+            self._start_compiler()
+        self.write_state("ready")
+
+    def _router(self, logs: Path) -> Service:
+        return Service(
             "router",
-            [sys.executable, "-m", "wooly_router"],
+            "wooly_router",
             {
                 "WOOLY_ROUTER_NATS_URL": self.nats_url,
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
@@ -81,10 +113,11 @@ class Supervisor:
             },
             logs / "router.log",
         )
-        (self.dir / "scheduler.port").unlink(missing_ok=True)
-        scheduler = Service(
+
+    def _scheduler(self, logs: Path) -> Service:
+        return Service(
             "scheduler",
-            [sys.executable, "-m", "wooly_scheduler"],
+            "wooly_scheduler",
             {
                 "WOOLY_SCHEDULER_NATS_URL": self.nats_url,
                 "WOOLY_SCHEDULER_STATE_DIR": str(self.dir),
@@ -92,9 +125,11 @@ class Supervisor:
             },
             logs / "scheduler.log",
         )
-        metering = Service(
+
+    def _metering(self, logs: Path) -> Service:
+        return Service(
             "metering",
-            [sys.executable, "-m", "wooly_metering"],
+            "wooly_metering",
             {
                 "WOOLY_METERING_NATS_URL": self.nats_url,
                 "WOOLY_METERING_STATE_DIR": str(self.dir),
@@ -102,18 +137,13 @@ class Supervisor:
             },
             logs / "metering.log",
         )
-        executors = [self._executor(index, logs) for index in range(self.gpus)]
-        # Nobody waits for metering: what is used before it is there stays in the stream.
-        self.services = [nats, router, scheduler, metering, *executors]
-        for service in self.services[1:]:
-            service.start()
-        self._wait_ready()
+
+    def _start_compiler(self) -> None:
+        """Nobody waits for it: programs run as they are until it has something better."""
         if importlib.util.find_spec("wooly_compiler") is not None:
-            # Last, for nobody waits for it: programs run as they are until it has something better.
-            compiler = self._compiler(logs)
+            compiler = self._compiler(self.dir / "logs")
             self.services.append(compiler)
             compiler.start()
-        self.write_state("ready")
 
     def _compiler(self, logs: Path) -> Service:
         """What a stack of one run's own compiles is for the next run, too."""
@@ -122,7 +152,7 @@ class Supervisor:
             "WOOLY_COMPILER_NATS_URL": self.nats_url,
             "WOOLY_COMPILER_STATE_DIR": os.environ.get("WOOLY_COMPILER_STATE_DIR") or str(home / "compiler"),
         }
-        return Service("compiler", [sys.executable, "-m", "wooly_compiler"], env, logs / "compiler.log")
+        return Service("compiler", "wooly_compiler", env, logs / "compiler.log")
 
     def _executor(self, index: int, logs: Path) -> Service:
         name = f"executor-{index}"
@@ -139,7 +169,7 @@ class Supervisor:
                 "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // self.gpus),
             }
             env |= {k: os.environ.get(k) or str(v) for k, v in shares.items()}
-        return Service(name, [sys.executable, "-m", "wooly_executor"], env, logs / f"{name}.log")
+        return Service(name, "wooly_executor", env, logs / f"{name}.log")
 
     def _start_nats(self, logs: Path) -> Service:
         ports_dir = self.dir / "nats"
@@ -175,7 +205,7 @@ class Supervisor:
                 # With the scheduler there, the first session is admitted like all others.
                 if (self.dir / "scheduler.port").exists() and self._executors() >= self.gpus:
                     return
-            time.sleep(0.05)
+            time.sleep(0.03)
         raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))
 
     def _executors(self) -> int:
@@ -204,11 +234,16 @@ class Supervisor:
 
     def watch(self, stdin: bool) -> None:
         """Keep the services alive until told to stop."""
+        compiler_at = time.monotonic() + COMPILER_AFTER_S if self.ephemeral else math.inf
         while not self._stopping:
             ready, _, _ = select.select([sys.stdin] if stdin else [], [], [], 0.2)
             if ready and not os.read(sys.stdin.fileno(), 4096):
                 return
             now = time.monotonic()
+            if now >= compiler_at:
+                compiler_at = math.inf
+                self._start_compiler()
+                self.write_state("ready")
             restarted = [service.name for service in self.services if service.keep_alive(now)]
             if restarted:
                 port_file = self.dir / "router.port"
@@ -221,9 +256,13 @@ class Supervisor:
         self._stopping = True
 
     def shut_down(self) -> None:
-        """Stop the services, executors first."""
-        for service in reversed(self.services):
-            service.stop()
+        """Stop the services: executors first, whose last words the others take in, and NATS when nobody needs it."""
+        executors = [s for s in self.services if s.argv == "wooly_executor"]
+        for together in (executors, self.services[1:], self.services[:1]):
+            for service in together:
+                service.ask_to_end()
+            for service in together:
+                service.see_it_end()
         (self.dir / "stack.json").unlink(missing_ok=True)
 
 
@@ -246,6 +285,7 @@ def main() -> int:
     if args.die_with_stdin:
         die_with_parent()
     args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    call_it("stack")
     supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)

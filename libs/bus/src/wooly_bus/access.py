@@ -40,11 +40,13 @@ class Access:
         url: one or more URLs, separated by commas.
         credentials: makes or reads what is shown; None: nothing. Asked for every connection, so that they may be renewed.
         tls_ca: authorities to trust on `tls://`; None: the system's.
+        own: the tenant that what is made here belongs to, where whoever gave the credentials said so; empty: not known.
     """
 
     url: str
     credentials: Callable[[], Credentials] | None = None
     tls_ca: Path | None = None
+    own: str = ""
 
     @classmethod
     def of(cls, there: str | Access) -> Access:

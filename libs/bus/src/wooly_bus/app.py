@@ -91,6 +91,7 @@ class ServiceApp:
             error_cb=self._on_error,
             disconnected_cb=self._on_disconnect,
             reconnected_cb=self._on_reconnect,
+            closed_cb=self._on_closed,
         )
 
     async def _on_error(self, error: Exception) -> None:
@@ -102,6 +103,12 @@ class ServiceApp:
     async def _on_disconnect(self) -> None:
         if not self._ending:
             log.warning("the connection to NATS at %s is gone; trying again", self.url)
+
+    async def _on_closed(self) -> None:
+        if not self._ending:  # nats-py gives up where credentials end, and nowhere else
+            why = self._last_error or "its credentials have ended"
+            cure = "renew what WOOLY_NATS_CREDS names, and start this service again"
+            log.error("the connection to NATS at %s is closed for good: %s; %s", self.url, why, cure)
 
     async def _on_reconnect(self) -> None:
         self._last_error = ""
@@ -266,7 +273,7 @@ class ServiceApp:
         self._ending = True
         try:
             await self.broker.stop()
-        except nats.errors.ConnectionReconnectingError:  # NATS is away: there is nobody to take leave of
+        except (nats.errors.ConnectionReconnectingError, nats.errors.ConnectionClosedError):  # nobody to take leave of
             if self._client is not None:
                 await self._client.close()
 

@@ -51,6 +51,11 @@ class Authority:
         return self.folder / "channel.seed"
 
     @property
+    def channel_public_file(self) -> Path:
+        """By which executors verify them, for who sets variables from files."""
+        return self.folder / "channel.public"
+
+    @property
     def channel_public(self) -> str:
         """By which executors verify them."""
         return Key.read(self.channel_seed.read_text(), "cluster").public
@@ -93,6 +98,7 @@ def make_authority(folder: Path) -> Authority:
     if authority.server_conf.exists():  # written last
         return authority
     operator, system, account, signing = (Key.new(k) for k in ("operator", "account", "account", "account"))
+    channel = Key.new("cluster")
     issuer = Issuer(signing, account.public)
     accounts = {
         system.public: _account("SYS", system, operator, (), storage=False),
@@ -103,7 +109,8 @@ def make_authority(folder: Path) -> Authority:
         (folder / "operator.seed", operator.seed),
         (folder / "account.seed", account.seed),
         (authority.signing_seed, signing.seed),
-        (authority.channel_seed, Key.new("cluster").seed),
+        (authority.channel_seed, channel.seed),
+        (authority.channel_public_file, channel.public),
         (authority.service_creds, issuer.service().text()),
         (authority.admin_creds, issuer.administrator().text()),
         (authority.server_conf, _configuration(_signed("wooly", operator, operator, whole), system.public, accounts)),

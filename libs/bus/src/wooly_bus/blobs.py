@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import io
+import json
 import re
+import secrets
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 
 import nats.errors
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, ObjectStoreConfig
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    Header,
+    ObjectInfo,
+    ObjectMetaOptions,
+    ObjectStoreConfig,
+)
+from nats.js.errors import APIError, NotFoundError
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import NotFoundError, ObjectNotFoundError
 from nats.js.object_store import ObjectStore
+from wooly_wis.messages import PIECE_BYTES, GetBlobReply, GetBlobRequest, PutBlobReply, PutBlobRequest
 from wooly_wis.module import hasher
 
+from wooly_bus import subjects
 from wooly_bus.errors import BusError
+from wooly_bus.rpc import ControlClient
 from wooly_bus.streams import StreamError
 
 #: Seconds that a blob is kept after it was last put.
 KEPT_S = 7 * 24 * 3600.0
 BATCH = 64
 SILENCE_S = 10.0
+#: Seconds that a router has for one piece, and for the last one: it reads the whole blob back.
+PIECE_S, LAST_PIECE_S = 10.0, 120.0
+#: What JetStream says of a message that does not follow the one that it should.
+_WRONG_LAST_SEQUENCE = 10071
 
 
 class BlobMissingError(BusError):
@@ -35,6 +54,19 @@ class BlobCorruptError(BusError):
     """A blob's bytes are not those that its name says."""
 
     code = "bus.blob_corrupt"
+
+
+class UploadError(BusError):
+    """A piece of a blob does not follow the one before."""
+
+    code = "bus.upload"
+
+
+def name_of(data: bytes | bytearray | memoryview) -> str:
+    """The name of a blob: the digest of its bytes, in hex."""
+    h = hasher()
+    h.update(data)
+    return h.hexdigest()
 
 
 def bucket_of(tenant: str) -> str:
@@ -81,21 +113,26 @@ class BlobStore:
         Raises:
             StreamError: JetStream does not answer, or refuses.
         """
-        h = hasher()
-        h.update(data)
-        name = h.hexdigest()
+        name = name_of(data)
         try:
             store = await self._open()
-            try:
-                known = await store.get_info(name)
-                if known.size == len(data):
-                    return name
-            except ObjectNotFoundError:
-                pass
+            if await self.has(name, len(data)):
+                return name
             await store.put(name, io.BytesIO(data))
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
         return name
+
+    async def has(self, name: str, size: int) -> bool:
+        """Whether there is a blob of that name and size.
+
+        Raises:
+            StreamError: JetStream does not answer.
+        """
+        try:
+            return await self.size(name) == size
+        except BlobMissingError:
+            return False
 
     async def size(self, name: str) -> int:
         """Bytes of a blob.
@@ -127,30 +164,45 @@ class BlobStore:
         """
         nuid, size = await self._info(name)
         h, at, last = hasher(), 0, b""
-        if size:
-            config = ConsumerConfig(
-                deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE, inactive_threshold=30.0, mem_storage=True
-            )
-            try:
-                subscription = await self._js.pull_subscribe(
-                    f"$O.{self.bucket}.C.{nuid}", stream=f"OBJ_{self.bucket}", config=config
-                )
-                try:
-                    while at < size:
-                        for message in await subscription.fetch(BATCH, timeout=SILENCE_S):
-                            if last:
-                                yield last
-                            last = message.data
-                            h.update(last)
-                            at += len(last)
-                finally:
-                    await subscription.unsubscribe()
-            except (TimeoutError, nats.errors.Error, JetStreamError, OSError) as e:
-                raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__} after {at} of {size} bytes") from e
+        async for data in self._kept(name, nuid, size):
+            if last:
+                yield last
+            last = data
+            h.update(last)
+            at += len(last)
         if h.hexdigest() != name or at != size:
             raise BlobCorruptError(f"blob {name[:16]}… has bytes that its name does not stand for")
         if last:
             yield last
+
+    async def _kept(self, name: str, nuid: str, size: int) -> AsyncIterator[bytes]:
+        """What is kept under `nuid`, unverified, until it is at least `size` bytes.
+
+        Raises:
+            StreamError: JetStream does not answer, or has less.
+        """
+        if not size:
+            return
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.ALL, ack_policy=AckPolicy.NONE, inactive_threshold=30.0, mem_storage=True
+        )
+        at = 0
+        try:
+            subscription = await self._js.pull_subscribe(
+                self._pieces_of(nuid), stream=f"OBJ_{self.bucket}", config=config
+            )
+            try:
+                while at < size:
+                    for message in await subscription.fetch(BATCH, timeout=SILENCE_S):
+                        at += len(message.data)
+                        yield message.data
+            finally:
+                await subscription.unsubscribe()
+        except (TimeoutError, nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__} after {at} of {size} bytes") from e
+
+    def _pieces_of(self, nuid: str) -> str:
+        return f"$O.{self.bucket}.C.{nuid}"
 
     async def get(self, name: str, limit: int) -> bytes:
         """A whole blob of at most `limit` bytes; see `chunks`.
@@ -163,6 +215,98 @@ class BlobStore:
             raise BlobCorruptError(f"blob {name[:16]}… has {size} bytes, at most {limit} were expected")
         return b"".join([chunk async for chunk in self.chunks(name)])
 
+    # -- piece by piece, for who has no JetStream -----------------------------------------------------------------------
+
+    async def held(self) -> int:
+        """Bytes of the whole bucket.
+
+        Raises:
+            StreamError: JetStream does not answer.
+        """
+        try:
+            return int((await (await self._open()).status()).size)
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
+
+    async def append(self, upload: str, offset: int, data: bytes, after: int) -> int:
+        """Keep the piece of an upload that follows number `after` (0: the first). Returns its number. Again, it changes nothing.
+
+        Raises:
+            UploadError: it does not follow that one.
+            StreamError: JetStream does not answer, or refuses.
+        """
+        headers = {"Nats-Msg-Id": f"{upload}:{offset}", Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(after)}
+        try:
+            await self._open()
+            return int((await self._js.publish(self._pieces_of(upload), data, headers=headers)).seq)
+        except APIError as e:
+            if e.err_code == _WRONG_LAST_SEQUENCE:
+                return await self._appended(upload, headers["Nats-Msg-Id"], after)
+            raise StreamError(f"upload {upload}: {e}") from e
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+
+    async def _appended(self, upload: str, id: str, after: int) -> int:
+        """The number of the last piece of an upload, if it is that one: its answer was lost."""
+        try:
+            last = await self._js.get_last_msg(f"OBJ_{self.bucket}", self._pieces_of(upload))
+        except NotFoundError:
+            last = None
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+        if last is None or (last.headers or {}).get("Nats-Msg-Id") != id:
+            raise UploadError(f"piece {id} does not follow number {after}: begin again")
+        return int(last.seq or 0)
+
+    async def finish(self, name: str, upload: str, size: int) -> None:
+        """Make a blob of an upload's pieces, once they are read back and are what the name says; otherwise they are removed.
+
+        Raises:
+            BlobCorruptError: they are not.
+            StreamError: JetStream does not answer, or refuses.
+        """
+        ours, theirs, at, count = hasher(), hashlib.sha256(), 0, 0
+        async for data in self._kept(name, upload, size):
+            for h in (ours, theirs):  # the second for other clients of the object store
+                h.update(data)
+            at, count = at + len(data), count + 1
+        options = ObjectMetaOptions(max_chunk_size=PIECE_BYTES)
+        info = ObjectInfo(name, self.bucket, upload, at, datetime.now(UTC).isoformat(), count, options=options)
+        info.digest = f"SHA-256={base64.urlsafe_b64encode(theirs.digest()).decode()}"
+        try:
+            if ours.hexdigest() != name or at != size:
+                await self._js.purge_stream(f"OBJ_{self.bucket}", subject=self._pieces_of(upload))
+                raise BlobCorruptError(f"what was sent is not what {name[:16]}… stands for")
+            about = f"$O.{self.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+            await self._js.publish(about, json.dumps(info.as_dict()).encode(), headers={Header.ROLLUP: "sub"})
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+
+    async def piece(self, name: str, after: int) -> tuple[int, bytes, int]:
+        """What of a blob follows number `after` (0: its beginning), unverified: the blob's size, bytes, the number to go on from.
+
+        Raises:
+            BlobMissingError: it is not there.
+            StreamError: JetStream does not answer.
+        """
+        nuid, size = await self._info(name)
+        parts: list[bytes] = []
+        length = largest = 0
+        try:
+            while length < size and length + largest <= PIECE_BYTES:
+                try:
+                    found = await self._js.get_msg(
+                        f"OBJ_{self.bucket}", after + 1, subject=self._pieces_of(nuid), next=True
+                    )
+                except NotFoundError:
+                    break
+                parts.append(found.data or b"")
+                after, largest = int(found.seq or 0), max(largest, len(parts[-1]))
+                length += len(parts[-1])
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+        return size, b"".join(parts), after
+
 
 async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: int = 4) -> list[str]:
     """Keep several blobs. Returns their names, in order."""
@@ -173,3 +317,64 @@ async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: in
             return await store.put(data)
 
     return list(await asyncio.gather(*[one(b) for b in blobs]))
+
+
+class AskedBlobs:
+    """A tenant's blobs, asked of the router: for a client whose credentials are that tenant's and have no JetStream.
+
+    Args:
+        control: a connection with such credentials.
+    """
+
+    def __init__(self, control: ControlClient) -> None:
+        self._control = control
+
+    def put(self, data: bytes | bytearray | memoryview) -> str:
+        """Keep bytes. Returns their name. What is there already is not sent again.
+
+        Raises:
+            BusError: the router refuses, or nobody answers.
+        """
+        view = memoryview(data).cast("B")
+        name, size = name_of(view), len(view)
+        upload, offset, after = secrets.token_hex(16), 0, 0
+        piece = view if size <= PIECE_BYTES else view[:0]  # what is large may be there already
+        while True:
+            request = PutBlobRequest(
+                digest=name,
+                nbytes=size,
+                upload=upload,
+                offset=offset,
+                after=after,
+                data=base64.b64encode(piece).decode(),
+            )
+            last = offset + len(piece) == size
+            reply = self._control.insist(
+                subjects.ROUTER_BLOB_PUT, request, PutBlobReply, timeout=LAST_PIECE_S if last else PIECE_S
+            )
+            if reply.kept:
+                return name
+            offset, after = offset + len(piece), reply.after
+            piece = view[offset : offset + PIECE_BYTES]
+
+    def get(self, name: str, limit: int) -> bytearray:
+        """A whole blob of at most `limit` bytes.
+
+        Raises:
+            BlobCorruptError: it is larger, or its bytes are not those that its name says.
+            BusError: there is none, or nobody answers.
+        """
+        found, after = bytearray(), 0
+        while True:
+            request = GetBlobRequest(digest=name, after=after)
+            reply = self._control.insist(subjects.ROUTER_BLOB_GET, request, GetBlobReply, timeout=PIECE_S)
+            if reply.nbytes > limit:
+                raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes, at most {limit} were expected")
+            data = base64.b64decode(reply.data)
+            found += data
+            after = reply.after
+            if len(found) >= reply.nbytes or not data:
+                break
+        if len(found) != reply.nbytes or name_of(found) != name:
+            raise BlobCorruptError(f"blob {name[:16]}… has bytes that its name does not stand for")
+        return found

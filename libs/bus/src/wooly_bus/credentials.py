@@ -43,6 +43,10 @@ class Permissions:
         """Whether the server would take a message there from this user."""
         return self.publish is None or any(subjects.matches(pattern, subject) for pattern in self.publish)
 
+    def may_subscribe(self, subject: str) -> bool:
+        """Whether the server would let this user hear what is published there."""
+        return self.subscribe is None or any(subjects.matches(pattern, subject) for pattern in self.subscribe)
+
 
 class Credentials:
     """What a connection shows to NATS.

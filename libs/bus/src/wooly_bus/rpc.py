@@ -9,13 +9,16 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import queue
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from wooly_wis.messages import Message
 
 from wooly_bus import subjects
@@ -29,6 +32,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("wooly.bus")
 #: Seconds for which a connection with old credentials is kept, for answers that are on their way.
 OLD_CONNECTION_S = 5.0
+#: Seconds after which it is looked whether credentials are to be renewed: a machine that sleeps stops timers, not the clock.
+LOOK_S = 15.0
+#: Seconds between two attempts to renew them, at least and at most.
+AGAIN_S = (0.5, 30.0)
+#: What to do about credentials that ended and that nobody renews.
+CURE = (
+    "whoever keeps the .creds file must renew it (POST /api/v1/credentials of the controller), or name the controller's REST and "
+    "an API token in place of it: from there they are renewed by themselves"
+)
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
@@ -65,7 +77,9 @@ async def settled(client: Client) -> None:
 class ControlClient:
     """A connection to NATS that can be used from any thread. It comes back by itself when NATS does.
 
-    Credentials that end are renewed in time: a second connection is made with new ones, and takes the place of the first.
+    Credentials that end are renewed in time: a second connection is made with new ones, and takes the place of the first. Where
+    that was missed (the machine slept, or nobody had new ones), the next request does it: nats-py gives up a connection whose
+    credentials have ended, for good.
 
     Raises:
         BusConnectError: no server answers within `timeout` seconds.
@@ -76,20 +90,36 @@ class ControlClient:
         self.access = Access.of(there)
         self.url = str(self.access)
         self._tls = self.access.tls()
-        self._held = None if self.access.credentials is None else self.access.credentials()
+        self._timeout = timeout
         self._name = name
         self._last_error = ""
+        self._closing = False
+        self._ended, self._renewing = asyncio.Event(), asyncio.Lock()
+        self._hears: dict[queue.SimpleQueue[bytes], tuple[str, Subscription]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
+        self._hold(None if self.access.credentials is None else self.access.credentials())
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
         self._thread.start()
         try:
-            self._nc: Client = self._await(self._connect(timeout, self._held), timeout + 2)
+            self._nc: Client = self._await(self._connect(self._held), timeout + 2)
         except BaseException:
             self._stop()
             raise
         if self._held is not None and self._held.expires_at is not None:
-            asyncio.run_coroutine_threadsafe(self._keep_valid(timeout), self._loop)
+            asyncio.run_coroutine_threadsafe(self._keep_valid(), self._loop)
+
+    def _hold(self, held: Credentials | None) -> None:
+        """Show these from now on. `_ends` is unknown where our clock is not the issuer's; at `_due` they are renewed."""
+        self._held = held
+        now, ends = time.time(), None if held is None else held.expires_at
+        self._ends = ends if ends is not None and ends > now else None
+        self._due = None if self._ends is None else now + (self._ends - now) / 3 * 2
+
+    @property
+    def tenant(self) -> str | None:
+        """Whose the credentials are; None: nobody's in particular, or there are none."""
+        return None if self._held is None else self._held.tenant
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -107,22 +137,58 @@ class ControlClient:
         """Connection errors reach the caller through the request that they break."""
         self._last_error = str(error) or type(error).__name__
 
-    async def _keep_valid(self, timeout: float) -> None:
-        """Have a connection with new credentials before the old ones end."""
-        while self._held is not None and self._held.expires_at is not None and self.access.credentials is not None:
-            await asyncio.sleep(max(0.2, (self._held.expires_at - time.time()) / 3 * 2))
+    async def _keep_valid(self) -> None:
+        """Have a connection with new credentials before the old ones end, or as soon as there are any."""
+        pause, complaint = 0.0, ""
+        while True:
+            if pause:
+                await asyncio.sleep(pause)
+            else:
+                await self._until_due()
             try:
-                held = await asyncio.to_thread(self.access.credentials)
-                if held.jwt == self._held.jwt:
-                    continue  # whoever renews them has not done so yet
-                connection = await self._connect(timeout, held)
+                await self._renew()
+                pause = 0.0
             except BusError as e:
-                log.warning("the credentials for NATS at %s could not be renewed: %s", self.url, e)
-                continue
-            leaving = asyncio.create_task(self._leave(self._nc))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
-            self._held, self._nc = held, connection
+                if str(e) != complaint:
+                    log.warning("the credentials for NATS at %s could not be renewed: %s", self.url, e)
+                pause, complaint = min(max(pause * 2, AGAIN_S[0]), AGAIN_S[1]), str(e)
+
+    async def _until_due(self) -> None:
+        while not self._ended.is_set() and (self._due is None or time.time() < self._due):
+            left = LOOK_S if self._due is None else min(LOOK_S, self._due - time.time())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), max(left, 0.01))
+
+    def _is_over(self) -> bool:
+        """The connection is of no use any more: it was closed, or what it showed has ended."""
+        return self._nc.is_closed or (self._ends is not None and time.time() > self._ends)
+
+    async def _renew(self) -> None:
+        """A connection with new credentials in the place of ours; nothing if another did it, or nobody has new ones yet.
+
+        Raises:
+            BusError: the old ones have ended, and there are no new ones.
+        """
+        before = self._held
+        assert self.access.credentials is not None
+        async with self._renewing:
+            if self._held is not before:
+                return
+            held = await asyncio.to_thread(self.access.credentials)
+            if before is not None and held.jwt == before.jwt:
+                if self._is_over():
+                    raise BusConnectError(f"the credentials for NATS at {self.url} ended{_when(before)}: {CURE}")
+                self._hold(held)  # whoever renews them has not done so yet
+                return
+            before_hears = [subscription for _, subscription in self._hears.values()]
+            connection = await self._connect(held)
+            await _unsubscribe(self._nc, before_hears)
+            old, self._nc = self._nc, connection
+            self._hold(held)
+            self._ended.clear()
+        leaving = asyncio.create_task(self._leave(old))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     async def _leave(self, connection: Client) -> None:
         try:
@@ -130,13 +196,22 @@ class ControlClient:
         finally:
             await connection.close()
 
-    async def _connect(self, timeout: float, held: Credentials | None) -> Client:
-        client = Client()
+    async def _connect(self, held: Credentials | None) -> Client:
+        client, timeout = Client(), self._timeout
 
         async def on_error(error: Exception) -> None:
             await self._on_error(error)
-            if client.is_connecting and "authorization" in str(error).lower():
-                raise error  # nats-py would try for ever
+            if "authorization" in str(error).lower():
+                if client.is_connecting:
+                    raise error  # nats-py would try for ever
+                if client.is_reconnecting and held is not None:  # with what it showed before, it always will be refused
+                    closing = asyncio.create_task(client.close())
+                    self._leaving.add(closing)
+                    closing.add_done_callback(self._leaving.discard)
+
+        async def on_closed() -> None:
+            if held is not None and held is self._held and not self._closing:
+                self._ended.set()
 
         connecting = client.connect(
             [server.strip() for server in self.access.url.split(",")],
@@ -146,10 +221,15 @@ class ControlClient:
             reconnect_time_wait=0.2,  # type: ignore[arg-type]  # it sleeps so long; annotated int
             allow_reconnect=True,
             error_cb=on_error,
+            closed_cb=on_closed,
             **options(held, self._tls),
         )
         try:
             await asyncio.wait_for(connecting, timeout)
+            for heard, (subject, _) in list(self._hears.items()):
+                self._hears[heard] = (subject, await client.subscribe(subject, cb=_into(heard)))
+            if self._hears:
+                await settled(client)
         except asyncio.CancelledError:
             await client.close()
             raise
@@ -160,10 +240,22 @@ class ControlClient:
         except (OSError, ValueError, nats.errors.Error) as e:
             if "authorization" in str(e).lower():
                 await client.close()
+                if held is not None and held.expires_at is not None and held.expires_at < time.time():
+                    raise BusConnectError(f"the credentials for NATS at {self.url} ended{_when(held)}: {CURE}") from e
                 what = "its credentials" if held is None else "other credentials"
                 raise BusConnectError(f"NATS at {self.url} does not let us in: it wants to see {what}") from e
             raise BusConnectError(f"cannot use {self.url} as the address of a NATS server: {e}") from e
         return client
+
+    async def _usable(self) -> Client:
+        """The connection, or another one if that one is over.
+
+        Raises:
+            BusError: there is no other one to be had.
+        """
+        if self._is_over() and not self._closing and self.access.credentials is not None:
+            await self._renew()
+        return self._nc
 
     def _await(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         try:
@@ -195,16 +287,66 @@ class ControlClient:
                 raise RefusedError("bus.forbidden", f"these credentials may not ask {subjects.template(subject)}")
 
         async def ask() -> M:
+            connection = await self._usable()
             with nats_errors(self.url, subject, timeout):
-                answer = await self._nc.request(subject, data, timeout=timeout, headers=headers)
+                answer = await connection.request(subject, data, timeout=timeout, headers=headers)
             return decode_reply(answer.data, answer.headers, reply)
 
-        return self._await(ask(), timeout + 2)
+        return self._await(ask(), timeout + self._timeout + 5)
+
+    def insist(
+        self, subject: str, message: Message, reply: type[M], *, timeout: float = 4.0, patience_s: float = 20.0
+    ) -> M:
+        """Ask until there is an answer, for what may be asked twice: services restart, connections break.
+
+        Raises:
+            BusError: as `request`, after `patience_s` seconds, or at once where asking again would not help.
+        """
+        until, pause = time.monotonic() + patience_s, 0.1
+        while True:
+            try:
+                return self.request(subject, message, reply, timeout=timeout)
+            except BusError as e:
+                if not e.retryable or time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 2, 2.0)
+
+    @contextlib.contextmanager
+    def hearing(self, subject: str) -> Iterator[queue.SimpleQueue[bytes]]:
+        """Yields what is published there from now on.
+
+        What is published while the connection is away is not heard, and something may be heard twice while it is replaced.
+
+        Raises:
+            RefusedError: these credentials may not.
+            BusConnectError: the connection is broken or was closed.
+        """
+        if self._held is not None and not self._held.permissions.may_subscribe(subject):
+            raise RefusedError("bus.forbidden", f"these credentials may not hear {subjects.template(subject)}")
+        heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+        async def begin() -> None:
+            connection = await self._usable()
+            with nats_errors(self.url, subject, self._timeout):
+                self._hears[heard] = (subject, await connection.subscribe(subject, cb=_into(heard)))
+                await settled(connection)
+
+        async def end() -> None:
+            await _unsubscribe(self._nc, [self._hears.pop(heard)[1]])
+
+        self._await(begin(), 2 * self._timeout + 5)
+        try:
+            yield heard
+        finally:
+            with contextlib.suppress(BusConnectError):
+                self._await(end(), 2)
 
     def close(self) -> None:
         """Close the connection and end the thread. Closing twice is no error."""
         if self._loop.is_closed():
             return
+        self._closing = True
         try:
             self._await(self._nc.close(), 2)
         finally:
@@ -214,3 +356,25 @@ class ControlClient:
         with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(2)
+
+
+def _into(heard: queue.SimpleQueue[bytes]) -> Callable[[Msg], Awaitable[None]]:
+    async def hear(message: Msg) -> None:
+        heard.put(message.data)
+
+    return hear
+
+
+async def _unsubscribe(connection: Client, subscriptions: list[Subscription]) -> None:
+    """Hear no more of them; nothing where the connection is gone."""
+    if not subscriptions or not connection.is_connected:
+        return
+    with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
+        for subscription in subscriptions:
+            await subscription.unsubscribe()
+        await settled(connection)
+
+
+def _when(held: Credentials) -> str:
+    """When credentials ended, for people."""
+    return "" if held.expires_at is None else time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(held.expires_at))

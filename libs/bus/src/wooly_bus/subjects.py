@@ -22,13 +22,19 @@ EXECUTOR_MEMORY_EVENTS = f"{PREFIX}.evt.executor.memory.borne.*"
 EXECUTOR_MEMORY_STREAM = "WOOLY_EVT_MEMORY"
 EXECUTOR_ARTIFACT_REJECTED = f"{PREFIX}.evt.executor.artifact.rejected"
 COMPILER_PROGRAM_EXPLAIN = f"{PREFIX}.rpc.compiler.program.explain"
-#: Where anybody submits jobs (`SubmitJob`), and the stream that keeps them until a router has taken them in.
+#: Where jobs are submitted (`SubmitJob`), and the stream that keeps them until a router has taken them in. What tenants' clients
+#: submit, at `for_tenant` of it, goes into no stream: a router answers once it has taken the job in.
 ROUTER_JOB_SUBMIT = f"{PREFIX}.cmd.router.job.submit"
 ROUTER_COMMAND_STREAM = "WOOLY_CMD_ROUTER"
+#: Where tenants' clients put blobs and read them, as `for_tenant` makes it; all others have JetStream for it.
+ROUTER_BLOB_PUT = f"{PREFIX}.rpc.router.blob.put"
+ROUTER_BLOB_GET = f"{PREFIX}.rpc.router.blob.get"
 ROUTER_TASK_LIST = f"{PREFIX}.rpc.router.task.list"
 ROUTER_TASK_GET = f"{PREFIX}.rpc.router.task.get"
 ROUTER_TASK_CANCEL = f"{PREFIX}.rpc.router.task.cancel"
 ROUTER_TASK_PRIORITIZE = f"{PREFIX}.rpc.router.task.prioritize"
+#: Services that are asked over HTTP ask a router who shows a token (`CheckTokenRequest`).
+ROUTER_TOKEN_CHECK = f"{PREFIX}.rpc.router.token.check"
 #: What becomes of tasks (`TaskChanged`), by tenant, and the stream that keeps it.
 ROUTER_TASKS_CHANGED = f"{PREFIX}.evt.router.task.changed.*"
 ROUTER_EVENT_STREAM = "WOOLY_EVT_ROUTER"
@@ -49,6 +55,7 @@ EXECUTOR_USAGES = f"{PREFIX}.evt.executor.usage.recorded.*"
 EXECUTOR_USAGE_STREAM = "WOOLY_EVT_USAGE"
 METERING_CREDITS_SHOW = f"{PREFIX}.rpc.metering.credits.show"
 METERING_BUDGET_SET = f"{PREFIX}.rpc.metering.budget.set"
+METERING_BUDGET_CHECK = f"{PREFIX}.rpc.metering.budget.check"
 METERING_PLAN_ADD = f"{PREFIX}.rpc.metering.plan.add"
 METERING_PLAN_LIST = f"{PREFIX}.rpc.metering.plan.list"
 METERING_ENTRY_LIST = f"{PREFIX}.rpc.metering.entry.list"
@@ -66,6 +73,9 @@ CLIENT_SUBJECTS = (
     ("tasks:write", ROUTER_SESSION_OPEN),
     ("tasks:write", ROUTER_SESSION_RENEW),
     ("tasks:write", ROUTER_SESSION_CLOSE),
+    ("tasks:write", ROUTER_JOB_SUBMIT),
+    ("blobs:write", ROUTER_BLOB_PUT),
+    ("blobs:read", ROUTER_BLOB_GET),
     ("tasks:read", ROUTER_TASK_LIST),
     ("tasks:read", ROUTER_TASK_GET),
     ("tasks:write", ROUTER_TASK_CANCEL),
@@ -135,6 +145,11 @@ def executor_memory_borne(executor_id: str) -> str:
 def compiler_program_compile(family: str) -> str:
     """Where artifacts are asked for, for a family of targets: whoever can build for it listens there."""
     return f"{PREFIX}.rpc.compiler.program.compile.{_id(family)}"
+
+
+def compiler_kernel_compile(family: str) -> str:
+    """Where the code of kernels in other languages is asked for, for a family of targets."""
+    return f"{PREFIX}.rpc.compiler.kernel.compile.{_id(family)}"
 
 
 def executor_job_run(executor_id: str) -> str:

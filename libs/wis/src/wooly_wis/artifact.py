@@ -19,6 +19,7 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -417,3 +418,13 @@ def cuda_target(major: int, minor: int) -> str:
 def family(target: str) -> str:
     """Those targets that one compiler serves or does not: of a CPU, all numbers of cores. One token of a subject."""
     return target.partition("-x")[0].replace(":", "-").replace(".", "-")
+
+
+def compiler_version(compiler: Path) -> str:
+    """Twelve hex digits over the sources of a compiler, which lie there, and of what it speaks."""
+    found = hashlib.blake2b(digest_size=6)
+    for root in (compiler, Path(__file__).parent):
+        for path in sorted(root.rglob("*.py")):
+            found.update(f"{root.name}/{path.relative_to(root)}\0".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()

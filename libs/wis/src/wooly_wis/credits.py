@@ -144,6 +144,18 @@ class SetBudgetRequest(Message):
     hard_ucr: Quantity | None = None
 
 
+class CheckBudgetRequest(Message):
+    """May this tenant have another session? (router to metering)"""
+
+    tenant: Name
+
+
+class CheckBudgetReply(Message):
+    """Why not: which limit, what was spent, how to raise it; empty: it may."""
+
+    refusal: str = ""
+
+
 class PricePlan(Message):
     """What usage costs on a kind of device and in a class, from a moment on (and until another).
 

@@ -17,8 +17,13 @@ from wooly_wis.errors import DecodeError, EncodeError, RuleError
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role
 
 OPCODE: Final = "kernel.launch"
-LANGUAGES: Final = ("ttir", "cuda-c")
+LANGUAGES: Final = ("ttir", "cuda-c", "ptx")
+#: Those in which nobody but a chip's vendor can tell what is loaded and stored: for tenants who may.
+OPAQUE: Final = frozenset({"ptx"})
 MAX_SOURCE_BYTES: Final = 1 << 20
+#: Sources that a session or a module may have, and their bytes.
+MAX_SOURCES: Final = 1024
+MAX_SOURCES_BYTES: Final = 16 << 20
 MAX_ARGUMENTS: Final = 256
 MAX_GRID: Final = (1 << 31) - 1
 MAX_BLOCK: Final = 1024
@@ -288,10 +293,11 @@ class ForeignCode:
     code: bytes
 
 
-def encode_code(code: ForeignCode) -> bytes:
-    """Bytes of a kernel's code: they end with the digest of those before."""
+def encode_code(code: ForeignCode, name: str) -> bytes:
+    """Bytes of a kernel's code: they say under which name (`KernelKey.name`), and end with the digest of those before."""
     head = json.dumps(
         {
+            "name": name,
             "entry": code.entry,
             "parameters": [[p.dtype.label if p.dtype else None, p.buffer, p.writes] for p in code.parameters],
             "places": code.places,
@@ -301,11 +307,11 @@ def encode_code(code: ForeignCode) -> bytes:
     return raw + digest(raw)
 
 
-def decode_code(raw: bytes) -> ForeignCode:
+def decode_code(raw: bytes, name: str) -> ForeignCode:
     """The code that bytes encode.
 
     Raises:
-        DecodeError: they do not encode any.
+        DecodeError: they do not encode any, or not that of this name.
     """
     body = raw[:-DIGEST_SIZE]
     if len(raw) < 8 + DIGEST_SIZE or raw[:4] != _CODE_MAGIC or digest(body) != raw[-DIGEST_SIZE:]:
@@ -313,6 +319,8 @@ def decode_code(raw: bytes) -> ForeignCode:
     end = 8 + int.from_bytes(raw[4:8], "little")
     try:
         head = json.loads(body[8:end])
+        if head["name"] != name:
+            raise DecodeError(f"a kernel's code is that of {str(head['name'])[:40]}, not of {name}")
         parameters = tuple(
             [
                 Parameter(BY_LABEL[label] if label else None, bool(buffer), bool(writes))
@@ -324,8 +332,32 @@ def decode_code(raw: bytes) -> ForeignCode:
         raise DecodeError(f"a kernel's code has a bad head: {e}", 8) from e
 
 
-def kernel_key(launch: Launch, form: Form) -> bytes:
-    """What tells compiled kernels apart, besides their target: a digest of all that compiling hangs on."""
+@dataclass(frozen=True, slots=True)
+class KernelKey:
+    """What tells compiled kernels apart: all that compiling hangs on, besides target and compiler.
+
+    Attributes:
+        source: digest of the text.
+        entry: the function.
+        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
+        block: threads of a group.
+        options: hints and needs.
+    """
+
+    source: bytes
+    entry: str
+    args: tuple[str, ...]
+    block: tuple[int, ...]
+    options: tuple[Option, ...]
+
+    def name(self, target: str, compiler: str) -> str:
+        """What its code is called wherever it is kept, if a compiler of that version made it for that target."""
+        parts = ["kernel", self.source.hex(), self.entry, repr(self.block), repr(self.options), target, compiler]
+        return hashlib.blake2b("\0".join([*parts, *self.args]).encode(), digest_size=20).hexdigest()
+
+
+def key_of(launch: Launch, form: Form) -> KernelKey:
+    """The key of what a launch runs."""
     kinds = []
     for a in launch.args:
         if isinstance(a, int):
@@ -334,5 +366,4 @@ def kernel_key(launch: Launch, form: Form) -> bytes:
             kinds.append(f"*{view.dtype.label}")
         else:
             kinds.append(a[0].label)
-    parts = [launch.source.hex(), launch.entry, repr(launch.block), repr(launch.options), *kinds]
-    return hashlib.blake2b("\0".join(parts).encode(), digest_size=DIGEST_SIZE).digest()
+    return KernelKey(launch.source, launch.entry, tuple(kinds), launch.block, launch.options)

@@ -137,8 +137,9 @@ class WorkDone(Message):
 class ExecutorHeartbeat(Message):
     """An executor is alive (event, every second).
 
-    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` are digests (hex) of constants
-    that lie in its memory and that a further session could share.
+    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` name contents that lie in its
+    memory and that a further session could share, the largest first, each by its content and circle
+    (`wooly_bus.contents.name_in_circle`).
     """
 
     executor_id: Id
@@ -260,7 +261,7 @@ class HostSessionRequest(Message):
     `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
     the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
     `token` renews the lease. `channel_key`: who signs what clients show at the data channel, at the router's time `at` (seconds
-    since the epoch); without, they show `token`.
+    since the epoch); without, they show `token`. `opaque_kernels`: whether it may launch kernels that executors cannot check.
     """
 
     session_id: SessionId
@@ -273,6 +274,7 @@ class HostSessionRequest(Message):
     dedup: Literal["off", "tenant", "shared"] = "off"
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
     model: str = Field(default="", max_length=256)
+    opaque_kernels: bool = False
     lease_s: float = Field(gt=0)
     channel_key: str = Field(default="", max_length=128)
     at: float = Field(default=0.0, ge=0)
@@ -427,11 +429,35 @@ class HostSessionReply(Message):
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event). An empty reason: its client closed it, in order."""
+    """A session ended on its executor (event). An empty reason: its client closed it, in order.
+
+    `contents` are the largest that it shared while it lived, named as `ExecutorHeartbeat.weights`.
+    """
 
     session_id: SessionId
     executor_id: Id
     reason: str = Field(default="", max_length=4096)
+    contents: tuple[Digest, ...] = Field(default=(), max_length=1024)
+
+
+class CheckTokenRequest(Message):
+    """Who shows this token? (service to router). `secret_hash`: its SHA-256 in hex; empty: none was shown."""
+
+    secret_hash: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
+
+
+class CheckTokenReply(Message):
+    """Who it is, and what they may; the router refuses tokens that are nobody's, or have ended.
+
+    `actor`: for logs; `tenant`: whose things they see (None: everybody's); `may`: scopes, as `credits:read`; `until`: when it
+    ends by itself, in seconds since the epoch; `auth`: "open" where nobody is asked for a token.
+    """
+
+    actor: str
+    tenant: str | None
+    may: tuple[str, ...]
+    until: float | None = None
+    auth: Literal["open", "tokens"]
 
 
 class NodesRequest(Message):
@@ -490,6 +516,32 @@ class CompileProgramReply(Message):
     state: Literal["ready", "building"]
     compiler: str = Field(max_length=128)
     name: str = Field(default="", max_length=128)
+
+
+class CompileKernelRequest(Message):
+    """Have a kernel in another language compiled for a target (executor to compilers; see `wooly_wis.foreign`).
+
+    The answer is a `CompileProgramReply`; what it names is a kernel's code.
+
+    Attributes:
+        source: bytes of the source (`encode_source`).
+        entry: the function.
+        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
+        block: threads of a group.
+        options: hints and needs.
+        target: what the code is for.
+        rejected: version of a compiler whose code turned out to be bad, so that it is made anew.
+    """
+
+    source: Base64
+    entry: Name
+    args: Annotated[tuple[Annotated[str, StringConstraints(max_length=16)], ...], Field(max_length=256)]
+    block: tuple[int, int, int]
+    options: Annotated[
+        tuple[tuple[Name, bool | int | Annotated[str, StringConstraints(max_length=4096)]], ...], Field(max_length=64)
+    ] = ()
+    target: str = Field(max_length=256)
+    rejected: str = Field(default="", max_length=128)
 
 
 class ExplainProgramRequest(Message):
@@ -563,6 +615,64 @@ class SubmitJob(Message):
     attempts: int | None = Field(default=None, ge=1, le=100)
 
 
+class SubmitJobReply(Message):
+    """A job that is kept; once this is said, it will be run or the reason told."""
+
+    job_id: JobId
+
+
+#: Bytes of a blob that go into one message; in base64 and with what is around them, NATS carries it.
+PIECE_BYTES = 512 << 10
+Piece = Annotated[str, StringConstraints(max_length=PIECE_BYTES * 4 // 3 + 4)]
+
+
+class PutBlobRequest(Message):
+    """One piece of a blob, for who has no JetStream. Said again, it changes nothing.
+
+    A first message without `data` asks whether the blob is there already. Pieces come in order; the one that reaches `nbytes` has
+    the router compare all of them with the digest, and keep the blob.
+
+    Attributes:
+        digest: what the blob will be called.
+        nbytes: its size.
+        upload: names this attempt; random, chosen by who sends it.
+        offset: where in the blob `data` begins.
+        after: what the reply to the piece before said.
+        data: base64 of at most `PIECE_BYTES`.
+    """
+
+    digest: Digest
+    nbytes: Bytes
+    upload: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]{16,64}$")]
+    offset: Bytes = 0
+    after: Count = 0
+    data: Piece = ""
+    tenant: Name | None = None
+
+
+class PutBlobReply(Message):
+    """`kept`: the whole blob is there. Otherwise the next piece is awaited, with this `after`."""
+
+    kept: bool
+    after: Count = 0
+
+
+class GetBlobRequest(Message):
+    """The next piece of a blob, for who has no JetStream. `after`: what the reply before said."""
+
+    digest: Digest
+    after: Count = 0
+    tenant: Name | None = None
+
+
+class GetBlobReply(Message):
+    """A piece of a blob of `nbytes` in all, in base64. Who has put them together compares them with the digest."""
+
+    nbytes: Bytes
+    data: str
+    after: Count
+
+
 class JobOutput(Message):
     """A result of a job: a dense tensor, in a blob of the tenant's. `dtype` by its label in WIS."""
 
@@ -586,6 +696,7 @@ class RunJobRequest(Message):
     quota: int | None = Field(default=None, gt=0, lt=1 << 63)
     swap: bool = True
     overcommit_vram_percent: int | None = Field(default=None, ge=0, le=1000)
+    opaque_kernels: bool = False
 
 
 class RunJobReply(Message):

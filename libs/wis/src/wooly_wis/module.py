@@ -5,15 +5,16 @@ module's own. Constants are named by digest and travel beside the module, so tha
 
 Layout, little endian; `str8`, `view` and padding as in `codec`:
 
-    module   := "WSM1" u32:n_programs u32:n_constants u32:n_inputs u32:n_outputs u32:n_steps
-                (u32:len program pad4)* constant* input* output* step*
+    module   := ("WSM1" | "WSM2") u32:n_programs u32:n_constants u32:n_inputs u32:n_outputs u32:n_steps
+                [u32:n_sources (u32:len source pad4)*] (u32:len program pad4)* constant* input* output* step*
     constant := digest[32] u64:nbytes
     input    := str8:name u8:dtype u8:ndim u64:size*
     output   := str8:name u8:dtype u8:ndim u64:size* u64:buffer u64:byte_offset
     step     := u8:0 u32:source u64:buffer u64:byte_offset                                  load
               | u8:1 u32:program u32:n_bind u32:n_param u32:n_free u64:bind* 8-byte:param* u64:free*     run
 
-A load's source counts the constants first, then the inputs. Nothing may follow the last step. `check_module` says whether it can
+Only "WSM2" has sources, at least one: texts of kernels in other languages (`foreign`) that its programs launch. A load's source
+counts the constants first, then the inputs. Nothing may follow the last step. `check_module` says whether it can
 run.
 """
 
@@ -27,9 +28,11 @@ from dataclasses import dataclass
 from wooly_wis.codec import DIGEST_SIZE, MAX_DIMS, decode_program, digest
 from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError, EncodeError, WisError
+from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, OPCODE, decode_source, launch_of
 from wooly_wis.verifier import ProgramFacts, verify_program
 
 MAGIC = b"WSM1"
+MAGIC_WITH_SOURCES = b"WSM2"
 MAX_MODULE_BYTES = 64 << 20
 _HEADER = struct.Struct("<4sIIIII")
 _U32 = struct.Struct("<I")
@@ -100,13 +103,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Programs (canonical bytes), constants, signature, and the steps that tie them together."""
+    """Programs (canonical bytes), constants, signature, the steps that tie them together; sources of kernels, as bytes."""
 
     programs: tuple[bytes, ...]
     constants: tuple[Constant, ...]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Output, ...]
     steps: tuple[Load | Run, ...]
+    sources: tuple[bytes, ...] = ()
 
     def source_bytes(self, source: int) -> int:
         """Bytes of what a load's source is."""
@@ -138,9 +142,11 @@ def encode_module(module: Module) -> bytes:
         EncodeError: a name or number is outside what the format can hold.
     """
     counts = (len(module.programs), len(module.constants), len(module.inputs), len(module.outputs), len(module.steps))
-    parts = [_HEADER.pack(MAGIC, *counts)]
+    parts = [_HEADER.pack(MAGIC_WITH_SOURCES if module.sources else MAGIC, *counts)]
     try:
-        for raw in module.programs:
+        if module.sources:
+            parts.append(_U32.pack(len(module.sources)))
+        for raw in (*module.sources, *module.programs):
             parts += [_U32.pack(len(raw)), raw, b"\0" * (-len(raw) % 4)]
         parts += [_CONSTANT.pack(c.digest, c.nbytes) for c in module.constants]
         parts += [_signature(t) for t in module.inputs]
@@ -177,6 +183,13 @@ class _Reader:
     def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
         return layout.unpack(self.take(layout.size))
 
+    def padded(self) -> bytes:
+        size = self.unpack(_U32)[0]
+        found = self.take(size)
+        if any(self.take(-size % 4)):
+            raise DecodeError("padding is not zero", self.pos)
+        return found
+
     def words(self, count: int) -> tuple[int, ...]:
         raw = self.take(8 * count)
         return struct.unpack(f"<{count}Q", raw)
@@ -206,24 +219,22 @@ def decode_module(data: bytes) -> Module:
         raise DecodeError(f"module of {len(data)} bytes, at most {MAX_MODULE_BYTES}")
     r = _Reader(data)
     magic, n_programs, n_constants, n_inputs, n_outputs, n_steps = _HEADER.unpack(r.take(_HEADER.size))
-    if magic != MAGIC:
-        raise DecodeError("not a WIS module of version 1", 0)
-    least = 4 * n_programs + _CONSTANT.size * n_constants + 4 * n_inputs + 20 * n_outputs + 17 * n_steps
+    if magic not in (MAGIC, MAGIC_WITH_SOURCES):
+        raise DecodeError("not a WIS module of version 1 or 2", 0)
+    n_sources = r.unpack(_U32)[0] if magic == MAGIC_WITH_SOURCES else 0
+    if not n_sources and magic == MAGIC_WITH_SOURCES:
+        raise DecodeError("a module of version 2 without sources", _HEADER.size)
+    least = 4 * (n_programs + n_sources) + _CONSTANT.size * n_constants + 4 * n_inputs + 20 * n_outputs + 17 * n_steps
     if least > len(data):
         raise DecodeError(f"what the header counts cannot fit {len(data)} bytes", 4)
-    programs: list[bytes] = []
-    for _ in range(n_programs):
-        size = r.unpack(_U32)[0]
-        programs.append(r.take(size))
-        if any(r.take(-size % 4)):
-            raise DecodeError("padding is not zero", r.pos)
+    sources, programs = [tuple([r.padded() for _ in range(n)]) for n in (n_sources, n_programs)]
     constants = tuple([Constant(*_CONSTANT.unpack(r.take(_CONSTANT.size))) for _ in range(n_constants)])
     inputs = tuple([r.tensor() for _ in range(n_inputs)])
     outputs = tuple([Output(r.tensor(), *r.words(2)) for _ in range(n_outputs)])
     steps = tuple([_step(r) for _ in range(n_steps)])
     if r.pos != len(data):
         raise DecodeError("bytes after the module", r.pos)
-    return Module(tuple(programs), constants, inputs, outputs, steps)
+    return Module(programs, constants, inputs, outputs, steps, sources)
 
 
 def _step(r: _Reader) -> Load | Run:
@@ -246,7 +257,8 @@ def check_module(module: Module) -> int:
     """Whether a module can run as it says. Returns the most bytes that its buffers have at once.
 
     Every program obeys the laws; every buffer is made by a program before it is used, once, and large enough for what reaches
-    it; names are unique; outputs are there at the end. The executor checks each step again as it runs it.
+    it; names are unique; outputs are there at the end; the sources are those of the kernels that programs launch. The executor
+    checks each step again as it runs it.
 
     Raises:
         WisError: it cannot; the message names the step and what is wrong.
@@ -259,6 +271,7 @@ def check_module(module: Module) -> int:
             raise ModuleError(f"two {what} have the same name")
     programs = [decode_program(raw) for raw in module.programs]
     facts = [verify_program(p) for p in programs]
+    _check_sources(module, {launch_of(f).source for p in programs for f in p.forms if f.opcode == OPCODE})
     words = [sum(2 if k.name == "C128" else 1 for k in p.param_kinds) for p in programs]
     n_sources = len(module.constants) + len(module.inputs)
     live: dict[int, int] = {}
@@ -284,6 +297,16 @@ def check_module(module: Module) -> int:
     for output in module.outputs:
         _reach(len(module.steps), live, output.buffer, output.offset + output.tensor.nbytes)
     return peak
+
+
+def _check_sources(module: Module, named: set[bytes]) -> None:
+    if len(module.sources) > MAX_SOURCES or sum([len(raw) for raw in module.sources]) > MAX_SOURCES_BYTES:
+        raise ModuleError(f"more than {MAX_SOURCES} sources of kernels, or {MAX_SOURCES_BYTES} bytes of them")
+    for raw in module.sources:
+        decode_source(raw)
+    given = {digest(raw) for raw in module.sources}
+    if given != named or len(given) != len(module.sources):
+        raise ModuleError("its sources are not those of the kernels that its programs launch, each once")
 
 
 def _bind(number: int, step: Run, facts: ProgramFacts, live: dict[int, int]) -> int:

@@ -11,7 +11,7 @@ import json
 import logging
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry import trace
 from wooly_bus import subjects
@@ -23,7 +23,9 @@ from wooly_bus.tracing import step, tracer
 from wooly_wis.artifact import DIGEST_SIZE, Key
 from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
+from wooly_wis.foreign import KernelKey, decode_source
 from wooly_wis.messages import (
+    CompileKernelRequest,
     CompileProgramReply,
     CompileProgramRequest,
     ExplainProgramReply,
@@ -43,13 +45,18 @@ KEPT_BYTES = 8 << 30
 REFUSALS = 4096
 #: Passes of a program that are told of.
 STEPS = 32
+#: What compiling a kernel of a script's own may take at most, whatever programs may: its text is anybody's.
+KERNEL_S: Final = 60.0
+
+
+Workers = asyncio.Queue[WorkerProcess]
 
 
 def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as e:
-        raise RefusedError("compiler.request", f"the program is no base64: {e}") from e
+        raise RefusedError("compiler.request", f"what is asked for is no base64: {e}") from e
 
 
 class CompilerActor:
@@ -64,10 +71,9 @@ class CompilerActor:
         self._settings = settings
         self._app = app
         self._dir = settings.state_dir / "artifacts"
-        limits = Limits(settings.build_s, settings.build_memory)
-        self._workers: asyncio.Queue[WorkerProcess] = asyncio.Queue()
-        for _ in range(settings.workers):
-            self._workers.put_nowait(WorkerProcess(limits, "wooly_compiler.worker", (str(settings.state_dir),)))
+        self._workers = _workers(settings, settings.workers, settings.build_s)
+        # those of scripts' kernels are others: no text keeps programs from being compiled
+        self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, KERNEL_S))
         self._making: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, str] = {}
         self._blobs: ArtifactStore | None = None
@@ -82,6 +88,8 @@ class CompilerActor:
         for family in families:
             subject = subjects.compiler_program_compile(family)
             self._app.serve(subject, CompileProgramRequest, self.on_compile_program, queue=QUEUE)
+            subject = subjects.compiler_kernel_compile(family)
+            self._app.serve(subject, CompileKernelRequest, self.on_compile_kernel, queue=QUEUE)
         subject = subjects.COMPILER_PROGRAM_EXPLAIN
         self._app.serve(subject, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
         self._app.serve_tenants(subject, ExplainProgramRequest, self.on_explain_tenants, queue=QUEUE)
@@ -91,13 +99,50 @@ class CompilerActor:
         raw = _bytes(request.program)
         decided = tuple([(k, bytes.fromhex(w)) for k, w in request.decided])
         key = Key(digest(raw), request.target, request.mode, decided)
+        asked = {
+            "what": "artifact",
+            "program": raw.hex(),
+            "digest": key.program.hex(),
+            "target": key.target,
+            "mode": key.mode,
+            "decided": [[k, w.hex()] for k, w in key.decided],
+            "compiler": version(),
+        }
+        what = f"program {key.program.hex()[:16]}"
+        return await self._answer(self._workers, key.name(version()), asked, what, request.rejected)
+
+    async def on_compile_kernel(self, request: CompileKernelRequest) -> CompileProgramReply:
+        """See that there is the code of a kernel."""
+        raw = _bytes(request.source)
+        try:
+            source = decode_source(raw)
+        except WisError as e:
+            raise RefusedError("compiler.request", str(e)) from e
+        key = KernelKey(digest(raw), request.entry, request.args, request.block, request.options)
+        name = key.name(request.target, version())
+        asked = {
+            "what": "foreign",
+            "language": source.language,
+            "text": source.text,
+            "entry": request.entry,
+            "args": request.args,
+            "block": request.block,
+            "options": request.options,
+            "target": request.target,
+            "name": name,
+        }
+        return await self._answer(self._kernel_workers, name, asked, f"kernel {request.entry}", request.rejected)
+
+    async def _answer(
+        self, workers: Workers, name: str, asked: dict[str, Any], what: str, rejected: str
+    ) -> CompileProgramReply:
+        """Once what is called `name` is in the bucket; or that it is in work."""
         mine = version()
-        name = key.name(mine)
         if name in self._refused:
             raise RefusedError("compiler.refused", self._refused[name])
         task = self._making.get(name)
         if task is None:
-            work = self._make(raw, key, name, anew=request.rejected == mine)
+            work = self._make(workers, name, asked, what, anew=rejected == mine)
             task = self._making[name] = asyncio.create_task(work)
             task.add_done_callback(lambda _: self._making.pop(name, None))
         done, _ = await asyncio.wait((task,), timeout=self._settings.patience_s)
@@ -106,7 +151,7 @@ class CompilerActor:
         try:
             task.result()
         except WisError as e:
-            raise RefusedError("compiler.refused", str(e)[:4000]) from e
+            raise RefusedError("compiler.refused", str(e)[:4000], retryable=e.retryable) from e
         return CompileProgramReply(state="ready", compiler=mine, name=name)
 
     async def on_explain_tenants(self, request: ExplainProgramRequest, tenant: str) -> ExplainProgramReply:
@@ -136,13 +181,14 @@ class CompilerActor:
         for task in list(self._making.values()):
             task.cancel()
         await asyncio.gather(*self._making.values(), return_exceptions=True)
-        while not self._workers.empty():
-            self._workers.get_nowait().close()
+        for workers in (self._workers, self._kernel_workers):
+            while not workers.empty():
+                workers.get_nowait().close()
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def _make(self, raw: bytes, key: Key, name: str, *, anew: bool) -> None:
-        """Have the artifact in the bucket.
+    async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, anew: bool) -> None:
+        """Have it in the bucket.
 
         Raises:
             WisError: it cannot be made.
@@ -156,25 +202,17 @@ class CompilerActor:
             if made is not None:
                 await self._put(blobs, name, made)
                 return
-        request = {
-            "what": "artifact",
-            "program": raw.hex(),
-            "digest": key.program.hex(),
-            "target": key.target,
-            "mode": key.mode,
-            "decided": [[k, w.hex()] for k, w in key.decided],
-            "compiler": version(),
-        }
-        what = f"program {key.program.hex()[:16]}"
+        target = str(asked["target"])
         try:
-            made = await self._ask(request, key.target, what)
+            made = await self._ask(asked, target, what, workers)
         except WisError as e:
-            log.warning("%s for %s: %s", what, key.target, e)
-            if len(self._refused) >= REFUSALS:
-                self._refused.pop(next(iter(self._refused)))
-            self._refused[name] = str(e)[:4000]
+            log.warning("%s for %s: %s", what, target, e)
+            if workers is self._workers or not e.retryable:
+                if len(self._refused) >= REFUSALS:
+                    self._refused.pop(next(iter(self._refused)))
+                self._refused[name] = str(e)[:4000]
             raise
-        log.info("%s for %s (%s): %d bytes", what, key.target, key.mode, len(made))
+        log.info("%s for %s (%s): %d bytes", what, target, asked.get("mode", asked.get("language")), len(made))
         await asyncio.to_thread(_write, path, made)
         await self._put(blobs, name, made)
 
@@ -197,8 +235,9 @@ class CompilerActor:
         except StreamError as e:
             raise CompilerError(f"the artifact cannot be handed over: {e}") from e
 
-    async def _ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
-        worker = await self._workers.get()
+    async def _ask(self, request: dict[str, Any], target: str, what: str, workers: Workers | None = None) -> bytes:
+        workers = self._workers if workers is None else workers
+        worker = await workers.get()
         asking = asyncio.ensure_future(asyncio.to_thread(worker.ask, request, target, what))
         try:
             with step("compiler", "work", target=target, what=what):
@@ -211,7 +250,16 @@ class CompilerActor:
             await asyncio.wait((asking,))
             raise
         finally:
-            self._workers.put_nowait(worker)
+            workers.put_nowait(worker)
+
+
+def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
+    """Those who do the work: whoever is idle is in the queue."""
+    found: Workers = asyncio.Queue()
+    limits = Limits(seconds, settings.build_memory)
+    for _ in range(count):
+        found.put_nowait(WorkerProcess(limits, "wooly_compiler.worker", (str(settings.state_dir),)))
+    return found
 
 
 def _tell(steps: list[tuple[str, int, int]]) -> None:

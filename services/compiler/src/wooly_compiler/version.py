@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from pathlib import Path
 
-import wooly_wis
+from wooly_wis.artifact import compiler_version
 
 import wooly_compiler
 
@@ -14,10 +13,4 @@ import wooly_compiler
 @functools.cache
 def version() -> str:
     """Twelve hex digits over the sources of the compiler and of what it speaks."""
-    found = hashlib.blake2b(digest_size=6)
-    for package in (wooly_compiler, wooly_wis):
-        root = Path(package.__path__[0])
-        for path in sorted(root.rglob("*.py")):
-            found.update(f"{root.name}/{path.relative_to(root)}\0".encode())
-            found.update(path.read_bytes())
-    return found.hexdigest()
+    return compiler_version(Path(next(iter(wooly_compiler.__path__))))

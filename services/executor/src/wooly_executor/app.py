@@ -24,7 +24,7 @@ from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
-from wooly_executor.compilation import PlanSource
+from wooly_executor.compilation import KernelSource, PlanSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
@@ -107,6 +107,7 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
         publishing = (actor.watch(), journal.run(), borne.run(), usage.run())
         watching = [asyncio.create_task(work) for work in publishing]
+        loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
             plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)
@@ -149,12 +150,12 @@ def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) 
     return loop.server.listen(endpoint, context)
 
 
-def prepare_alone(loop: DeviceLoop, token: str) -> threading.Event:
+def prepare_alone(loop: DeviceLoop, token: str, opaque: bool) -> threading.Event:
     """Open the one session that is served without a control plane. Returns what a signal to end sets."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loop.open_session("standalone", SharedPass(token), None)
+    loop.open_session("standalone", SharedPass(token), None, opaque=opaque)
     return stop
 
 
@@ -164,6 +165,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--standalone", action="store_true", help="no control plane: one session, given by --token")
     parser.add_argument("--listen", help="comma separated endpoints (unix:///path, tcp://host:port, tls://host:port)")
     parser.add_argument("--token", default="", help="with --standalone: the session's token")
+    parser.add_argument(
+        "--opaque-kernels", action="store_true", help="with --standalone: kernels that cannot be checked may run"
+    )
     parser.add_argument("--runtime", choices=RUNTIMES)
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
@@ -190,7 +194,9 @@ def main(argv: list[str] | None = None) -> int:
     memory = settings.memory or (runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers)
     loop.vram.overcommit_percent = settings.overcommit_percent
-    alone = prepare_alone(loop, args.token) if args.standalone else None  # before anybody can ask for it
+    alone = (
+        prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None
+    )  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         settings.state_dir.mkdir(parents=True, exist_ok=True)

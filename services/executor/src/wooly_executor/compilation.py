@@ -21,10 +21,13 @@ from wooly_bus.tracing import step
 from wooly_wis.artifact import Key, decode_artifact, family
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
-from wooly_wis.messages import ArtifactRejected, CompileProgramReply, CompileProgramRequest
+from wooly_wis.foreign import KernelKey, Source, encode_source
+from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramReply, CompileProgramRequest
 
+from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
+from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.tiers import Wanted
@@ -38,73 +41,12 @@ PAUSES_S = (1.0, 30.0)
 PATIENCE = 3
 #: Bytes of programs that are asked for: what fits a message.
 LARGEST = 640 << 10
-#: Bytes of artifacts kept on disk; the oldest go first.
-DISK_BYTES = 4 << 30
-_VERSION = "compiler"
 
 
 class BadArtifactError(ExecutorError):
     """What a compiler made cannot be used."""
 
     code = "executor.bad_artifact"
-
-
-class ArtifactCache:
-    """Artifacts on disk. What cannot be read is as if it were not there."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._written = 0
-
-    def read(self, name: str) -> bytes | None:
-        """An artifact's bytes."""
-        try:
-            return (self._folder / name).read_bytes()
-        except OSError:
-            return None
-
-    def write(self, name: str, data: bytes) -> None:
-        """Keep an artifact's bytes, in one step."""
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            part = self._folder / f"{name}.{id(data):x}.part"
-            part.write_bytes(data)
-            part.rename(self._folder / name)
-        except OSError as e:
-            log.warning("an artifact is not kept: %s", e)
-            return
-        self._written += len(data)
-        if self._written > DISK_BYTES // 16:
-            self._written = 0
-            self._shrink()
-
-    def drop(self, name: str) -> None:
-        """Forget an artifact."""
-        with contextlib.suppress(OSError):
-            (self._folder / name).unlink()
-
-    def _shrink(self) -> None:
-        with contextlib.suppress(OSError):
-            found = sorted(
-                (p.stat().st_mtime, p.stat().st_size, p) for p in self._folder.iterdir() if p.name != _VERSION
-            )
-            total = sum(size for _, size, _ in found)
-            for _, size, path in found:
-                if total <= DISK_BYTES:
-                    return
-                path.unlink()
-                total -= size
-
-    @property
-    def compiler(self) -> str:
-        """Version of the compiler that was last heard of; empty if none was."""
-        found = self.read(_VERSION)
-        return found.decode("ascii", "replace") if found is not None and len(found) <= 128 else ""
-
-    @compiler.setter
-    def compiler(self, version: str) -> None:
-        if version != self.compiler:
-            self.write(_VERSION, version.encode())
 
 
 class PlanSource:
@@ -294,3 +236,53 @@ class PlanSource:
         )
         with contextlib.suppress(BusError, OSError):
             await self._app.publish(subjects.EXECUTOR_ARTIFACT_REJECTED, message)
+
+
+class KernelSource:
+    """Asks compilers for the code of kernels in other languages: the `Remote` of a runtime's `Foreign`.
+
+    Made in the thread of the event loop; `get` is called by others.
+
+    Args:
+        app: NATS.
+        timeout_s: how long one request may take; a compiler that needs longer says so in time.
+    """
+
+    def __init__(self, app: ServiceApp, timeout_s: float = 20.0) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+        self._events = asyncio.get_running_loop()
+        self._blobs: ArtifactStore | None = None
+
+    def get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:
+        """See `Remote`."""
+        asked = asyncio.run_coroutine_threadsafe(self._get(source, key, target, rejected), self._events)
+        try:
+            return asked.result()
+        except RefusedError as e:
+            raise BuildRefusedError(str(e), retryable=e.retryable) from e
+        except (BusError, asyncio.CancelledError) as e:
+            log.info("no compiler for kernel %s: %s; it is compiled here", key.entry, e)
+            return None
+
+    async def _get(self, source: Source, key: KernelKey, target: str, rejected: str) -> tuple[str, bytes] | None:
+        raw = encode_source(source)
+        if len(raw) > LARGEST:
+            return None
+        request = CompileKernelRequest(
+            source=base64.b64encode(raw).decode(),
+            entry=key.entry,
+            args=key.args,
+            block=(key.block[0], key.block[1], key.block[2]),
+            options=key.options,
+            target=target,
+            rejected=rejected,
+        )
+        subject = subjects.compiler_kernel_compile(family(target))
+        reply = await self._app.request(subject, request, CompileProgramReply, timeout=self._timeout_s)
+        if reply.state == "building":
+            return None
+        if self._blobs is None:
+            self._blobs = ArtifactStore(self._app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
+        data = await self._blobs.get(reply.name)
+        return (reply.compiler, data) if data is not None else None

@@ -5,11 +5,14 @@ Owned by the device loop's thread.
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_bus.contents import name_in_circle
 
 from wooly_executor.errors import BindingError
 from wooly_executor.memory.book import Gone, Leaving, Scope
@@ -17,8 +20,11 @@ from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.session import Residence, Session
+from wooly_executor.session import BROUGHT, Residence, Session
 from wooly_executor.stowage import Copy, Stowage
+
+#: Heartbeats name the same contents again and again.
+_name = functools.lru_cache(maxsize=4096)(name_in_circle)
 
 
 class Contents:
@@ -136,6 +142,7 @@ class Contents:
         source = self.here[store]
         known.base, known.view, known.poison = source, None, ""
         session.guarded.add(buffer)
+        self._brought(session, store, nbytes)
         return True
 
     def seal(self, session: Session, buffer: int, nbytes: int, name: bytes) -> None:
@@ -174,8 +181,22 @@ class Contents:
         else:
             assert known.base is not None
             self.here[found[0]] = flat(known.base, known.nbytes)
+        if found is not None and known is not None:
+            self._brought(session, found[0], known.nbytes)
         if not session.sealing:
             self._proceed(session)
+
+    def _brought(self, session: Session, store: int, nbytes: int) -> None:
+        """A session shares this content: the router is told when the session ends, and looks for it when its like comes again."""
+        known, brought = self._ledger.book.known_as(store), session.brought
+        if known is not None:
+            brought[_name(*known)] = nbytes
+        if len(brought) > 4 * BROUGHT:
+            session.brought = dict(heapq.nlargest(BROUGHT, brought.items(), key=lambda item: item[1]))
+
+    def largest(self, count: int) -> list[str]:
+        """What others may share on the device, at most `count`, largest first, by `name_in_circle`."""
+        return list(dict.fromkeys([_name(*known) for known in self._ledger.book.largest(count)]))
 
 
 def flat(base: Tensor, nbytes: int) -> Tensor:

@@ -50,6 +50,8 @@ T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
 #: Seconds that a heartbeat waits for the device's thread.
 BUSY_S = 0.5
+#: Contents that a heartbeat names.
+WEIGHTS = 1024
 #: Seconds between two looks at what traced sessions ran.
 SAMPLE_S = 1.0
 
@@ -77,11 +79,11 @@ class ExecutorActor(Actor):
         self._endpoints = tuple(endpoints)
         self._clock = clock
         self._leases: dict[str, tuple[float, float, str]] = {}
-        self._closed: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self._closed: asyncio.Queue[tuple[str, str, tuple[str, ...]]] = asyncio.Queue()
         events = asyncio.get_running_loop()
         loop.on_closed = lambda *closed: events.call_soon_threadsafe(self._closed.put_nowait, closed)
-        self._asked: Future[tuple[list[str], MemoryState]] | None = None
-        self._last: tuple[list[str], MemoryState] = ([], MemoryState(capacity=loop.vram.capacity))
+        self._asked: Future[tuple[list[str], MemoryState, list[str]]] | None = None
+        self._last: tuple[list[str], MemoryState, list[str]] = ([], MemoryState(capacity=loop.vram.capacity), [])
         self._busy_ns = 0
         self._busy_at = clock()
         app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
@@ -141,6 +143,7 @@ class ExecutorActor(Actor):
             scope=Scope(request.dedup),
             swappable=request.swap,
             hosted=hosted,
+            opaque=request.opaque_kernels,
         )
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
@@ -227,11 +230,11 @@ class ExecutorActor(Actor):
         While the device's thread is in one long operation it cannot be asked: then the sessions are those of the last time.
         """
         if self._asked is None:
-            self._asked = self._loop.call(lambda: ([s.id for s in self._loop.sessions()], self._loop.vram.state()))
+            self._asked = self._loop.call(self._look)
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
         if done:
             self._last, self._asked = self._asked.result(), None
-        sessions, memory = self._last
+        sessions, memory, weights = self._last
         now, busy = self._clock(), self._loop.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
@@ -244,15 +247,22 @@ class ExecutorActor(Actor):
             sessions=tuple(dict.fromkeys([*sessions, *self.jobs.sessions()])),
             memory_used=memory.own + memory.contents,
             utilization=min(1.0, max(0.0, share)),
+            weights=tuple(weights),
             memory=memory,
             work=WorkDone(**self._loop.work.to_json()),
         )
 
+    def _look(self) -> tuple[list[str], MemoryState, list[str]]:
+        vram = self._loop.vram
+        return [s.id for s in self._loop.sessions()], vram.state(), vram.contents.largest(WEIGHTS)
+
     async def _report_closed(self) -> None:
         while True:
-            session_id, reason = await self._closed.get()
+            session_id, reason, contents = await self._closed.get()
             self._leases.pop(session_id, None)
             await self._app.publish(
                 subjects.EXECUTOR_SESSION_CLOSED,
-                SessionClosed(session_id=session_id, executor_id=self._settings.id, reason=reason[:4096]),
+                SessionClosed(
+                    session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
+                ),
             )

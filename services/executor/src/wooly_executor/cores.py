@@ -1,4 +1,5 @@
-"""How many cores of the CPU a launch occupied: the CPU time of the threads that compute for the device loop's.
+"""How many cores a launch occupied: for the library's, the CPU time of the threads that compute for the device loop's; for
+kernels that a driver spreads, their work-groups against its threads (`beyond`).
 
 The library runs one operator on several threads: it starts them at the first such operator of a thread that calls it, and they
 wait for the next. The loop's own clock does not see them. Linux has a clock for every thread; which threads are the loop's is
@@ -7,11 +8,13 @@ known by their name, which a thread takes from the one that starts it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +25,36 @@ _PR_SET_NAME = 15
 _TASKS = Path("/proc/self/task")
 #: Elements of an operator that the library spreads over all its threads.
 _LARGE = 1 << 22
+
+
+def beyond(ns: int, groups: int, threads: int) -> int:
+    """The core time of a launch beyond its device time, in ns.
+
+    Threads take whole work-groups. As these are alike, they run in ceil(groups / threads) waves, and groups / waves of the
+    threads are busy on average: all of them where there are many groups, one where there is one.
+
+    Args:
+        ns: its device time.
+        groups: its work-groups.
+        threads: of the device.
+    """
+    waves = -(-groups // threads)
+    return ns * groups // waves - ns if waves > 0 else 0
+
+
+@contextlib.contextmanager
+def apart(name: str) -> Iterator[None]:
+    """Threads that are started in the block are no workers of the library's: they take this name (15 characters) instead."""
+    if sys.platform != "linux":
+        yield
+        return
+    comm = _TASKS / str(threading.get_native_id()) / "comm"
+    before = comm.read_text().strip()
+    comm.write_text(name)
+    try:
+        yield
+    finally:
+        comm.write_text(before)
 
 
 def _clock_of(thread: int) -> int:
@@ -59,9 +92,10 @@ class WorkerClock:
             return
         self._tasks = len(found)
         clocks = []
+        ours = {t.native_id for t in threading.enumerate()}  # those that move memory and compile are no workers
         for task in found:
             try:
-                if int(task.name) != self._own and (task / "comm").read_text().strip() == _NAME:
+                if int(task.name) not in ours and (task / "comm").read_text().strip() == _NAME:
                     clocks.append(_clock_of(int(task.name)))
             except OSError:
                 continue  # it has ended

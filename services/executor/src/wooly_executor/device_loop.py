@@ -88,8 +88,8 @@ class DeviceLoop:
         self.vram = Vram(
             self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed, device=runtime.device
         )
-        #: Told of every session that ends, and why; an empty reason: by its client, in order.
-        self.on_closed: Callable[[str, str], None] = lambda session_id, reason: None
+        #: Told of every session that ends, why (an empty reason: by its client, in order), and what contents it shared.
+        self.on_closed: Callable[[str, str, tuple[str, ...]], None] = lambda session_id, reason, contents: None
         #: Told that `run` has ended; and why, where that is the device.
         self.on_ended: Callable[[], None] = lambda: None
         self.lost = ""
@@ -137,8 +137,11 @@ class DeviceLoop:
         scope: Scope = Scope.OFF,
         swappable: bool = True,
         hosted: SpanContext | None = None,
+        opaque: bool = False,
     ) -> None:
-        """Admit a session (in the loop's thread). `hosted`: what it is opened under, where it is traced.
+        """Admit a session (in the loop's thread).
+
+        `hosted`: what it is opened under, where it is traced. `opaque`: it may launch kernels that nobody here can check.
 
         Raises:
             AdmissionError: the id is taken, or what is asked for cannot be promised.
@@ -149,7 +152,7 @@ class DeviceLoop:
         most = self.vram.quota(session_id, quota, swappable)
         session = Session(session_id, entry, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
-        session.hosted = hosted
+        session.hosted, session.tenant, session.opaque = hosted, tenant, opaque
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
@@ -167,7 +170,7 @@ class DeviceLoop:
         if session.conn is not None and not session.conn.closed:
             session.conn.owner = None
             session.conn.close(reason)
-        self.on_closed(session_id, reason)
+        self.on_closed(session_id, reason, session.largest_brought())
         return True
 
     def sessions(self) -> list[Session]:
@@ -283,10 +286,10 @@ class DeviceLoop:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
         work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
         if work is not None:
-            session, workers = work[0], self._workers.read()
+            session, workers, beyond = work[0], self._workers.read(), self.runtime.beyond_ns
             gpu_ns, last = self._piece(*work)
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
-                core_ns = gpu_ns + self._workers.read() - workers
+                core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
                 session.used.launched(gpu_ns, core_ns, self.vram.clock())
             if last < work[3]:

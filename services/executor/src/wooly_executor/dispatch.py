@@ -42,8 +42,9 @@ from wooly_executor.session import Frame, Session
 log = logging.getLogger("wooly.executor")
 Entries = deque[tuple[Event, list[Decision]]]
 #: One launch at a time, and it is stopped where a higher class arrives: nothing that was decided earlier stands between P0 and a
-#: device whose runtime runs while one waits. What nobody interrupts costs a decision every 2 ms.
-CONFIG = Config(max_flights=1, stoppable=True, piece_ns=2_000_000)
+#: device whose runtime runs while one waits. What nobody interrupts costs a decision every 4 ms; so long do equals wait for each
+#: other.
+CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000)
 _ARRIVALS = "arrivals"
 
 

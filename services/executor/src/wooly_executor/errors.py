@@ -34,6 +34,12 @@ class UnknownSourceError(ExecutorError):
     code = "executor.unknown_source"
 
 
+class OpaqueKernelError(ExecutorError):
+    """A kernel that cannot be checked, of a tenant who lacks the permission `opaque_kernels`."""
+
+    code = "executor.opaque_kernel"
+
+
 class OperationError(ExecutorError):
     """An operator raised.
 

@@ -234,6 +234,7 @@ class Jobs:
             request.tenant,
             swappable=request.swap,
             hosted=hosted,
+            opaque=request.opaque_kernels,
         )
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
@@ -267,6 +268,8 @@ def _play(client: ChannelClient, session_id: str, token: str, module: Module, so
     try:
         client.send(Kind.HELLO, pack_json({"protocol": PROTOCOL, "session_id": session_id, "token": token}))
         _answer(client, Kind.WELCOME)
+        for raw in module.sources:
+            client.send(Kind.SOURCE, raw)
         names = [digest(raw) for raw in module.programs]
         defined: OrderedDict[int, None] = OrderedDict()
         for step in module.steps:

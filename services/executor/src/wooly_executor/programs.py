@@ -18,7 +18,13 @@ from wooly_wis.foreign import OPCODE, Source, launch_of
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier
 
-from wooly_executor.errors import BindingError, ExecutorError, OperationError, UnknownSourceError
+from wooly_executor.errors import (
+    BindingError,
+    ExecutorError,
+    OpaqueKernelError,
+    OperationError,
+    UnknownSourceError,
+)
 from wooly_executor.estimates import Cut, Estimate, instruction_ns
 from wooly_executor.memory.pool import room_of
 from wooly_executor.runtime.foreign import ForeignKernel
@@ -101,6 +107,19 @@ class ReadyProgram:
             self.prepared.edges = self.estimate.cut.edges
 
 
+@dataclass(frozen=True, slots=True)
+class Author:
+    """Who defines programs.
+
+    Attributes:
+        tenant: whose turn it is to have kernels compiled.
+        opaque: whether they may be in texts that nobody here can check.
+    """
+
+    tenant: str = ""
+    opaque: bool = False
+
+
 class ProgramStore:
     """Programs of all sessions of one executor, by digest."""
 
@@ -114,21 +133,25 @@ class ProgramStore:
         self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
         self._ready_bytes = 0
 
-    def define(self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES) -> ReadyProgram:
+    def define(
+        self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES, author: Author | None = None
+    ) -> ReadyProgram:
         """Decode, verify and prepare, or find what was prepared before.
 
         Args:
             raw: the definition.
             sources: texts of kernels that whoever defines it has, by digest.
+            author: who defines it.
 
         Raises:
             ExecutorError: the program is not well-formed, breaks a law, or cannot run here.
         """
         name = digest(raw)
-        ready = self._ready.get(name)
+        ready, author = self._ready.get(name), author or Author()
         if ready is not None:
             self._ready.move_to_end(name)
             _check_sources(ready.sources, sources)
+            self._check_author(ready.sources, sources, author)
             for kernel in ready.kernels:
                 kernel.retry()
             return ready
@@ -146,7 +169,11 @@ class ProgramStore:
         foreign = [(f, launch_of(f)) for f in forms if f.opcode == OPCODE]
         named = frozenset([launch.source for _, launch in foreign])
         _check_sources(named, sources)
-        kernels = [self._runtime.foreign.kernel(sources[launch.source], launch, form) for form, launch in foreign]
+        self._check_author(named, sources, author)
+        kernels = [
+            self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant)
+            for form, launch in foreign
+        ]
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
         prepared.edges = estimate.cut.edges
@@ -182,6 +209,21 @@ class ProgramStore:
             _, gone = self._ready.popitem(last=False)
             self._ready_bytes -= gone.nbytes
         return ready
+
+    def _check_author(self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author) -> None:
+        """Make sure that kernels in texts which nobody here can check come from somebody who may bring them.
+
+        Raises:
+            OpaqueKernelError: they do not.
+        """
+        opaque = {sources[n].language for n in named} & self._runtime.foreign.opaque if not author.opaque else set()
+        if opaque:
+            whose = f"tenant {author.tenant or 'default'}"
+            raise OpaqueKernelError(
+                f"what a kernel in {min(opaque)} loads and stores cannot be checked on this device, so it needs the permission "
+                f"opaque_kernels, which {whose} does not have; an administrator gives it: PUT /api/v1/tenants/NAME with "
+                '{"opaque_kernels": true}'
+            )
 
     def _form(self, raw: bytes) -> Form:
         form = self._forms.get(raw)

@@ -5,6 +5,7 @@ Everything is named by the session's own ids, so no request can reach another se
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from torch import Tensor
 from wooly_bus.channel import Connection
 from wooly_bus.channel.token import Pass
 from wooly_wis.codec import digest
-from wooly_wis.foreign import Source, decode_source
+from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, Source, decode_source
 from wooly_wis.frames import Run
 
 from wooly_executor.errors import (
@@ -30,7 +31,7 @@ from wooly_executor.errors import (
 from wooly_executor.estimates import UNKNOWN, Cut
 from wooly_executor.memory.ledger import WORKSPACE_KEPT, Account
 from wooly_executor.mover import Job
-from wooly_executor.programs import ProgramStore, ReadyProgram
+from wooly_executor.programs import Author, ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.protocol import Execution, Outcome, Runtime
 from wooly_executor.spans import SessionSpans
@@ -45,9 +46,8 @@ if TYPE_CHECKING:
 PROGRAMS_KEPT = 1100
 #: Bytes of their definitions. No client reaches it with programs of the usual size.
 PROGRAM_BYTES_KEPT = 256 << 20
-#: Sources of kernels that a session may define, and their bytes.
-SOURCES = 1024
-SOURCE_BYTES = 16 << 20
+#: Contents of a session, the largest that it shared, that the router remembers of it.
+BROUGHT = 64
 
 
 class Residence(Enum):
@@ -131,6 +131,7 @@ class Session:
     """State of one session.
 
     Attributes:
+        brought: bytes of contents that it shares or has shared, by their names in their circle; the largest of them.
         id: session id.
         entry: what lets its client in.
         quota: bytes it may hold.
@@ -162,6 +163,8 @@ class Session:
         paused: somebody suspended it.
         hold: why it is suspended beside that; empty: it is not.
         used: what it uses of the device, for metering.
+        tenant: whose it is.
+        opaque: whether it may launch kernels in texts that nobody here can check.
         sources: texts of its own kernels, by digest.
         compiling: its next program waits for kernels that are being compiled.
         landing: brings what was received last to the device, where it was not received there.
@@ -213,16 +216,23 @@ class Session:
     spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
+    tenant: str = ""
+    opaque: bool = False
+    brought: dict[str, int] = field(default_factory=dict)
     sources: dict[bytes, Source] = field(default_factory=dict)
     source_bytes: int = 0
     compiling: bool = False
     landing: Callable[[], None] | None = None
 
+    def largest_brought(self) -> tuple[str, ...]:
+        """The names of the largest contents that it shared, largest first."""
+        return tuple(heapq.nlargest(BROUGHT, self.brought, key=lambda name: self.brought[name]))
+
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def define(self, raw: bytes) -> ReadyProgram:
         """Take a program's definition."""
-        ready = self.store.define(raw, self.sources)
+        ready = self.store.define(raw, self.sources, Author(self.tenant or self.id, self.opaque))
         if ready.digest not in self.programs:
             self.program_bytes += ready.nbytes
         self.programs[ready.digest] = ready
@@ -242,9 +252,9 @@ class Session:
         name = digest(raw)
         if name in self.sources:
             return
-        if len(self.sources) >= SOURCES or self.source_bytes + len(raw) > SOURCE_BYTES:
+        if len(self.sources) >= MAX_SOURCES or self.source_bytes + len(raw) > MAX_SOURCES_BYTES:
             raise UnknownSourceError(
-                f"a session defines at most {SOURCES} kernel sources, and {SOURCE_BYTES} bytes of them"
+                f"a session defines at most {MAX_SOURCES} kernel sources, and {MAX_SOURCES_BYTES} bytes of them"
             )
         self.sources[name] = decode_source(raw)
         self.source_bytes += len(raw)

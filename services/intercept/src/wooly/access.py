@@ -57,7 +57,7 @@ class RestCredentials:
         self._lock = threading.Lock()
         self._held: Credentials | None = None
         self._renew_at = 0.0
-        self.nats_url = ""
+        self.nats_url = self.tenant = ""
         self()
 
     def __call__(self) -> Credentials:
@@ -87,7 +87,7 @@ class RestCredentials:
             with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as answer:
                 said: dict[str, Any] = json.loads(answer.read(_LARGEST))
             held = Credentials.parse(str(said["credentials"]))
-            self.nats_url = str(said["nats_url"])
+            self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
             expires = float(said["expires_at"])
         except urllib.error.HTTPError as e:
             raise AccessError(f"{where} gives no credentials: {_message(e)}") from e
@@ -118,5 +118,5 @@ def access_of(settings: Settings) -> Access:
     url, path = settings.controller_url, settings.nats_creds
     if url.startswith(("http://", "https://")):
         source = RestCredentials(url, settings.credential, settings.tls_ca)
-        return Access(source.nats_url, source, settings.tls_ca)
+        return Access(source.nats_url, source, settings.tls_ca, source.tenant)
     return Access(url, None if path is None else lambda: from_file(path), settings.tls_ca)

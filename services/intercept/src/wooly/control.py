@@ -174,6 +174,25 @@ class Controller:
             self._stack.stop()
 
 
+#: A stack for this process alone that was begun, and which nobody has waited for yet.
+_begun: Any = None
+
+
+def begin(settings: Settings) -> None:
+    """Begin a stack for this process alone, if `connect` will have to start one: it comes up while torch is imported.
+
+    What goes wrong is said by `connect`.
+    """
+    global _begun
+    stack_module = None if settings.controller_url else local_stack()
+    if stack_module is None or stack_module.read_stack(settings.state_dir) is not None:
+        return
+    try:
+        _begun = stack_module.begin_stack(None, ephemeral=True, gpus=settings.gpu_count)
+    except (RuntimeError, OSError):
+        log.debug("no stack could be begun", exc_info=True)
+
+
 def connect(settings: Settings, *, start: bool = False) -> Controller:
     """The controller that the settings name; else the local stack; else, with `start`, one for this process alone.
 
@@ -185,16 +204,19 @@ def connect(settings: Settings, *, start: bool = False) -> Controller:
             return Controller(access_of(settings))
         except BusError as e:
             raise ControlError(str(e)) from e
+    global _begun
+    begun, _begun = _begun, None
     stack_module = local_stack()
     if stack_module is None:
         raise ControlError("no controller is configured; set WOOLYAI_CONTROLLER_URL to your controller's NATS")
-    running = stack_module.read_stack(settings.state_dir)
+    running = None if begun is not None else stack_module.read_stack(settings.state_dir)
     if running is not None:
         return Controller(running.access(), reach=_reach(running))
-    if not start:
+    if not start:  # `begin` is for those who do
         raise ControlError("no stack is running here; start one with `wooly up`")
     try:
-        stack = stack_module.start_stack(None, ephemeral=True, gpus=settings.gpu_count)
+        begun = begun or stack_module.begin_stack(None, ephemeral=True, gpus=settings.gpu_count)
+        stack = begun.wait()
     except RuntimeError as e:
         raise ControlError(f"a local stack could not be started: {e}") from e
     return Controller(stack.access(), stack, _reach(stack))

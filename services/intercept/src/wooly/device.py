@@ -31,6 +31,7 @@ from wooly.torch_private import (
     has_kernel,
     redispatch_cpu,
     register_backend,
+    spare_dynamo,
     word_resizes_as_aten_does,
 )
 
@@ -289,6 +290,7 @@ def register(flush_instructions: int) -> Device:
             device = Device(flush_instructions)
             register_backend(NAME, BackendModule(device))
             word_resizes_as_aten_does()
+            spare_dynamo()
             device.register_kernels()
             os.register_at_fork(after_in_child=device.after_fork)
             _device = device

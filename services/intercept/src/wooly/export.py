@@ -46,6 +46,7 @@ class ExportError(WoolyError):
 class RecordingLink:
     """Stands where a session's link stands, and keeps what it is told. There is nobody to answer."""
 
+    recording = True
     mirroring = False
     sharing = False
 
@@ -56,6 +57,7 @@ class RecordingLink:
         self.bytes_sent = self.bytes_received = self.syncs = 0
         self.programs: dict[bytes, tuple[int, bytes]] = {}
         self.constants: dict[bytes, tuple[int, bytes]] = {}
+        self.sources: dict[bytes, bytes] = {}
         self.steps: list[Load | Run] = []
 
     def define(self, program: bytes) -> None:
@@ -63,8 +65,8 @@ class RecordingLink:
         self.programs.setdefault(module_digest(program), (len(self.programs), program))
 
     def source(self, name: bytes, raw: bytes) -> None:
-        """A script's own kernel."""
-        raise ExportError("kernels of your own (Triton, CUDA C) do not travel in modules; run it with `wooly run`")
+        """The text of a script's own kernel travels in the module."""
+        self.sources.setdefault(name, raw)
 
     def run(
         self,
@@ -204,6 +206,7 @@ def export(build: Callable[[], tuple[Callable[..., Any], Any]]) -> Exported:
         inputs=tuple(entries),
         outputs=tuple(outputs),
         steps=tuple(steps),
+        sources=tuple(link.sources.values()),
     )
     check_module(module)
     return Exported(module, [content for _, content in link.constants.values()])

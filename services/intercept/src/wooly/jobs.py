@@ -1,11 +1,17 @@
-"""Jobs from the command line: submit a module and wait for its results. Speaks JetStream; knows no device."""
+"""Jobs from the command line: submit a module and wait for its results. Knows no device.
+
+Who has a tenant's credentials asks the router for everything; all others have JetStream for blobs and for submitting.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import queue
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,17 +20,25 @@ import nats
 import nats.errors
 import numpy as np
 from nats.js import JetStreamContext
-from nats.js.api import ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from wooly_bus import subjects
 from wooly_bus.access import Access, options
-from wooly_bus.blobs import BlobStore, put_all
-from wooly_bus.envelope import decode
-from wooly_bus.errors import BusError
+from wooly_bus.blobs import AskedBlobs, BlobStore, put_all
+from wooly_bus.envelope import decode, encode
+from wooly_bus.errors import BusError, EnvelopeError
+from wooly_bus.rpc import ControlClient
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import BY_LABEL, DType
 from wooly_wis.errors import WisError
-from wooly_wis.messages import Blob, JobOutput, SubmitJob, TaskChanged
+from wooly_wis.messages import (
+    Blob,
+    JobOutput,
+    SubmitJob,
+    SubmitJobReply,
+    TaskChanged,
+    TaskReply,
+    TaskRequest,
+)
 from wooly_wis.module import Module, check_module, decode_module, read_head
 
 from wooly.control import ControlError
@@ -34,7 +48,12 @@ _NUMPY: dict[DType, str] = {
     DType.U16: "uint16", DType.U32: "uint32", DType.U64: "uint64", DType.F16: "float16", DType.F32: "float32",
     DType.F64: "float64", DType.C64: "complex64", DType.C128: "complex128",
 }  # fmt: skip
-ENDED = ("completed", "failed", "cancelled")
+#: Blobs that are sent or fetched at once.
+AT_ONCE = 4
+#: Seconds between two looks at a task that is followed: at first, and where nothing is heard for long.
+LOOK_S = (0.2, 5.0)
+#: Seconds in which a job that JetStream acknowledged must have become a task.
+TAKEN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -101,7 +120,7 @@ def read_input(path: Path, dtype: DType, sizes: tuple[int, ...], name: str) -> b
     return content
 
 
-def write_output(directory: Path, output: JobOutput, content: bytes) -> Path:
+def write_output(directory: Path, output: JobOutput, content: bytes | bytearray) -> Path:
     """Write a result as .npy, or as .pt where NumPy has no such dtype. Returns where."""
     dtype = BY_LABEL[output.dtype]
     safe = "".join(c if c.isalnum() or c in "._-" else "_" for c in output.name).lstrip(".") or "output"
@@ -136,8 +155,6 @@ async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
     access = Access.of(there)
     try:
         held = None if access.credentials is None else access.credentials()
-        if held is not None and not held.permissions.may_publish(subjects.ROUTER_JOB_SUBMIT):
-            raise ControlError("these credentials have no JetStream, for it knows no tenants: submit jobs over REST")
         client = await nats.connect(
             access.url,
             connect_timeout=3,
@@ -151,73 +168,169 @@ async def jetstream(there: str | Access) -> AsyncIterator[JetStreamContext]:
         finally:
             await client.close()
     except (OSError, TimeoutError, nats.errors.Error, JetStreamError, BusError) as e:
-        raise ControlError(f"the controller at {access} does not take it: {str(e) or type(e).__name__}") from e
+        raise _refused(access, e) from e
 
 
-async def submit(
-    there: str | Access,
-    tenant: str,
-    file: ModuleFile,
-    inputs: Mapping[str, bytes],
-    *,
-    headers: dict[str, str] | None = None,
-    **wanted: Any,
-) -> SubmitJob:
-    """Put everything into the tenant's blobs, then the job into the queue. Returns it once it is acknowledged.
+@contextlib.contextmanager
+def _asking(there: str | Access) -> Iterator[ControlClient]:
+    """A connection for questions; its errors as ours."""
+    access = Access.of(there)
+    try:
+        control = ControlClient(access)
+        try:
+            yield control
+        finally:
+            control.close()
+    except BusError as e:
+        raise _refused(access, e) from e
+
+
+def _refused(access: Access, error: Exception) -> ControlError:
+    refused = ControlError(f"the controller at {access} does not take it: {str(error) or type(error).__name__}")
+    if isinstance(error, BusError):
+        refused.code, refused.retryable = error.code, error.retryable
+    return refused
+
+
+def _is_tenants(there: str | Access) -> bool:
+    """Whether the credentials are a tenant's, and have no JetStream."""
+    access = Access.of(there)
+    try:
+        return access.credentials is not None and access.credentials().tenant is not None
+    except BusError as e:
+        raise _refused(access, e) from e
+
+
+def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[str, bytes], **wanted: Any) -> SubmitJob:
+    """Put everything into the tenant's blobs, and submit the job. Returns it once it is kept.
 
     Args:
         there: NATS.
         tenant: whose job it is.
         file: what to run.
         inputs: content by name.
-        headers: of the message: the trace that the job is to be in.
         wanted: further fields of `SubmitJob`.
+
+    Raises:
+        ControlError: NATS or the router does not answer, or refuses.
     """
-    async with jetstream(there) as js:
-        store = BlobStore(js, tenant)
-        module = await store.put(file.raw)
-        await put_all(store, list(file.constants))
-        names = await put_all(store, list(inputs.values()))
-        blobs = tuple([Blob(name=n, digest=d) for n, d in zip(inputs, names, strict=True)])
+    contents = [file.raw, *file.constants, *inputs.values()]
+
+    def job(names: list[str]) -> SubmitJob:
+        given = names[len(names) - len(inputs) :]
+        blobs = tuple([Blob(name=n, digest=d) for n, d in zip(inputs, given, strict=True)])
         fields = {"job_id": f"job-{secrets.token_hex(8)}"} | wanted
-        job = SubmitJob(tenant=tenant, module=module, inputs=blobs, **fields)
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode(), timeout=5.0, headers=headers)
-        return job
+        return SubmitJob(tenant=tenant, module=names[0], inputs=blobs, **fields)
+
+    if not _is_tenants(there):
+        return asyncio.run(_submit_to_stream(there, tenant, contents, job))
+    with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        made = job(list(pool.map(AskedBlobs(control).put, contents)))
+        asked = made.model_copy(update={"credential": ""})  # the credentials say enough
+        control.insist(subjects.ROUTER_JOB_SUBMIT, asked, SubmitJobReply, timeout=10.0)
+        return made
 
 
-async def mark(there: str | Access) -> int:
-    """The number that the next event will have at least: where to `follow` from a job that is submitted after this."""
+async def _submit_to_stream(
+    there: str | Access, tenant: str, contents: list[bytes | memoryview], job: Callable[[list[str]], SubmitJob]
+) -> SubmitJob:
     async with jetstream(there) as js:
-        return int((await js.stream_info(subjects.ROUTER_EVENT_STREAM)).state.last_seq) + 1
+        made = job(await put_all(BlobStore(js, tenant), contents))
+        data, headers = encode(made)
+        await js.publish(subjects.ROUTER_JOB_SUBMIT, data, timeout=5.0, headers=headers)
+        return made
 
 
-async def follow(
-    there: str | Access, tenant: str, task_id: str, each: Callable[[TaskChanged], None], first: int = 1
+def follow(
+    there: str | Access, tenant: str, task_id: str, each: Callable[[TaskChanged], None], *, credential: str = ""
 ) -> TaskChanged:
-    """Hear what becomes of a task, in events from number `first` on. Returns its last step."""
-    async with jetstream(there) as js:
-        config = ConsumerConfig(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=first)
-        subscription = await js.subscribe(subjects.router_task_changed(tenant), ordered_consumer=True, config=config)
-        while True:
-            try:
-                message = await subscription.next_msg(timeout=5.0)
-            except (TimeoutError, nats.errors.TimeoutError):
-                continue
-            event = decode(message.data, TaskChanged)
-            if event.task_id == task_id:
-                each(event)
-                if event.state in ENDED:
-                    return event
+    """Tell every step of a task's story, until it has ended. Returns the last one.
+
+    The router is asked for the story: at each event of that task's, and now and then, for events are not kept for us.
+
+    Args:
+        there: NATS.
+        tenant: whose task it is.
+        task_id: its name.
+        each: gets each step.
+        credential: an API token, where the router asks for one.
+
+    Raises:
+        ControlError: there is no such task, or NATS does not answer.
+    """
+    request = TaskRequest(task_id=task_id, credential=credential)
+    told, pause, since = 0, LOOK_S[0], time.monotonic()
+    with _asking(there) as control:
+        mine = control.tenant or tenant
+        with control.hearing(subjects.router_task_changed(mine)) as heard:
+            while True:
+                try:
+                    reply = control.request(subjects.ROUTER_TASK_GET, request, TaskReply)
+                except BusError as e:
+                    late = e.code == "router.no_task" and (told or time.monotonic() - since > TAKEN_S)
+                    if late or not (e.retryable or e.code == "router.no_task"):
+                        raise
+                else:
+                    steps = _events(reply)
+                    for event in steps[told:]:
+                        each(event)
+                        pause = LOOK_S[0]
+                    told = len(steps)
+                    if reply.task.ended_at is not None:
+                        return steps[-1]
+                _wait(heard, task_id, pause)
+                pause = min(pause * 2, LOOK_S[1])
 
 
-async def fetch(there: str | Access, tenant: str, outputs: tuple[JobOutput, ...], directory: Path) -> list[Path]:
-    """Write a job's results into a directory. Returns where."""
+def _events(reply: TaskReply) -> list[TaskChanged]:
+    """A story, as its events tell it."""
+    task = reply.task
+    return [
+        TaskChanged(
+            task_id=task.task_id,
+            tenant=task.tenant,
+            kind=task.kind,
+            name=task.name,
+            number=step.number,
+            at=step.at,
+            state=step.state,
+            reason=step.reason[:4096],
+            outputs=task.outputs if step.state == "completed" else (),
+        )
+        for step in reply.story
+    ]
+
+
+def _wait(heard: queue.SimpleQueue[bytes], task_id: str, seconds: float) -> None:
+    """Until something is heard of a task, but not for long."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        try:
+            if decode(heard.get(timeout=left), TaskChanged).task_id == task_id:
+                return
+        except queue.Empty:
+            return
+        except EnvelopeError:
+            continue
+
+
+def fetch(there: str | Access, tenant: str, outputs: tuple[JobOutput, ...], directory: Path) -> list[Path]:
+    """Write a job's results into a directory. Returns where.
+
+    Raises:
+        ControlError: they are not there, or NATS does not answer.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    if not _is_tenants(there):
+        return asyncio.run(_fetch_from_store(there, tenant, outputs, directory))
+    with _asking(there) as control:
+        blobs = AskedBlobs(control)
+        return [write_output(directory, o, blobs.get(o.digest, o.nbytes)) for o in outputs]
+
+
+async def _fetch_from_store(
+    there: str | Access, tenant: str, outputs: tuple[JobOutput, ...], directory: Path
+) -> list[Path]:
     async with jetstream(there) as js:
         store = BlobStore(js, tenant)
         return [write_output(directory, o, await store.get(o.digest, o.nbytes)) for o in outputs]
-
-
-def run(work: Any) -> Any:
-    """Run a coroutine from code that is not asynchronous."""
-    return asyncio.run(work)

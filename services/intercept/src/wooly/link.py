@@ -257,6 +257,8 @@ class Link:
 
     # -- what was read is kept until its buffer is written -----------------------------------------------------------
 
+    recording = False
+
     @property
     def mirroring(self) -> bool:
         """Whether any buffer's content is kept here."""

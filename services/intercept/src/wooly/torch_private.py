@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -71,6 +72,46 @@ def word_resizes_as_aten_does() -> None:
 
     for module in (prims_wrappers, meta_registrations):
         module._resize_output_check = check
+
+
+def spare_dynamo() -> None:
+    """Let PyTorch's reference kernels, by which shapes are inferred, do without Dynamo until something else loads it.
+
+    At its first call each of them has Dynamo promise never to trace it, and loads it for that: more than a second of CPU in
+    every program, also where nothing is ever compiled.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    asking = torch._disable_dynamo(spare_dynamo).__code__
+    kernels = [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]
+    found = [f for name in kernels for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)]
+    seen = set(found)
+    while found:  # decorators in decorators
+        outer = found.pop()
+        inner = [c.cell_contents for c in outer.__closure__ or () if c != _EMPTY]
+        inner = [f for f in inner if isinstance(f, FunctionType)]
+        if outer.__code__ is asking:
+            for kernel in inner:
+                if not hasattr(kernel, _PROMISE):
+                    setattr(kernel, _PROMISE, _until_dynamo(outer, kernel))
+        found += [f for f in inner if f not in seen]
+        seen.update(inner)
+
+
+_EMPTY = CellType()
+#: Where such a kernel keeps what Dynamo made of it.
+_PROMISE = "__dynamo_disable"
+
+
+def _until_dynamo(asking: Callable[..., Any], kernel: Any) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:
+            return kernel(*args, **kwargs)
+        if getattr(kernel, _PROMISE, None) is call:  # it is there: from now on PyTorch's own way
+            delattr(kernel, _PROMISE)
+        return asking(*args, **kwargs)
+
+    return call
 
 
 def redispatch_cpu(op: torch._ops.OpOverload) -> Callable[..., Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from wooly_bus import subjects
-from wooly_bus.envelope import TRACE_CONTEXT
 from wooly_bus.tracing import SpanQueue, TracingError, otlp_exporter, provider_of, traceparent
 from wooly_wis.traces import AddSpansReply, AddSpansRequest
 
@@ -50,12 +49,6 @@ class ClientTrace:
         """The trace's id; empty if nothing is recorded."""
         context = self.root.get_span_context()
         return f"{context.trace_id:032x}" if context.trace_flags.sampled else ""
-
-    def headers(self) -> dict[str, str]:
-        """The root's context, for a message's headers."""
-        found: dict[str, str] = {}
-        TRACE_CONTEXT.inject(found, trace.set_span_in_context(self.root))
-        return found
 
     @contextlib.contextmanager
     def step(self, name: str, **attributes: Any) -> Iterator[str]:

@@ -12,6 +12,7 @@ import importlib.abc
 import importlib.machinery
 import re
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ _DTYPES = {
     "u16": DType.U16,
     "u32": DType.U32,
     "u64": DType.U64,
+    "fp8e4nv": DType.F8E4M3FN,
+    "fp8e5": DType.F8E5M2,
     "fp16": DType.F16,
     "bf16": DType.BF16,
     "fp32": DType.F32,
@@ -166,7 +169,7 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
             return {"min_dot_size": lambda lhs, rhs: (1, 1, 1), "convert_custom_types": None}
 
         def get_module_map(self) -> dict[str, ModuleType]:
-            return {}
+            return {"triton.language.extra.libdevice": libdevice()}
 
         def load_dialects(self, context: Any) -> None:
             """TTIR's are there."""
@@ -262,6 +265,14 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
         def unload_module(module: Any) -> None:
             """Nothing was loaded."""
 
+    def untimed(kernel_call: Any, quantiles: Sequence[float] = ()) -> list[float]:
+        """No configuration is faster than another: Triton takes the first."""
+        warnings.warn(
+            "a kernel with autotune is recorded, where nothing can be timed: its first configuration is taken",
+            stacklevel=2,
+        )
+        return [1.0] * max(len(quantiles), 1)
+
     class WoolyDriver(DriverBase):  # type: ignore[misc]
         """Answers for the remote device."""
 
@@ -297,6 +308,8 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
         def get_benchmarker(self) -> Any:
             from triton.testing import do_bench
 
+            if launches.recording():
+                return untimed
             return functools.partial(do_bench, warmup=5, rep=20)
 
         def get_empty_cache_for_benchmark(self) -> torch.Tensor:
@@ -306,6 +319,55 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
             cache.zero_()
 
     return WoolyBackend, WoolyDriver
+
+
+#: Functions of `triton.language.extra.libdevice` by how many operands they have; of numbers that are asked about, the answer is
+#: 0 or 1. They go into the text under these names, which no vendor uses.
+_LIBDEVICE = {
+    1: "acos acosh asin asinh atan atanh cbrt ceil cos cosh cospi erf erfc exp exp10 exp2 expm1 floor lgamma log log10 log1p "
+    "log2 rint round rsqrt sin sinh sinpi sqrt tan tanh tgamma trunc isnan isinf isfinite signbit",
+    2: "atan2 copysign fdim fmod hypot nextafter pow remainder div_rn",
+    3: "fma",
+}
+#: Those that go by other names there, or have faster kin.
+_OTHER_NAMES = {
+    "abs": "fabs",
+    "nearbyint": "rint",
+    "finitef": "isfinite",
+    "isfinited": "isfinite",
+    "fast_dividef": "div_rn",
+    **{f"fast_{n}f": n for n in ("sin", "cos", "tan", "exp", "exp10", "log", "log2", "log10", "pow", "tanh")},
+}
+_QUESTIONS = ("isnan", "isinf", "isfinite", "signbit")
+
+
+@functools.cache
+def libdevice() -> ModuleType:
+    """What stands in for `triton.language.extra.libdevice` while a kernel is captured."""
+    from triton.language import core
+
+    made = ModuleType("wooly.libdevice")
+    arity = {name: n for n, names in _LIBDEVICE.items() for name in names.split()} | {"fabs": 1}
+
+    def function(symbol: str) -> Any:
+        n, floats = arity[symbol], (core.dtype("fp32"), core.dtype("fp64"))
+        known = {(t,) * n: (symbol, core.dtype("int32") if symbol in _QUESTIONS else t) for t in floats}
+
+        def one(a: Any, _semantic: Any = None) -> Any:
+            found = core.extern_elementwise("", "", [a], known, is_pure=True, _semantic=_semantic)
+            return found.to(core.int1, _semantic=_semantic) if symbol in _QUESTIONS else found
+
+        def two(a: Any, b: Any, _semantic: Any = None) -> Any:
+            return core.extern_elementwise("", "", [a, b], known, is_pure=True, _semantic=_semantic)
+
+        def three(a: Any, b: Any, c: Any, _semantic: Any = None) -> Any:
+            return core.extern_elementwise("", "", [a, b, c], known, is_pure=True, _semantic=_semantic)
+
+        return core.extern({1: one, 2: two, 3: three}[n])
+
+    for name in (*arity, *_OTHER_NAMES):
+        setattr(made, name, function(_OTHER_NAMES.get(name, name)))
+    return made
 
 
 def _frozen(value: Any) -> Any:

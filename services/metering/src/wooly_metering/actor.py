@@ -15,6 +15,8 @@ from wooly_bus.errors import RefusedError
 from wooly_wis.credits import (
     AddPlanRequest,
     BudgetState,
+    CheckBudgetReply,
+    CheckBudgetRequest,
     CorrectEntryRequest,
     CreditsReply,
     CreditsRequest,
@@ -36,7 +38,7 @@ from wooly_wis.credits import (
 )
 
 from wooly_metering.core.budgets import Budget
-from wooly_metering.enforcement import Enforcer
+from wooly_metering.enforcement import Enforcer, why_not
 from wooly_metering.errors import MeteringError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.reader import Reader
@@ -67,6 +69,7 @@ class MeteringActor:
         for subject, model, handler in (
             (subjects.METERING_CREDITS_SHOW, CreditsRequest, self.on_credits),
             (subjects.METERING_BUDGET_SET, SetBudgetRequest, self.on_set_budget),
+            (subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, self.on_check_budget),
             (subjects.METERING_PLAN_ADD, AddPlanRequest, self.on_add_plan),
             (subjects.METERING_PLAN_LIST, PlansRequest, self.on_plans),
             (subjects.METERING_ENTRY_LIST, EntriesRequest, self.on_entries),
@@ -173,6 +176,17 @@ class MeteringActor:
         await asyncio.to_thread(self.writer.set_budget, budget)
         await self.enforcer.look(None, self.now_us())
         return await asyncio.to_thread(self._state, budget)
+
+    async def on_check_budget(self, request: CheckBudgetRequest) -> CheckBudgetReply:
+        """Whether a tenant that wants another session has credits left."""
+        return await asyncio.to_thread(self._check_budget, request.tenant)
+
+    def _check_budget(self, tenant: str) -> CheckBudgetReply:
+        for budget in self.reader.budgets(tenant):
+            spent = self.reader.spent(budget, self.now_us())
+            if budget.held(spent):
+                return CheckBudgetReply(refusal=why_not(budget, spent))
+        return CheckBudgetReply()
 
     async def on_add_plan(self, request: AddPlanRequest) -> PricePlan:
         """A further price plan."""

@@ -16,7 +16,9 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
 from wooly_bus.tracing import setup_tracing
+from wooly_bus.web import Buckets
 
+from wooly_metering.access import Access
 from wooly_metering.actor import MeteringActor
 from wooly_metering.exporter import CreditsCollector
 from wooly_metering.follower import Follower
@@ -25,6 +27,8 @@ from wooly_metering.rest import create_rest
 from wooly_metering.settings import MeteringSettings
 
 log = logging.getLogger("wooly.metering")
+#: Requests a second that may come from one address on average; four times as many at once.
+RATE = 100.0
 
 
 class _Server(uvicorn.Server):
@@ -44,7 +48,7 @@ async def serve(settings: MeteringSettings, database: Database) -> None:
     """
     app = ServiceApp("metering", settings.nats_url)
     actor = MeteringActor(app, database)
-    async with _http(settings, actor), app.running():
+    async with _http(settings, app, actor), app.running():
         follower = Follower(app.jetstream(), actor.writer, settings.batch_events, actor.on_booked)
         log.info("metering books %s", settings.ledger_url.partition("@")[0])
         works = (until_signalled(), follower.run(), actor.watch(settings.budgets_s))
@@ -58,19 +62,20 @@ async def serve(settings: MeteringSettings, database: Database) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _http(settings: MeteringSettings, actor: MeteringActor) -> AsyncIterator[None]:
+async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActor) -> AsyncIterator[None]:
     """REST and `/metrics` inside the block; the port is in a file."""
     if settings.http_port is None:
         yield
         return
     registry = CollectorRegistry(auto_describe=False)
     registry.register(CreditsCollector(actor))
+    access = Access(app, Buckets(RATE, 4 * RATE))
     port_file = settings.state_dir / "metering.port"
     with socket.create_server((settings.http_host, settings.http_port)) as listener:
         tls = settings.tls()
         factory = None if tls is None else lambda config, default: tls
         config = uvicorn.Config(
-            create_rest(actor, registry), log_level="warning", lifespan="off", ssl_context_factory=factory
+            create_rest(actor, registry, access), log_level="warning", lifespan="off", ssl_context_factory=factory
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))

@@ -25,13 +25,24 @@ EXECUTOR_TIMEOUT_S = 2.0
 
 def why(budget: Budget, spent_ucr: int) -> str:
     """What a held session's client is told."""
+    return (
+        f"{_used_up(budget, spent_ucr)}. The session is suspended and keeps its memory and its queue; "
+        f"raise the limit (`wooly credits budget {budget.tenant} --hard N`) and ask again"
+    )
+
+
+def why_not(budget: Budget, spent_ucr: int) -> str:
+    """What who wants another session is told."""
+    return (
+        f"{_used_up(budget, spent_ucr)}, its hard limit. No session is opened; raise the limit "
+        f"(`wooly credits budget {budget.tenant} --hard N`) and ask again"
+    )
+
+
+def _used_up(budget: Budget, spent_ucr: int) -> str:
     limit = text(budget.hard_ucr or 0)
     when = {"total": "", "month": " this month", "day": " today"}[budget.period]
-    return (
-        f"the credits of tenant {budget.tenant} are used up: {text(spent_ucr)} of {limit} were spent{when}. The session is "
-        f"suspended and keeps its memory and its queue; raise the limit (`wooly credits budget {budget.tenant} --hard N`) and "
-        "ask again"
-    )
+    return f"the credits of tenant {budget.tenant} are used up: {text(spent_ucr)} of {limit} were spent{when}"
 
 
 class Enforcer:

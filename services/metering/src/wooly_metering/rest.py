@@ -1,13 +1,21 @@
-"""REST under `/api/v1/credits`, and `/metrics`: the same messages as over NATS."""
+"""REST under `/api/v1/credits`, and `/metrics`: the same messages as over NATS, for those whom `access` lets in.
+
+`/metrics` and `/healthz` ask for nothing: what they say is for whoever scrapes them.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from wooly_bus.errors import RefusedError
+from pydantic import ValidationError
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from wooly_bus.errors import BusError, RefusedError
 from wooly_wis.credits import (
     AddPlanRequest,
     BudgetState,
@@ -28,79 +36,98 @@ from wooly_wis.credits import (
     StatementsReply,
     StatementsRequest,
 )
+from wooly_wis.messages import CheckTokenReply
 
+from wooly_metering.access import Access, needs, tenant_of
 from wooly_metering.actor import MeteringActor
 
+log = logging.getLogger("wooly.metering")
 PREFIX = "/api/v1/credits"
-_STATUS = {"metering.plan": 409, "metering.correction": 409, "metering.statement": 404}
+#: The status of a refusal, by its code; any other is a conflict with the state of things.
+_STATUS = {
+    "router.unauthorized": 401,
+    "router.forbidden": 403,
+    "metering.statement": 404,
+    "metering.too_many": 429,
+    "metering.no_router": 503,
+}
+Reader = Annotated[CheckTokenReply, Depends(needs("read"))]
+Overseer = Annotated[CheckTokenReply, Depends(needs("read", everybody=True))]
+Writer = Annotated[CheckTokenReply, Depends(needs("write"))]
+Of = Annotated[str, Query(max_length=128, pattern=r"^[^\x00]*$")]
+Moment = Annotated[int, Query(ge=0, lt=1 << 62)]
+Count = Annotated[int, Query(ge=1, le=1000)]
 
 
-def create_rest(actor: MeteringActor, registry: CollectorRegistry) -> FastAPI:
+def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Access) -> FastAPI:
     """The application."""
-    api = FastAPI(title="Wooly Credits", version="1")
-
-    @api.exception_handler(RefusedError)
-    async def refused(request: Request, error: RefusedError) -> JSONResponse:
-        content = {"code": error.code, "message": str(error), "retryable": error.retryable}
-        return JSONResponse(content, _STATUS.get(error.code, 409))
+    api = FastAPI(title="Wooly Credits", version="1", docs_url=None, redoc_url=None)
+    api.state.access = access
+    _errors(api)
 
     @api.get(PREFIX)
     async def credits(
-        tenant: str = "",
+        caller: Reader,
+        tenant: Of = "",
         by: Literal["run", "model", "hour"] = "run",
-        since_us: int = 0,
-        until_us: int | None = None,
-        offset: int = 0,
-        limit: int = 100,
+        since_us: Moment = 0,
+        until_us: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None,
+        offset: Annotated[int, Query(ge=0, lt=1 << 31)] = 0,
+        limit: Count = 100,
     ) -> CreditsReply:
         """Sums by run, model or hour, totals and budgets."""
+        tenant = tenant_of(caller, tenant)
         request = CreditsRequest(tenant=tenant, by=by, since_us=since_us, until_us=until_us, offset=offset, limit=limit)
         return await actor.on_credits(request)
 
     @api.get(PREFIX + "/runs/{session_id}")
-    async def run(session_id: str, settled: bool = False) -> CreditsReply:
+    async def run(caller: Reader, session_id: str, settled: bool = False) -> CreditsReply:
         """One run."""
-        return await actor.on_credits(CreditsRequest(session_id=session_id, settled=settled))
+        ask = CreditsRequest(tenant=tenant_of(caller, ""), session_id=session_id, settled=settled)
+        return await actor.on_credits(ask)
 
     @api.put(PREFIX + "/budgets/{tenant}")
-    async def budget(tenant: str, body: SetBudgetRequest) -> BudgetState:
+    async def budget(caller: Writer, tenant: str, body: SetBudgetRequest) -> BudgetState:
         """A tenant's budget from now on."""
-        return await actor.on_set_budget(body.model_copy(update={"tenant": tenant}))
+        return await actor.on_set_budget(body.model_copy(update={"tenant": tenant_of(caller, tenant)}))
 
     @api.get(PREFIX + "/plans")
-    async def plans() -> PlansReply:
+    async def plans(caller: Reader) -> PlansReply:
         """All price plans."""
         return await actor.on_plans(PlansRequest())
 
     @api.post(PREFIX + "/plans", status_code=201)
-    async def add_plan(body: PricePlan) -> PricePlan:
+    async def add_plan(caller: Writer, body: PricePlan) -> PricePlan:
         """A further price plan."""
         return await actor.on_add_plan(AddPlanRequest(plan=body))
 
     @api.get(PREFIX + "/entries")
     async def entries(
-        tenant: str = "", session_id: str | None = None, after: int = 0, limit: int = 100
+        caller: Reader, tenant: Of = "", session_id: Of | None = None, after: Moment = 0, limit: Count = 100
     ) -> EntriesReply:
         """Entries of the ledger, in their order."""
+        tenant = tenant_of(caller, tenant)
         return await actor.on_entries(EntriesRequest(tenant=tenant, session_id=session_id, after=after, limit=limit))
 
     @api.post(PREFIX + "/corrections", status_code=201)
-    async def correct(body: CorrectEntryRequest) -> LedgerEntry:
+    async def correct(caller: Writer, body: CorrectEntryRequest) -> LedgerEntry:
         """Take credits back by a counter-entry."""
         return await actor.on_correct_entry(body)
 
     @api.get(PREFIX + "/statements/{tenant}")
-    async def statements(tenant: str, after: int = 0) -> StatementsReply:
+    async def statements(caller: Reader, tenant: str, after: Moment = 0) -> StatementsReply:
         """A tenant's statements."""
-        return await actor.on_statements(StatementsRequest(tenant=tenant, after=after))
+        return await actor.on_statements(StatementsRequest(tenant=tenant_of(caller, tenant), after=after))
 
     @api.post(PREFIX + "/statements/{tenant}")
-    async def make_statement(tenant: str) -> Statement:
+    async def make_statement(caller: Writer, tenant: str) -> Statement:
         """Bill what has no statement yet."""
-        return await actor.on_make_statement(MakeStatementRequest(tenant=tenant))
+        return await actor.on_make_statement(MakeStatementRequest(tenant=tenant_of(caller, tenant)))
 
     @api.get(PREFIX + "/quarantine")
-    async def quarantine(after: int = 0, limit: int = 100) -> QuarantineReply:
+    async def quarantine(
+        caller: Overseer, after: Moment = 0, limit: Annotated[int, Query(ge=1, le=200)] = 100
+    ) -> QuarantineReply:
         """What could not be booked, and why."""
         return await actor.on_quarantine(QuarantineRequest(after=after, limit=limit))
 
@@ -115,3 +142,42 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry) -> FastAPI:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     return api
+
+
+def _errors(api: FastAPI) -> None:
+    """One shape for every error, the router's."""
+
+    @api.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return _error(error.status_code, f"http.{error.status_code}", str(error.detail), error.headers)
+
+    @api.exception_handler(RequestValidationError)
+    async def bad_request(request: Request, error: RequestValidationError) -> JSONResponse:
+        parts = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        return _error(422, "http.invalid", "; ".join(parts)[:4096])
+
+    @api.exception_handler(ValidationError)
+    async def bad_name(request: Request, error: ValidationError) -> JSONResponse:
+        parts = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()]
+        return _error(422, "http.invalid", "; ".join(parts)[:4096])
+
+    @api.exception_handler(BusError)
+    async def refused(request: Request, error: BusError) -> JSONResponse:
+        status = _STATUS.get(error.code, 409) if isinstance(error, RefusedError) else 503
+        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+        return _error(status, error.code, str(error), headers, retryable=error.retryable)
+
+    @api.exception_handler(SQLAlchemyError)
+    async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:
+        log.exception("REST %s", request.url.path)
+        return _error(503, "metering.database", "the ledger does not answer; see metering's log")
+
+    @api.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        log.exception("REST %s", request.url.path)
+        return _error(500, "internal", f"{type(error).__name__}; see metering's log")
+
+
+def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:
+    content = {"code": code, "message": message, "retryable": status >= 500 if retryable is None else retryable}
+    return JSONResponse(content, status, headers)

@@ -20,9 +20,12 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import channel_token
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError, shown
 from wooly_bus.tracing import step, trace_id_of
+from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
+    CheckTokenReply,
+    CheckTokenRequest,
     CloseSessionReply,
     CloseSessionRequest,
     ExecutorHeartbeat,
@@ -55,6 +58,8 @@ log = logging.getLogger("wooly.router")
 EXECUTOR_TIMEOUT_S = 2.0
 #: Seconds that the scheduler has for one; without it sessions are opened as they ask to be.
 SCHEDULER_TIMEOUT_S = 0.5
+#: Seconds that metering has for one; without it nobody's budget is looked at.
+METERING_TIMEOUT_S = 0.5
 #: Seconds after which an opening client is answered in any case; it waits a little longer itself.
 OPEN_BUDGET_S = 3.5
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
@@ -102,6 +107,7 @@ class RouterActor:
         app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
         app.serve(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes, queue="router")
+        app.serve(subjects.ROUTER_TOKEN_CHECK, CheckTokenRequest, self.on_check_token, queue="router")
         app.serve_tenants(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_tenants, queue="router")
         app.serve_tenants(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_tenants, queue="router")
         app.serve_tenants(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_tenants, queue="router")
@@ -113,6 +119,17 @@ class RouterActor:
     def bus(self) -> ServiceApp:
         """The connection to NATS, for who asks other services."""
         return self._app
+
+    async def on_check_token(self, request: CheckTokenRequest) -> CheckTokenReply:
+        """Who shows a token to another service."""
+        caller = await self.gate.of_hash(request.secret_hash, "nats")
+        return CheckTokenReply(
+            actor=caller.actor,
+            tenant=caller.tenant,
+            may=tuple(sorted(caller.may)),
+            until=caller.until,
+            auth=self.gate.auth,
+        )
 
     async def resume(self) -> None:
         """Take over the sessions of routers before: while none was there, no client could renew its lease."""
@@ -150,12 +167,20 @@ class RouterActor:
                 "groups": list(request.node_groups),
                 "vendor": request.vendor,
                 "arch": request.arch,
+                "brings": {"name": _model(request), "dedup": request.dedup},
+                "weights": await self._expected(request),
             },
         )
         async with trace_of(self.world.traces, task, request.model) as parent:
             trace_id = trace_id_of(parent) if self.world.traces.keeps else ""
             trace.get_current_span().set_attribute("task_id", task.id)
             return await self._open_task(request, task, until, trace_id)
+
+    async def _expected(self, request: OpenSessionRequest) -> list[str]:
+        """The contents that a session will probably share: those that the tenant's last one of this model did."""
+        if request.dedup == "off":
+            return []
+        return await self.world.brought.of(request.tenant, _model(request), request.dedup)
 
     async def _open_task(
         self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
@@ -164,6 +189,7 @@ class RouterActor:
             await self.world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
         try:
+            await self._afford(task.tenant)
             while True:
                 with step("router", "place") as span:
                     executors, percents = await self._choose(task, failed)
@@ -180,6 +206,24 @@ class RouterActor:
                     s, task.id, "failed", str(e) or type(e).__name__, self.clock(), only_from=["pending"]
                 )
             raise
+
+    async def _afford(self, tenant: str) -> None:
+        """See that a tenant has credits left. Without an answer it has: metering holds its sessions as soon as it can.
+
+        Raises:
+            RefusedError: it has spent its hard limit.
+        """
+        ask = CheckBudgetRequest(tenant=tenant)
+        try:
+            reply = await self._app.request(
+                subjects.METERING_BUDGET_CHECK, ask, CheckBudgetReply, timeout=METERING_TIMEOUT_S
+            )
+        except BusError as e:
+            if not isinstance(e, NoResponderError):
+                log.warning("a session of %s is opened without asking for its budget: %s", tenant, e)
+            return
+        if reply.refusal:
+            raise RefusedError("router.over_budget", reply.refusal)
 
     async def _first_heartbeat(self) -> None:
         while not self.registry.alive(self.clock()) and self.clock() - self._started < HEARTBEAT_GRACE_S:
@@ -242,6 +286,7 @@ class RouterActor:
         if policies is None:
             return None
         token, lease = secrets.token_urlsafe(32), self.settings.lease_s
+        opaque = await self.world.tenants.opaque_kernels(request.tenant)
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
         answers = await asyncio.gather(
             *[
@@ -257,7 +302,8 @@ class RouterActor:
                         swap=request.swap,
                         dedup=request.dedup,
                         overcommit_vram_percent=percent,
-                        model=request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256],
+                        model=_model(request),
+                        opaque_kernels=opaque,
                         lease_s=lease,
                         channel_key=self._channel_key.public,
                         at=self.clock(),
@@ -516,6 +562,11 @@ class RouterActor:
     async def on_session_closed(self, event: SessionClosed) -> None:
         """An executor ended its part of a session, and with it the session."""
         record = await self.world.tasks.get(event.session_id)
+        brings = None if record is None else record.wants.get("brings")
+        if record is not None and brings and event.contents:
+            await self.world.brought.remember(
+                record.tenant, brings["name"], brings["dedup"], event.contents, self.clock()
+            )
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
@@ -565,6 +616,11 @@ class RouterActor:
         if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
             return ""
         return "" if self.registry.has(executor_id, session_id) else f"executor {executor_id} does not have it"
+
+
+def _model(request: OpenSessionRequest) -> str:
+    """What a session runs: as its client calls it, or the program's file."""
+    return request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256]
 
 
 def _same(token: str, given: str) -> bool:

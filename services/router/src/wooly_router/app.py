@@ -19,12 +19,14 @@ from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
 from wooly_bus.tracing import handing_over, setup_tracing
+from wooly_bus.web import Buckets
 
 from wooly_router.actor import RouterActor
+from wooly_router.blobs import BlobActor
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
-from wooly_router.rest.access import Access, Buckets
+from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.settings import RouterSettings
 from wooly_router.state.database import Database, migrate
@@ -61,6 +63,7 @@ async def serve(settings: RouterSettings) -> None:
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
+    BlobActor(app, gate, settings.blob_bytes, settings.tenant_blob_bytes)
     world.traces.keeps = handing_over() is not None
     traces = TraceActor(app, world, gate)
     access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
@@ -104,10 +107,17 @@ async def serve(settings: RouterSettings) -> None:
 
 
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
-    """Where tokens are asked for and there is no tenant yet: an administrator's, in a file that only our user may read."""
+    """Where tokens are asked for and there is no tenant yet: an administrator's, as given, or in a file for our user alone."""
     if settings.auth != "tokens" or await world.tenants.all():
         return
-    await world.tenants.add(TenantRecord("admin", now, "made at the first start"))
+    if not await world.tenants.add(TenantRecord("admin", now, "made at the first start")):
+        return  # another router did it
+    if settings.operator_token is not None:
+        given = settings.operator_token.get_secret_value()
+        await world.tenants.add_token("admin", "operator", "operator", now, secret=given)
+    if settings.admin_token is not None:
+        await world.tenants.add_token("admin", "first", "admin", now, secret=settings.admin_token.get_secret_value())
+        return
     _, secret = await world.tenants.add_token("admin", "first", "admin", now)
     path = settings.state_dir / "admin.token"
     path.touch(mode=0o600)

@@ -117,10 +117,11 @@ class Duties:
         )
 
     async def forget(self) -> None:
-        """Drop tasks, samples and traces that are older, or more, than configured."""
+        """Drop tasks, what they brought, samples and traces that are older, or more, than configured."""
         world, now = self._actor.world, self._actor.clock()
         config, _ = await world.settings()
         await world.nodes.forget_samples(now - config.history_retention_s)
+        await world.brought.forget(now - config.task_retention_s)
         while await world.tasks.forget_ended(now - config.task_retention_s) == 1000:
             continue
         while await world.traces.forget(now - self._actor.settings.trace_retention_s, self._actor.settings.traces_kept):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from wooly_bus.errors import RefusedError
 
-from wooly_router.state.tenants import Role
+from wooly_router.state.tenants import Role, hash_of
 from wooly_router.state.world import World
 
 AREAS = ("tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits")
@@ -67,9 +67,17 @@ class Gate:
         Raises:
             RefusedError: nobody, it has ended, or its tenant is disabled; the answer does not say which.
         """
+        return await self.of_hash(hash_of(secret) if secret else "", address)
+
+    async def of_hash(self, secret_hash: str, address: str) -> Caller:
+        """Who has the secret of this hash; empty: none was shown. As `caller`.
+
+        Raises:
+            RefusedError: see `caller`.
+        """
         if self.auth == "open":
             return Caller(f"open:{address}", None, DEFAULT_TENANT, ROLES["admin"])
-        found = await self.world.tenants.by_secret(secret) if secret else None
+        found = await self.world.tenants.by_hash(secret_hash) if secret_hash else None
         if found is None or not found[0].valid(self.clock()) or found[1].disabled:
             raise RefusedError("router.unauthorized", "a valid token is needed")
         token = found[0]

@@ -30,6 +30,7 @@ from wooly_wis.messages import (
     RunJobRequest,
     SessionPolicy,
     SubmitJob,
+    SubmitJobReply,
     TaskChanged,
 )
 from wooly_wis.module import MAX_MODULE_BYTES, check_module, decode_module
@@ -68,6 +69,7 @@ class JobActor:
         self._tasks, self._world = router.world.tasks, router.world
         self._missing: dict[tuple[str, int], float] = {}
         self._changed = asyncio.Event()
+        app.serve_tenants(subjects.ROUTER_JOB_SUBMIT, SubmitJob, self.on_submit_tenants, queue="router")
 
     def jetstream(self) -> JetStreamContext:
         """Where blobs are."""
@@ -121,6 +123,14 @@ class JobActor:
                 log.exception("a job could not be taken in; it comes again")
                 await taken.later(2.0)
 
+    async def on_submit_tenants(self, job: SubmitJob, tenant: str) -> SubmitJobReply:
+        """Take in a job of a tenant's NATS user: it is in the database before this is answered."""
+        caller = await self._router.gate.of_tenant(tenant, job.tenant)
+        task = await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+        if task.tenant != caller.own:
+            raise RefusedError("router.id_taken", f"{job.job_id} is not free; take another, at random")
+        return SubmitJobReply(job_id=task.id)
+
     async def on_submit_job(self, job: SubmitJob) -> TaskRecord:
         """A job is pending once this returns; one that can never run has failed, with the reason. Again, it changes nothing.
 
@@ -164,10 +174,7 @@ class JobActor:
             store = BlobStore(self._app.jetstream(), job.tenant)
             module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
             peak = check_module(module)
-            weights = [c.digest.hex() for c in module.constants]
-            task = replace(
-                task, required_vram=task.required_vram or max(peak, 1), wants=task.wants | {"weights": weights}
-            )
+            task = replace(task, required_vram=task.required_vram or max(peak, 1))
         except StreamError:
             raise
         except (WisError, BusError) as e:
@@ -361,6 +368,7 @@ class JobActor:
                 quota=task.required_vram,
                 swap=not task.noswap,
                 overcommit_vram_percent=percent,
+                opaque_kernels=await self._world.tenants.opaque_kernels(task.tenant),
             )
             await self._app.request(
                 subjects.executor_job_run(executor_id), request, RunJobReply, timeout=EXECUTOR_TIMEOUT_S

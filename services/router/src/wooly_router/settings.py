@@ -7,7 +7,7 @@ import ssl
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import URL
 from wooly_bus.access import NatsSettings
@@ -36,7 +36,10 @@ class RouterSettings(BaseSettings):
         lease_s: how long a session lives without a word from its client.
         auth: "open": whoever reaches REST may do everything; "tokens": it asks for a tenant's API token. The first one, an
             administrator's,
-            is written to `state_dir`/admin.token.
+            is written to `state_dir`/admin.token, unless `admin_token` is given.
+        admin_token: the first administrator's token, for who wants to know it beforehand: made at the first start, while there
+            is no tenant. At least 32 characters, random.
+        operator_token: likewise, one with the role `operator`; empty: none is made.
         channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
             makes one); without, each router has its own, which executors take from whoever may open sessions on them.
         signing_key: file with the seed of the key that signs NATS credentials (`python -m wooly_bus.authority` makes it); with
@@ -47,6 +50,9 @@ class RouterSettings(BaseSettings):
         client_nats_url: where clients are told that NATS is; empty: `nats_url`.
         tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
         tls_key: PEM file with its private key; empty: in the same file.
+        blob_bytes: the largest blob that tenants may put over NATS, where they have no JetStream of their own.
+        tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more over NATS; 0: no
+            limit.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
         trace_retention_s: how long a trace is kept.
@@ -55,7 +61,7 @@ class RouterSettings(BaseSettings):
             configured once.
     """
 
-    model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_", populate_by_name=True)
+    model_config = SettingsConfigDict(env_prefix="WOOLY_ROUTER_", populate_by_name=True, env_ignore_empty=True)
 
     nats_url: str = "nats://127.0.0.1:4222"
     database_url: str = ""
@@ -64,6 +70,8 @@ class RouterSettings(BaseSettings):
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
+    admin_token: SecretStr | None = Field(default=None, min_length=32)
+    operator_token: SecretStr | None = Field(default=None, min_length=32)
     channel_key: Path | None = None
     signing_key: Path | None = None
     credentials_s: float = Field(default=3600.0, ge=1)
@@ -71,6 +79,8 @@ class RouterSettings(BaseSettings):
     client_nats_url: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
+    blob_bytes: int = Field(default=16 << 30, ge=1)
+    tenant_blob_bytes: int = Field(default=0, ge=0)
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
     trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)

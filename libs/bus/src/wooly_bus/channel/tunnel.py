@@ -27,6 +27,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -141,6 +142,7 @@ class _Tunnel:
         self._client = Client()
         self._fate = _Fate()
         self._last_error = ""
+        self._ends: float | None = None
         self._to = ""
         self._far: socket.socket | None = None
         self._over = asyncio.Event()
@@ -174,6 +176,7 @@ class _Tunnel:
         """
         held = None if self._access.credentials is None else self._access.credentials()
         self._tenant = None if held is None else held.tenant
+        self._ends = None if held is None else held.expires_at
         try:
             async with asyncio.timeout(timeout):
                 await self._client.connect(
@@ -399,11 +402,19 @@ class _Tunnel:
     async def _on_error(self, error: Exception) -> None:
         self._last_error = what = str(error) or type(error).__name__
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {self._access} failed: {what}")
+            await self.end(f"the tunnel broke: the connection to NATS at {self._access} failed: {what}{self._cure()}")
 
     async def _on_closed(self) -> None:
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {self._access} is gone")
+            await self.end(f"the tunnel broke: the connection to NATS at {self._access} is gone{self._cure()}")
+
+    def _cure(self) -> str:
+        if self._ends is None or time.time() < self._ends - 1:
+            return ""
+        return (
+            "; its credentials have ended, and a tunnel cannot be moved to others: begin again, or have the router give sessions "
+            "longer ones (WOOLY_ROUTER_SESSION_CREDENTIALS_S)"
+        )
 
 
 # -- the client ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from wooly_wis.cudac.errors import CudaSourceError
 from wooly_wis.cudac.lexer import MAX_TOKENS, Token, lines_of
 
 _HEADERS: Final = (
-    "assert.h cassert cfloat climits cmath cstddef cstdint cuda.h cuda_runtime.h cuda_runtime_api.h device_functions.h "
+    "assert.h cassert cfloat climits cmath cstddef cstdint cuda.h cuda_bf16.h cuda_fp16.h cuda_runtime.h cuda_runtime_api.h "
+    "device_functions.h "
     "device_launch_parameters.h float.h limits.h math.h math_constants.h stddef.h stdint.h vector_functions.h "
     "vector_types.h"
 )

@@ -15,8 +15,10 @@ SCALARS: Final[dict[str, tuple[int, str, int]]] = {
     "u32": (4, "u", 3),
     "i64": (8, "i", 4),
     "u64": (8, "u", 4),
-    "f32": (4, "f", 5),
-    "f64": (8, "f", 6),
+    "f16": (2, "f", 5),
+    "bf16": (2, "f", 5),
+    "f32": (4, "f", 6),
+    "f64": (8, "f", 7),
 }
 #: Types by one name.
 TYPES: Final[dict[str, str]] = {
@@ -40,6 +42,10 @@ TYPES: Final[dict[str, str]] = {
     "ulong": "u64",
     "float": "f32",
     "double": "f64",
+    "__half": "f16",
+    "half": "f16",
+    "__nv_bfloat16": "bf16",
+    "nv_bfloat16": "bf16",
 }
 #: Types of several words, sorted; `int` is left out where another word says enough.
 PHRASES: Final[dict[tuple[str, ...], str]] = {
@@ -74,7 +80,13 @@ VECTORS: Final[dict[str, str]] = {
 }
 VECTOR_TYPES: Final[dict[str, tuple[str, int]]] = {
     f"{name}{n}": (scalar, n) for name, scalar in VECTORS.items() for n in (2, 3, 4)
-} | {"dim3": ("u32", 3)}
+} | {
+    "dim3": ("u32", 3),
+    "half2": ("f16", 2),
+    "__half2": ("f16", 2),
+    "nv_bfloat162": ("bf16", 2),
+    "__nv_bfloat162": ("bf16", 2),
+}
 _SILENT: Final = (
     "__restrict__ __restrict restrict volatile inline __inline__ __forceinline__ __noinline__ register static typename "
     "struct"
@@ -100,17 +112,12 @@ REFUSED: Final[dict[str, str]] = {
     "namespace": "namespaces are not understood",
     "enum": "enums are not understood: use constexpr int",
     "printf": "a kernel cannot print: write to a tensor",
-    "__half": "half precision is not understood: cast tensors to float",
-    "half": "half precision is not understood: cast tensors to float",
-    "__half2": "half precision is not understood: cast tensors to float",
-    "__nv_bfloat16": "bfloat16 is not understood: cast tensors to float",
-    "__nv_bfloat162": "bfloat16 is not understood: cast tensors to float",
     "__managed__": "managed memory is not there: pass a tensor",
     "__cluster_dims__": "clusters are not understood",
     "decltype": "decltype is not understood: name the type",
     "va_list": "functions with any number of arguments are not understood",
     "thread_local": "threads have their own variables as it is",
     "wmma": "tensor cores are not understood",
-    "cooperative_groups": "cooperative groups are not understood: use __syncthreads",
+    "cooperative_groups": "cooperative groups are not understood: use __syncthreads; for all blocks, launch another kernel",
     "<<<": "a kernel cannot launch kernels",
 }

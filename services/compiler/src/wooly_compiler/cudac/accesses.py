@@ -192,6 +192,39 @@ class Helpers:
             f"w_shuffle{how}_{kind.name}", kind.text, f"w_u32 mask, {kind.text} v, w_u32 by, w_u32 width", body
         )
 
+    def folded(self, kind: Scalar, what: str) -> str:
+        """What the named threads of a warp have together (a sum, an extreme, bits), or the mask of those with the same."""
+        least, most = {"i32": ("(-2147483647 - 1)", "2147483647"), "u32": ("0u", "0xffffffffu")}.get(
+            kind.name, ("", "")
+        )
+        found, begin, step = {
+            "add": (kind.text, "0", f"({kind.text})((w_u32)found + (w_u32)x)"),
+            "min": (kind.text, most, "x < found ? x : found"),
+            "max": (kind.text, least, "x > found ? x : found"),
+            "and": (kind.text, "0xffffffffu", "found & x"),
+            "or": (kind.text, "0u", "found | x"),
+            "xor": (kind.text, "0u", "found ^ x"),
+            "match": ("w_u32", "0u", "x == mine ? found | (1u << k) : found"),
+        }[what]
+        if self._dialect.subgroups:
+            if kind.size == 8:
+                low, high = "(w_u32)(w_u64)mine", "(w_u32)((w_u64)mine >> 32)"
+                of = f"(w_u64)w_shuffle32(mask, {low}, k) | (w_u64)w_shuffle32(mask, {high}, k) << 32"
+            else:
+                of = "w_shuffle32(mask, (w_u32)mine, k)"
+            params, there, own = f"{kind.text} mine", "1", ""
+        else:
+            params, there = f"{self._dialect.spaces['l']} {kind.text} *all", f"(w_t & ~31u) + k < {self._threads}u"
+            of, own = "all[(w_t & ~31u) + k]", f"  {kind.text} mine = all[w_t];\n  (void)mine;\n"
+        return self._add(
+            f"w_folded_{what}_{kind.name}",
+            found,
+            f"w_u32 mask, {params}",
+            f"{own}  {found} found = {begin};\n  for (w_u32 k = 0u; k < 32u; k++) {{\n"
+            f"    if (!((mask >> k) & 1u) || !({there})) continue;\n"
+            f"    {kind.text} x = ({kind.text})({of});\n    found = {step};\n  }}\n  return found;\n",
+        )
+
     def ballot(self) -> str:
         """A bit per thread of the warp."""
         if self._dialect.subgroups:

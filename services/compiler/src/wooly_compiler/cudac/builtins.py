@@ -40,6 +40,28 @@ PLAIN: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "__uint2float_rn": (("u32",), "f32"), "__double2float_rn": (("f64",), "f32"), "__saturatef": (("f32",), "f32"),
     "__frcp_rn": (("f32",), "f32"), "lrintf": (("f32",), "i64"), "__sad": (("i32", "i32", "u32"), "u32"),
 }  # fmt: skip
+#: Functions of numbers of 16 bits: arguments, result; `h` is either of the two such types.
+HALVES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "__half2float": (("f16",), "f32"), "__float2half": (("f32",), "f16"), "__float2half_rn": (("f32",), "f16"),
+    "__double2half": (("f64",), "f16"), "__int2half_rn": (("i32",), "f16"), "__bfloat162float": (("bf16",), "f32"),
+    "__float2bfloat16": (("f32",), "bf16"), "__float2bfloat16_rn": (("f32",), "bf16"), "__double2bfloat16": (("f64",), "bf16"),
+    "__int2bfloat16_rn": (("i32",), "bf16"),
+}  # fmt: skip
+HALF_BITS: Final[dict[str, tuple[str, str]]] = {
+    "__half_as_ushort": ("f16", "u16"), "__half_as_short": ("f16", "i16"), "__ushort_as_half": ("u16", "f16"),
+    "__short_as_half": ("i16", "f16"), "__bfloat16_as_ushort": ("bf16", "u16"), "__bfloat16_as_short": ("bf16", "i16"),
+    "__ushort_as_bfloat16": ("u16", "bf16"), "__short_as_bfloat16": ("i16", "bf16"),
+}  # fmt: skip
+HALF_OPERATORS: Final[dict[str, str]] = {
+    "__hadd": "+", "__hsub": "-", "__hmul": "*", "__hdiv": "/", "__hadd_rn": "+", "__hsub_rn": "-", "__hmul_rn": "*",
+    "__heq": "==", "__hne": "!=", "__hlt": "<", "__hle": "<=", "__hgt": ">", "__hge": ">=",
+}  # fmt: skip
+HALF_MORE: Final = ("__hfma", "__hneg", "__hmin", "__hmax", "__hisnan")
+#: Functions of one number of 16 bits, by those of a float.
+HALF_MATH: Final[dict[str, str]] = {
+    f"h{n}": n
+    for n in "sqrt rsqrt exp exp2 exp10 log log2 log10 sin cos tanh floor ceil rint trunc".split()  # noqa: SIM905
+} | {"__habs": "fabs"}
 #: Questions about a floating point number.
 ASKED: Final = ("isnan", "isinf", "isfinite", "signbit")
 #: Numbers of any kind, in their common type.
@@ -65,17 +87,15 @@ BARRIERS: Final = ("__syncthreads", "__syncwarp", "__syncthreads_count", "__sync
 FENCES: Final = ("__threadfence", "__threadfence_block", "__threadfence_system")
 #: Between the 32 threads of a warp. Without subgroups they go through shared memory, and bind like a barrier.
 WARP: Final = (
-    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync"
+    "__shfl_sync", "__shfl_up_sync", "__shfl_down_sync", "__shfl_xor_sync", "__ballot_sync", "__any_sync", "__all_sync",
+    "__reduce_add_sync", "__reduce_min_sync", "__reduce_max_sync", "__reduce_and_sync", "__reduce_or_sync", "__reduce_xor_sync",
+    "__match_any_sync",
 )  # fmt: skip
 SHUFFLED: Final = ("i32", "u32", "i64", "u64", "f32", "f64")
 #: Known, and not offered: what to do instead.
 ABSENT: Final[dict[str, str]] = {
     "__activemask": "name the threads: 0xffffffff",
-    "__match_any_sync": "compare values through shared memory",
     "__match_all_sync": "compare values through shared memory",
-    "__reduce_add_sync": "shuffle with __shfl_down_sync",
-    "__reduce_min_sync": "shuffle with __shfl_down_sync",
-    "__reduce_max_sync": "shuffle with __shfl_down_sync",
     "__nanosleep": "a kernel does not wait",
     "clock": "a kernel has no clock",
     "clock64": "a kernel has no clock",
@@ -83,8 +103,6 @@ ABSENT: Final[dict[str, str]] = {
     "sincos": "call sin and cos",
     "memcpy": "copy in a loop",
     "memset": "write in a loop",
-    "__half2float": "cast tensors to float",
-    "__float2half": "cast tensors to float",
     "__shfl": "say which threads take part: __shfl_sync",
     "__shfl_down": "say which threads take part: __shfl_down_sync",
     "__shfl_up": "say which threads take part: __shfl_up_sync",

@@ -87,7 +87,7 @@ def _scalars(printer: FunctionPrinter, node: Call, *counts: int) -> list[tuple[V
 def _math(printer: FunctionPrinter, node: Call, name: str, single: bool) -> Value:
     given = _scalars(printer, node, builtins.MATH[name])
     kind = F32 if single else F64
-    if not single and all(k == F32 for _, k in given):
+    if not single and all(k == F32 or k.half for _, k in given):
         kind = F32
     values = [printer.converted(v, kind, node.line) for v, _ in given]
     varying = any(v.varying for v in values)
@@ -111,6 +111,11 @@ def _extreme(printer: FunctionPrinter, node: Call, name: str) -> Value:
     what = builtins.EXTREMES[name]
     x, y = printer.converted(a, kind, node.line), printer.converted(b, kind, node.line)
     varying = a.varying or b.varying
+    if kind.half:
+        x, y = [printer.converted(v, F32, node.line) for v in (x, y)]
+        return printer.converted(
+            Value(f"w_f{what}_f32({x.text}, {y.text})", F32, None, "", "", varying), kind, node.line
+        )
     if kind.real:
         return Value(f"w_f{what}_{kind.name}({x.text}, {y.text})", kind, None, "", "", varying)
     helper = printer.helpers.extreme(kind, what)
@@ -157,8 +162,9 @@ def _operator(printer: FunctionPrinter, node: Call, name: str) -> Value:
 
 def _asked(printer: FunctionPrinter, node: Call, name: str) -> Value:
     ((value, kind),) = _scalars(printer, node, 1)
-    if not kind.real:
-        value, kind = printer.converted(value, F64, node.line), F64
+    if not kind.real or kind.half:
+        kind = F32 if kind.half else F64
+        value = printer.converted(value, kind, node.line)
     bits, one = ("u32", "u") if kind == F32 else ("u64", "ul")
     shift, exponent = (23, 0xFF) if kind == F32 else (52, 0x7FF)
     x = f"w_as_{bits}_{kind.name}({value.text})"
@@ -239,7 +245,72 @@ def _fence(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(printer.dialect.fence, VOID)
 
 
+def _half(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    """Functions of numbers of 16 bits: computed as floats, rounded once."""
+    line = node.line
+    if name in builtins.HALVES:
+        kinds, result = builtins.HALVES[name]
+        ((value, _),) = _scalars(printer, node, len(kinds))
+        return printer.converted(printer.converted(value, Scalar(kinds[0]), line), Scalar(result), line)
+    if name in builtins.HALF_BITS:
+        source, to = [Scalar(k) for k in builtins.HALF_BITS[name]]
+        ((value, _),) = _scalars(printer, node, 1)
+        value = printer.converted(value, source, line)
+        return Value(f"(({to.text})({value.text}))", to, None, "", "", value.varying)
+    count = 3 if name == "__hfma" else 2 if name in builtins.HALF_OPERATORS or name in ("__hmin", "__hmax") else 1
+    given = _scalars(printer, node, count)
+    kind = next((k for _, k in given if k.half), None)
+    if kind is None:
+        raise CudaSourceError(f"{name} of {given[0][1]}: it is for __half and __nv_bfloat16", line)
+    values = [printer.converted(v, kind, line) for v, _ in given]
+    varying = any(v.varying for v in values)
+    if name in builtins.HALF_OPERATORS:
+        return printer.operate(builtins.HALF_OPERATORS[name], *values, line)
+    if name == "__hfma":  # the product is exact in a double, and so, but for the smallest, is the sum
+        a, b, c = [printer.converted(v, F64, line).text for v in values]
+        return printer.converted(Value(f"({a} * {b} + {c})", F64, None, "", "", varying), kind, line)
+    singles = [printer.converted(v, F32, line).text for v in values]
+    if name == "__hneg":
+        return printer.converted(Value(f"(-{singles[0]})", F32, None, "", "", varying), kind, line)
+    if name == "__hisnan":
+        return Value(f"({singles[0]} != {singles[0]})", B1, None, "", "", varying)
+    called = (
+        f"w_f{name[3:]}_f32" if name in ("__hmin", "__hmax") else printer.dialect.call(builtins.HALF_MATH[name], True)
+    )
+    return printer.converted(Value(f"{called}({', '.join(singles)})", F32, None, "", "", varying), kind, line)
+
+
+def _folded(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    """What threads of a warp have together, or which of them have the same."""
+    given = _scalars(printer, node, 2)
+    what = name.split("_")[3] if name.startswith("__reduce") else "match"
+    kind = U32 if what in ("and", "or", "xor") else promoted(given[1][1])
+    if what == "match" and kind.real:
+        wide = F64 if kind.size == 8 else F32
+        value = printer.converted(given[1][0], wide, node.line)
+        kind = Scalar("u64" if kind.size == 8 else "u32")
+        value = Value(f"w_as_{kind.name}_{wide.name}({value.text})", kind, None, "", "", value.varying)
+    elif given[1][1].real or (kind.size != 4 and what != "match"):
+        raise CudaSourceError(f"{name} of {given[1][1]} is not offered: it is for int and unsigned int", node.line)
+    else:
+        value = printer.converted(given[1][0], kind, node.line)
+    if not printer.dialect.subgroups:
+        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+    mask = printer.converted(given[0][0], U32, node.line)
+    result = U32 if what == "match" else kind
+    if printer.dialect.subgroups:
+        helper = printer.helpers.folded(kind, what)
+        return Value(f"{helper}({PASS}, {mask.text}, {value.text})", result, None, "", "", True)
+    if not printer.grouped:
+        return Value("0", result, None, "", "", True)  # not yet: it is printed again
+    masks, values = printer.kept("w_u32", mask.text, 4), printer.kept(kind.text, value.text, kind.size)
+    printer.boundary()
+    return Value(f"{printer.helpers.folded(kind, what)}({PASS}, {masks}[w_t], {values})", result, None, "", "", True)
+
+
 def _warp(printer: FunctionPrinter, node: Call, name: str) -> Value:
+    if name.startswith(("__reduce", "__match")):
+        return _folded(printer, node, name)
     shuffle = name.startswith("__shfl")
     given = _scalars(printer, node, *((3, 4) if shuffle else (2,)))
     if not printer.dialect.subgroups:
@@ -261,6 +332,21 @@ def _warp(printer: FunctionPrinter, node: Call, name: str) -> Value:
             return Value(text, U32, None, "", "", True)
         return Value(f"({text} {'==' if name == '__all_sync' else '!='} 0u ? 1 : 0)", I32, None, "", "", True)
     value, kind = given[1]
+    if kind.half:  # a float has all of its digits
+        single = Value(printer.converted(value, F32, node.line).text, F32, None, "", "", value.varying)
+        return printer.converted(_shuffled(printer, node, name, given, mask, single, F32), kind, node.line)
+    return _shuffled(printer, node, name, given, mask, value, kind)
+
+
+def _shuffled(
+    printer: FunctionPrinter,
+    node: Call,
+    name: str,
+    given: list[tuple[Value, Scalar]],
+    mask: Value,
+    value: Value,
+    kind: Scalar,
+) -> Value:
     if kind.size < 4:
         kind = promoted(kind)
         value = printer.converted(value, kind, node.line)
@@ -301,6 +387,10 @@ _GROUPS = (
     (builtins.EXTREMES, _extreme),
     (builtins.PLAIN, _plain),
     (builtins.OPERATORS, _operator),
+    (
+        (*builtins.HALVES, *builtins.HALF_BITS, *builtins.HALF_OPERATORS, *builtins.HALF_MATH, *builtins.HALF_MORE),
+        _half,
+    ),
     (builtins.ASKED, _asked),
     (builtins.LOADS, _load),
     (("assert",), _assert),

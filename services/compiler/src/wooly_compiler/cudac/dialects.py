@@ -145,18 +145,47 @@ _SAME: Final = {"g": "", "l": "", "p": "", "c": "const"}
 _OPENCL_SPACES: Final = {"g": "global", "l": "local", "p": "private", "c": "constant"}
 _OPENCL_TYPES: Final = {
     "b1": "uchar", "i8": "char", "u8": "uchar", "i16": "short", "u16": "ushort", "i32": "int", "u32": "uint", "i64": "long",
-    "u64": "ulong", "f32": "float", "f64": "double",
+    "u64": "ulong", "f16": "ushort", "bf16": "ushort", "f32": "float", "f64": "double",
 }  # fmt: skip
 _C_TYPES: Final = {
     "b1": "unsigned char", "i8": "signed char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "i32": "int",
-    "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f32": "float", "f64": "double",
+    "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f16": "unsigned short", "bf16": "unsigned short",
+    "f32": "float", "f64": "double",
 }  # fmt: skip
 #: Vectors are plain structs to us, so that they lie in memory as CUDA says in every C.
 _VECTORS: Final = "".join(
     f"typedef struct {{ w_{t} {', '.join('xyzw'[:n])}; }} w_{t}x{n};\n"
-    for t in ("i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f32", "f64")
+    for t in ("i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f16", "bf16", "f32", "f64")
     for n in (2, 3, 4)
 )
+#: Numbers of 16 bits are held as their bits. A double goes through a float that is rounded to odd, so that it is rounded once.
+_HALVES: Final = """
+W_FN w_f32 w_f16_to_f32(w_f16 h) {
+  w_u32 s = ((w_u32)h & 0x8000u) << 16, a = (w_u32)h & 0x7fffu;
+  w_u32 n = w_as_u32_f32(w_as_f32_u32(a << 13) * 5192296858534827628530496329220096.0f);
+  return w_as_f32_u32(s | (a >= 0x7c00u ? 0x7f800000u | (a & 0x3ffu) << 13 : n));
+}
+W_FN w_f16 w_f32_to_f16(w_f32 x) {
+  w_u32 u = w_as_u32_f32(x), s = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+  w_u32 n = ((a + 0xfffu + ((a >> 13) & 1u)) >> 13) - (112u << 10);
+  w_u32 t = w_as_u32_f32(w_as_f32_u32(a < 0x38800000u ? a : 0u) + 0.5f) - 0x3f000000u;
+  return (w_f16)(s | (a > 0x7f800000u ? 0x7fffu : a < 0x38800000u ? t : n > 0x7c00u ? 0x7c00u : n));
+}
+W_FN w_f32 w_bf16_to_f32(w_bf16 h) { return w_as_f32_u32((w_u32)h << 16); }
+W_FN w_bf16 w_f32_to_bf16(w_f32 x) {
+  w_u32 u = w_as_u32_f32(x);
+  return (w_bf16)((u & 0x7fffffffu) > 0x7f800000u ? 0x7fffu : (u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+W_FN w_f32 w_odd(w_f64 x) {
+  w_f32 f = (w_f32)x;
+  w_u32 u = w_as_u32_f32(f);
+  if (x != x || (w_f64)f == x) return f;
+  if ((x < 0 ? -(w_f64)f : (w_f64)f) > (x < 0 ? -x : x)) u -= 1u;
+  return w_as_f32_u32(u | 1u);
+}
+W_FN w_f16 w_f64_to_f16(w_f64 x) { return w_f32_to_f16(w_odd(x)); }
+W_FN w_bf16 w_f64_to_bf16(w_f64 x) { return w_f32_to_bf16(w_odd(x)); }
+"""
 OPENCL: Final = Dialect(
     name="opencl",
     prologue=(
@@ -179,6 +208,7 @@ OPENCL: Final = Dialect(
 #define w_inf_f64 ((double)INFINITY)
 #define w_nan_f64 ((double)NAN)
 """
+        + _HALVES
     ),
     spaces=_OPENCL_SPACES,
     function="static inline __attribute__((always_inline))",
@@ -247,6 +277,7 @@ CUDA: Final = Dialect(
     + "#define W_FN static __device__ __forceinline__\n#define W_G\n"
     + _CUDA_BITS
     + _COMMON
+    + _HALVES
     + _pointers(_SAME),
     spaces=_SAME,
     function="static __device__ __forceinline__",
@@ -339,6 +370,7 @@ HIP: Final = Dialect(
         for t, w in (("float", "f32"), ("double", "f64"))
     )
     + _COMMON
+    + _HALVES
     + _pointers(_SAME),
     spaces=_SAME,
     function="static __device__ __forceinline__",

@@ -28,6 +28,8 @@ from wooly_compiler.cudac.arithmetic import ASKS, WORDS, field_of, joined_root, 
 from wooly_compiler.cudac.scope import folded_binary, folded_unary, literal
 from wooly_compiler.cudac.types import (
     B1,
+    F32,
+    F64,
     I32,
     U32,
     U64,
@@ -111,6 +113,8 @@ class Expressions:
             raise CudaSourceError(f"{value.type} is neither true nor false", line)
         if value.type == B1:
             return value
+        if value.type.half:
+            value = self._number(value, F32)
         const = None if value.const is None else int(bool(value.const))
         return Value(f"({value.text} != 0)", B1, const, "", "", value.varying)
 
@@ -129,6 +133,15 @@ class Expressions:
     def _number(self, value: Value, kind: Scalar) -> Value:
         source = value.type
         assert isinstance(source, Scalar)
+        if source.half and kind != source:
+            wide = Value(f"w_{source.name}_to_f32({value.text})", F32, None, "", "", value.varying)
+            return self._number(wide, kind) if kind != F32 else wide
+        if kind.half:
+            if value.const is not None:
+                return Value(literal(kind, value.const), kind)
+            if source != F64:
+                value = self._number(value, F32) if source != F32 else value
+            return Value(f"w_{value.type.name}_to_{kind.name}({value.text})", kind, None, "", "", value.varying)  # type: ignore[union-attr]
         if value.const is not None:
             const = wrapped(value.const, kind)
             if kind.real and not source.real:
@@ -229,6 +242,9 @@ class Expressions:
             return Value(f"(!{truth.text})", B1, const, "", "", truth.varying)
         if not isinstance(value.type, Scalar) or (node.op == "~" and value.type.real):
             raise CudaSourceError(f"{node.op} of {value.type}", line)
+        if value.type.half:
+            turned = Value(f"({node.op}({self._number(value, F32).text}))", F32, None, "", "", value.varying)
+            return self._number(turned, value.type)
         kind = promoted(value.type)
         value = self._number(value, kind) if kind != value.type else value
         folded = folded_unary(node.op, None if value.const is None else (kind, value.const))
@@ -267,6 +283,9 @@ class Expressions:
         kind = promoted(a.type) if op in ("<<", ">>") else common(a.type, b.type)
         if kind.real and op in ("%", "<<", ">>", "&", "|", "^"):
             raise CudaSourceError(f"{op} of {kind}", line)
+        if kind.half:  # each result is rounded; a float has digits enough for that to be exact
+            made = self.operate(op, self._number(a, F32), self._number(b, F32), line)
+            return made if op in ASKS else self._number(made, kind)
         known = folded_binary(
             op,
             None if a.const is None else (a.type, a.const),

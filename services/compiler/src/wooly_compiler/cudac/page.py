@@ -64,6 +64,9 @@ def page() -> str:
         f"| {_names(builtins.OPERATORS)} | as their names say |",
         f"| {_names(builtins.PLAIN)} | as CUDA has them |",
         f"| {_names(builtins.LOADS)} | plain loads |",
+        f"| {_names(builtins.HALVES)}, {_names(builtins.HALF_BITS)} | numbers of 16 bits from and to others |",
+        f"| {_names(builtins.HALF_OPERATORS)}, {_names(builtins.HALF_MORE)}, {_names(builtins.HALF_MATH)} | `__half` and "
+        "`__nv_bfloat16`, as are all operators: each result rounded once (of functions: the float's) |",
         "",
         "Products and sums are not contracted: `fmaf` is what rounds once. Signed numbers wrap; a quotient by 0 is 0; shifts",
         "keep to the width; conversions of real numbers saturate, and not-a-number becomes 0; variables and shared memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from struct import pack
 from typing import Final
 
 from wooly_wis.cudac.errors import CudaSourceError
@@ -215,8 +216,27 @@ def folded_binary(
     return (Scalar("b1"), int(found)) if asks else (kind, wrapped(found, kind))
 
 
+def half_bits(kind: Scalar, value: float | int) -> int:
+    """A number as one of 16 bits, to the nearest."""
+    if kind.name == "f16":
+        try:
+            return int.from_bytes(pack("<e", value), "little")
+        except OverflowError:
+            return 0xFC00 if value < 0 else 0x7C00
+    if value != value:
+        return 0x7FFF
+    exact = int.from_bytes(pack("<d", value), "little")
+    sign, rest = exact >> 63 << 15, exact & ((1 << 63) - 1)
+    if abs(value) < 2.0**-126:  # fewer digits the smaller it is
+        return sign | round(abs(value) * 2.0**133)
+    rest = (rest + (1 << 44) - 1 + (rest >> 45 & 1)) >> 45
+    return sign | min(rest - (896 << 7), 0x7F80)
+
+
 def literal(kind: Scalar, value: float | int) -> str:
     """A number as it is printed."""
+    if kind.half:
+        return f"((w_{kind.name}){half_bits(kind, value):#06x})"
     if kind.real:
         if value != value or value in (float("inf"), float("-inf")):
             word = "nan" if value != value else "inf"

@@ -30,6 +30,11 @@ class Scalar:
         return SCALARS[self.name][1] == "f"
 
     @property
+    def half(self) -> bool:
+        """A floating point number of 16 bits: held as its bits, computed as a float."""
+        return self.real and self.size == 2
+
+    @property
     def signed(self) -> bool:
         """An integer with a sign."""
         return SCALARS[self.name][1] == "i"
@@ -46,6 +51,7 @@ class Scalar:
 _SAYS: Final = {
     "b1": "bool", "i8": "char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "i32": "int",
     "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f32": "float", "f64": "double",
+    "f16": "__half", "bf16": "__nv_bfloat16",
 }  # fmt: skip
 
 

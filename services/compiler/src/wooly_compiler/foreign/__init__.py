@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from wooly_wis.foreign import ForeignCode, Parameter, encode_code
+from wooly_wis.foreign import OPAQUE, ForeignCode, Parameter, encode_code
 
 from wooly_compiler.build import pocl
 from wooly_compiler.errors import BuildError, ForeignError
@@ -57,7 +57,7 @@ class Lowered:
 
 #: Per language the module whose `lower` makes OpenCL C of a request; imported when first asked for.
 LANGUAGES: Final[dict[str, str]] = {
-    "ttir": "wooly_compiler.foreign.ttir",
+    "ttir": "wooly_compiler.foreign.ttir.lower",
     "cuda-c": "wooly_compiler.cudac.lower",
 }
 
@@ -69,6 +69,10 @@ def lower(language: str, request: Request) -> Lowered:
         ForeignError: names the operation that has no lowering, or the law that the text breaks.
     """
     module = LANGUAGES.get(language)
+    if language in OPAQUE:
+        raise ForeignError(
+            f"{language} is code for NVIDIA's chips; this device, a CPU, runs kernels in {', '.join(LANGUAGES)}"
+        )
     if module is None:
         raise ForeignError(f"kernels in {language} are not compiled here; those in {', '.join(LANGUAGES)} are")
     function: Callable[[Request], Lowered] = importlib.import_module(module).lower
@@ -93,4 +97,4 @@ def build(asked: dict[str, Any]) -> bytes:
     request = Request(str(asked["text"]), str(asked["entry"]), tuple(asked["args"]), block, options)  # type: ignore[arg-type]
     lowered = lower(str(asked["language"]), request)
     binary = pocl.foreign(lowered.text, lowered.entry, lowered.parameters, request.block)
-    return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary))
+    return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary), str(asked["name"]))

@@ -16,6 +16,7 @@ among the sharers that are resident, to the byte, so that the sum over all sessi
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from enum import Enum
 
@@ -320,6 +321,16 @@ class Book:
     def contents(self, session: str) -> tuple[int, ...]:
         """The numbers of the stores that a session holds, as `swap.choose` wants them."""
         return tuple(self._session(session).stores)
+
+    def known_as(self, store: int) -> tuple[ContentId, str | None] | None:
+        """The content of a store and in whose circle it is (None: the public one); None if nobody may share it."""
+        key = self._stores[store].key
+        return None if key is None else (key[1], key[0])
+
+    def largest(self, count: int) -> list[tuple[ContentId, str | None]]:
+        """What others may share on the device, as `known_as`: at most `count`, largest first."""
+        here = [(-s.nbytes, s.number, key) for key, s in self._known.items() if s.paying]
+        return [(content, tenant) for _, _, (tenant, content, _) in heapq.nsmallest(count, here)]
 
     def stores(self) -> dict[int, tuple[int, bool]]:
         """(bytes, saved) of the stores that are on the device, by number."""

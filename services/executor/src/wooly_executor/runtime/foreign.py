@@ -4,76 +4,46 @@
     kernel.then(go_on)                                whether somebody has to wait, who is then called
     kernel.run(entry, writable, values, grid)         ns that other threads took
 
-Who compiles is a `Builder`: a compiler's worker process, started by name, for services do not import each other.
+What was compiled before is on disk; else compilers elsewhere are asked (`Remote`), and where nobody answers it is done here
+(`Builder`: worker processes of the compiler's, started by name, for services do not import each other).
 """
 
 from __future__ import annotations
 
-import importlib.util
-import queue
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from wooly_bus.worker import Limits, WorkerError, WorkerProcess
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError, WisError
-from wooly_wis.foreign import ForeignCode, Launch, Source, check_grid, decode_code, kernel_key, launch_of
+from wooly_wis.foreign import OPAQUE, ForeignCode, KernelKey, Launch, Source, check_grid, decode_code, key_of, launch_of
 from wooly_wis.program import Form, ParamRef
 
+from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import ExecutorError, OperationError
+from wooly_executor.runtime.builds import Builder, Remote, Turns
 
+log = logging.getLogger("wooly.executor")
 #: Compiled kernels kept, of all sessions.
 KERNELS_KEPT = 4096
 #: A pointer's address and its bytes; or a scalar.
 Value = tuple[int, int] | int | float | bool
 #: What launches a kernel: values, grid; ns that other threads took.
 Loaded = Callable[[Sequence[Value], tuple[int, int, int]], int]
+_WHERE = {"disk": "its code was on disk", "elsewhere": "a compiler had or made its code", "here": "built here"}
 COMPLAINTS = {1: "reads", 2: "writes", 3: "updates"}
-
-
-class Builder(Protocol):
-    """What compiles."""
-
-    def build(self, request: dict[str, Any], what: str) -> bytes:
-        """The code (see `wooly_wis.foreign`) of a kernel.
-
-        Raises:
-            WisError: it cannot be compiled.
-        """
-        ...
-
-
-class WorkerBuilder:
-    """Compiles in a process of the compiler service's, of this executor's own.
-
-    Args:
-        folder: where it keeps its files.
-    """
-
-    MODULE = "wooly_compiler.worker"
-
-    def __init__(self, folder: Path) -> None:
-        self._worker = WorkerProcess(Limits(), self.MODULE, (str(folder),))
-
-    def build(self, request: dict[str, Any], what: str) -> bytes:
-        """See `Builder`."""
-        if importlib.util.find_spec("wooly_compiler") is None:
-            raise WorkerError(
-                "kernels in other languages need the compiler on the executor's machine: pip install wooly-compiler"
-            )
-        return self._worker.ask({"what": "foreign", **request}, str(request["target"]), what)
 
 
 class ForeignKernel:
     """One kernel, compiled or not yet."""
 
-    def __init__(self, foreign: Foreign, launch: Launch, request: dict[str, Any]) -> None:
+    def __init__(self, foreign: Foreign, source: Source, key: KernelKey, owner: str) -> None:
         self._foreign = foreign
-        self.launch = launch
-        self.request = request
+        self.source = source
+        self.key = key
+        self.owner = owner
         self.code: ForeignCode | None = None
         self._loaded: Loaded | None = None
         self._why = ""
@@ -150,10 +120,16 @@ class Foreign:
     """Kernels by what they are compiled from.
 
     Args:
-        builder: what compiles; without one, every kernel fails and says why.
+        builder: what compiles here; without one, every kernel fails and says why.
         target: what code must be built for.
         load: makes code ready.
         why: why there is no builder.
+        cache: where code is kept.
+        opaque: languages of which the runtime cannot check what is loaded and stored: for tenants who may.
+
+    Attributes:
+        remote: compilers elsewhere, once there are any in reach.
+        counts: kernels that came from disk, from compilers elsewhere, and that were built here.
     """
 
     def __init__(
@@ -162,29 +138,27 @@ class Foreign:
         target: Callable[[], str] | None = None,
         load: Callable[[ForeignCode, tuple[int, ...]], Loaded] | None = None,
         why: str = "this executor runs no kernels of sessions' own: its runtime has no OpenCL (WOOLY_EXECUTOR_RUNTIME=opencl)",
+        cache: ArtifactCache | None = None,
+        opaque: frozenset[str] = OPAQUE,
     ) -> None:
+        self.opaque = opaque
         self._builder = builder
         self._target = target
         self._load = load
         self._none = why
-        self._known: OrderedDict[bytes, ForeignKernel] = OrderedDict()
-        self._wanted: queue.SimpleQueue[ForeignKernel] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._cache = cache
+        self._loading = threading.Lock()
+        self._known: OrderedDict[KernelKey, ForeignKernel] = OrderedDict()
+        self._turns = Turns(self._compile)
+        self.remote: Remote | None = None
+        self.counts = {"disk": 0, "elsewhere": 0, "here": 0}
 
-    def kernel(self, source: Source, launch: Launch, form: Form) -> ForeignKernel:
-        """The kernel of a launch; it begins to be compiled if nobody asked for it before."""
-        key = kernel_key(launch, form)
+    def kernel(self, source: Source, launch: Launch, form: Form, owner: str = "") -> ForeignKernel:
+        """The kernel of a launch; it begins to be compiled if nobody asked for it before. `owner`: whose turn that is."""
+        key = key_of(launch, form)
         found = self._known.get(key)
         if found is None:
-            request = {
-                "language": source.language,
-                "text": source.text,
-                "entry": launch.entry,
-                "args": [_kind(form, a) for a in launch.args],
-                "block": launch.block,
-                "options": launch.options,
-            }
-            found = self._known[key] = ForeignKernel(self, launch, request)
+            found = self._known[key] = ForeignKernel(self, source, key, owner)
             if len(self._known) > KERNELS_KEPT:
                 self._known.popitem(last=False)
             self.compile(found)
@@ -199,7 +173,7 @@ class Foreign:
         Raises:
             OperationError: nobody did, or it is long ago.
         """
-        found = self._known.get(kernel_key(launch_of(form), form))
+        found = self._known.get(key_of(launch_of(form), form))
         if found is None:
             raise OperationError(f"the source of kernel {form.attr('entry')} is not known here")
         return found
@@ -209,33 +183,85 @@ class Foreign:
         if self._builder is None:
             kernel.end(None, None, self._none)
         elif kernel.begin():
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="foreign-kernels", daemon=True)
-                self._thread.start()
-            self._wanted.put(kernel)
+            self._turns.put(kernel.owner, kernel)
 
-    def _work(self) -> None:
-        assert self._builder is not None and self._target is not None and self._load is not None
-        while True:
-            kernel = self._wanted.get()
-            launch = kernel.launch
+    def _compile(self, kernel: ForeignKernel) -> None:
+        try:
+            kernel.end(*self._got(kernel))
+        except (WisError, ExecutorError) as e:
+            kernel.end(None, None, str(e), lasting=not getattr(e, "retryable", False))
+        except Exception as e:  # whatever it is, who waits for the kernel must hear of it
+            kernel.end(None, None, f"{type(e).__name__}: {e}", lasting=False)
+
+    def _got(self, kernel: ForeignKernel) -> tuple[ForeignCode, Loaded]:
+        """A kernel's code, loaded: from disk, from elsewhere, or made here."""
+        assert self._builder is not None and self._target is not None
+        target, mine, cache = self._target(), self._builder.version(), self._cache
+        if cache is not None:
+            for version in dict.fromkeys([v for v in (cache.compiler, mine) if v]):
+                name = kernel.key.name(target, version)
+                raw = cache.read(name)
+                if raw is None:
+                    continue
+                try:
+                    return self._told("disk", kernel, self._ready(kernel, raw, name))
+                except (WisError, ExecutorError) as e:
+                    log.warning("kernel %s, kept on disk: %s", kernel.key.entry, e)
+                    cache.drop(name)
+        rejected = ""
+        for _ in range(2):
+            found = self.remote.get(kernel.source, kernel.key, target, rejected) if self.remote is not None else None
+            if found is None:
+                break
+            version, raw = found
+            name = kernel.key.name(target, version)
             try:
-                request = {**kernel.request, "target": self._target()}
-                code = decode_code(self._builder.build(request, f"kernel {launch.entry}"))
-                kernel.end(code, self._load(code, launch.block))
+                ready = self._ready(kernel, raw, name)
             except (WisError, ExecutorError) as e:
-                kernel.end(None, None, str(e), lasting=not getattr(e, "retryable", False))
-            except Exception as e:  # whatever it is, who waits for the kernel must hear of it
-                kernel.end(None, None, f"{type(e).__name__}: {e}", lasting=False)
+                log.warning("kernel %s by compiler %s: %s", kernel.key.entry, version, e)
+                rejected = version
+                continue
+            self._keep(name, raw, version)
+            return self._told("elsewhere", kernel, ready)
+        name = kernel.key.name(target, mine)
+        raw = self._builder.build(_request(kernel, target, name), f"kernel {kernel.key.entry}")
+        ready = self._ready(kernel, raw, name)
+        if mine:
+            self._keep(name, raw)
+        return self._told("here", kernel, ready)
+
+    def _ready(self, kernel: ForeignKernel, raw: bytes, name: str) -> tuple[ForeignCode, Loaded]:
+        assert self._load is not None
+        code = decode_code(raw, name)
+        with self._loading:
+            return code, self._load(code, kernel.key.block)
+
+    def _keep(self, name: str, raw: bytes, elsewhere: str = "") -> None:
+        if self._cache is not None:
+            self._cache.write(name, raw)
+            if elsewhere:
+                self._cache.compiler = elsewhere
+
+    def _told(self, where: str, kernel: ForeignKernel, ready: tuple[ForeignCode, Loaded]) -> tuple[ForeignCode, Loaded]:
+        log.info("kernel %s: %s", kernel.key.entry, _WHERE[where])
+        with self._loading:
+            self.counts[where] += 1
+        return ready
 
 
-def _kind(form: Form, argument: Any) -> str:
-    """An argument as compilers are told of it: ``*f32`` is a buffer of such elements."""
-    if isinstance(argument, int):
-        view = form.operands[argument].view
-        assert view is not None
-        return f"*{view.dtype.label}"
-    return str(argument[0].label)
+def _request(kernel: ForeignKernel, target: str, name: str) -> dict[str, Any]:
+    """What a compiler's worker process is asked."""
+    key = kernel.key
+    return {
+        "language": kernel.source.language,
+        "text": kernel.source.text,
+        "entry": key.entry,
+        "args": key.args,
+        "block": key.block,
+        "options": key.options,
+        "target": target,
+        "name": name,
+    }
 
 
 Arguments = Callable[[Sequence[tuple[int, int]], Sequence[Any]], tuple[list[Value], tuple[int, int, int]]]

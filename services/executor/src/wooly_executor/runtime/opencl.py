@@ -25,8 +25,11 @@ from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form
 
+from wooly_executor.artifacts import ArtifactCache
+from wooly_executor.cores import apart, beyond
 from wooly_executor.errors import MissingDriverError, OperationError
-from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value, WorkerBuilder
+from wooly_executor.runtime.builds import WorkerBuilder
+from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value
 from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
 from wooly_executor.runtime.preparation import prepare_acts
@@ -39,6 +42,8 @@ from wooly_executor.runtime.watch import Watch
 WRAPPED = 4096
 #: Kernels kept, of all programs.
 KERNELS_KEPT = 8192
+#: Bytes of code of kernels in languages of others, kept on disk.
+KERNEL_BYTES = 1 << 30
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
 #: What a scalar argument of a kernel in another language is passed as.
 _SCALAR = {
@@ -76,7 +81,8 @@ class OpenClRuntime(TorchCpuRuntime):
         super().__init__(hot)
         self.exact = True
         folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
-        self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign)
+        kept = ArtifactCache(folder / "code", KERNEL_BYTES) if cache is not None else None
+        self.foreign = Foreign(WorkerBuilder(folder), self.target, self._load_foreign, cache=kept)
         self.kernel_s = 10.0
         why = missing()
         if why:
@@ -128,10 +134,15 @@ class OpenClRuntime(TorchCpuRuntime):
     def _load_foreign(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
         return self._open()[_FOREIGN_UNIT].load_foreign(code, block, lambda: self.kernel_s)
 
+    def _spread(self, ns: int) -> None:
+        """A kernel occupied more than one core: so much core time beyond its device time (in the device's thread)."""
+        self.beyond_ns += ns
+
     def _open(self) -> tuple[_Unit, ...]:
         with self._opening:
             if not self._units:
-                self._units = _open_units(self._cache, torch.get_num_threads())
+                with apart("wooly-opencl"):
+                    self._units = _open_units(self._cache, torch.get_num_threads(), self._spread)
             return self._units
 
 
@@ -158,12 +169,13 @@ def _misdeed(kind: int, place: int, places: Sequence[str]) -> str:
 
 
 class _Unit:
-    """One of PoCL's devices, with an in-order queue."""
+    """One of PoCL's devices, with an in-order queue. `spread` is told of core time beyond the device time of its launches."""
 
-    def __init__(self, cl: Any, device: Any, alone: bool) -> None:
+    def __init__(self, cl: Any, device: Any, alone: bool, spread: Callable[[int], None]) -> None:
         self._cl = cl
         self._device = device
-        self._alone = alone
+        self._alone, self._spread = alone, spread
+        self.threads: int = 1 if alone else device.max_compute_units
         self.name: str = device.name.strip()
         self.platform = f"{device.platform.name} {device.platform.version}"
         self._context = cl.Context([device])
@@ -190,6 +202,7 @@ class _Unit:
         sizes = [a.numel * a.dtype.itemsize for a in kernel.arrays]
         total, local = (code.groups * code.threads,), (code.threads,)
         queue, buffers, wrap, alone = self._queue, self._buffers, self._wrap, self._alone
+        groups, threads, spread = code.groups, self.threads, self._spread
 
         def run(at: list[int], scalars: Sequence[Any]) -> int:
             arrays = []
@@ -200,7 +213,9 @@ class _Unit:
             queue.finish()
             if alone:
                 return 0
-            return max(event.profile.end - event.profile.start, 0)
+            taken = max(event.profile.end - event.profile.start, 0)
+            spread(beyond(taken, groups, threads))
+            return taken
 
         return run
 
@@ -243,7 +258,9 @@ class _Unit:
                 raise OperationError(f"ended, as it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
                 raise OperationError(_misdeed(int(word[1]), int(word[2]), code.places))
-            return max(event.profile.end - event.profile.start, 0)
+            taken = max(event.profile.end - event.profile.start, 0)
+            self._spread(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
+            return taken
 
         return run
 
@@ -271,7 +288,7 @@ class _Unit:
         return made
 
 
-def _open_units(cache: Path | None, threads: int) -> tuple[_Unit, ...]:
+def _open_units(cache: Path | None, threads: int, spread: Callable[[int], None]) -> tuple[_Unit, ...]:
     """PoCL's devices, in the order of `POCL_UNITS`.
 
     Raises:
@@ -294,4 +311,4 @@ def _open_units(cache: Path | None, threads: int) -> tuple[_Unit, ...]:
         raise MissingDriverError(
             f"PoCL with its devices {' and '.join(POCL_UNITS)} is needed, OpenCL here has {have}; pip install 'pyopencl[pocl]'"
         )
-    return tuple([_Unit(cl, named[name], alone=name == POCL_UNITS[0]) for name in POCL_UNITS])
+    return tuple([_Unit(cl, named[name], alone=name == POCL_UNITS[0], spread=spread) for name in POCL_UNITS])

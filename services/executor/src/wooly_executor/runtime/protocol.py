@@ -88,6 +88,8 @@ class Runtime(Protocol):
 
     foreign: Foreign
     """Kernels in languages of others."""
+    beyond_ns: int
+    """Core time of launches beyond their device time that the library's threads do not tell, in ns, since the runtime began."""
 
     def facts(self) -> dict[str, Any]:
         """Name, vendor, runtime, memory in bytes, cores."""

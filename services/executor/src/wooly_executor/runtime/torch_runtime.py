@@ -34,6 +34,7 @@ class TorchRuntime:
 
     def __init__(self, device: TorchDevice, hot: int = HOT) -> None:
         self._hot = hot
+        self.beyond_ns = 0
         self.device = device
         self.foreign = Foreign()
 

@@ -78,7 +78,7 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for column in ("tenant", by, *(["model"] if by == "run" else []), "began"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True, min_width={"run": 16, "began": 11}.get(column))
     for column in ("programs", "core s", "core credits", "MiB s", "VRAM credits"):
         table.add_column(column, justify="right")
     for r in reply.rows:
@@ -89,7 +89,7 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
             r.tenant,
             name,
             *([r.model] if by == "run" else []),
-            _time(r.began_us),
+            _time(r.began_us)[len("2026-") :],  # --json and --csv have the year, too
             f"{r.runs:,}",
             f"{r.core_ns / 1e9:,.3f}",
             credits_of(r.core_ucr),

@@ -27,6 +27,8 @@ from wooly.settings import Settings
 
 #: Seconds between two looks at a task that is followed.
 EVERY_S = 0.5
+#: The tenant of those whose settings name none.
+DEFAULT_TENANT = "default"
 
 
 def export(target: str, output: Path | None, blobs: Path | None, console: Console) -> None:
@@ -66,13 +68,13 @@ def submit(
     from wooly import jobs
     from wooly.traces import ClientTrace
 
+    tenant = access.own if access.own and settings.tenant == DEFAULT_TENANT else settings.tenant
     file = jobs.read_module(path)
     given = _inputs(file.module, inputs)
     waits = wait or output is not None
-    first = jobs.run(jobs.mark(access)) if waits else 1
     trace = ClientTrace("submit")
-    wanted |= {"headers": trace.headers(), "credential": settings.credential}
-    job = jobs.run(jobs.submit(access, settings.tenant, file, given, **wanted))
+    with trace.current():
+        job = jobs.submit(access, tenant, file, given, credential=settings.credential, **wanted)
     trace.root.set_attribute("task_id", job.job_id)
     trace.end()
     trace.flush()
@@ -86,13 +88,9 @@ def submit(
         if not as_json:
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
-    last = jobs.run(jobs.follow(access, settings.tenant, job.job_id, each, first))
+    last = jobs.follow(access, tenant, job.job_id, each, credential=settings.credential)
     with_controller(lambda: Controller(access), lambda c: trace.send(c, job.job_id, settings.credential))
-    files = (
-        jobs.run(jobs.fetch(access, settings.tenant, last.outputs, output))
-        if output is not None and last.outputs
-        else []
-    )
+    files = jobs.fetch(access, tenant, last.outputs, output) if output is not None and last.outputs else []
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}
         print(json.dumps(report | {"outputs": [o.model_dump(mode="json") for o in last.outputs]}))
@@ -154,9 +152,11 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
     table = Table(box=None, pad_edge=False)
     for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
         table.add_column(column, no_wrap=True)
-    table.add_column("name, reason", overflow="fold")
+    # A line per task: `wooly logs` has the whole reason, --json the whole name
+    table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
     for t in reply.tasks:
-        what = ": ".join([part for part in (t.name, t.reason) if part])
+        name = t.name.rpartition("/")[2] or t.name
+        what = ": ".join([part for part in (name, t.reason) if part])
         table.add_row(
             t.task_id,
             t.kind,

@@ -66,6 +66,10 @@ class Launches:
         self._forms = forms
         self._known: dict[tuple[Any, ...], int] = {}
 
+    def recording(self) -> bool:
+        """Whether launches are kept for a module, and nothing runs."""
+        return self._devices.recorders[self._devices.current].require_link().recording
+
     def launch(self, kernel: ForeignKernel, grid: Sequence[int], args: Sequence[Any]) -> None:
         """Record one launch.
 

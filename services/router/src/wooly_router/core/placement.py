@@ -7,9 +7,9 @@ is wanted exclusively), and has the memory. Memory follows the executor's law of
 capacity and its overcommit, and whatever runs fits beside all that cannot be swapped out.
 
 **Score.** Of those that fit the least cost wins, in points: 500 a session, utilization and starvation in permille, half a point
-for each permille of memory that is promised, 1,000 off where all the weights that the task brings are there already. Ties go by
-id. Several devices are taken from the node whose worst chosen device costs least; where no node has enough, from the fewest
-nodes.
+for each permille of memory that is promised, 1,000 off where all the weights that the task brings are there already (executors
+tell what lies in their memory; what a session will bring is what the last one of its tenant and model shared). Ties go by id.
+Several devices are taken from the node whose worst chosen device costs least; where no node has enough, from the fewest nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gpu:
         groups: of its node; a device in a group takes only tasks that ask for the group.
         overcommit: percent of its memory that may be promised beyond it.
         state: "active", or why it takes nothing new: "lost", "cordoned", "draining".
-        weights: digests of the constants that lie in its memory.
+        weights: contents that lie in its memory and could be shared, named with who may (`wooly_bus.contents.name_in_circle`).
     """
 
     executor_id: str
@@ -56,6 +56,7 @@ class Want:
     """What a task asks for. `required_vram`: bytes on each device; None: whatever there is.
 
     Attributes:
+        weights: contents that it will probably share, named as those of `Gpu`.
         barred: devices that must not be chosen: those that this task was lost on or that refused it.
     """
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
-import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from wooly_bus.errors import RefusedError
+from wooly_bus.web import Buckets, from_elsewhere
 
 from wooly_router.gate import Caller, Gate
 from wooly_router.state.config import AuditRecord
@@ -20,35 +16,10 @@ from wooly_router.state.config import AuditRecord
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
 Verb = Literal["read", "write"]
 
-#: Callers whose rate is remembered.
-CALLERS = 10_000
 #: Holds a browser's token (see `login`).
 COOKIE = "wooly_token"
 #: A header that pages of ours send with what changes something: those of others cannot, without asking us first.
 PAGE_HEADER = "x-wooly-page"
-
-
-class Buckets:
-    """A bucket of requests per caller: `burst` at once, refilled with `rate` a second.
-
-    Args:
-        clock: monotonic seconds.
-    """
-
-    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = rate, burst, clock
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
-
-    def take(self, caller: str) -> bool:
-        """One request more. False if it is too much."""
-        now = self._clock()
-        left, at = self._left.get(caller, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate)
-        self._left[caller] = (left - 1 if left >= 1 else left, now)
-        self._left.move_to_end(caller)
-        if len(self._left) > CALLERS:
-            self._left.popitem(last=False)
-        return left >= 1
 
 
 class Access:
@@ -101,28 +72,6 @@ class Access:
         """Somebody changed something."""
         record = AuditRecord(self._gate.clock(), caller.actor, caller.own, action, target[:255], dict(detail))
         await self._gate.world.audit.add(record)
-
-
-def from_elsewhere(origin: str, host: str, auth: str) -> str:
-    """Why a browser must not make this request for a page; empty if nothing speaks against it.
-
-    A page of another origin may not use what its visitor may do here. Where everybody may do everything, the host must also be
-    named as nobody else's page can be: a name that an attacker's DNS points here would make its page one of ours.
-
-    Args:
-        origin: the header, empty where there is none.
-        host: the header.
-        auth: see `Gate`.
-    """
-    try:
-        if origin and urlsplit(origin).netloc != host:
-            return f"pages of {origin[:100]} may not call this"
-        name = urlsplit(f"//{host}").hostname or ""
-        if auth == "open" and name not in ("localhost", socket.gethostname().lower()):
-            ipaddress.ip_address(name)
-    except ValueError:
-        return "a router without authentication is called by its address, as localhost, or by its host's name"
-    return ""
 
 
 bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's.")

@@ -49,6 +49,7 @@ async def create_credentials(
     return NatsCredentials(
         credentials=made.text(),
         nats_url=actor.client_nats_url,
+        inbox=made.inbox,
         role=role,
         tenant=tenant,
         expires_at=made.expires_at or ends,

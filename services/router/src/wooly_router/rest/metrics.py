@@ -14,12 +14,14 @@ from wooly_router.actor import RouterActor
 from wooly_router.gate import Caller
 from wooly_router.rest.access import needs
 from wooly_router.rest.cluster import nodes_of
-from wooly_router.rest.models import GpuFigures, History, LiveGpu, Overview, SampleInfo
+from wooly_router.rest.models import GpuFigures, History, LiveGpu, Overview, SampleInfo, TaskCount, TaskHistory
 
 router = APIRouter()
 Time = Annotated[float, Query(ge=0, le=1e12, allow_inf_nan=False)]
 #: Seconds that the scheduler has for an answer.
 TIMEOUT_S = 2.0
+#: Times of one answer about tasks.
+COUNTS = 10_000
 
 
 def live(actor: RouterActor) -> list[LiveGpu]:
@@ -67,6 +69,21 @@ async def history(
     else:
         found = await nodes.means(since, until, step, executor_id)
     return History(samples=[SampleInfo(**{f: getattr(s, f) for f in SampleInfo.model_fields}) for s in found])
+
+
+@router.get("/metrics/tasks")
+async def tasks_history(
+    request: Request,
+    caller: Annotated[Caller, Depends(needs("tasks", "read"))],
+    since: Time,
+    until: Time | None = None,
+    step: Annotated[int, Query(ge=1, le=86400)] = 60,
+) -> TaskHistory:
+    """How many tasks waited and ran at the end of every `step` seconds of a span; at most 10,000 of them, ended by now."""
+    actor: RouterActor = request.app.state.actor
+    until = min(actor.clock() if until is None else until, actor.clock(), since + COUNTS * step)
+    found = await actor.world.tasks.activity(since, until, step, caller.tenant) if until > since else []
+    return TaskHistory(counts=[TaskCount(at=at, waiting=w, running=r) for at, w, r in found])
 
 
 @router.get("/metrics/gpus")

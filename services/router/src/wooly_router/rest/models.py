@@ -201,10 +201,14 @@ class SessionList(BaseModel):
 
 
 class TenantBody(Body):
-    """A tenant; one that is disabled can do nothing."""
+    """A tenant; one that is disabled can do nothing.
+
+    `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check (PTX); without, as before, at first not.
+    """
 
     description: Text = ""
     disabled: bool = False
+    opaque_kernels: bool | None = None
 
 
 class Tenant(BaseModel):
@@ -213,6 +217,7 @@ class Tenant(BaseModel):
     name: str
     description: str
     disabled: bool
+    opaque_kernels: bool
     created_at: float
 
 
@@ -229,10 +234,14 @@ class CredentialsBody(Body):
 
 
 class NatsCredentials(BaseModel):
-    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch."""
+    """Credentials, as they are written into a `.creds` file, and where they are to be shown. Times in seconds since the epoch.
+
+    `inbox`: under which replies are heard with them; what clients of NATS call the prefix of inboxes.
+    """
 
     credentials: str
     nats_url: str
+    inbox: str
     role: Literal["admin", "user"]
     tenant: str
     expires_at: float
@@ -295,6 +304,20 @@ class History(BaseModel):
     """What devices did and held, oldest first; at most 10,000 samples."""
 
     samples: list[SampleInfo]
+
+
+class TaskCount(BaseModel):
+    """How many tasks waited and ran at one time."""
+
+    at: float
+    waiting: int
+    running: int
+
+
+class TaskHistory(BaseModel):
+    """How many tasks waited and ran, oldest first."""
+
+    counts: list[TaskCount]
 
 
 class LiveGpu(BaseModel):

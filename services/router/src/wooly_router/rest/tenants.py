@@ -31,7 +31,11 @@ def _store(request: Request) -> TenantStore:
 
 def _tenant(record: TenantRecord) -> Tenant:
     return Tenant(
-        name=record.name, description=record.description, disabled=record.disabled, created_at=record.created_at
+        name=record.name,
+        description=record.description,
+        disabled=record.disabled,
+        opaque_kernels=record.opaque_kernels,
+        created_at=record.created_at,
     )
 
 
@@ -61,10 +65,13 @@ async def put_tenant(
     """Make a tenant, or change it to be so."""
     access: Access = request.app.state.access
     store, now = _store(request), request.app.state.actor.clock()
-    if not await store.add(TenantRecord(name, now, body.description, body.disabled)):
-        await store.change(name, description=body.description, disabled=body.disabled)
-    await access.log(caller, "tenant.put", name, disabled=body.disabled)
-    return _tenant(await _must(request, name))
+    if not await store.add(TenantRecord(name, now, body.description, body.disabled, bool(body.opaque_kernels))):
+        await store.change(
+            name, description=body.description, disabled=body.disabled, opaque_kernels=body.opaque_kernels
+        )
+    made = await _must(request, name)
+    await access.log(caller, "tenant.put", name, disabled=made.disabled, opaque_kernels=made.opaque_kernels)
+    return _tenant(made)
 
 
 @router.get("/tenants/{name}/tokens")

@@ -10,10 +10,13 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 #: The key of PostgreSQL's advisory lock around decisions that read all claims before they add one ("wooly").
 PLACEMENT_LOCK = 0x776F6F6C79
+#: Both have ON CONFLICT, and no type in common that says so.
+_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 #: Seconds that a writer waits for another one (SQLite has one at a time).
 BUSY_S = 30.0
 
@@ -90,3 +93,8 @@ def _tune_sqlite(connection: Any, _: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql(connection.get_execution_options().get("wooly_begin", "BEGIN"))
+
+
+def insert_of(s: AsyncSession, table: Any) -> Any:
+    """An INSERT that has ON CONFLICT, of the kind of database that the session is on."""
+    return _INSERT[s.get_bind().dialect.name](table)

@@ -151,6 +151,7 @@ class TenantRow(Base):
     name: Mapped[str] = mapped_column(String(128), primary_key=True)
     description: Mapped[str] = mapped_column(String(1024))
     disabled: Mapped[bool] = mapped_column(Boolean)
+    opaque_kernels: Mapped[bool] = mapped_column(Boolean)
     created_at: Mapped[float] = mapped_column(Float)
 
 
@@ -210,6 +211,18 @@ class SampleRow(Base):
     memory_used: Mapped[int] = mapped_column(BigInteger)
     memory_total: Mapped[int] = mapped_column(BigInteger)
     sessions: Mapped[int] = mapped_column(Integer)
+
+
+class BroughtRow(Base):
+    """Which contents a tenant's last run of something shared, by `name_in_circle`; `name`: a model, or a job's module."""
+
+    __tablename__ = "brought"
+
+    tenant: Mapped[str] = mapped_column(String(128), primary_key=True)
+    name: Mapped[str] = mapped_column(String(256), primary_key=True)
+    dedup: Mapped[str] = mapped_column(String(16), primary_key=True)
+    contents: Mapped[list[str]] = mapped_column(JSON)
+    at: Mapped[float] = mapped_column(Float, index=True)
 
 
 class TraceRow(Base):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
+from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, insert, literal, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from wooly_router.core.placement import Claim, Want
@@ -320,6 +321,40 @@ class TaskStore:
         )
         async with self.database.reading() as s:
             return {row[0]: row[1] for row in await s.execute(query)}
+
+    async def activity(
+        self, since: float, until: float, step: int, tenant: str | None = None
+    ) -> list[tuple[float, int, int]]:
+        """(time, tasks that waited, tasks that ran) at the end of every `step` seconds of a span; by their last attempts."""
+        made, began, ended = TaskRow.created_at, TaskRow.started_at, TaskRow.ended_at
+        mine = TaskFilter(tenant=tenant).conditions()
+        goes_on = or_(ended.is_(None), ended >= since)
+        waiting = select(func.count()).where(*mine, made < since, goes_on, or_(began.is_(None), began >= since))
+        running = select(func.count()).where(*mine, began < since, goes_on)
+        width = literal(step, literal_execute=True)  # as text: a parameter is not the same expression twice
+        first = literal(int(since), literal_execute=True)
+        #: What happens to a task, in which column, and what that does to the two numbers.
+        turns = (
+            (made, None, 1, 0),
+            (began, None, -1, 1),
+            (ended, began.is_(None), -1, 0),
+            (ended, began.is_not(None), 0, -1),
+        )
+        changes: dict[int, list[int]] = {}
+        async with self.database.reading() as s:
+            now = [(await s.execute(query)).scalar_one() for query in (waiting, running)]
+            for column, condition, *effects in turns:
+                bucket = ((cast(column, BigInteger) - first) // width).label("bucket")
+                query = select(bucket, func.count()).where(*mine, column >= since, column < until).group_by(bucket)
+                for number, count in await s.execute(query if condition is None else query.where(condition)):
+                    change = changes.setdefault(max(0, int(number)), [0, 0])
+                    for i, effect in enumerate(effects):
+                        change[i] += effect * count
+        found = []
+        for number in range(math.ceil((until - since) / step)):
+            now = [a + b for a, b in zip(now, changes.get(number, (0, 0)), strict=True)]
+            found.append((min(since + (number + 1) * step, until), now[0], now[1]))
+        return found
 
     async def glance(self, since: float) -> dict[str, tuple[str, str, str, int]]:
         """(tenant, state, reason, priority) of every task that has not ended or was made after `since`, by id."""

@@ -18,12 +18,13 @@ SECRET_PREFIX = "wooly_"
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Somebody who may have tasks."""
+    """Somebody who may have tasks. `opaque_kernels`: theirs may launch kernels that executors cannot check."""
 
     name: str
     created_at: float
     description: str = ""
     disabled: bool = False
+    opaque_kernels: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +75,21 @@ class TenantStore:
             row = await s.get(TenantRow, name)
             return None if row is None else _tenant(row)
 
-    async def change(self, name: str, *, description: str, disabled: bool) -> bool:
-        """Describe or disable a tenant. False if there is none."""
-        values = {"description": description, "disabled": disabled}
+    async def change(self, name: str, *, description: str, disabled: bool, opaque_kernels: bool | None = None) -> bool:
+        """Describe or disable a tenant, or say what it may. False if there is none. What is None stays as it is."""
+        values: dict[str, str | bool] = {"description": description, "disabled": disabled}
+        if opaque_kernels is not None:
+            values["opaque_kernels"] = opaque_kernels
         async with self.database.writing() as s:
             found = await s.execute(
                 update(TenantRow).where(TenantRow.name == name).values(values).returning(TenantRow.name)
             )
             return found.first() is not None
+
+    async def opaque_kernels(self, name: str) -> bool:
+        """Whether a tenant may launch kernels that executors cannot check. One that nobody made may not."""
+        found = await self.get(name)
+        return found is not None and found.opaque_kernels
 
     async def add_token(
         self,
@@ -91,9 +99,10 @@ class TenantStore:
         now: float,
         scopes: tuple[str, ...] = (),
         expires_at: float | None = None,
+        secret: str = "",
     ) -> tuple[TokenRecord, str]:
-        """A new token of a tenant that is there, and its secret."""
-        secret = SECRET_PREFIX + secrets.token_urlsafe(32)
+        """A new token of a tenant that is there, and its secret: a new one unless it is given."""
+        secret = secret or SECRET_PREFIX + secrets.token_urlsafe(32)
         token = TokenRecord(secrets.token_hex(8), tenant, name, role, now, scopes, expires_at)
         columns = {f: getattr(token, f) for f in TokenRecord.__slots__} | {"scopes": list(scopes)}
         async with self.database.writing() as s:
@@ -115,11 +124,11 @@ class TenantStore:
             found = await s.execute(update(TokenRow).where(*condition).values(revoked_at=now).returning(TokenRow.id))
             return found.first() is not None
 
-    async def by_secret(self, secret: str) -> tuple[TokenRecord, TenantRecord] | None:
-        """The token of a secret, and its tenant; whether they may be used is for the caller to judge."""
+    async def by_hash(self, secret_hash: str) -> tuple[TokenRecord, TenantRecord] | None:
+        """The token whose secret has this hash, and its tenant; whether they may be used is for the caller to judge."""
         query = select(TokenRow, TenantRow).join(TenantRow, TenantRow.name == TokenRow.tenant)
         async with self.database.reading() as s:
-            row = (await s.execute(query.where(TokenRow.secret_hash == hash_of(secret)))).first()
+            row = (await s.execute(query.where(TokenRow.secret_hash == secret_hash))).first()
             return None if row is None else (_token(row[0]), _tenant(row[1]))
 
 

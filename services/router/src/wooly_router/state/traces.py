@@ -9,19 +9,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import case, delete, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_wis.traces import MAX_TRACE_SPANS, SpanInfo, SpanRecord, TraceInfo
 
-from wooly_router.state.database import Database
+from wooly_router.state.database import Database, insert_of
 from wooly_router.state.tables import SpanRow, TraceRow, TraceTaskRow
 
 #: An attribute that says whose a span is: in another tenant's trace it is not kept.
 OWNER = "tenant"
 #: Traces that are forgotten in one transaction.
 AT_ONCE = 100
-#: Both have ON CONFLICT, and no type in common that says so.
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 
 
 class TraceStore:
@@ -177,5 +174,4 @@ def _seen_by(tenant: str | None) -> tuple[Any, ...]:
 
 async def _insert(s: AsyncSession, table: Any, rows: list[dict[str, Any]]) -> None:
     """Add rows; those whose key is taken change nothing."""
-    insert = _INSERT[s.get_bind().dialect.name]
-    await s.execute(insert(table).on_conflict_do_nothing(), rows)
+    await s.execute(insert_of(s, table).on_conflict_do_nothing(), rows)

@@ -9,6 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_router.core.cluster import ClusterConfig, configured, gpus_of
 from wooly_router.core.placement import Pool
 from wooly_router.core.registry import Registry
+from wooly_router.state.brought import BroughtStore
 from wooly_router.state.config import AuditLog, ConfigStore
 from wooly_router.state.database import Database
 from wooly_router.state.nodes import NodeRecord, NodeStore
@@ -33,6 +34,7 @@ class World:
         self.config = ConfigStore(database)
         self.audit = AuditLog(database)
         self.traces = TraceStore(database)
+        self.brought = BroughtStore(database)
         self.starvation: Mapping[str, int] = {}
 
     async def settings(self, s: AsyncSession | None = None) -> tuple[ClusterConfig, dict[str, NodeRecord]]:

@@ -32,7 +32,8 @@ function merged(series, from, to) {
 const last = (points) => points.findLast(([, v]) => v !== null)?.[1] ?? null;
 
 /**
- * A chart. `show(value)` makes text of a value, `top(series)` the upper end of the axis.
+ * A chart. `show(value)` makes text of a value, `top(series)` the upper end of the axis. `noun` is what a line is of; `counts`: lines
+ * are of different things, of which there is no mean.
  * `set(series, from, to, gap)`: series are [{name, points: [[seconds, value or null]…]}], oldest first; longer than `gap`
  * seconds without a point breaks the line.
  */
@@ -44,10 +45,12 @@ export class TimeChart {
   #width = 480;
   #cursor = null;
 
-  constructor(title, { show, top }) {
+  constructor(title, { show, top, noun = "device", counts = false }) {
     this.title = title;
     this.show = show;
     this.top = top;
+    this.noun = noun;
+    this.counts = counts;
     const id = uid("chart");
     this.svg = svg("svg", {
       class: "chart",
@@ -70,7 +73,7 @@ export class TimeChart {
         "table",
         { class: "legend" },
         h("caption", { class: "sr" }, `${title} in numbers`),
-        h("thead", {}, h("tr", {}, ["device", "now", "mean", "most"].map((c) => h("th", { scope: "col" }, c)))),
+        h("thead", {}, h("tr", {}, [noun, "now", counts ? "least" : "mean", "most"].map((c) => h("th", { scope: "col" }, c)))),
         this.legend,
       ),
     );
@@ -143,7 +146,9 @@ export class TimeChart {
     this.svg.replaceChildren(...parts);
     const now = this.#series.map((s) => last(s.points)).filter((v) => v !== null);
     const mean = now.length ? now.reduce((a, b) => a + b, 0) / now.length : null;
-    const says = mean === null ? "no figures" : `now ${this.show(mean)}${now.length > 1 ? ` on average of ${now.length} devices` : ""}`;
+    const each = () => this.#series.map((s) => `${this.show(last(s.points) ?? 0)} ${s.name}`).join(", ");
+    const whole = now.length > 1 ? ` on average of ${now.length} ${this.noun}s` : "";
+    const says = mean === null ? "no figures" : this.counts ? `now ${each()}` : `now ${this.show(mean)}${whole}`;
     this.svg.setAttribute("aria-label", `${this.title}: ${says}. Arrow keys read single moments.`);
   }
 
@@ -179,14 +184,14 @@ export class TimeChart {
         {},
         h("th", { scope: "row" }, h("span", { class: `swatch ${mark}`, "aria-hidden": "true" }), name),
         h("td", {}, known.length ? this.show(values.findLast((v) => v !== null)) : "–"),
-        h("td", {}, mean === null ? "–" : this.show(mean)),
+        h("td", {}, mean === null ? "–" : this.show(this.counts ? known.reduce((a, b) => Math.min(a, b)) : mean)),
         h("td", {}, known.length ? this.show(known.reduce((a, b) => Math.max(a, b))) : "–"),
       );
     };
     const inside = (points) => points.filter(([t]) => t >= this.#from).map(([, v]) => v);
     if (this.#series.length > LINES) {
       const all = merged(this.#series, this.#from, this.#to);
-      this.legend.replaceChildren(row(`mean of ${this.#series.length} devices, least to most`, all.map(([, v]) => v), "s0"));
+      this.legend.replaceChildren(row(`mean of ${this.#series.length} ${this.noun}s, least to most`, all.map(([, v]) => v), "s0"));
     } else {
       this.legend.replaceChildren(...this.#series.map((s, i) => row(s.name, inside(s.points), `s${i}`)));
     }
@@ -214,6 +219,7 @@ export class TimeChart {
     this.tip.hidden = t === null;
     if (t !== null) {
       const near = (points) => {
+        if (this.counts) return points.findLast(([at]) => at <= t)?.[1] ?? null; // a count holds until the next
         const found = points.reduce((a, b) => (a && Math.abs(a[0] - t) <= Math.abs(b[0] - t) ? a : b), null);
         return found && Math.abs(found[0] - t) <= this.#gap ? found[1] : null;
       };

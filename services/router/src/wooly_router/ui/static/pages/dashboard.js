@@ -1,11 +1,12 @@
-// The cluster at a glance: figures now, three charts, devices, the latest tasks.
+// The cluster at a glance: figures now, charts, devices, the latest tasks.
 
 import { api, refresher } from "../api.js";
 import { TimeChart } from "../charts.js";
 import { card, chip, h, meter, swap, table, toast } from "../dom.js";
-import { bytes, clock, percent } from "../format.js";
+import { bytes, clock, count, percent } from "../format.js";
 
 const RANGES = [
+  [60, "1 min"],
   [300, "5 min"],
   [3600, "1 h"],
   [21600, "6 h"],
@@ -25,6 +26,13 @@ function above(n) {
   return top * 0.75 >= n ? top * 0.75 : top;
 }
 
+/** The upper end of an axis for counts: its middle is a whole number, too. */
+function evenly(n) {
+  let top = 4;
+  while (top < n) top *= 2;
+  return top;
+}
+
 export default function dashboard({ body, head, live, can }) {
   const tiles = h("div", { class: "tiles" });
   const devices = h("div", {});
@@ -35,8 +43,13 @@ export default function dashboard({ body, head, live, can }) {
     starvation: new TimeChart("Starvation", { show: percent, top: (s) => [0.1, 0.5].find((top) => most(s) <= top) ?? 1 }),
     memory: new TimeChart("VRAM used", { show: bytes, top: (s) => above(most(s)) }),
   };
+  const counted = (title) => new TimeChart(title, { show: (n) => count(Math.round(n)), top: (s) => evenly(most(s)), noun: "kind", counts: true });
+  const tasksChart = counted("Tasks");
+  const nodesChart = counted("Nodes");
   let range = Number(sessionStorage.getItem("wooly.range")) || 300;
   let seen = new Map(); // executor -> [{t, utilization, starvation, memory}]
+  let counts = []; // of tasks: [{at, waiting, running}]
+  let alive = []; // of what lives: [{at, nodes, devices}]
   let overview = null;
   let ahead = 0; // seconds by which the controller's clock is ahead of ours
 
@@ -74,9 +87,33 @@ export default function dashboard({ body, head, live, can }) {
     for (const [key, chart] of Object.entries(charts)) {
       chart.set(names.map((name) => ({ name, points: seen.get(name).map((p) => [p.t, p[key]]) })), to - range, to, gap);
     }
+    lines(tasksChart, counts, ["running", "waiting"], to);
+    lines(nodesChart, alive, ["nodes", "devices"], to);
+  }
+
+  /** Lines of counts at times. What is only told when it changes goes on to this moment. */
+  function lines(chart, points, names, to) {
+    while (points.length > 1 && points[1].at < to - range) points.shift();
+    const ends = points.length ? [...points, { ...points.at(-1), at: to }] : [];
+    chart.set(names.map((name) => ({ name, points: ends.map((p) => [p.at, p[name]]) })), to - range, to, Infinity);
+  }
+
+  function living(at, gpus) {
+    const point = { at, nodes: new Set(gpus.map((g) => g.node_id)).size, devices: gpus.length };
+    const before = alive.at(-1);
+    if (before && before.nodes === point.nodes && before.devices === point.devices) return;
+    if (before) alive.push({ ...before, at });
+    alive.push(point);
   }
 
   const history = refresher(async () => {
+    if (can("tasks:read")) {
+      const from = now() - range;
+      const told = await api.get(["metrics", "tasks"], { since: from, step: Math.max(1, Math.round(range / 300)) });
+      if (history.stopped()) return;
+      counts = told.counts;
+      draw();
+    }
     if (!can("metrics:read")) return;
     const from = now() - range;
     const known = Math.max(1, overview?.gpus.length ?? 1);
@@ -85,12 +122,20 @@ export default function dashboard({ body, head, live, can }) {
     if (history.stopped()) return;
     const fresh = seen;
     seen = new Map();
+    const at = Map.groupBy(samples, (s) => Math.round(s.at / Math.max(step, SAMPLE_S)));
+    const live = alive.filter((p) => p.at > (samples.at(-1)?.at ?? 0));
+    alive = [];
+    for (const group of at.values()) living(group[0].at, [...new Map(group.map((s) => [s.executor_id, s])).values()]);
+    alive.push(...live);
+    // Where live figures are here they stand: kept ones are ten seconds apart.
+    const since = new Map([...fresh].map(([name, points]) => [name, points.find((p) => p.live)?.t ?? Infinity]));
     for (const s of samples) {
+      if (s.at >= (since.get(s.executor_id) ?? Infinity)) continue;
       if (!seen.has(s.executor_id)) seen.set(s.executor_id, []);
       seen.get(s.executor_id).push({ t: s.at, utilization: s.utilization, starvation: s.starvation, memory: s.memory_used });
     }
     for (const [name, points] of fresh) {
-      for (const p of points) if (p.live && p.t > (seen.get(name)?.at(-1)?.t ?? from)) add(name, p.t, p.utilization, p.starvation, p.memory);
+      for (const p of points) if (p.live && p.t >= from) add(name, p.t, p.utilization, p.starvation, p.memory);
     }
     draw();
   }, problem);
@@ -100,7 +145,13 @@ export default function dashboard({ body, head, live, can }) {
     if (look.stopped()) return;
     ahead = overview.at - Date.now() / 1000;
     figures(overview.gpus);
-    if (can("tasks:read")) await tasks();
+    living(overview.at, overview.gpus);
+    if (can("tasks:read")) {
+      const { started = 0, pending = 0 } = overview.tasks;
+      counts.push({ ...(counts.at(-1) ?? { running: started, waiting: pending }), at: overview.at }, { at: overview.at, running: started, waiting: pending });
+      await tasks();
+    }
+    draw();
   }, problem);
 
   async function tasks() {
@@ -111,7 +162,7 @@ export default function dashboard({ body, head, live, can }) {
         "Latest tasks",
         table(
           "Latest tasks",
-          ["task", "state", "class", "tenant", "since"],
+          ["task", "state", "class", { text: "tenant", class: "wider" }, { text: "since", class: "wider" }],
           found.map((t) => [
             h("a", { class: "short", title: t.name, href: `#/tasks/${encodeURIComponent(t.task_id)}`, "data-key": `task ${t.task_id}` }, t.name || t.task_id),
             chip(t.state, t.state),
@@ -155,7 +206,7 @@ export default function dashboard({ body, head, live, can }) {
         "Devices",
         table(
           "Devices",
-          ["device", "utilization", "starvation", "VRAM", { text: "sessions", class: "r" }],
+          ["device", "utilization", "starvation", "VRAM", { text: "sessions", class: "r wider" }],
           gpus.slice(0, DEVICES).map((g) => [
             [h("span", { class: "key-cell" }, g.executor_id), h("span", { class: "sub num" }, g.node_id)],
             meter(g.utilization, percent(g.utilization), `Utilization of ${g.executor_id}`),
@@ -175,11 +226,12 @@ export default function dashboard({ body, head, live, can }) {
     setTimeout(() => look.stopped() || look(), 3000);
   }
 
+  const shown = [...Object.values(charts), can("tasks:read") && tasksChart, nodesChart].filter(Boolean);
   swap(
     body,
     tiles,
     can("metrics:read")
-      ? h("div", { class: "charts" }, Object.values(charts).map((c) => c.node))
+      ? h("div", { class: "charts" }, shown.map((c) => c.node))
       : h("p", { class: "card" }, "This token lacks the scope metrics:read: no charts."),
     h("div", { class: "two" }, devices, latest),
   );
@@ -190,6 +242,7 @@ export default function dashboard({ body, head, live, can }) {
     live.on("metrics", (data, name) => {
       if (name === "resync") return history();
       ahead = data.at - Date.now() / 1000;
+      living(data.at, data.gpus);
       for (const g of data.gpus) add(g.executor_id, data.at, g.utilization, g.starvation, g.memory_used);
       if (overview !== null) figures((overview.gpus = data.gpus));
       draw();
@@ -203,7 +256,7 @@ export default function dashboard({ body, head, live, can }) {
       clearInterval(timer);
       look.stop();
       history.stop();
-      Object.values(charts).forEach((c) => c.stop());
+      [...Object.values(charts), tasksChart, nodesChart].forEach((c) => c.stop());
     },
   };
 }

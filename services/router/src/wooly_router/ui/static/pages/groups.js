@@ -74,7 +74,7 @@ export default function groups({ body, head, live, can }) {
       list,
       table(
         "Groups",
-        ["group", "nodes", "made", { text: "", class: "r" }],
+        ["group", "nodes", { text: "made", class: "wider" }, { text: "", class: "r" }],
         found.map((g) => [
           [h("strong", {}, g.name), h("span", { class: "sub" }, g.description)],
           g.nodes.length

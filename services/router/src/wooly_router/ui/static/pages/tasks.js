@@ -264,10 +264,10 @@ export default function tasks({ body, live, can, rest, query }) {
       h("td", { class: "wide" }, button, h("span", { class: "sub" }, task.name ? task.task_id : "")),
       h("td", {}, chip(task.state, task.state)),
       h("td", {}, chip(`P${task.priority}`, `p${task.priority}`)),
-      h("td", {}, task.kind),
-      h("td", {}, task.tenant),
-      h("td", {}, task.executors.join(", ") || "–"),
-      h("td", { class: "num" }, clock(task.created_at)),
+      h("td", { class: "wider" }, task.kind),
+      h("td", { class: "wider" }, task.tenant),
+      h("td", { class: task.executors.length > 1 ? "wider" : "wider num" }, task.executors.join(", ") || "–"),
+      h("td", { class: "num wider" }, clock(task.created_at)),
       h("td", { class: "r num" }, span(lasted)),
     ];
     const main = h("tr", { class: shown ? "opened" : undefined }, cells);
@@ -278,7 +278,7 @@ export default function tasks({ body, live, can, rest, query }) {
 
   function draw() {
     found.textContent = list.length ? `${plural(list.length, "task")}${next ? " and more" : ""}, newest first` : "";
-    const columns = ["task", "state", "class", "kind", "tenant", "on", "created", { text: "ran", class: "r" }];
+    const columns = ["task", "state", "class", ...["kind", "tenant", "on", "created"].map((text) => ({ text, class: "wider" })), { text: "ran", class: "r" }];
     const none = h("tr", {}, h("td", { colspan: columns.length, class: "empty" }, "No task is like that."));
     swap(
       rows,

@@ -88,7 +88,7 @@ function one({ body, head, rest }) {
     const services = [...new Set(trace.spans.map((s) => s.service))].sort();
     const opened = new Set();
     const list = h("div", { class: "waterfall", role: "list", "aria-label": "Spans" });
-    const ticks = [0, 1, 2, 3, 4].map((i) => h("span", { style: { left: `${25 * i}%` } }, nanos((whole * i) / 4)));
+    const ticks = [0, 1, 2, 3, 4].map((i) => h("span", { style: { left: `${25 * i}%` } }, i ? nanos((whole * i) / 4) : "0"));
 
     function line({ span, depth }) {
       const shown = opened.has(span.span_id);
@@ -102,6 +102,7 @@ function one({ body, head, rest }) {
           {
             type: "button",
             class: "span",
+            title: `${span.name} of ${span.service}: ${nanos(took)}, begins after ${nanos(span.start_ns - begin)}`,
             "aria-expanded": String(shown),
             "data-key": span.span_id,
             onclick() {

@@ -33,7 +33,7 @@ _TOKEN = re.compile(
     |(?P<mark>[{}()\[\]<>:,=*\#])""",
     re.VERBOSE,
 )
-SCALAR_TYPES: Final = ("i1", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
+SCALAR_TYPES: Final = ("i1", "i8", "i16", "i32", "i64", "f8E4M3FN", "f8E5M2", "f16", "bf16", "f32", "f64")
 _TENSOR = re.compile(r"tensor<((?:\d{1,7}x){0,64})(!tt\.ptr<\w+(?:, \d+)?>|\w+)>")
 _POINTER = re.compile(r"!tt\.ptr<(\w+)(?:, \d+)?>")
 
@@ -240,10 +240,10 @@ class Reader:
             raise self._wrong("expected a function's name")
         self._expect("(")
         args = self._typed(")")
-        if self._peek().kind == "arrow":
-            raise ForeignError(
-                f"line {name.line}: {name.text} is a function that is called (noinline), which is not supported"
-            )
+        if self._peek().kind == "arrow":  # a function that is called: what it returns is seen where it does
+            while self._peek().text not in ("attributes", "{"):
+                if self._next().kind == "end":
+                    raise self._wrong("expected a function's body")
         if self._take("attributes"):
             self._dict()
         return Function(name.text[1:], args, self._region(0))

@@ -1,7 +1,7 @@
 """Which operations of TTIR are lowered, and how those that go element by element are written in C.
 
-Values of f16 and bf16 are held as floats and rounded after each operation, i1 as 0 or 1. Nothing here is undefined in C: sums
-wrap, shifts and conversions stay in range, a division by zero gives 0.
+Values of f16, bf16 and 8-bit floating point are held as floats and rounded after each operation, i1 as 0 or 1. Nothing here is
+undefined in C: sums wrap, shifts and conversions stay in range, a division by zero gives 0.
 """
 
 from __future__ import annotations
@@ -19,13 +19,28 @@ C_TYPE: Final = {
     "i16": "short",
     "i32": "int",
     "i64": "long",
+    "f8E4M3FN": "float",
+    "f8E5M2": "float",
     "f16": "float",
     "bf16": "float",
     "f32": "float",
     "f64": "double",
 }
-BITS: Final = {"i1": 1, "i8": 8, "i16": 16, "i32": 32, "i64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64}
-_ROUND: Final = {"f16": "w_round_f16", "bf16": "w_round_bf16"}
+BITS: Final = {
+    "i1": 1,
+    "i8": 8,
+    "i16": 16,
+    "i32": 32,
+    "i64": 64,
+    "f8E4M3FN": 8,
+    "f8E5M2": 8,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+}
+#: What lies in memory of floating point that is held as floats.
+SMALL: Final = {"f8E4M3FN": "uchar", "f8E5M2": "uchar", "f16": "ushort", "bf16": "ushort"}
 
 Exprs = Sequence[str]
 #: Operation's words, element types of its operands, of its result, the operands in C: the result in C.
@@ -49,7 +64,7 @@ class Elementwise:
 
 def is_float(elem: str) -> bool:
     """Whether elements are floating point."""
-    return elem in ("f16", "bf16", "f32", "f64")
+    return elem.startswith(("f", "bf"))
 
 
 def unsigned(elem: str) -> str:
@@ -59,7 +74,7 @@ def unsigned(elem: str) -> str:
 
 def rounded(elem: str, text: str) -> str:
     """A result of floating point, as its type holds it."""
-    return f"{_ROUND[elem]}({text})" if elem in _ROUND else text
+    return f"w_round_{elem}({text})" if elem in SMALL else text
 
 
 def _wrapping(sign: str, of_bits: str) -> Write:
@@ -207,9 +222,10 @@ def _bitcast(words: Sequence[str], ins: Sequence[str], out: str, a: Exprs) -> st
         return f"(({C_TYPE[out]})({a[0]}))"
     if BITS[source] != BITS[out]:
         raise ForeignError(f"bits of {source} are no {out}")
-    if BITS[source] == 16:
-        bits = f"w_{source}_bits({a[0]})" if is_float(source) else f"((ushort)({a[0]}))"
-        return f"w_{out}_of({bits})" if is_float(out) else f"((short){bits})"
+    if BITS[source] <= 16:
+        u, s = ("ushort", "short") if BITS[source] == 16 else ("uchar", "char")
+        bits = f"w_{source}_bits({a[0]})" if is_float(source) else f"(({u})({a[0]}))"
+        return f"w_{out}_of({bits})" if is_float(out) else f"(({s}){bits})"
     return f"as_{C_TYPE[out]}(({C_TYPE[source]})({a[0]}))"
 
 
@@ -292,7 +308,7 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "arith.truncf": _heavy(_plain_cast),
     "arith.bitcast": _cheap(_bitcast),
     "tt.bitcast": _cheap(_bitcast, "of pointers: to elements of the same size"),
-    "tt.fp_to_fp": _heavy(_plain_cast, "among f16, bf16, f32 and f64, to the nearest"),
+    "tt.fp_to_fp": _heavy(_plain_cast, "among all of floating point, to the nearest; 8-bit ones stay finite"),
     "tt.mulhiui": _cheap(_mulhi, "of i32 and i64"),
     "tt.clampf": _heavy(_clamp),
     "tt.precise_sqrt": _heavy(_call("sqrt")),
@@ -315,6 +331,60 @@ ELEMENTWISE: Final[dict[str, Elementwise]] = {
     "math.fma": _heavy(_call("fma")),
 }
 
+#: Functions of `triton.language.extra.libdevice` by the neutral names under which the client writes them, in OpenCL C.
+EXTERNS: Final[dict[str, str]] = {
+    **{
+        n: f"{n}({{0}})"
+        for n in (
+            "acos",
+            "acosh",
+            "asin",
+            "asinh",
+            "atan",
+            "atanh",
+            "cbrt",
+            "ceil",
+            "cos",
+            "cosh",
+            "cospi",
+            "erf",
+            "erfc",
+            "exp",
+            "exp10",
+            "exp2",
+            "expm1",
+            "fabs",
+            "floor",
+            "lgamma",
+            "log",
+            "log10",
+            "log1p",
+            "log2",
+            "rint",
+            "round",
+            "rsqrt",
+            "sin",
+            "sinh",
+            "sinpi",
+            "sqrt",
+            "tan",
+            "tanh",
+            "tgamma",
+            "trunc",
+        )
+    },
+    **{
+        n: f"{n}({{0}}, {{1}})"
+        for n in ("atan2", "copysign", "fdim", "fmax", "fmin", "fmod", "hypot", "nextafter", "pow", "remainder")
+    },
+    "fma": "fma({0}, {1}, {2})",
+    "div_rn": "({0} / {1})",
+    "isnan": "({0} != {0})",
+    "isinf": "(fabs({0}) == INFINITY)",
+    "isfinite": "(fabs({0}) < INFINITY)",
+    "signbit": "(signbit({0}) != 0)",
+}
+
 #: Structure, memory and everything else that is lowered, with what is to be said of it.
 STRUCTURAL: Final[dict[str, str]] = {
     "arith.constant": "numbers, splats, and lists in one dimension",
@@ -335,16 +405,20 @@ STRUCTURAL: Final[dict[str, str]] = {
     "tt.addptr": "a pointer is a buffer of the launch and an offset",
     "tt.load": "each element checked: out of bounds it is 0 and the launch fails",
     "tt.store": "each element checked: out of bounds nothing is written and the launch fails",
-    "tt.atomic_rmw": "i32, i64, f32, f64: add, and, or, xor, min, max, exchange",
+    "tt.atomic_rmw": "i32, i64, f32, f64: add, and, or, xor, min, max, exchange; f16, bf16: add",
     "tt.atomic_cas": "i32, i64",
+    "tt.atomic_load": "what is masked off is 0",
+    "tt.atomic_store": "",
     "tt.reduce": "any combination that is associative and commutative",
     "tt.scan": "",
     "tt.dot": "in f32 whatever the input precision says, f64, or i32; also of batches",
     "tt.histogram": "what is out of range is left out",
+    "tt.call": "functions of one block (noinline=True): written in place",
+    "tt.extern_elementwise": "of Triton's libdevice: " + ", ".join(sorted(EXTERNS)),
     "tt.assert": "the launch fails",
     "tt.print": "left out",
     "tt.return": "",
-    "scf.for": "ended if the launch takes too long",
+    "scf.for": "signed or unsigned bounds; ended if the launch takes too long",
     "scf.while": "ended if the launch takes too long",
     "scf.if": "",
     "scf.yield": "",
@@ -359,17 +433,16 @@ STRUCTURAL: Final[dict[str, str]] = {
 REFUSED: Final[dict[str, str]] = {
     "tt.int_to_ptr": "a pointer that is made of a number belongs to no buffer of the launch",
     "tt.ptr_to_int": "where a buffer lies is nobody's business",
-    "tt.call": "functions that are not inlined (noinline=True)",
-    "tt.extern_elementwise": "a function of a vendor's library",
     "tt.elementwise_inline_asm": "a vendor's assembly",
-    "tt.make_tensor_ptr": "block pointers; use tl.load with offsets",
-    "tt.advance": "block pointers; use tl.load with offsets",
-    "tt.make_tensor_descriptor": "tensor descriptors; use tl.load with offsets",
-    "tt.descriptor_load": "tensor descriptors; use tl.load with offsets",
-    "tt.descriptor_store": "tensor descriptors; use tl.load with offsets",
-    "tt.descriptor_reduce": "tensor descriptors; use tl.atomic_add with offsets",
-    "tt.descriptor_gather": "tensor descriptors; use tl.load with offsets",
-    "tt.descriptor_scatter": "tensor descriptors; use tl.store with offsets",
+    "tt.make_tensor_ptr": "block pointers, which Triton has no more; use tensor descriptors",
+    "tt.advance": "block pointers, which Triton has no more; use tensor descriptors",
+    "tt.make_tensor_descriptor": "the client writes tensor descriptors as pointers",
+    "tt.descriptor_load": "the client writes tensor descriptors as pointers",
+    "tt.descriptor_store": "the client writes tensor descriptors as pointers",
+    "tt.descriptor_reduce": "the client writes tensor descriptors as pointers",
+    "tt.descriptor_gather": "the client writes tensor descriptors as pointers",
+    "tt.descriptor_scatter": "the client writes tensor descriptors as pointers",
     "tt.dot_scaled": "microscaled formats",
+    "tt.atomic_poll": "programs take turns on a CPU: who waits for another may wait for ever",
     "tt.map_elementwise": "use the operations themselves",
 }

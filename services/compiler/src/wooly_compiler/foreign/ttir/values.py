@@ -9,12 +9,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from wooly_compiler.errors import ForeignError
-from wooly_compiler.foreign.ttir_ops import BITS, C_TYPE, is_float, rounded
-from wooly_compiler.foreign.ttir_text import Block, Function, Op, Type
+from wooly_compiler.foreign.ttir.ops import BITS, C_TYPE, is_float, rounded
+from wooly_compiler.foreign.ttir.text import Block, Function, Op, Type
 
 Index = tuple[str, ...]
 #: How a value changes when an index grows by one, per dimension: 0, 1, or not known.
 Steps = tuple[int | None, ...]
+
+
+#: For a mask: given an index by its place in a row, the row's dimension and its size: whether all of the row is set, in C.
+Every = Callable[[Callable[[int], Index], int, int], str | None]
+
+
+@dataclass(eq=False, slots=True)
+class Late:
+    """A load that is not written yet: its one user may read memory itself.
+
+    Attributes:
+        op: the load.
+        pointer: what it reads through.
+        mask: which elements; None: all.
+        other: what the others are.
+        text: how an element is read, once that is known.
+    """
+
+    op: Op
+    pointer: Value
+    mask: Value | None
+    other: Value | None
+    text: Callable[[Index], str] | None = None
+
+    def at(self, index: Index) -> str:
+        """An element in C."""
+        assert self.text is not None
+        return self.text(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +57,9 @@ class Value:
         uniform: its C, where it is the same everywhere (of a scalar, always).
         array: where it is kept, row by row.
         buffer: of a pointer: whose.
+        local: `at` reads arrays at that index alone, those of its own shape.
+        late: loads in it that are not written yet.
+        every: of a mask that is a range: see `Every`.
     """
 
     type: Type
@@ -38,11 +69,21 @@ class Value:
     uniform: str | None = None
     array: str | None = None
     buffer: int | None = None
+    local: bool = False
+    late: tuple[Late, ...] = ()
+    every: Every | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of a scalar, empty."""
         return self.type.shape or ()
+
+
+def all_set(mask: Value, at: Callable[[int], Index], row: int, size: int) -> str | None:
+    """Whether a mask is set in all of a row, in C that has no loop; None if that cannot be told so."""
+    if mask.uniform is not None:
+        return mask.uniform
+    return mask.every(at, row, size) if mask.every is not None else None
 
 
 def flat(shape: Sequence[int], index: Index) -> str:
@@ -57,12 +98,12 @@ def flat(shape: Sequence[int], index: Index) -> str:
 
 def scalar(type_: Type, text: str, buffer: int | None = None) -> Value:
     """A value without dimensions."""
-    return Value(type_, lambda i: text, 0, (), text, None, buffer)
+    return Value(type_, lambda i: text, 0, (), text, None, buffer, True)
 
 
 def splat(type_: Type, text: str, buffer: int | None = None) -> Value:
     """A tensor that is the same everywhere."""
-    return Value(type_, lambda i: text, 0, (0,) * len(type_.shape or ()), text, None, buffer)
+    return Value(type_, lambda i: text, 0, (0,) * len(type_.shape or ()), text, None, buffer, True)
 
 
 def literal(elem: str, text: str) -> str:
@@ -104,8 +145,14 @@ def _bits_of(elem: str, bits: int) -> float:
     try:
         if elem == "f64":
             return float(struct.unpack("<d", struct.pack("<Q", bits))[0])
-        if elem == "f16":
-            return float(struct.unpack("<e", struct.pack("<H", bits))[0])
+        if elem in ("f16", "f8E5M2"):
+            half = bits << 8 if elem == "f8E5M2" else bits
+            return float(struct.unpack("<e", struct.pack("<H", half))[0])
+        if elem == "f8E4M3FN":
+            sign, exponent, part = -1 if bits & 0x80 else 1, (bits >> 3) & 15, bits & 7
+            if bits & 0x7F == 0x7F:
+                return math.nan
+            return sign * (math.ldexp(8 + part, exponent - 10) if exponent else math.ldexp(part, -9))
         return float(struct.unpack("<f", struct.pack("<I", bits << 16 if elem == "bf16" else bits))[0])
     except struct.error:
         raise ForeignError(f"{bits:#x} are no bits of {elem}") from None

@@ -1,10 +1,10 @@
-"""Writes the reference page of TTIR: ``python -m wooly_compiler.foreign.page > docs/reference/ttir.md``."""
+"""Writes the reference page of TTIR: ``python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md``."""
 
 from __future__ import annotations
 
-from wooly_compiler.foreign.ttir import MAX_TENSOR_BYTES
-from wooly_compiler.foreign.ttir_ops import ELEMENTWISE, REFUSED, STRUCTURAL
-from wooly_compiler.foreign.ttir_text import MAX_NUMEL, MAX_OPS, MAX_TEXT, SCALAR_TYPES
+from wooly_compiler.foreign.ttir.ops import ELEMENTWISE, REFUSED, STRUCTURAL
+from wooly_compiler.foreign.ttir.text import MAX_NUMEL, MAX_OPS, MAX_TEXT, SCALAR_TYPES
+from wooly_compiler.foreign.ttir.writer import MAX_TENSOR_BYTES
 
 
 def page() -> str:
@@ -18,7 +18,7 @@ def page() -> str:
         "Generated from the tables of `wooly_compiler.foreign` by `make docs`; a test keeps it current. What is not listed is",
         "refused by its name.",
         "",
-        f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Values of f16 and bf16 are computed in f32 and rounded after",
+        f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Smaller floating point is computed in f32 and rounded after",
         "each operation.",
         "",
         f"Limits: {MAX_TEXT:,} characters, {MAX_OPS:,} operations, {MAX_NUMEL:,} elements of a tensor, "

@@ -82,6 +82,43 @@ static inline ushort w_f16_bits(float x) {
   return (ushort)(s | r);
 }
 
+static inline float w_round_f8E4M3FN(float x) {
+  uint u = as_uint(x), s = u & 0x80000000u, a = u & 0x7fffffffu;
+  uint n = (a + 0x7ffffu + ((a >> 20) & 1u)) & 0xfff00000u;
+  uint t = as_uint((as_float(a) + 16384.0f) - 16384.0f);
+  uint r = a < 0x3c800000u ? t : n > 0x43e00000u ? 0x43e00000u : n;
+  return as_float(s | (a > 0x7f800000u ? 0x7fc00000u : r));
+}
+static inline float w_f8E4M3FN_of(uchar h) {
+  uint s = ((uint)h & 0x80u) << 24, a = (uint)h & 0x7fu;
+  uint n = as_uint(as_float(a << 20) * 1329227995784915872903807060280344576.0f);
+  return as_float(s | (a == 0x7fu ? 0x7fc00000u : n));
+}
+static inline uchar w_f8E4M3FN_bits(float x) {
+  uint u = as_uint(x), s = (u >> 24) & 0x80u, a = u & 0x7fffffffu;
+  uint t = as_uint(as_float(a < 0x3c800000u ? a : 0u) + 16384.0f) - 0x46800000u;
+  uint r = a < 0x3c800000u ? t : a > 0x7f800000u ? 0x7fu : (a >> 20) - (120u << 3);
+  return (uchar)(s | r);
+}
+static inline float w_round_f8E5M2(float x) {
+  uint u = as_uint(x), s = u & 0x80000000u, a = u & 0x7fffffffu;
+  uint n = (a + 0xfffffu + ((a >> 21) & 1u)) & 0xffe00000u;
+  uint t = as_uint((as_float(a) + 128.0f) - 128.0f);
+  uint r = a < 0x38800000u ? t : n > 0x47600000u ? 0x47600000u : n;
+  return as_float(s | (a > 0x7f800000u ? 0x7fc00000u : r));
+}
+static inline float w_f8E5M2_of(uchar h) {
+  uint s = ((uint)h & 0x80u) << 24, a = (uint)h & 0x7fu;
+  uint n = as_uint(as_float(a << 21) * 5192296858534827628530496329220096.0f);
+  return as_float(s | (a >= 0x7cu ? 0x7f800000u | (a & 3u) << 21 : n));
+}
+static inline uchar w_f8E5M2_bits(float x) {
+  uint u = as_uint(x), s = (u >> 24) & 0x80u, a = u & 0x7fffffffu;
+  uint t = as_uint(as_float(a < 0x38800000u ? a : 0u) + 128.0f) - 0x43000000u;
+  uint r = a < 0x38800000u ? t : a > 0x7f800000u ? 0x7fu : a == 0x7f800000u ? 0x7cu : (a >> 21) - (112u << 2);
+  return (uchar)(s | r);
+}
+
 static inline float w_scale2(float y, float t) {
   int n = (int)t, h = n >> 1;
   return y * as_float((uint)(h + 127) << 23) * as_float((uint)(n - h + 127) << 23);
@@ -119,6 +156,23 @@ static inline float w_add_f32(volatile global float *p, float x) {
   while ((seen = atomic_cmpxchg(q, old, as_uint(as_float(old) + x))) != old) old = seen;
   return as_float(old);
 }
+static inline uint w_half_swap(uint old, ushort now, int high) {
+  return high ? (old & 0xffffu) | (uint)now << 16 : (old & 0xffff0000u) | now;
+}
+#define W_ADD_HALF(name) \
+static inline float w_add_##name(volatile global ushort *p, float x) { \
+  const int high = (int)(((ulong)p >> 1) & 1ul); \
+  volatile global uint *q = (volatile global uint *)(p - high); \
+  uint old = *q, seen; \
+  for (;;) { \
+    const float was = w_##name##_of((ushort)(high ? old >> 16 : old)); \
+    const uint now = w_half_swap(old, w_##name##_bits(w_round_##name(was + x)), high); \
+    if ((seen = atomic_cmpxchg(q, old, now)) == old) return was; \
+    old = seen; \
+  } \
+}
+W_ADD_HALF(f16)
+W_ADD_HALF(bf16)
 static inline double w_add_f64(volatile global double *p, double x) {
   volatile global ulong *q = (volatile global ulong *)p;
   ulong old = *q, seen;

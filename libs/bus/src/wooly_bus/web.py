@@ -1,0 +1,58 @@
+"""What services that are asked over HTTP have in common: rates per caller, and whose pages may call."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+#: Callers whose rate is remembered.
+CALLERS = 10_000
+
+
+class Buckets:
+    """A bucket of requests per caller: `burst` at once, refilled with `rate` a second.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate, self._burst, self._clock = rate, burst, clock
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, caller: str) -> bool:
+        """One request more. False if it is too much."""
+        now = self._clock()
+        left, at = self._left.get(caller, (self._burst, now))
+        left = min(self._burst, left + (now - at) * self._rate)
+        self._left[caller] = (left - 1 if left >= 1 else left, now)
+        self._left.move_to_end(caller)
+        if len(self._left) > CALLERS:
+            self._left.popitem(last=False)
+        return left >= 1
+
+
+def from_elsewhere(origin: str, host: str, auth: str) -> str:
+    """Why a browser must not make this request for a page; empty if nothing speaks against it.
+
+    A page of another origin may not use what its visitor may do here. Where everybody may do everything, the host must also be
+    named as nobody else's page can be: a name that an attacker's DNS points here would make its page one of ours.
+
+    Args:
+        origin: the header, empty where there is none.
+        host: the header.
+        auth: "open": everybody may do everything; "tokens": who shows one.
+    """
+    try:
+        if origin and urlsplit(origin).netloc != host:
+            return f"pages of {origin[:100]} may not call this"
+        name = urlsplit(f"//{host}").hostname or ""
+        if auth == "open" and name not in ("localhost", socket.gethostname().lower()):
+            ipaddress.ip_address(name)
+    except ValueError:
+        return "a service without authentication is called by its address, as localhost, or by its host's name"
+    return ""

@@ -1,0 +1,80 @@
+"""What compilers made, kept on this machine's disk: artifacts of programs, code of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger("wooly.executor")
+#: Bytes of artifacts kept on disk; the oldest go first.
+DISK_BYTES = 4 << 30
+_VERSION = "compiler"
+
+
+class ArtifactCache:
+    """Artifacts on disk. What cannot be read is as if it were not there, and so is what others may write.
+
+    Args:
+        folder: where they lie.
+        disk_bytes: of all of them.
+    """
+
+    def __init__(self, folder: Path, disk_bytes: int = DISK_BYTES) -> None:
+        self._folder = folder
+        self._disk_bytes = disk_bytes
+        self._written = 0
+
+    def read(self, name: str) -> bytes | None:
+        """An artifact's bytes."""
+        try:
+            found = self._folder.stat()
+            if found.st_uid != os.geteuid() or found.st_mode & 0o002:
+                return None
+            return (self._folder / name).read_bytes()
+        except OSError:
+            return None
+
+    def write(self, name: str, data: bytes) -> None:
+        """Keep an artifact's bytes, in one step."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part = self._folder / f"{name}.{os.getpid()}.{id(data):x}.part"
+            part.write_bytes(data)
+            part.rename(self._folder / name)
+        except OSError as e:
+            log.warning("an artifact is not kept: %s", e)
+            return
+        self._written += len(data)
+        if self._written > self._disk_bytes // 16:
+            self._written = 0
+            self._shrink()
+
+    def drop(self, name: str) -> None:
+        """Forget an artifact."""
+        with contextlib.suppress(OSError):
+            (self._folder / name).unlink()
+
+    def _shrink(self) -> None:
+        with contextlib.suppress(OSError):
+            found = sorted(
+                (p.stat().st_mtime, p.stat().st_size, p) for p in self._folder.iterdir() if p.name != _VERSION
+            )
+            total = sum(size for _, size, _ in found)
+            for _, size, path in found:
+                if total <= self._disk_bytes:
+                    return
+                path.unlink()
+                total -= size
+
+    @property
+    def compiler(self) -> str:
+        """Version of the compiler that was last heard of; empty if none was."""
+        found = self.read(_VERSION)
+        return found.decode("ascii", "replace") if found is not None and len(found) <= 128 else ""
+
+    @compiler.setter
+    def compiler(self, version: str) -> None:
+        if version != self.compiler:
+            self.write(_VERSION, version.encode())

@@ -1,0 +1,66 @@
+"""Services as forks of their supervisor: each is as if `python -m` had started it."""
+
+import subprocess
+import sys
+import textwrap
+
+SERVICE = """
+import atexit, os, signal, sys, threading, time
+
+atexit.register(lambda: print("at exit", flush=True))
+print(__name__, sys.argv, os.environ["GIVEN"], sys.stdin.read() == "", flush=True)
+threading.Thread(target=lambda: (time.sleep(0.2), print("thread", flush=True))).start()
+if os.environ["GIVEN"] == "waits":
+    while True:
+        time.sleep(1)
+sys.exit({"a": None, "b": 3, "c": "words"}[os.environ["GIVEN"]])
+"""
+SUPERVISOR = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from wooly_local.processes import Forked, Service, preload
+
+signal.signal(signal.SIGTERM, lambda *_: print("not the fork's", flush=True))
+preload(["json", "no_such_module"])
+for given in "abc":
+    log = Path(f"{given}.log")
+    fork = Forked("some_service", {"GIVEN": given}, log, given)
+    print(given, fork.wait(20), fork.poll(), log.read_text().split("\\n")[1:-1])
+service = Service("waits", "some_service", {"GIVEN": "waits"}, Path("waits.log"))
+service.start()
+while not Path("waits.log").exists() or "thread" not in Path("waits.log").read_text():
+    time.sleep(0.02)
+print(Path("waits.log").read_text().splitlines()[0], Path(f"/proc/{service.pid}/comm").read_text().strip())
+try:
+    service.process.wait(0.05)
+except subprocess.TimeoutExpired:
+    print("it waits")
+service.stop()
+print(service.pid, service.process.returncode == -signal.SIGTERM, os.environ.get("GIVEN"))
+print(service.keep_alive(time.monotonic()), service.keep_alive(time.monotonic() + 1), service.pid is not None)
+service.stop()
+"""
+
+
+def test_fork_is_as_a_process_of_its_own(tmp_path):
+    (tmp_path / "some_service.py").write_text(textwrap.dedent(SERVICE))
+    (tmp_path / "supervisor.py").write_text(textwrap.dedent(SUPERVISOR))
+    done = subprocess.run(
+        [sys.executable, "supervisor.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.PIPE,
+    )
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "some_service.py"
+    assert done.stdout.splitlines() == [
+        "a 0 0 ['thread', 'at exit']",
+        "b 3 3 ['thread', 'at exit']",
+        "c 1 1 ['words', 'thread', 'at exit']",
+        f"__main__ ['{path}'] waits True wooly-waits",
+        "it waits",
+        "None True None",
+        "False True True",
+    ]

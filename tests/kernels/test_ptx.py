@@ -1,0 +1,44 @@
+"""Kernels as PTX, from the client's side: captured like others, refused by an executor whose tenant may not launch them."""
+
+import pytest
+import torch
+
+pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
+import wooly
+from wooly.errors import RemoteOperationError
+
+ADD = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry add(
+    .param .u64 .ptr .global .align 4 x,
+    .param .u32 n,
+    .param .align 8 .f64 by
+) { ret; }
+"""
+
+
+def test_without_the_permission_a_launch_fails_and_says_who_gives_it(gpu):
+    x = torch.zeros(4, device="cuda")
+    wooly.ptx_kernel(ADD, "add")((1, 1, 1), (32, 1, 1), [x, 4, 0.5])
+    with pytest.raises(RemoteOperationError, match=r"permission opaque_kernels.*an administrator gives it"):
+        torch.cuda.synchronize()
+    with pytest.raises(RemoteOperationError):
+        x.cpu()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [([1], "takes 3 arguments, 1 are given"), ([1, torch.zeros(1), 2.0], "argument 1 is a u32, and a tensor is given")],
+)
+def test_arguments_that_do_not_fit_are_refused_where_they_are_given(gpu, args, message):
+    with pytest.raises(ValueError, match=message):
+        wooly.ptx_kernel(ADD, "add")(args=args)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "no .entry add"), (".entry add(.param .texref t) {}", "parameters")]
+)
+def test_a_text_without_the_kernel_is_refused(text, message):
+    with pytest.raises(RuntimeError, match=message):
+        wooly.ptx_kernel(text, "add")

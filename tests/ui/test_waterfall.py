@@ -1,0 +1,133 @@
+"""A real session's trace in a real browser: what client, router, scheduler and executor did, nested and in order."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+from wooly_local.stack import start_stack
+
+pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
+SCRIPT = """
+import torch
+x = torch.ones(64, 64, device="cuda")
+for _ in range(5):
+    x = (x @ x).tanh() + 1
+print(x.sum().item())
+"""
+NAMES = {
+    "client.session",
+    "client.open_session",
+    "wooly.v1.rpc.router.session.open process",
+    "router.place",
+    "scheduler.admit",
+    "client.connect",
+    "executor.session",
+    "executor.first_run",
+    "metering.book",
+}
+#: Every row as it is drawn: name, service, depth, left and right edge of its bar (shares of the whole), duration.
+ROWS = """() => [...document.querySelectorAll(".waterfall button.span")].map((row) => {
+  const bar = row.querySelector(".bar").style;
+  const left = parseFloat(bar.left);
+  return {
+    name: row.querySelector(".text").textContent,
+    service: row.querySelector(".name .hint").textContent.trim(),
+    depth: Math.round(parseFloat(row.querySelector(".name").style.paddingLeft) / 14),
+    left,
+    right: left + parseFloat(bar.width.replace("max(2px, ", "")),
+    took: row.querySelector(".took").textContent,
+    title: row.title,
+  };
+})"""
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """(REST, the task's id, what reads its spans) of a session that ran and ended on a local stack."""
+    folder = tmp_path_factory.mktemp("traced")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("WOOLY_TRACES", "router")
+        running = start_stack(folder / "stack", ephemeral=True)
+    try:
+        script = folder / "small.py"
+        script.write_text(SCRIPT)
+        env = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")} | running.client_env
+        subprocess.run([sys.executable, "-m", "wooly", "run", "-q", str(script)], env=env, check=True, timeout=120)
+        with httpx.Client(base_url=f"{running.rest_url}/api/v1/", trust_env=False) as http:
+            (task,) = http.get("tasks").json()["tasks"]
+            yield running.rest_url, task["task_id"], lambda: http.get(f"tasks/{task['task_id']}/trace").json()["spans"]
+    finally:
+        running.stop()
+
+
+def nested(spans, parent=None, depth=0):
+    """(span, depth): each followed by what it caused, in the order of beginning."""
+    known = {s["span_id"] for s in spans}
+    for s in sorted(spans, key=lambda s: (s["start_ns"], s["span_id"])):
+        above = s["parent_id"] if s["parent_id"] in known else None
+        if above == parent:
+            yield s, depth
+            yield from nested(spans, s["span_id"], depth + 1)
+
+
+def test_session_is_a_waterfall_of_all_services(traced, browser):
+    url, task, read = traced
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    complaints = []
+    page.on("pageerror", lambda e: complaints.append(str(e)))
+    page.goto(f"{url}/ui/#/traces")
+    page.get_by_role("row").filter(has_text=task).get_by_role("link", name="small.py").click()
+    deadline = time.monotonic() + 60
+    while True:  # spans come for a while after the session has ended: drawn is what there was before and is there after
+        spans = read()
+        page.reload()
+        page.locator(".waterfall .text").first.wait_for()
+        rows = page.evaluate(ROWS)
+        missing = NAMES - {s["name"] for s in spans}
+        if not missing and read() == spans:
+            break
+        assert time.monotonic() < deadline, missing
+        time.sleep(0.1)
+    expected = list(nested(spans))
+    assert [(r["name"], r["service"], r["depth"]) for r in rows] == [(s["name"], s["service"], d) for s, d in expected]
+    assert {r["service"] for r in rows} >= {"client", "router", "scheduler", "executor"}
+    assert (rows[0]["name"], rows[0]["depth"]) == ("client.session", 0) and all(r["depth"] > 0 for r in rows[1:])
+
+    begin, end = min(s["start_ns"] for s in spans), max(s["end_ns"] for s in spans)
+    for row, (span, _) in zip(rows, expected, strict=True):
+        assert abs(row["left"] - 100 * (span["start_ns"] - begin) / (end - begin)) < 0.02
+        assert abs(row["right"] - 100 * (span["end_ns"] - begin) / (end - begin)) < 0.03
+        took = span["end_ns"] - span["start_ns"]
+        number, unit = re.fullmatch(r"([\d.]+) (ns|µs|ms|s)", row["took"]).groups()
+        scale = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
+        assert abs(float(number) * scale - took) <= 0.06 * took + 1
+        assert row["title"].startswith(f"{span['name']} of {span['service']}: {row['took']}, begins after")
+
+    by_id = {span["span_id"]: (span, row) for row, (span, _) in zip(rows, expected, strict=True)}
+    causes = {}
+    for span, row in by_id.values():
+        above, names = span, []
+        while above["parent_id"] in by_id:
+            above, outer = by_id[above["parent_id"]]
+            names.append(above["name"])
+            assert outer["left"] <= row["left"] + 0.01, (above["name"], span["name"])
+        causes[span["name"]] = names
+    assert "client.open_session" in causes["wooly.v1.rpc.router.session.open process"]
+    assert "wooly.v1.rpc.router.session.open process" in causes["router.place"]
+    assert "wooly.v1.rpc.router.session.open process" in causes["scheduler.admit"]
+    assert causes["executor.session"][0] == "client.connect" and "executor.session" in causes["executor.first_run"]
+
+    row = page.get_by_role("button", name=re.compile("^executor.session executor"))
+    row.press("Enter")
+    facts = page.locator(".waterfall .facts")
+    facts.get_by_text("total_programs").wait_for()
+    assert row.get_attribute("aria-expanded") == "true" and "begins after" in facts.inner_text()
+    page.goto(f"{url}/ui/#/traces/of/{task}")
+    page.get_by_text(f"{len(spans)} spans in").wait_for()
+    assert complaints == []
+    page.close()
