@@ -21,30 +21,27 @@ from nats.aio.client import RawCredentials
 
 async def main(me, folder, module, path):
     me = json.loads(Path(me).read_text())
-    shown = RawCredentials(me["credentials"])
-    nc = await nats.connect(me["nats_url"], user_credentials=shown, inbox_prefix=me["inbox"])
+    who = RawCredentials(me["credentials"])
+    nc = await nats.connect(me["nats_url"], user_credentials=who, inbox_prefix=me["inbox"])
 
     async def ask(what, **message):
-        reply = await nc.request(f"wooly.v1.{what}.{me['tenant']}", json.dumps(message).encode(), timeout=20)
-        return json.loads(reply.data)
+        subject, data = f"wooly.v1.{what}.{me['tenant']}", json.dumps(message).encode()
+        return json.loads((await nc.request(subject, data, timeout=20)).data)
 
     for blob in [*Path(folder).iterdir(), Path(path)]:  # of at most 512 KiB each; larger ones go in pieces
-        content = blob.read_bytes()
-        about = {"digest": hashlib.blake2b(content, digest_size=32).hexdigest(), "nbytes": len(content)}
-        await ask("rpc.router.blob.put", **about, upload=uuid.uuid4().hex, data=base64.b64encode(content).decode())
+        data, upload = blob.read_bytes(), uuid.uuid4().hex
+        digest, text = hashlib.blake2b(data, digest_size=32).hexdigest(), base64.b64encode(data).decode()
+        await ask("rpc.router.blob.put", digest=digest, nbytes=len(data), upload=upload, data=text)
     events = await nc.subscribe(f"wooly.v1.evt.router.task.changed.{me['tenant']}")
-    inputs = [{"name": "x", "digest": about["digest"]}]
-    job = await ask("cmd.router.job.submit", job_id=uuid.uuid4().hex, module=module, inputs=inputs)
-    state = "pending"
-    while state in ("pending", "started"):
+    name, inputs = uuid.uuid4().hex, [{"name": "x", "digest": digest}]
+    await ask("cmd.router.job.submit", job_id=name, module=module, inputs=inputs)
+    event = {}
+    while event.get("task_id") != name or event["state"] in ("pending", "started"):
         event = json.loads((await events.next_msg(60)).data)
-        if event["task_id"] == job["job_id"]:
-            state = event["state"]
-            print(state, event["reason"])
+    print(event["state"], event["reason"])
     for output in event["outputs"]:
         piece = await ask("rpc.router.blob.get", digest=output["digest"])
         print(output["name"], output["dtype"], output["sizes"], base64.b64decode(piece["data"])[:16].hex())
-    await nc.close()
 
 
 asyncio.run(main(*sys.argv[1:]))

@@ -189,7 +189,8 @@ def build():
 
 
 @pytest.mark.connected
-@pytest.mark.parametrize("channel", [pytest.param("direct", marks=pytest.mark.slow), "tunnel"])
+@pytest.mark.slow
+@pytest.mark.parametrize("channel", ["direct", "tunnel"])
 def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
     """NATS with the users of the chart without keys; the services, and a client with the client's rights."""
     from wooly_testkit.nats import nats_server

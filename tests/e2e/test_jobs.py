@@ -185,7 +185,7 @@ def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"scores f32 [32, 10] {scores.tobytes()[:16].hex()}" in done.stdout and "completed" in done.stdout
     code = (ROOT / "examples/job_over_nats.py").read_text().split("async def main")[1]
-    assert len([line for line in code.splitlines() if line.strip()]) <= 28
+    assert len([line for line in code.splitlines() if line.strip()]) <= 22
 
 
 def test_job_is_run_once_though_it_is_sent_often(stack, classifier):

@@ -62,7 +62,8 @@ def assert_nothing_piled_up(found):
     assert grown == {}
 
 
-@pytest.mark.parametrize("read_every", [pytest.param(50, marks=pytest.mark.slow), 0], ids=["reading", "never-reading"])
+@pytest.mark.slow
+@pytest.mark.parametrize("read_every", [50, 0], ids=["reading", "never-reading"])
 def test_training_of_two_thousand_steps_keeps_its_books_short(read_every):
     assert_nothing_piled_up(train(2000, 500, read_every))
 

@@ -172,6 +172,7 @@ def test_run_without_a_stack_starts_as_many_executors_as_asked_for(tmp_path):
     assert done.stdout == "2 [3.0, 3.0]\n"
 
 
+@pytest.mark.slow
 def test_up_with_two_gpus_runs_two_executors_that_status_shows(tmp_path):
     variables = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     try:

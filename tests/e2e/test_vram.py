@@ -194,6 +194,7 @@ def test_pretrained_model_is_shared_without_special_steps(tmp_path):
                 each.end()
 
 
+@pytest.mark.slow
 def test_weights_kept_ahead_of_time_are_not_sent(stack, client, tmp_path):
     import torch
     from safetensors.torch import save_file

@@ -406,7 +406,7 @@ def tapes(draw):
 @given(tapes())
 # Each example builds several kernels, so nothing is shrunk: the failing program is short enough to read.
 @settings(
-    max_examples=int(os.environ.get("WOOLY_EXAMPLES", 40)),
+    max_examples=int(os.environ.get("WOOLY_EXAMPLES", 24)),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -188,7 +188,7 @@ def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_wh
     (one,) = device.call(device.loop.take_usage)
     busy = device.call(lambda: device.loop.busy_ns)
     assert one.gpu_ns == busy - before > 0 and one.core_ns == pytest.approx(one.gpu_ns, rel=0.01, abs=2e6)
-    cores = runtime.facts()["cores"]
+    cores = runtime._open()[1].threads  # PoCL has them from when it was first used in this process
     for client in clients[1:]:
         launch(client, 1 << 19, 2)
     found = device.call(device.loop.take_usage)

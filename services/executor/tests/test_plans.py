@@ -350,6 +350,7 @@ def test_bad_artifact_leaves_the_program_at_tier_0_and_is_reported(world, wis):
         liar.close()
 
 
+@pytest.mark.slow
 def test_artifact_broken_on_disk_is_got_anew(world, wis):
     executor = world.executor()
     world.compiler()

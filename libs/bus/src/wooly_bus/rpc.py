@@ -348,7 +348,10 @@ class ControlClient:
             return
         self._closing = True
         try:
-            self._await(self._nc.close(), 2)
+            with contextlib.suppress(
+                concurrent.futures.CancelledError
+            ):  # nats-py ends its attempts to reconnect, itself in it
+                self._await(self._nc.close(), 2)
         finally:
             self._stop()
 

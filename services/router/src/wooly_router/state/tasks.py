@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, insert, literal, or_, select, update
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from wooly_router.core.placement import Claim, Want
@@ -137,8 +138,13 @@ class TaskStore:
         """A new task, with the first line of its story. False if its id is taken."""
         if await s.get(TaskRow, task.id) is not None:
             return False
-        s.add(TaskRow(parts=_parts(task.parts), **{f: getattr(task, f) for f in _COLUMNS}))
-        await s.flush()
+        try:
+            async with s.begin_nested():
+                s.add(TaskRow(parts=_parts(task.parts), **{f: getattr(task, f) for f in _COLUMNS}))
+        except IntegrityError:
+            if await s.get(TaskRow, task.id) is None:
+                raise
+            return False  # another router, or another message, was quicker
         await self._tell(s, task.id, task.created_at, task.state, task.reason)
         return True
 
