@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -49,6 +50,8 @@ TOKEN = "bench"
 WARM = 40
 #: Steps after which a trainer looks at its loss, as training loops log it. It has nothing queued then: that is no contention.
 LOOK = 100
+#: Turns of each kind of work in a measurement of latencies.
+ROUNDS = 6
 #: Seconds between two requests of the P0 client, as a multiple of what one takes alone.
 PAUSE = 1.0
 
@@ -113,7 +116,8 @@ def tenant(role, endpoint, session_id):
         pause = PAUSE * (time.perf_counter() - began) / 20
     print("ready", flush=True)
     for line in sys.stdin:
-        until = time.perf_counter() + float(line)
+        asked = time.perf_counter()
+        until = asked + float(line)
         times, steps = [], 0
         while time.perf_counter() < until:
             if role == "infer":
@@ -126,7 +130,8 @@ def tenant(role, endpoint, session_id):
                 steps += 1
                 if steps % LOOK == 0:
                     loss.item()
-        print(json.dumps({"times": times, "steps": steps}), flush=True)
+        torch.cuda.synchronize()  # nothing is left for what comes next
+        print(json.dumps({"times": times, "steps": steps, "seconds": time.perf_counter() - asked}), flush=True)
     os._exit(0)
 
 
@@ -278,26 +283,39 @@ def percentile(times, share):
     return times[min(int(share * len(times)), len(times) - 1)]
 
 
+def service_of(stack, seconds):
+    """Device time of a P0 request, in ns."""
+    with stack.tenants(("infer", SessionPolicy(priority=0))) as tenants:
+        reports, device, span = stack.work(tenants, seconds)
+    return int(device[tenants[0][0]] / (len(reports[tenants[0][0]]["times"]) * span / (seconds * 1e9)))
+
+
 def latency(stack, seconds, dispatch):
-    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; occupation."""
-    p0, p4 = SessionPolicy(priority=0), SessionPolicy(priority=4)
-    with stack.tenants(("train", p4)) as tenants:
-        reports, _, _ = stack.work(tenants, seconds)
-        alone_steps = sum(r["steps"] for r in reports.values()) / seconds
-    found = {"steps alone": alone_steps}
-    for others in (0, 1, 4):
-        with stack.tenants(("infer", p0), *[("train", p4)] * others) as tenants:
-            reports, device, span = stack.work(tenants, seconds)
-        times = reports[tenants[0][0]]["times"]
-        if dispatch == "fair" and not others:
-            requests = len(times) * span / (seconds * 1e9)
-            p0 = SessionPolicy(priority=0, service_ns=int(device[tenants[0][0]] / requests))
+    """P0's latencies alone and beside 1 and 4, in ms; background steps per second alone and beside it; the device's occupation.
+
+    All tenants are there all the time, and work in turns, round by round: what else the machine does meets all alike.
+    """
+    policy = SessionPolicy(priority=0, service_ns=service_of(stack, 2.0) if dispatch == "fair" else 0)
+    p4, times, rates, occupied = SessionPolicy(priority=4), {0: [], 1: [], 4: []}, {}, []
+    with stack.tenants(("infer", policy), *[("train", p4)] * 4) as tenants:
+        for _ in range(ROUNDS):
+            for others in ("alone", 0, 1, 4):
+                working = tenants[1:2] if others == "alone" else tenants[: 1 + others]
+                reports, _, _ = stack.work(working, seconds / ROUNDS)
+                trainers = [r for r in reports.values() if r["steps"]]
+                rates.setdefault(others, []).append(sum(r["steps"] / r["seconds"] for r in trainers))
+                if others != "alone":
+                    times[others] += reports[tenants[0][0]]["times"]
+                if others == 0:
+                    occupied.append(stack.occupied)
+    found = {"steps alone": statistics.fmean(rates["alone"])}
+    for others, taken in times.items():
         found[others] = {
-            "requests": len(times),
-            "p50": percentile(times, 0.5) * 1e3,
-            "p99": percentile(times, 0.99) * 1e3,
-            "occupied": stack.occupied,
-            "steps": sum(r["steps"] for r in reports.values()) / seconds,
+            "requests": len(taken),
+            "p50": percentile(taken, 0.5) * 1e3,
+            "p99": percentile(taken, 0.99) * 1e3,
+            "occupied": statistics.fmean(occupied),
+            "steps": statistics.fmean(rates[others]),
         }
     return found
 
