@@ -123,6 +123,7 @@ class CudaDriver(TorchGpu):
     """
 
     vendor = "nvidia"
+    sticky = STICKY
 
     def __init__(self, index: int = 0) -> None:
         why = missing(find(), index)
@@ -185,9 +186,7 @@ class CudaDriver(TorchGpu):
     ) -> None:
         """See `Driver`."""
         (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, 0)
-        if status != self._ok:
-            self.check()
-            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
+        self._launched(status, grid, block)
 
     def lost(self) -> str:
         """See `TorchGpu`."""
@@ -196,20 +195,6 @@ class CudaDriver(TorchGpu):
             return ""
         said, text = self._cuda.cuGetErrorString(status)
         return f"{status.name}, {text.decode()}" if said == self._ok else str(status.name)
-
-    def _do(self, result: Any) -> Any:
-        """The value of a call.
-
-        Raises:
-            OperationError: it failed.
-            ContextLostError: nothing can run any more.
-        """
-        status, *values = result
-        if status != self._ok:
-            if int(status) in STICKY:
-                self.check()
-            raise OperationError(str(status.name))
-        return values[0] if values else None
 
 
 class CudaRuntime(GpuRuntime):

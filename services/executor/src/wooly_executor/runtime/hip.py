@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wooly_executor.errors import MissingDriverError, OperationError
+from wooly_executor.errors import MissingDriverError
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import Arguments, Kind
 from wooly_executor.runtime.torch_gpu import TorchGpu
@@ -71,6 +71,7 @@ class HipDriver(TorchGpu):
     """
 
     vendor = "amd"
+    sticky = STICKY
 
     def __init__(self, index: int = 0) -> None:
         why = missing(find(), index)
@@ -104,28 +105,12 @@ class HipDriver(TorchGpu):
     ) -> None:
         """See `Driver`."""
         (status,) = self._hip.hipModuleLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, None)
-        if status != self._ok:
-            self.check()
-            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
+        self._launched(status, grid, block)
 
     def lost(self) -> str:
         """See `TorchGpu`."""
         (status,) = self._hip.hipStreamSynchronize(self._handle)
         return str(status.name) if int(status) in STICKY else ""
-
-    def _do(self, result: Any) -> Any:
-        """The value of a call.
-
-        Raises:
-            OperationError: it failed.
-            ContextLostError: nothing can run any more.
-        """
-        status, *values = result
-        if status != self._ok:
-            if int(status) in STICKY:
-                self.check()
-            raise OperationError(str(status.name))
-        return values[0] if values else None
 
 
 class HipRuntime(GpuRuntime):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly_executor.errors import ContextLostError
+from wooly_executor.errors import ContextLostError, OperationError
 
 #: Bytes that libraries' workspaces, code and graphs take beside what sessions have; and the same as a share of the device.
 APART, APART_SHARE = 512 << 20, 32
@@ -25,6 +25,10 @@ class TorchGpu:
     """
 
     vendor = ""
+    #: Numbers of errors after which nothing can run any more.
+    sticky: frozenset[int] = frozenset()
+    #: What the vendor's calls return, first of all, where they succeed.
+    _ok: Any = None
 
     def __init__(self, index: int) -> None:
         torch.cuda.init()
@@ -136,3 +140,23 @@ class TorchGpu:
                 f"the context of {torch.cuda.get_device_name(self.index)} is lost: {why}; nothing can run in this process any "
                 "more, so its sessions end and it starts anew"
             )
+
+    def _do(self, result: Any) -> Any:
+        """The value of one of the vendor's calls.
+
+        Raises:
+            OperationError: it failed.
+            ContextLostError: nothing can run any more.
+        """
+        status, *values = result
+        if status != self._ok:
+            if int(status) in self.sticky:
+                self.check()
+            raise OperationError(str(status.name))
+        return values[0] if values else None
+
+    def _launched(self, status: Any, grid: tuple[int, int, int], block: tuple[int, int, int]) -> None:
+        """Raises what a launch's status says, as `_do` does."""
+        if status != self._ok:
+            self.check()
+            raise OperationError(f"the launch of {grid} groups of {block} threads is refused: {status.name}")
