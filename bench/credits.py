@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 from figures import row, show
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from wooly_bus import subjects
 from wooly_bus.rpc import ControlClient
@@ -299,23 +300,33 @@ def worst(values):
     return 100 * max(abs(v - mean) for v in values) / mean
 
 
+def spread(values):
+    """Standard deviation, in percent of the mean."""
+    return f"{100 * statistics.stdev(values) / statistics.fmean(values):.1f} %" if len(values) > 1 else "-"
+
+
+#: What is shown while the models run.
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+
 def bench_models(args):
-    rows, table = (
-        [],
-        Table("model", "core", "sd", "VRAM", "sd", "beside: core", "VRAM", "s", "beside", "ratio", box=None),
-    )
+    table = Table("model", "core", "sd", "CPU s, sd", "VRAM", "sd", "beside: core", "VRAM", "s", "beside", "ratio", box=None)
+    rows, console = [], Console(stderr=True)
     names = args.models.split(",") if args.models else list(MODELS)
     job = {"scale": args.scale, "generations": args.generations, "length": args.length}
-    with local_stack() as (stack, client):
+    with local_stack() as (stack, client), Progress(*COLUMNS, console=console) as progress:
         tenant, neighbour = Tenant(stack.client_env), Tenant(stack.client_env)
         flag = stack.state_dir / "work"
         try:
             for name in names:
                 busy = {"model": "mistral-7b" if name != "mistral-7b" else "falcon-7b", "tenant": "neighbour"}
 
-                def run(name=name):
+                shown = progress.add_task(name, total=1 + args.runs + -(-args.runs // 2))
+
+                def run(name=name, shown=shown):
                     tenant.begin(model=name, tenant="bench", **job)
                     found = tenant.end()
+                    progress.advance(shown)
                     return bill(client, found["session"]), found["seconds"]
 
                 run()  # programs are prepared at their first run, and put together at their sixteenth
@@ -332,15 +343,22 @@ def bench_models(args):
                 seconds = [statistics.fmean([s for _, s in found]) for found in (alone, beside)]
                 core, vram = figures["core"], figures["vram"]
                 mean = {key: [statistics.fmean(v) for v in found] for key, found in figures.items()}
-                sd = {key: statistics.stdev(found[0]) if len(found[0]) > 1 else 0.0 for key, found in figures.items()}
+                cpu = [b.core_ns for b, _ in alone]
                 table.add_row(
-                    name, f"{mean['core'][0]:.1f}", f"{100 * sd['core'] / mean['core'][0]:.1f} %", f"{mean['vram'][0]:.2f}",
-                    f"{100 * sd['vram'] / mean['vram'][0]:.1f} %", f"{mean['core'][1]:.1f}", f"{mean['vram'][1]:.2f}",
-                    f"{seconds[0]:.2f}", f"{seconds[1]:.2f}", f"{seconds[1] / seconds[0]:.2f}",
+                    name, f"{mean['core'][0]:.1f}", spread(core[0]), spread(cpu), f"{mean['vram'][0]:.2f}", spread(vram[0]),
+                    f"{mean['core'][1]:.1f}", f"{mean['vram'][1]:.2f}", f"{seconds[0]:.2f}", f"{seconds[1]:.2f}",
+                    f"{seconds[1] / seconds[0]:.2f}",
                 )  # fmt: skip
+                progress.remove_task(shown)
+                done = ", ".join(f"{key} {mean[key][0]:.2f} (sd {spread(figures[key][0])})" for key in figures)
+                progress.console.print(f"{name}: {done}; CPU time's sd {spread(cpu)}", highlight=False)
                 rows.append(
                     row(f"{name}, core credits: worst run from the mean", "%", worst(core[0]), None, 3, against="value")
                     | {"runs": core[0], "beside": core[1]}
+                )
+                rows.append(
+                    row(f"{name}, CPU time: worst run from the mean", "%", worst(cpu), None, COMPARED, against="value")
+                    | {"goal": None}
                 )
                 for key in ("core", "vram"):
                     found = row(
@@ -358,7 +376,7 @@ def bench_models(args):
             tenant.close()
             neighbour.close()
         rows.append(both_ways(stack, client))
-    Console(stderr=True).print(table)
+    console.print(table)
     return rows
 
 

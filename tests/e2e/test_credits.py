@@ -73,7 +73,8 @@ def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
     reply = credits(stack, "--tenant", "acme")
     (row,) = reply["rows"]
     assert (row["model"], row["tenant"], row["ended"]) == ("dream.py", "acme", True)
-    assert row["core_ucr"] == row["core_ns"] >= row["gpu_ns"] > 0 and row["runs"] > 0
+    assert row["core_ns"] >= row["gpu_ns"] > 0 and row["runs"] > 0
+    assert 0 < row["core_ucr"] <= row["core_ns"]  # less where the machine is busy: its cores are slower then
     assert row["flops"] >= 100 * 2 * 300**3 and row["moved_bytes"] > 100 * 4 * 300**2
     assert f"{row['core_ns'] / 1e9:.3f} core seconds" in bill
     assert reply["core_ucr"] == row["core_ucr"] and reply["quarantined"] == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from wooly_executor.cores import WorkerClock, apart, beyond
+from wooly_executor.pace import FULL
 from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
@@ -71,6 +72,17 @@ def test_what_is_less_than_a_unit_stays_for_the_next_time():
         told, resident = told + found.idle, resident + found.resident
     assert used.byte_ns == 1000 * 1001 * 2000 and used.executing_byte_ns == 1000 * 700 * 2000
     assert resident == used.executing_byte_ns // MIB_US and told == (used.byte_ns - used.executing_byte_ns) // MIB_US
+
+
+def test_pace_is_the_mean_over_device_time():
+    book = UsageBook()
+    used = book.opened("a", "t", "", Bears(), 0)
+    used.launched(3_000, 6_000, 10)
+    used.launched(1_000, 1_000, 20, FULL // 2)
+    found = taken(book, 30)["a"]
+    assert (found.gpu_ns, found.core_ns, found.pace) == (4_000, 7_000, FULL * 7 // 8)
+    used.ran(b"", None)
+    assert taken(book, 40)["a"].pace == FULL  # nothing was used
 
 
 def test_session_that_only_holds_memory_is_told_of_now_and_then():

@@ -30,6 +30,15 @@ def test_price_of_the_readmes_examples():
     assert price(run, Plan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (300 * UNIT, 103_424_000)
 
 
+def test_slow_core_is_priced_by_what_it_did():
+    slow = record(core_ns=2_000_000, pace_ppm=500_000, resident_mib_us=2_000_001, idle_mib_us=3)
+    assert price(slow, PLAIN) == (UNIT, 1_000_000)
+    # idle memory is held by the clock on the wall, whatever a core does
+    assert price(slow, Plan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
+    (entry,) = booked(event(slow)).entries
+    assert [entry[COLUMNS.index(name)] for name in ("core_ns", "pace_ppm", "core_ucr")] == [2_000_000, 500_000, UNIT]
+
+
 def test_price_is_rounded_down_once_per_amount():
     assert price(
         record(core_ns=3, resident_mib_us=1, idle_mib_us=1),
@@ -79,6 +88,8 @@ def test_usage_is_priced_by_the_plan_that_held_when_it_began():
     ("change", "reason"),
     [
         ({"core_ns": -1}, "core_ns is -1"),
+        ({"pace_ppm": 0}, "a pace of 0"),
+        ({"pace_ppm": 10**4000}, "a pace of astronomical"),
         ({"flops": 1 << 63}, "flops is"),
         ({"flops": 10**4000}, "astronomical"),
         ({"gpu_ns": 1_100_000_000}, "of device time in"),

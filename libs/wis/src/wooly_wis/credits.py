@@ -35,6 +35,7 @@ class UsageRecord(BaseModel):
         runs: programs that ended.
         gpu_ns: device time.
         core_ns: cores occupied times device time.
+        pace_ppm: how fast the device's cores were meanwhile, in millionths of the speed that is priced in full.
         moved_bytes: read and written by the programs' instructions, by the op table.
         flops: of those instructions whose arithmetic the op table knows.
         resident_mib_us: MiB resident times microseconds of its own device time.
@@ -54,6 +55,7 @@ class UsageRecord(BaseModel):
     runs: int = 0
     gpu_ns: int = 0
     core_ns: int = 0
+    pace_ppm: int = 1_000_000
     moved_bytes: int = 0
     flops: int = 0
     resident_mib_us: int = 0
@@ -220,6 +222,7 @@ class LedgerEntry(Message):
     runs: int
     gpu_ns: int
     core_ns: int
+    pace_ppm: int = 1_000_000
     moved_bytes: int
     flops: int
     resident_mib_us: int

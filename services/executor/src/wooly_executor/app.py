@@ -192,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         runtime.kernel_s = settings.kernel_s
         tiers = None if args.standalone else Tiers(exact=runtime.exact)
     memory = settings.memory or (runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers)
+    pace = settings.paced() if runtime.device.host else None  # a GPU's events tell what its own cores did
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers, pace)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

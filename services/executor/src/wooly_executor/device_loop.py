@@ -45,6 +45,7 @@ from wooly_executor.errors import (
 )
 from wooly_executor.estimates import Cut, Definitions
 from wooly_executor.memory.book import Scope
+from wooly_executor.pace import FULL, Pace
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Failure, Frame, Session
@@ -78,9 +79,11 @@ class DeviceLoop:
         dispatch: Dispatch | None = None,
         swap: SwapSettings | None = None,
         tiers: Tiers | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.runtime = runtime
         self.tiers = tiers
+        self.pace = pace
         self.work = Work()
         self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
@@ -230,6 +233,8 @@ class DeviceLoop:
         """Serve until `stop` is called."""
         dispatch, vram = self.dispatch, self.vram
         self._workers.attach()
+        if self.pace is not None:
+            self.pace.begin()
         with torch.inference_mode():
             try:
                 self.runtime.device.attach()
@@ -291,7 +296,9 @@ class DeviceLoop:
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
                 core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
-                session.used.launched(gpu_ns, core_ns, self.vram.clock())
+                session.used.launched(gpu_ns, core_ns, self.vram.clock(), FULL if self.pace is None else self.pace.ppm)
+                if self.pace is not None:
+                    self.pace.worked(gpu_ns)
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()

@@ -15,6 +15,7 @@ from wooly_bus.channel import Endpoint
 from wooly_wis.messages import Id
 
 from wooly_executor.memory.swap import Policy
+from wooly_executor.pace import Pace
 from wooly_executor.vram import SwapSettings
 
 PREFIX = "WOOLY_EXECUTOR_"
@@ -30,6 +31,8 @@ class ExecutorSettings(BaseSettings):
     `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
     `device` is the number of the GPU among those that the process sees: one executor serves one.
     `channel_key` is the public key of the router, if no other may open sessions here.
+    `pace`, of a CPU: what usage is priced against: a core at its `best`, or one that does the executor's piece of work in so many ns;
+    `off`: CPU time as it is.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
@@ -60,12 +63,19 @@ class ExecutorSettings(BaseSettings):
     heartbeat_s: float = Field(default=1.0, gt=0)
     compiler_timeout_s: float = Field(default=20.0, gt=0)
     kernel_s: float = Field(default=10.0, gt=0)
+    pace: Literal["best", "off"] | Annotated[int, Field(ge=1_000, le=1_000_000)] = "best"
 
     def swap(self) -> SwapSettings:
         """How memory is swapped."""
         policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
         folder = self.swap_dir or self.state_dir / "swap"
         return SwapSettings(policy, self.swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
+
+    def paced(self) -> Pace | None:
+        """How the pace of a CPU is measured; None: it is not."""
+        if self.pace == "off":
+            return None
+        return Pace(None if self.pace == "best" else self.pace)
 
     def endpoints(self) -> list[str]:
         """Where to listen: as configured, or a unix socket in the state directory."""

@@ -16,6 +16,8 @@ from typing import Any
 from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
+from wooly_executor.pace import FULL
+
 #: Bytes times nanoseconds in a MiB-microsecond.
 MIB_US = (1 << 20) * 1000
 #: A session that only holds memory is told of so often.
@@ -33,6 +35,7 @@ class Used:
 
     Attributes:
         gpu_ns: device time since it was taken last.
+        paced: that, times the device's pace at each launch (`wooly_executor.pace`), in ns times millionths.
         core_ns: cores times device time since then.
         runs: programs that ended since then.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
@@ -52,6 +55,7 @@ class Used:
         "executing_byte_ns",
         "gpu_ns",
         "model",
+        "paced",
         "runs",
         "session_id",
         "tenant",
@@ -60,7 +64,7 @@ class Used:
 
     def __init__(self, session_id: str, tenant: str, model: str, borne: Borne, now: int) -> None:
         self.session_id, self.tenant, self.model = session_id, tenant, model
-        self.gpu_ns = self.core_ns = 0
+        self.gpu_ns = self.core_ns = self.paced = 0
         self.runs: Runs = {}
         self.executing_byte_ns = 0
         self.ended = False
@@ -69,10 +73,11 @@ class Used:
         self._held, self.byte_ns = borne(now)
         self._resident_told = self._idle_told = 0
 
-    def launched(self, gpu_ns: int, core_ns: int, now: int) -> None:
+    def launched(self, gpu_ns: int, core_ns: int, now: int, pace: int = FULL) -> None:
         """A launch ended. What the session held when it began, it held while it ran."""
         self.gpu_ns += gpu_ns
         self.core_ns += core_ns
+        self.paced += gpu_ns * pace
         if self.ended:
             return
         part, before = self._held * gpu_ns, self.byte_ns
@@ -110,6 +115,7 @@ class Used:
             now - self._since,
             self.gpu_ns,
             self.core_ns,
+            self.paced // self.gpu_ns if self.gpu_ns else FULL,
             resident - self._resident_told,
             idle - self._idle_told,
             self.ended,
@@ -117,7 +123,7 @@ class Used:
             self.trace if self.ended else "",
         )
         self._resident_told, self._idle_told, self._since = resident, idle, now
-        self.gpu_ns = self.core_ns = 0
+        self.gpu_ns = self.core_ns = self.paced = 0
         self.runs = {}
         return found
 
@@ -133,6 +139,7 @@ class Taken:
     span_ns: int
     gpu_ns: int
     core_ns: int
+    pace: int
     resident: int
     idle: int
     ended: bool

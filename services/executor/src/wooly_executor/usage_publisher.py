@@ -120,6 +120,7 @@ class UsagePublisher:
             runs=sum([times for _, times in work]),
             gpu_ns=taken.gpu_ns,
             core_ns=taken.core_ns,
+            pace_ppm=taken.pace,
             moved_bytes=min(sum([moved * times for (moved, _), times in work]), _LARGEST),
             flops=min(sum([flops * times for (_, flops), times in work]), _LARGEST),
             resident_mib_us=taken.resident,

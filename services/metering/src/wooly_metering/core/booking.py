@@ -39,6 +39,7 @@ COLUMNS = (
     "runs",
     "gpu_ns",
     "core_ns",
+    "pace_ppm",
     "moved_bytes",
     "flops",
     "resident_mib_us",
@@ -205,8 +206,8 @@ def book(
             r = record
             out.entries.append(
                 (entry_id, number, event.batch, item, USAGE, None, r.tenant, r.session_id, executor, r.model, kind, r.priority,
-                 begin, r.at_us, r.runs, r.gpu_ns, r.core_ns, r.moved_bytes, r.flops, r.resident_mib_us, r.idle_mib_us,
-                 plan.id, core, vram, "")
+                 begin, r.at_us, r.runs, r.gpu_ns, r.core_ns, r.pace_ppm, r.moved_bytes, r.flops, r.resident_mib_us,
+                 r.idle_mib_us, plan.id, core, vram, "")
             )  # fmt: skip
             entry_id += 1
             key = r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority, r.session_id, executor

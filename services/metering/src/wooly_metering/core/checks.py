@@ -14,6 +14,8 @@ SLACK_US = 20_000
 AHEAD_US = 300_000_000
 EARLIEST_US = 1_577_836_800_000_000
 LARGEST = (1 << 63) - 1
+#: How much faster than the one that is priced in full a core may be.
+FASTEST_PPM = 100_000_000
 _QUANTITIES = (
     "span_us",
     "runs",
@@ -27,12 +29,18 @@ _QUANTITIES = (
 _FORBIDDEN = frozenset(".*> \t\r\n")
 
 
+def _shown(value: int) -> str:
+    return str(value) if abs(value) < 1 << 70 else "astronomical"
+
+
 def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
     """Why a record cannot be right; empty if it can."""
     for name in _QUANTITIES:
         value = getattr(record, name)
         if value < 0 or value > LARGEST:
-            return f"{name} is {value if abs(value) < 1 << 70 else 'astronomical'}"
+            return f"{name} is {_shown(value)}"
+    if not 0 < record.pace_ppm <= FASTEST_PPM:
+        return f"a pace of {_shown(record.pace_ppm)} millionths"
     if not 0 <= record.priority <= 4:
         return f"there is no class {record.priority}"
     if not record.session_id or len(record.session_id) > 64 or not _FORBIDDEN.isdisjoint(record.session_id):

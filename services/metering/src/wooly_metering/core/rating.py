@@ -1,10 +1,10 @@
 """What usage costs. Integers alone: an amount is in micro-credits (UCR), a rate in millionths of a credit.
 
-    core credits = sum of cores * milliseconds * core rate
-    VRAM credits = sum of MiB * seconds * VRAM rate while the session executes + MiB * seconds * idle rate while it does not
+    core credits = sum of cores * milliseconds * pace * core rate
+    VRAM credits = sum of MiB * seconds * pace * VRAM rate while the session executes + MiB * seconds * idle rate while it does not
 
-A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second: at a rate of one credit a
-quantity is its own amount in micro-credits. Each entry is rounded down to a whole micro-credit, once for each of its two amounts.
+A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second: at a rate of one credit and
+full pace a quantity is its own amount in micro-credits. Each entry is rounded down to a whole micro-credit, once for each of its two amounts.
 """
 
 from __future__ import annotations
@@ -55,6 +55,11 @@ class Usage(Protocol):
         ...
 
     @property
+    def pace_ppm(self) -> int:
+        """How fast the cores were, in millionths."""
+        ...
+
+    @property
     def resident_mib_us(self) -> int:
         """MiB times microseconds of its own device time."""
         ...
@@ -91,8 +96,9 @@ class Tariff:
 
 def price(usage: Usage, plan: Plan) -> tuple[int, int]:
     """Core and VRAM credits of a usage, in micro-credits."""
-    core = usage.core_ns * plan.core_rate // UNIT
-    vram = (usage.resident_mib_us * plan.vram_rate + usage.idle_mib_us * plan.idle_rate) // UNIT
+    core = usage.core_ns * usage.pace_ppm * plan.core_rate // (UNIT * UNIT)
+    resident = usage.resident_mib_us * usage.pace_ppm * plan.vram_rate
+    vram = (resident + usage.idle_mib_us * plan.idle_rate * UNIT) // (UNIT * UNIT)
     return core, vram
 
 

@@ -84,6 +84,7 @@ entries = Table(
             "runs",
             "gpu_ns",
             "core_ns",
+            "pace_ppm",
             "moved_bytes",
             "flops",
             "resident_mib_us",

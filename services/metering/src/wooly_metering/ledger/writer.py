@@ -204,7 +204,7 @@ class Writer:
             row: Entry = (
                 number, source, 0, 0, CORRECTION, entry, found.tenant, found.session_id, found.executor_id, found.model,
                 found.device_kind, found.priority, found.begin_us, max(now_us, found.end_us),
-                0, 0, 0, 0, 0, 0, 0, found.plan_id, -back[0], -back[1], reason,
+                0, 0, 0, found.pace_ppm, 0, 0, 0, 0, found.plan_id, -back[0], -back[1], reason,
             )  # fmt: skip
             sums = (1, 0, 0, 0, 0, 0, 0, 0, -back[0], -back[1])
             booking = Booking(entries=[row])

@@ -1,0 +1,76 @@
+"""How fast the device's core is just now, where the device is a CPU.
+
+A core that shares its silicon with a neighbour's thread, or whose clock was lowered, does half the work in the same CPU time. Whose
+programs ran meanwhile would pay twice. So the loop's thread does the same small piece of work every few milliseconds of device
+time; what that takes, against what it takes on a core that nothing slows, is the pace at which usage is priced. Quantities
+(core time, residency) stay as measured.
+"""
+
+from __future__ import annotations
+
+import time
+
+#: A core that nothing slows, in millionths.
+FULL = 1_000_000
+#: Device time between two looks: a look costs less than one percent of it.
+EVERY_NS = 3_000_000
+#: Weight of the newest look in the mean: the last thirty milliseconds count.
+_NEWEST = 0.1
+#: A look that was disturbed counts as at most so many times the mean.
+_FAR = 3.0
+#: The piece of work: additions in the interpreter. It slows down with programs of many small operations and of large products
+#: alike (bench/credits.py has the figures).
+_WORK = range(600)
+#: Looks at the beginning: 10 ms or so.
+_FIRST = 400
+
+
+class Pace:
+    """Owned by the device loop's thread.
+
+    Args:
+        reference_ns: what the piece of work takes on the core that is priced in full; None: the best that this one has done.
+
+    Attributes:
+        ppm: the pace, in millionths. Without a `reference_ns` at most `FULL`.
+    """
+
+    __slots__ = ("_best", "_mean", "_reference", "_since", "ppm")
+
+    def __init__(self, reference_ns: int | None = None) -> None:
+        self._reference = reference_ns
+        self._best = self._mean = 0.0
+        self._since = 0
+        self.ppm = FULL
+
+    def begin(self) -> None:
+        """Find out how fast the core is."""
+        self._mean = float(min([_took() for _ in range(16)]))
+        self._best = self._mean * _FAR
+        for _ in range(_FIRST):
+            self.look()
+
+    def worked(self, ns: int) -> None:
+        """So much device time went by. Every now and then this looks."""
+        self._since += ns
+        if self._since >= EVERY_NS:
+            self._since = 0
+            self.look()
+
+    def look(self) -> None:
+        """Measure once."""
+        self.measured(_took())
+
+    def measured(self, ns: int) -> None:
+        """The piece of work took so long."""
+        self._mean += _NEWEST * (min(ns, _FAR * self._mean) - self._mean)
+        self._best = min(self._best, self._mean)
+        self.ppm = max(int(FULL * (self._reference or self._best) / self._mean), 1)
+
+
+def _took() -> int:
+    """CPU time of the piece of work, in ns."""
+    begun, total = time.thread_time_ns(), 0
+    for n in _WORK:
+        total += n
+    return max(time.thread_time_ns() - begun, 1)
