@@ -31,8 +31,6 @@ class ExecutorSettings(BaseSettings):
     `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
     `device` is the number of the GPU among those that the process sees: one executor serves one.
     `channel_key` is the public key of the router, if no other may open sessions here.
-    `pace`, of a CPU: what usage is priced against: a core at its `best`, or one that does the executor's piece of work in so many ns;
-    `off`: CPU time as it is.
     """
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, populate_by_name=True)
