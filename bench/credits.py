@@ -154,6 +154,8 @@ def bench_ledger(count):
 
 PROMPT = "What is the capital of United States of America"
 MAX_LENGTH = 100
+#: Runs before those that count.
+WARM = 2
 #: family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary
 MODELS = {
     "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
@@ -310,7 +312,9 @@ COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), 
 
 
 def bench_models(args):
-    table = Table("model", "core", "sd", "CPU s, sd", "VRAM", "sd", "beside: core", "VRAM", "s", "beside", "ratio", box=None)
+    table = Table(
+        "model", "core", "sd", "CPU s, sd", "VRAM", "sd", "beside: core", "VRAM", "s", "beside", "ratio", box=None
+    )
     rows, console = [], Console(stderr=True)
     names = args.models.split(",") if args.models else list(MODELS)
     job = {"scale": args.scale, "generations": args.generations, "length": args.length}
@@ -321,7 +325,7 @@ def bench_models(args):
             for name in names:
                 busy = {"model": "mistral-7b" if name != "mistral-7b" else "falcon-7b", "tenant": "neighbour"}
 
-                shown = progress.add_task(name, total=1 + args.runs + -(-args.runs // 2))
+                shown = progress.add_task(name, total=WARM + args.runs + -(-args.runs // 2))
 
                 def run(name=name, shown=shown):
                     tenant.begin(model=name, tenant="bench", **job)
@@ -329,7 +333,10 @@ def bench_models(args):
                     progress.advance(shown)
                     return bill(client, found["session"]), found["seconds"]
 
-                run()  # programs are prepared at their first run, and put together at their sixteenth
+                for _ in range(
+                    WARM
+                ):  # programs are prepared at their first run, put together at their sixteenth, then compiled
+                    run()
                 alone, beside = [], []
                 for n in range(args.runs):  # in turns, so that what else the machine does meets both
                     alone.append(run())

@@ -24,10 +24,10 @@ def begun(reference=None, ns=10_000):
 def test_core_at_its_best_has_the_full_pace_and_a_slower_one_less():
     pace = begun()
     assert pace.ppm == FULL
-    assert after(pace, *[20_000] * 100) == pytest.approx(FULL / 2, rel=0.001)
-    assert after(pace, *[10_000] * 100) == pytest.approx(FULL, rel=0.001)
-    assert after(pace, *[5_000] * 100) == FULL  # it has a new best
-    assert after(pace, *[10_000] * 100) == pytest.approx(FULL / 2, rel=0.001)
+    assert after(pace, *[20_000] * 200) == pytest.approx(FULL / 2, rel=0.001)
+    assert after(pace, *[10_000] * 200) == pytest.approx(FULL, rel=0.001)
+    assert after(pace, *[5_000] * 200) == FULL  # it has a new best
+    assert after(pace, *[10_000] * 200) == pytest.approx(FULL / 2, rel=0.001)
 
 
 def test_against_a_reference_a_faster_core_has_more():

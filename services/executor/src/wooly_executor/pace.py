@@ -1,28 +1,31 @@
 """How fast the device's core is just now, where the device is a CPU.
 
-A core that shares its silicon with a neighbour's thread, or whose clock was lowered, does half the work in the same CPU time. Whose
-programs ran meanwhile would pay twice. So the loop's thread does the same small piece of work every few milliseconds of device
-time; what that takes, against what it takes on a core that nothing slows, is the pace at which usage is priced. Quantities
-(core time, residency) stay as measured.
+A core that shares its silicon with a neighbour's thread, or whose clock was lowered, does half the work in the same CPU time.
+Whose programs ran meanwhile would pay twice. So the loop's thread does the same small piece of work now and then; what that takes,
+against what it takes on a core that nothing slows, is the pace at which usage is priced. Quantities (core time, residency) stay
+as measured.
 """
 
 from __future__ import annotations
 
 import time
 
+import torch
+
 #: A core that nothing slows, in millionths.
 FULL = 1_000_000
-#: Device time between two looks: a look costs less than one percent of it.
-EVERY_NS = 3_000_000
+#: Device time between two looks: a look costs about one percent of it.
+EVERY_NS = 1_500_000
 #: Weight of the newest look in the mean: the last thirty milliseconds count.
-_NEWEST = 0.1
+_NEWEST = 0.05
 #: A look that was disturbed counts as at most so many times the mean.
 _FAR = 3.0
-#: The piece of work: additions in the interpreter. It slows down with programs of many small operations and of large products
-#: alike (bench/credits.py has the figures).
-_WORK = range(600)
+#: The piece of work: additions in the interpreter, and for about as long small operators of the library, which feel a core's
+#: caches more. Together they slow down as the library's work does, better than either, and than larger operators.
+_ADDITIONS, _OPERATORS = range(300), range(2)
+_OPERAND = torch.ones(256)
 #: Looks at the beginning: 10 ms or so.
-_FIRST = 400
+_FIRST = 500
 
 
 class Pace:
@@ -71,6 +74,8 @@ class Pace:
 def _took() -> int:
     """CPU time of the piece of work, in ns."""
     begun, total = time.thread_time_ns(), 0
-    for n in _WORK:
+    for n in _ADDITIONS:
         total += n
+    for _ in _OPERATORS:
+        _OPERAND.add(1)
     return max(time.thread_time_ns() - begun, 1)

@@ -1,10 +1,12 @@
 """What usage costs. Integers alone: an amount is in micro-credits (UCR), a rate in millionths of a credit.
 
     core credits = sum of cores * milliseconds * pace * core rate
-    VRAM credits = sum of MiB * seconds * pace * VRAM rate while the session executes + MiB * seconds * idle rate while it does not
+    VRAM credits = sum of MiB * seconds * pace * VRAM rate while the session executes
+                 + sum of MiB * seconds * idle rate while it does not
 
 A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second: at a rate of one credit and
-full pace a quantity is its own amount in micro-credits. Each entry is rounded down to a whole micro-credit, once for each of its two amounts.
+full pace a quantity is its own amount in micro-credits. Each entry is rounded down to a whole micro-credit, once for each of its
+two amounts.
 """
 
 from __future__ import annotations
