@@ -1,7 +1,7 @@
 """How fast the device's core is just now, where the device is a CPU.
 
 A core that shares its silicon with a neighbour's thread, or whose clock was lowered, does half the work in the same CPU time.
-Whose programs ran meanwhile would pay twice. So the loop's thread does the same small piece of work now and then; what that takes,
+Whose programs ran meanwhile would pay twice. So the thread of the loop does a small piece of work now and then; what that takes,
 against what it takes on a core that nothing slows, is the pace at which usage is priced. Quantities (core time, residency) stay
 as measured.
 """
