@@ -155,7 +155,7 @@ def bench_ledger(count):
 PROMPT = "What is the capital of United States of America"
 MAX_LENGTH = 100
 #: Runs before those that count.
-WARM = 2
+WARM = 3
 #: family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary
 MODELS = {
     "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
