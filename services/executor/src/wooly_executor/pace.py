@@ -15,14 +15,14 @@ import torch
 #: A core that nothing slows, in millionths.
 FULL = 1_000_000
 #: Device time between two looks: a look costs about one percent of it.
-EVERY_NS = 1_500_000
+EVERY_NS = 3_000_000
 #: Weight of the newest look in the mean: the last thirty milliseconds count.
-_NEWEST = 0.05
+_NEWEST = 0.1
 #: A look that was disturbed counts as at most so many times the mean.
 _FAR = 3.0
-#: The piece of work: additions in the interpreter, and for about as long small operators of the library, which feel a core's
-#: caches more. Together they slow down as the library's work does, better than either, and than larger operators.
-_ADDITIONS, _OPERATORS = range(300), range(2)
+#: The piece of work: additions in the interpreter, and for about as long a small operator of the library, which feels a core's
+#: caches more. Together they slow down as programs do, better than either, and than larger operators.
+_ADDITIONS = range(600)
 _OPERAND = torch.ones(256)
 #: Looks at the beginning: 10 ms or so.
 _FIRST = 500
@@ -76,6 +76,5 @@ def _took() -> int:
     begun, total = time.thread_time_ns(), 0
     for n in _ADDITIONS:
         total += n
-    for _ in _OPERATORS:
-        _OPERAND.add(1)
+    _OPERAND.add(1)
     return max(time.thread_time_ns() - begun, 1)
