@@ -66,7 +66,6 @@ bench-credits: setup ## what metering takes, and ten models' bills alone and bes
 bench-jit: setup ## generated kernels on PoCL, as ratios to eager PyTorch; who computes in whole models, what is left
 	$(BIN)/python bench/jit.py
 	$(BIN)/python bench/coverage.py
-	$(BIN)/python bench/tiers.py
 
 .PHONY: amd-compiler
 amd-compiler: ## install the compiler for AMD targets (Debian; its tests skip without it)

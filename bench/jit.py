@@ -8,6 +8,8 @@ only adds to it; `spread` has the least, the median and the greatest of the rati
 processor time of all threads: what to look at where others keep the cores busy. `--compiled` compares with `torch.compile`, too,
 whose compiler takes its time.
 
+`first` and `shares` are of whole stacks, with a compiler at work: see `bench/tiers.py`, whose rows they are.
+
 Run: .venv/bin/python bench/jit.py [--json] [--only NAME] [--repeat N] [--quick] [--clock wall|cpu] [--compiled]
 """
 
@@ -20,6 +22,7 @@ import time
 import warnings
 
 import figures
+import tiers
 
 # a cold cache, so that the cost of a build is that of a new kernel
 os.environ["POCL_CACHE_DIR"] = _cache = tempfile.mkdtemp(prefix="wooly-jit-bench-")
@@ -418,9 +421,22 @@ def bench_llama(args, scale):
     yield from result("Llama block, forward", compiled, eager, 1.1, args, fresh=False)
 
 
+def bench_first(args, scale):
+    """What a new program's first runs take with the compiler at work, against tier 0 alone."""
+    with tiers.stack() as reach:
+        yield from tiers.bench_first(args.repeat, reach)
+
+
+def bench_shares(args, scale):
+    """Who does which share of whole models' inference, by instructions and by time."""
+    with tiers.stack() as reach:
+        for name in tiers.MODELS:
+            yield from tiers.bench(name, args.repeat, reach)
+
+
 BENCHES = {
     "gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "adamw": bench_adamw, "block": bench_block,
-    "llama": bench_llama,
+    "llama": bench_llama, "first": bench_first, "shares": bench_shares,
 }  # fmt: skip
 
 

@@ -4,10 +4,15 @@ A local stack with a compiler of its own, a cold cache, and for every way a proc
 PyTorch, both with one thread. "First" is the first call, "steady" comes when no program is left at tier 0, or after a minute and
 a half. Shares are of the executor's counters at steady state.
 
-Run: .venv/bin/python bench/tiers.py [--json] [--only llama|bert|mlp] [--repeat N]
+`first`: a training that nobody has run yet, with the compiler at work and without (`WOOLYAI_JIT=0`), in turns. Its first step
+is before anybody asks for a plan; its first hundred have the asking, the compiling on the same cores and the taking up in them.
+A second session without the compiler says how far two equal ones are apart: its upper quartile is the goal of ours.
+
+Run: .venv/bin/python bench/tiers.py [--json] [--only llama|bert|mlp|first] [--repeat N]
 """
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -22,6 +27,10 @@ from figures import row, show
 JITS = ("0", "exact", "full")
 SETTLING_S = 90.0
 SHOWN = {"instructions": "instructions", "ns": "time"}
+#: Who takes part in `first`: the compiler's session, and two without it.
+SIDES = {"exact": "exact", "tier 0": "0", "tier 0 again": "0"}
+STEPS = 100
+WIDTH = 512
 
 
 # -- in a process of its own -------------------------------------------------------------------------------------------------
@@ -123,6 +132,50 @@ def tier0_per_call(call):
     return work()["tier0_instructions"] - begun["tier0_instructions"]
 
 
+def scripts():
+    """Trainings on demand: a width per line of the input, each answered by its times in ms and who did how much."""
+    import torch
+    from wooly import api
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    api.enable()
+    train(torch, WIDTH - 8)  # what only ever happens once in a process: connecting, the first autograd
+    print("ready", flush=True)
+    for line in sys.stdin:
+        step = train(torch, int(line))
+        begun, started = work(), time.perf_counter()
+        step()
+        first = time.perf_counter()
+        for _ in range(STEPS - 1):
+            step()
+        ended = time.perf_counter()
+        done = {k: v - begun[k] for k, v in work().items()}
+        deadline = time.monotonic() + SETTLING_S
+        while os.environ["WOOLYAI_JIT"] != "0" and tier0_per_call(step) and time.monotonic() < deadline:
+            pass  # the compiler is not to be at work in another session's turn
+        times = {"first": (first - started) * 1e3, "all": (ended - started) * 1e3}
+        print(json.dumps(times | {"work": done, "settled": tier0_per_call(step) == 0}), flush=True)
+
+
+def train(torch, width):
+    """A step of a training whose shapes are those of this width alone."""
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width)
+    model = torch.nn.Sequential(torch.nn.LayerNorm(width), *layers).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, width).to("cuda")
+
+    def step():
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
 # -- here --------------------------------------------------------------------------------------------------------------------
 
 
@@ -151,28 +204,87 @@ def bench(name, repeat, reach):
                 yield row(f"{name}, {jit}: {who}, share of {SHOWN[what]}", "%", share, None, goal)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parser.add_argument("--only", choices=MODELS)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--child", choices=MODELS, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.child:
-        child(args.child, args.repeat)
+def quartiles(values):
+    """The least, the quartiles and the greatest of a few numbers."""
+    values = sorted(values)
+    return [values[round(q * (len(values) - 1) / 4)] for q in range(5)]
+
+
+def bench_first(repeat, reach):
+    """Ratios of the same turn: what all turns have in common is the machine's mood."""
+    children = {
+        side: subprocess.Popen(
+            [sys.executable, __file__, "--child", "first"], env=os.environ | reach | {"WOOLYAI_JIT": jit},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        ) for side, jit in SIDES.items()
+    }  # fmt: skip
+    try:
+        for child in children.values():
+            assert child.stdout.readline() == "ready\n"
+        found = {side: [] for side in SIDES}
+        for turn in range(repeat):
+            order = [*SIDES][turn % 3 :] + [*SIDES][: turn % 3]
+            for k, side in enumerate(order):  # each turn brings widths that nobody has seen; who has the least, changes
+                children[side].stdin.write(f"{WIDTH + 3 * turn + k}\n")
+                children[side].stdin.flush()
+                found[side].append(json.loads(children[side].stdout.readline()))
+    finally:
+        for child in children.values():
+            child.stdin.close()
+            child.wait(30)
+    for name, what in (("first run of a new program", "first"), (f"first {STEPS} runs of a new program", "all")):
+        ours, theirs, again = ([f[what] for f in found[side]] for side in SIDES)
+        noise = quartiles([a / b for a, b in zip(again, theirs, strict=True)])
+        ratios = quartiles([a / b for a, b in zip(ours, theirs, strict=True)])
+        spread = [round(r, 2) for r in ratios]
+        shown = row(
+            f"{name}: exact against tier 0", "ms", quartiles(ours)[2], quartiles(theirs)[2], None, spread=spread
+        )
+        yield shown | {"ratio": round(ratios[2], 3), "goal": round(noise[3], 3), "ok": ratios[2] <= max(noise[3], 1)}
+        yield row(f"{name}: tier 0 against itself", "ms", quartiles(again)[2], quartiles(theirs)[2], None,
+                  spread=[round(r, 2) for r in noise])  # fmt: skip
+    done = [f["work"] for f in found["exact"]]
+    kernels = sum(w["kernel_instructions"] + w["library_instructions"] for w in done)
+    share = 100 * kernels / (kernels + sum(w["tier0_instructions"] for w in done))
+    yield row(f"first {STEPS} runs of a new program: by a plan, share of instructions", "%", share, None, None)
+    settled = sum(f["settled"] for f in found["exact"])
+    yield row("new programs that had their plans in the end", "", settled, None, repeat, higher_is_better=True)
+
+
+@contextlib.contextmanager
+def stack():
+    """A local stack whose compiler knows nothing yet; gives the variables by which clients find it."""
     from wooly_local.stack import start_stack
 
     os.environ["OMP_NUM_THREADS"] = "1"
-    rows = []
     with tempfile.TemporaryDirectory(prefix="wooly-bench-") as folder:
         os.environ["WOOLY_COMPILER_STATE_DIR"] = str(Path(folder) / "compiler")
-        stack = start_stack(Path(folder) / "stack")
+        started = start_stack(Path(folder) / "stack")
         try:
-            for name in MODELS:
-                if args.only in (None, name):
-                    rows += bench(name, args.repeat, stack.client_env)
+            yield started.client_env
         finally:
-            stack.stop()
+            started.stop()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parser.add_argument("--only", choices=[*MODELS, "first"])
+    parser.add_argument("--repeat", type=int, default=7)
+    parser.add_argument("--child", choices=[*MODELS, "first"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child == "first":
+        scripts()
+        return
+    if args.child:
+        child(args.child, args.repeat)
+    rows = []
+    with stack() as reach:
+        for name in MODELS:
+            if args.only in (None, name):
+                rows += bench(name, args.repeat, reach)
+        if args.only in (None, "first"):
+            rows += bench_first(args.repeat, reach)
     show(rows, args.json, baseline="local")
 
 
