@@ -7,7 +7,16 @@ import os
 import pytest
 from nats.js.errors import APIError
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import BlobCorruptError, BlobMissingError, BlobStore, UploadError, bucket_of, name_of, put_all
+from wooly_bus.blobs import (
+    BlobCorruptError,
+    BlobMissingError,
+    BlobStore,
+    UploadError,
+    bucket_of,
+    buckets,
+    name_of,
+    put_all,
+)
 from wooly_bus.queue_reader import take
 from wooly_bus.streams import ensure_queue, publish
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -106,6 +115,33 @@ async def test_pieces_that_are_not_what_the_name_says_are_removed(nats_server):
         with pytest.raises(BlobCorruptError, match="not what"):
             await store.finish(name, "u" * 32, 6)
         assert not await store.has(name, 6) and await store.held() == 0
+
+
+async def test_upload_that_was_given_up_is_removed_and_nothing_else(nats_server):
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "idler")
+        parts = [b"a" * 1000, b"b" * 1000]
+        name = name_of(b"".join(parts))
+        await send([store], "u" * 32, parts)
+        await store.finish(name, "u" * 32, 2000)
+        other = await store.put(b"c" * 3000)
+        before = await store.held()
+        assert await store.drop_uploads(0.0) == 0 and await store.held() == before  # blobs are no uploads
+        after = await send([store], "v" * 32, [b"d" * 5000])
+        await send([store], "w" * 32, parts)
+        assert await store.drop_uploads(3600.0) == 2 and await store.held() > before + 7000  # they may go on
+        assert await store.drop_uploads(0.0) == 0 and await store.held() == before
+        assert await store.get(name, 2000) == b"".join(parts) and await store.get(other, 3000) == b"c" * 3000
+        with pytest.raises(UploadError, match="begin again"):
+            await store.append("v" * 32, 5000, b"e", after)
+        assert store.bucket in await buckets(js)
+
+
+async def test_bucket_of_uploads_alone_becomes_empty(nats_server):
+    async with jetstream(nats_server) as js:
+        store = BlobStore(js, "only uploads")
+        await send([store], "u" * 32, [b"a" * 1000])
+        assert await store.drop_uploads(0.0) == 0 and await store.held() == 0
 
 
 def test_tenants_of_any_names_have_buckets_of_their_own():

@@ -411,7 +411,9 @@ async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(ri
             assert await r.open(tenant="rich")
         assert caught.value.code == "router.over_budget" and not caught.value.retryable
         (task,) = await r.tasks.in_states("failed")
-        assert (task.tenant, task.reason) == ("poor", "5 of 4 were spent") and len(r.executors[0].sessions) == 2
+        assert (task.tenant, task.reason) == ("poor", "no session is opened: 5 of 4 were spent") and len(
+            r.executors[0].sessions
+        ) == 2
 
 
 async def test_restarted_router_gives_sessions_a_whole_lease(rig):

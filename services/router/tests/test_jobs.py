@@ -6,6 +6,7 @@ import json
 
 import pytest
 from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
 from wooly_bus.errors import RefusedError
 from wooly_router import jobs as jobs_module
@@ -13,6 +14,7 @@ from wooly_router.core.tasks import RETRY_S
 from wooly_router.jobs import JobActor, session_of
 from wooly_router.state.nodes import GroupRecord
 from wooly_testkit.nats import nats_server as start_nats_server
+from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
 from wooly_wis.messages import (
     JobEnded,
     JobOutput,
@@ -126,6 +128,45 @@ async def test_job_waits_and_says_why_until_there_is_room(rig_on):
         await r.actor.end(await r.tasks.get(mine.session_id), "completed", "")
         await r.jobs.round()
         assert await state(r) == "started"
+
+
+@pytest.mark.on_both
+async def test_job_of_a_tenant_over_its_limit_waits_in_the_queue_until_that_is_raised(rig_on):
+    async with rig_on("a") as r:
+        spent = {"t": "5 of 4 were spent"}
+        metering = ServiceApp("metering", r.app.url)
+
+        async def on_check(request):
+            return CheckBudgetReply(refusal=spent.get(request.tenant, ""))
+
+        metering.serve(subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, on_check)
+        async with metering.running():
+            await r.jobs.on_submit_job(job(r, required_vram=1000))
+            for _ in range(3):
+                await r.jobs.round()
+                r.clock.now += 20  # longer than the queue's patience
+            task = await r.tasks.get("job-0001")
+            assert task.state == "pending" and task.reason == "waits for credits: 5 of 4 were spent"
+            assert r.executors[0].jobs == [] and task.attempt == 0 and not task.parts
+            assert [(e.state, e.reason) for e in await r.tasks.story("job-0001")] == [
+                ("pending", ""),
+                ("pending", "waits for credits: 5 of 4 were spent"),
+            ]
+            await r.beat()
+            await r.jobs.round()
+            assert await r.open(tenant="rich", required_vram=1)  # the device is not held for it
+            await r.actor.end((await r.tasks.in_states("started", kind="session"))[0], "completed", "")
+            spent["t"] = "6 of 4 were spent"  # by what ran before
+            r.clock.now += 3
+            await r.beat()
+            await r.jobs.round()
+            assert (await r.tasks.get("job-0001")).reason.endswith("6 of 4 were spent")
+            assert len(await story(r)) == 2
+            spent.clear()
+            r.clock.now += 10
+            await r.beat()
+            await r.jobs.round()
+            assert await state(r) == "started" and len(r.executors[0].jobs) == 1
 
 
 async def test_job_goes_where_its_group_is(rig_on):

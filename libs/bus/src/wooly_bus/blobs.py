@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import io
 import json
 import re
 import secrets
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -75,17 +76,38 @@ def bucket_of(tenant: str) -> str:
     return f"WOOLY_BLOBS_{tenant}" if plain else f"WOOLY_BLOBS-{hashlib.sha256(tenant.encode()).hexdigest()}"
 
 
+async def buckets(js: JetStreamContext) -> dict[str, int]:
+    """All tenants' buckets, each with the number of the last message that was ever kept there.
+
+    Raises:
+        StreamError: JetStream does not answer.
+    """
+    found: dict[str, int] = {}
+    seen = 0
+    try:
+        while page := await js.streams_info(offset=seen):
+            seen += len(page)
+            for info in page:
+                name = (info.config.name or "").removeprefix("OBJ_")
+                if name.startswith("WOOLY_BLOBS"):
+                    found[name] = info.state.last_seq
+    except (nats.errors.Error, JetStreamError, OSError) as e:
+        raise StreamError(f"buckets of blobs: {str(e) or type(e).__name__}") from e
+    return found
+
+
 class BlobStore:
     """One tenant's blobs.
 
     Args:
         js: JetStream.
         tenant: whose.
+        bucket: the tenant's bucket, where that is known and the tenant is not.
     """
 
-    def __init__(self, js: JetStreamContext, tenant: str) -> None:
+    def __init__(self, js: JetStreamContext, tenant: str, bucket: str = "") -> None:
         self._js = js
-        self.bucket = bucket_of(tenant)
+        self.bucket = bucket or bucket_of(tenant)
         self._store: ObjectStore | None = None
 
     async def _open(self) -> ObjectStore:
@@ -281,6 +303,33 @@ class BlobStore:
             await self._js.publish(about, json.dumps(info.as_dict()).encode(), headers={Header.ROLLUP: "sub"})
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
+
+    async def drop_uploads(self, idle_s: float) -> int:
+        """Remove uploads that no blob was made of and that no piece came for in `idle_s` seconds. Returns how many are left.
+
+        Raises:
+            StreamError: JetStream does not answer.
+        """
+        stream, before, left = f"OBJ_{self.bucket}", datetime.now(UTC) - timedelta(seconds=idle_s), 0
+        try:
+            store = await self._open()
+            # The pieces first: a blob that is made in between is among the blobs then, and its pieces are no upload's.
+            state = (await self._js.stream_info(stream, subjects_filter=self._pieces_of("*"))).state
+            uploads = {subject.rpartition(".")[2] for subject in state.subjects or ()}
+            with contextlib.suppress(NotFoundError):  # there is no blob
+                uploads -= {str(info.nuid) for info in await store.list(ignore_deletes=True)}
+            for upload in sorted(uploads):
+                try:
+                    last = await self._js.get_last_msg(stream, self._pieces_of(upload))
+                except NotFoundError:
+                    continue
+                if last.time is None or last.time > before:
+                    left += 1
+                else:
+                    await self._js.purge_stream(stream, subject=self._pieces_of(upload))
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
+        return left
 
     async def piece(self, name: str, after: int) -> tuple[int, bytes, int]:
         """What of a blob follows number `after` (0: its beginning), unverified: the blob's size, bytes, the number to go on from.

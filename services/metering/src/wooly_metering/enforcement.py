@@ -32,11 +32,8 @@ def why(budget: Budget, spent_ucr: int) -> str:
 
 
 def why_not(budget: Budget, spent_ucr: int) -> str:
-    """What who wants another session is told."""
-    return (
-        f"{_used_up(budget, spent_ucr)}, its hard limit. No session is opened; raise the limit "
-        f"(`wooly credits budget {budget.tenant} --hard N`) and ask again"
-    )
+    """Why a tenant can start nothing more."""
+    return f"{_used_up(budget, spent_ucr)}, its hard limit; raise it (`wooly credits budget {budget.tenant} --hard N`)"
 
 
 def _used_up(budget: Budget, spent_ucr: int) -> str:

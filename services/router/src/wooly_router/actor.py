@@ -189,7 +189,8 @@ class RouterActor:
             await self.world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
         try:
-            await self._afford(task.tenant)
+            if refusal := await self.over_budget(task.tenant):
+                raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
             while True:
                 with step("router", "place") as span:
                     executors, percents = await self._choose(task, failed)
@@ -207,11 +208,10 @@ class RouterActor:
                 )
             raise
 
-    async def _afford(self, tenant: str) -> None:
-        """See that a tenant has credits left. Without an answer it has: metering holds its sessions as soon as it can.
+    async def over_budget(self, tenant: str) -> str:
+        """Why a tenant may start nothing: it has spent its hard limit. Empty: it may.
 
-        Raises:
-            RefusedError: it has spent its hard limit.
+        Without an answer it may, too: metering holds its sessions as soon as it can.
         """
         ask = CheckBudgetRequest(tenant=tenant)
         try:
@@ -220,10 +220,9 @@ class RouterActor:
             )
         except BusError as e:
             if not isinstance(e, NoResponderError):
-                log.warning("a session of %s is opened without asking for its budget: %s", tenant, e)
-            return
-        if reply.refusal:
-            raise RefusedError("router.over_budget", reply.refusal)
+                log.warning("nobody says whether %s has credits left: %s", tenant, e)
+            return ""
+        return reply.refusal
 
     async def _first_heartbeat(self) -> None:
         while not self.registry.alive(self.clock()) and self.clock() - self._started < HEARTBEAT_GRACE_S:

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import logging
 import time
 from collections import OrderedDict
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import BlobStore, name_of
+from wooly_bus.blobs import BlobStore, buckets, name_of
 from wooly_bus.errors import RefusedError
+from wooly_bus.streams import StreamError
 from wooly_wis.messages import PIECE_BYTES, GetBlobReply, GetBlobRequest, PutBlobReply, PutBlobRequest
 
 from wooly_router.gate import Gate
 
+log = logging.getLogger("wooly.router")
 #: Tenants whose buckets are remembered.
 BUCKETS = 1000
 #: Uploads that are read back at once.
@@ -108,6 +111,34 @@ class BlobActor:
                 f"this tenant keeps {held} bytes of blobs already, of {self._tenant_bytes} that it may",
             )
         self._sizes[store.bucket] = (at, held + nbytes if begins else held)
+
+
+class AbandonedUploads:
+    """Removes what was uploaded in part and given up: it counts for its tenant as long as it is there.
+
+    Args:
+        app: the connection to NATS.
+        idle_s: seconds after the last piece of an upload.
+    """
+
+    def __init__(self, app: ServiceApp, idle_s: float) -> None:
+        self._app, self._idle_s = app, idle_s
+        #: Per bucket without any upload, its last message when it was looked at: nothing has come since.
+        self._clean: dict[str, int] = {}
+
+    async def drop(self) -> None:
+        """Remove what is there now. What JetStream does not answer for is looked at the next time."""
+        js = self._app.jetstream()
+        try:
+            for bucket, last in (await buckets(js)).items():
+                if self._clean.get(bucket) == last:
+                    continue
+                if await BlobStore(js, "", bucket).drop_uploads(self._idle_s):
+                    self._clean.pop(bucket, None)
+                else:
+                    self._clean[bucket] = last
+        except StreamError as e:
+            log.warning("uploads that were given up stay for now: %s", e)
 
 
 def _bytes(text: str) -> bytes:

@@ -11,6 +11,7 @@ from wooly_bus.leadership import Leadership
 from wooly_wis.messages import GpusReply, GpusRequest
 
 from wooly_router.actor import RouterActor
+from wooly_router.blobs import AbandonedUploads
 from wooly_router.jobs import JobActor
 from wooly_router.state.nodes import GpuRecord, Sample
 
@@ -18,7 +19,7 @@ log = logging.getLogger("wooly.router")
 EVERY_S = 1.0
 #: Seconds between two samples of every device.
 SAMPLE_S = 10.0
-#: Seconds between two looks for what is old.
+#: Seconds between two looks for what is old, or was given up.
 FORGET_S = 300.0
 
 
@@ -27,6 +28,7 @@ class Duties:
 
     def __init__(self, app: ServiceApp, actor: RouterActor, jobs: JobActor, leadership: Leadership) -> None:
         self._app, self._actor, self._jobs, self._leadership = app, actor, jobs, leadership
+        self._uploads = AbandonedUploads(app, actor.settings.upload_idle_s)
         self._kept: dict[str, GpuRecord] = {}
         self._due: dict[str, float] = {}
 
@@ -49,6 +51,8 @@ class Duties:
         await self._jobs.round()
         if not self._leadership.alone:  # there is JetStream
             await self._jobs.tell()
+            if self._is_due("uploads", FORGET_S):
+                await self._uploads.drop()
         if self._is_due("sample", SAMPLE_S):
             await self.sample()
         if self._is_due("forget", FORGET_S):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 from nats.js import JetStreamContext
 from opentelemetry import trace
+from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
@@ -45,6 +47,8 @@ from wooly_router.state.tasks import PartRecord, TaskRecord
 from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
+#: How the reason of a job begins that waits for credits.
+OVER_BUDGET = "waits for credits: "
 #: Bytes of jobs that wait for a router to take them in.
 COMMAND_BYTES = 64 << 20
 REPORT_BYTES = 32 << 20
@@ -55,6 +59,11 @@ EVENT_BYTES = 64 << 20
 HANDING_S = 15.0
 #: Seconds for which an executor may be without a job that it took: its report may be on its way.
 MISSING_S = 5.0
+#: Seconds for which what metering said of a tenant's budget holds, and for which its jobs then wait at least.
+BUDGET_S = 2.0
+OVER_BUDGET_S = 3 * BUDGET_S
+#: Tenants whose budgets are asked for at once.
+BUDGETS_AT_ONCE = 16
 #: Jobs started in one round.
 AT_ONCE = 64
 #: Waiting jobs, the first of the queue, whose reason is brought up to date in one round.
@@ -68,6 +77,8 @@ class JobActor:
         self._app, self._router = app, router
         self._tasks, self._world = router.world.tasks, router.world
         self._missing: dict[tuple[str, int], float] = {}
+        #: Per tenant with waiting jobs: when its budget was asked for, and why it may start nothing.
+        self._budgets: dict[str, tuple[float, str]] = {}
         self._changed = asyncio.Event()
         app.serve_tenants(subjects.ROUTER_JOB_SUBMIT, SubmitJob, self.on_submit_tenants, queue="router")
 
@@ -302,9 +313,13 @@ class JobActor:
         router, now = self._router, self._router.clock()
         if not router.registry.alive(now):
             return
+        over_budget = await self._over_budget(await self._tasks.queueing_tenants())
         chosen: list[tuple[TaskRecord, str, str, int]] = []
         async with self._world.database.deciding() as s:
             queue = {t.id: t for t in await self._tasks.queue(s)}
+            await self._hold_back(
+                [queue.pop(t.id) for t in list(queue.values()) if t.tenant in over_budget], over_budget, s
+            )
             if not queue:
                 return
             config, nodes, pool = await self._world.pool(s, router.registry, now)
@@ -333,6 +348,31 @@ class JobActor:
                 started = replace(task, parts=(PartRecord(gpu.executor_id, gpu.node),), **changes)
                 chosen.append((started, gpu.executor_id, gpu.node, overcommit_of(nodes.get(gpu.node), config)))
         await asyncio.gather(*[self._start(task, executor, percent, config) for task, executor, _, percent in chosen])
+
+    async def _over_budget(self, tenants: Collection[str]) -> dict[str, str]:
+        """Those of some tenants that may start nothing, with the reason."""
+        now, turn = self._router.clock(), asyncio.Semaphore(BUDGETS_AT_ONCE)
+        self._budgets = {t: known for t, known in self._budgets.items() if t in tenants and now - known[0] < BUDGET_S}
+
+        async def ask(tenant: str) -> None:
+            async with turn:
+                self._budgets[tenant] = (now, await self._router.over_budget(tenant))
+
+        await asyncio.gather(*[ask(t) for t in tenants if t not in self._budgets])
+        return {t: why for t, (_, why) in self._budgets.items() if why}
+
+    async def _hold_back(self, tasks: list[TaskRecord], over_budget: dict[str, str], s: AsyncSession) -> None:
+        """Keep jobs in the queue, passed over and with nothing held for them, until their tenants may start something again."""
+        later = self._router.clock() + OVER_BUDGET_S
+        await self._tasks.postpone(s, [t.id for t in tasks if (t.retry_at or 0.0) < later - BUDGET_S], later)
+        noted = 0
+        for task in tasks:
+            reason = f"{OVER_BUDGET}{over_budget[task.tenant]}"
+            if task.reason == reason[:4096] or noted == NOTED:
+                continue
+            noted += 1
+            begins = not task.reason.startswith(OVER_BUDGET)  # what is spent may still change
+            await self._tasks.note_waiting(s, task.id, {}, reason, tell_at=self._router.clock() if begins else None)
 
     async def _start(self, task: TaskRecord, executor_id: str, percent: int, config: ClusterConfig) -> None:
         if task.attempt == 1 and _trace(task):

@@ -53,6 +53,8 @@ class RouterSettings(BaseSettings):
         blob_bytes: the largest blob that tenants may put over NATS, where they have no JetStream of their own.
         tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more over NATS; 0: no
             limit.
+        upload_idle_s: a blob's upload over NATS that no piece came for in this time is given up: its pieces are removed, and
+            count no more.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
         trace_retention_s: how long a trace is kept.
@@ -81,6 +83,7 @@ class RouterSettings(BaseSettings):
     tls_key: Path | None = None
     blob_bytes: int = Field(default=16 << 30, ge=1)
     tenant_blob_bytes: int = Field(default=0, ge=0)
+    upload_idle_s: float = Field(default=3600.0, ge=300)
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
     trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -225,13 +225,25 @@ class TaskStore:
             found = await s.execute(update(TaskRow).where(condition).values(priority=priority).returning(TaskRow.id))
             return found.first() is not None
 
-    async def note_waiting(self, s: AsyncSession, task_id: str, placement: dict[str, Any], reason: str) -> None:
-        """Why a pending task waits."""
-        await s.execute(
+    async def note_waiting(
+        self, s: AsyncSession, task_id: str, placement: dict[str, Any], reason: str, tell_at: float | None = None
+    ) -> None:
+        """Why a pending task waits; with a time it is a step of its story."""
+        noted = await s.execute(
             update(TaskRow)
             .where(TaskRow.id == task_id, TaskRow.state == "pending")
             .values(placement=placement, reason=reason[:REASON_CHARS])
+            .returning(TaskRow.id)
         )
+        if tell_at is not None and noted.first() is not None:
+            await self._tell(s, task_id, tell_at, "pending", reason)
+
+    async def postpone(self, s: AsyncSession, task_ids: Collection[str], until: float) -> None:
+        """Jobs of the queue are passed over until then."""
+        ids = list(task_ids)
+        for i in range(0, len(ids), 500):  # a statement has so many parameters at most
+            chosen = and_(TaskRow.id.in_(ids[i : i + 500]), TaskRow.state == "pending")
+            await s.execute(update(TaskRow).where(chosen).values(retry_at=until))
 
     async def forget_ended(self, before: float) -> int:
         """Drop what ended before a time. Returns how many tasks that were."""
@@ -300,6 +312,12 @@ class TaskStore:
             .order_by(PartRow.task_id, PartRow.position)
         )
         return [Claim(e, vram, mode == "exclusive", not noswap) for e, vram, mode, noswap in await s.execute(query)]
+
+    async def queueing_tenants(self) -> set[str]:
+        """The tenants of jobs that wait for devices."""
+        waiting = and_(TaskRow.state == "pending", TaskRow.kind == "job", ~TaskRow.parts.any())
+        async with self.database.reading() as s:
+            return set(await s.scalars(select(TaskRow.tenant).where(waiting).distinct()))
 
     async def queue(self, s: AsyncSession) -> list[TaskRecord]:
         """Jobs that wait for devices."""
