@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from architectures import ARCHITECTURES, VOCABULARY
+from wooly.api import attached_links
 
 pytestmark = pytest.mark.connected
 
@@ -272,3 +273,37 @@ def test_pipeline_gives_the_cpus_text(cuda, local, where):
     assert ours.device.type == ours.model.device.type == "cuda"  # also where nothing is said: that is what CUDA gives
     theirs = pipeline("text-generation", model=str(local[2]), device="cpu")
     assert ours(prompts, **options) == theirs(prompts, **options)
+
+
+@pytest.mark.parametrize("sampling", [False, True], ids=["greedy", "sampling"])
+def test_stop_is_asked_one_step_late_and_changes_nothing(cuda, local, sampling):
+    from transformers.generation import utils
+    from wooly.facade import generation
+
+    options = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": sampling}
+    model = loaded(local[1], device_map="cuda")
+    free = model.generate(PROMPT.to("cuda"), **options, eos_token_id=None).tolist()
+    ends = sorted({row[12] for row in free})  # each sequence ends in the middle, one before the other or not
+    link = attached_links()[0]
+
+    def run():
+        torch.cuda.manual_seed(3)
+        before = link.syncs
+        out = model.generate(PROMPT.to("cuda"), **options, eos_token_id=ends)
+        return out.cpu(), torch.cuda.get_rng_state(), torch.rand(3, device="cuda").cpu(), link.syncs - before
+
+    assert hasattr(utils.DeferredStopCheck, "wooly_replaces")
+    late = run()
+    generation.deactivate()
+    try:
+        assert not hasattr(utils.DeferredStopCheck, "wooly_replaces")
+        direct = run()
+    finally:
+        generation.activate()
+    assert direct[0].shape[1] < 35 and all(torch.equal(a, b) for a, b in zip(late[:3], direct[:3], strict=True))
+    assert late[3] <= direct[3] + 2  # an answer per token either way, and nobody waits for the last
+    if not sampling:
+        assert torch.equal(late[0], local[0].generate(PROMPT, **options, eos_token_id=ends))
+    # Where the cache is given back, it must not have seen a step too many.
+    kept = model.generate(PROMPT.to("cuda"), **options, eos_token_id=ends, return_dict_in_generate=True)
+    assert kept.past_key_values.get_seq_length() == kept.sequences.shape[1] - 1

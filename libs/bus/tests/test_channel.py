@@ -121,6 +121,34 @@ def test_bulk_lands_in_place_and_comes_back_in_place(echo):
     client.close()
 
 
+def test_expected_data_is_taken_in_by_whatever_receives_next(echo):
+    client = ChannelClient.connect(echo.endpoint)
+    data = os.urandom(3 << 20)
+    client.send(BULK, (0).to_bytes(8, "little"), data)
+    parts = [bytearray(n) for n in (5, len(data), 7)]
+    coming = []
+    for into in parts:
+        client.send(DATA, len(into).to_bytes(8, "little"))
+        coming.append(client.expect(memoryview(into), DATA))
+    client.send(ECHO, b"after")
+    client.complete(coming[0])
+    assert [c.done for c in coming] == [True, False, False] and parts[0] == data[:5]
+    assert client.recv(5).payload == b"after"
+    assert all(c.done and c.other is None for c in coming) and [bytes(p) for p in parts] == [
+        data[: len(p)] for p in parts
+    ]
+    client.send(DATA, (4).to_bytes(8, "little"))
+    last, none = client.expect(memoryview(bytearray(4)), DATA), client.expect(memoryview(b""), DATA)
+    while not last.done:
+        client.poll_acks()
+    assert none.done
+    client.send(ECHO, b"instead")
+    other = client.expect(memoryview(bytearray(1)), DATA)
+    client.complete(other)
+    assert other.other is not None and other.other.payload == b"instead"
+    client.close()
+
+
 def test_bulk_waits_until_its_owner_is_ready(echo):
     echo.put_off = 2
     client = ChannelClient.connect(echo.endpoint)

@@ -5,7 +5,8 @@ import gc
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from wooly.facade import pinned
+from wooly import storage
+from wooly.api import attached_links
 
 
 @pytest.mark.parametrize(
@@ -36,11 +37,11 @@ def test_pinned_copy_and_its_views(cuda):
 
 def test_memory_of_the_dead_is_not_pinned(cuda):
     gc.collect()
-    before = len(pinned._pinned)
+    before = len(storage.pinned)
     view = torch.ones(100).pin_memory()[3:]
-    assert len(pinned._pinned) == before + 1 and view.is_pinned()
+    assert len(storage.pinned) == before + 1 and view.is_pinned()
     del view
-    assert len(pinned._pinned) == before
+    assert len(storage.pinned) == before
 
 
 def test_only_host_tensors_can_be_pinned(cuda):
@@ -79,3 +80,63 @@ def test_upload_without_blocking_may_be_followed_by_a_write(cuda):
     torch.cuda.synchronize()
     host.zero_()
     assert there.sum().item() == 1000
+
+
+def test_copy_to_pinned_memory_is_waited_for_by_an_event(cuda):
+    link = attached_links()[0]
+    x = torch.arange(6.0, device=cuda).reshape(2, 3).T + 1
+    host, fetched = torch.zeros(2, 3, pin_memory=True).T, torch.cuda.Event()
+    torch.cuda.synchronize()
+    before = link.syncs
+    assert host.copy_(x, non_blocking=True) is host and link.syncs == before
+    fetched.record()
+    y = x * 2
+    fetched.synchronize()
+    assert torch.equal(host, torch.arange(1.0, 7.0).reshape(2, 3).T) and link.syncs == before + 1
+    fetched.synchronize()
+    assert link.syncs == before + 1 and fetched.query()
+    assert torch.equal(y.cpu(), host * 2) and link.syncs == before + 2
+
+
+def test_copies_to_pinned_memory_come_in_order_and_whatever_waits_next_has_them(cuda):
+    hosts = [torch.zeros(3, dtype=torch.int64, pin_memory=True) for _ in range(200)]
+    x = torch.zeros(3, dtype=torch.int64, device=cuda)
+    for host in hosts:
+        host.copy_(x.add_(1), non_blocking=True)
+    assert x.sum().item() == 600
+    assert [host.tolist() for host in hosts] == [[n] * 3 for n in range(1, 201)]
+    hosts[0].copy_(x, non_blocking=True)
+    again = hosts[0].to(cuda)  # uploads what was fetched, not what was there before
+    assert again.tolist() == [200] * 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (torch.zeros(40_000, pin_memory=True), torch.arange(40_000.0)),  # more than is fetched without waiting
+        lambda: (torch.zeros(4, dtype=torch.float64, pin_memory=True), torch.arange(4.0)),
+        lambda: (torch.zeros(2, 4, pin_memory=True), torch.arange(4.0)),
+        lambda: (torch.zeros(4, 2, pin_memory=True), torch.arange(8.0).reshape(2, 4).T),
+        lambda: (torch.zeros(4), torch.arange(4.0)),
+    ],
+)
+def test_other_copies_are_there_at_once(cuda, make):
+    host, values = make()
+    there = values.to(cuda)
+    host.copy_(there, non_blocking=True)
+    assert torch.equal(host, values.to(host.dtype).expand(host.shape))
+
+
+def test_failure_of_a_fetched_value_is_told_to_who_waits(cuda):
+    good = torch.ones(2, device=cuda)
+    torch.cuda.synchronize()
+    lost = torch.arange(3.0, device=cuda).gather(0, torch.tensor([7, 8], device=cuda))
+    first, second, fetched = torch.zeros(2, pin_memory=True), torch.zeros(2, pin_memory=True), torch.cuda.Event()
+    first.copy_(lost, non_blocking=True)
+    second.copy_(good, non_blocking=True)
+    fetched.record()
+    with pytest.raises(RuntimeError, match=r"(?s)out of bounds.*test_pinned\.py"):
+        fetched.synchronize()
+    assert second.tolist() == [1, 1] and first.tolist() == [0, 0]
+    torch.cuda.synchronize()
+    assert (good + 1).tolist() == [2, 2]

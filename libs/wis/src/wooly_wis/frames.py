@@ -14,6 +14,8 @@ from wooly_wis.errors import DecodeError
 
 PROTOCOL = 1
 MAX_CHUNK = 4 << 20
+#: Answers to a READ up to this size leave from a copy: the executor goes on before the client has taken them.
+ANSWER_COPIED = 64 << 10
 REPLY = 1
 
 

@@ -22,6 +22,7 @@ from wooly_dispatch.events import Policy
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
+    ANSWER_COPIED,
     MAX_CHUNK,
     PROTOCOL,
     WRITE_HEAD,
@@ -59,8 +60,6 @@ T = TypeVar("T")
 QUEUE_FRAMES = 4096
 QUEUE_BYTES = 32 << 20
 WINDOW = 64 << 20
-#: Answers up to this size leave from a copy, so that nothing waits until they are gone.
-COPIED = 64 << 10
 #: Frames that occupy the device.
 _WORK = frozenset((Kind.RUN, Kind.DEFINE))
 #: Frames behind which nothing is begun: what is defined decides what runs take, what is read must not change on its way.
@@ -644,7 +643,7 @@ class DeviceLoop:
         """Answer a READ. What is large leaves straight from the buffer, which nothing may change until it is gone."""
         session.counters.bytes_out += len(memory)
         self._answered = True
-        if 0 < len(memory) <= COPIED:
+        if 0 < len(memory) <= ANSWER_COPIED:
             conn.send(Kind.DATA, bytes(memory))
             return
         for at in range(0, len(memory), MAX_CHUNK):

@@ -95,6 +95,19 @@ class RecordingLink:
         """Nothing was computed."""
         self._refuse("a value")
 
+    def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
+        """Nothing was computed."""
+        self._refuse("a value")
+
+    def settle(self) -> None:
+        """Nothing was fetched."""
+
+    position = 0
+
+    def reach(self, position: int) -> bool:
+        """There is nothing to wait for."""
+        return True
+
     def result(self) -> dict[str, Any]:
         """Nothing was computed."""
         self._refuse("the shape of a result")

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel import ChannelClient, ChannelError, Expected, Frame
 from wooly_wis.frames import CONTENT, MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
 
 from wooly.errors import ExecutorLostError, ForkedProcessError, RemoteOperationError, WoolyError
@@ -24,7 +24,26 @@ _MIRROR_LIMIT = 64 << 20
 #: Bytes up to which what was read is kept.
 MIRROR_ITEM_LIMIT = 1 << 20
 
+#: Reads that `Link.fetch` may have on their way.
+COMING_LIMIT = 64
+
 ViewKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+class _Coming(NamedTuple):
+    """A read whose answer nobody waits for yet.
+
+    Attributes:
+        seq: its frame's sequence number.
+        nbytes: how much it reads.
+        expected: the answer.
+        owner: whose memory it goes to.
+    """
+
+    seq: int
+    nbytes: int
+    expected: Expected
+    owner: Any
 
 
 class Link:
@@ -51,12 +70,17 @@ class Link:
         trace: str = "",
     ) -> None:
         self._channel = channel
+        self._last = 0
         self._pid = os.getpid()
         self.where = where
         self._inflight: deque[tuple[int, list[int], list[Origin]]] = deque()
         self._mirrors: OrderedDict[int, dict[ViewKey, torch.Tensor]] = OrderedDict()
         self._mirror_bytes = 0
         self._lost: WoolyError | None = None
+        self._coming: deque[_Coming] = deque()
+        self._failed: Exception | None = None
+        #: Highest sequence number up to which it is known whether anything failed.
+        self._answered = 0
         self.name_of: Callable[[list[int], int], str] = lambda words, instruction: ""
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -80,7 +104,8 @@ class Link:
         for b in buffers:
             self.bytes_sent += len(b)
         try:
-            return self._channel.send(kind, *buffers)
+            self._last = seq = self._channel.send(kind, *buffers)
+            return seq
         except ChannelError as e:
             raise self._lose(e) from e
 
@@ -192,8 +217,11 @@ class Link:
             raise self._lose(e) from e
         self.syncs += 1
         self.bytes_received += len(frame.payload)
+        self._take_in()
         if frame.kind == Kind.ERROR:
-            raise self._remote_error(unpack_json(frame.payload))
+            error = self._remote_error(unpack_json(frame.payload))
+            self._all_answered()
+            raise error
         if frame.kind != kind:
             raise self._lose(WoolyError(f"expected a {kind.name} frame, got kind {frame.kind}"))
         return unpack_json(frame.payload)
@@ -201,7 +229,7 @@ class Link:
     def result(self) -> dict[str, Any]:
         """The answer to a run that asked for one."""
         answer = self._answer(Kind.RESULT)
-        self._inflight.clear()
+        self._all_answered()
         return answer
 
     def sync(self) -> None:
@@ -213,7 +241,7 @@ class Link:
         """
         self._send(Kind.SYNC)
         self._answer(Kind.RESULT)
-        self._inflight.clear()
+        self._all_answered()
 
     def stats(self) -> dict[str, Any]:
         """The executor's counters for this session."""
@@ -231,28 +259,109 @@ class Link:
             other = self._channel.recv_data(into, Kind.DATA)
         except ChannelError as e:
             raise self._lose(e) from e
+        self._take_in()
+        failure = self._received(len(into), other)
+        self._all_answered(failure)
+
+    def fetch(self, buffer: int, offset: int, into: memoryview, owner: Any) -> None:
+        """Begin to fill `into` from a buffer at a byte offset. It is there once anything that was sent later is answered.
+
+        Whoever waits next is told if it could not be.
+
+        Args:
+            buffer: whose bytes.
+            offset: where they begin.
+            into: where they go, at most `ANSWER_COPIED` bytes: the executor does not wait until such an answer is taken, so that
+                neither end ever waits for the other to receive.
+            owner: is kept alive until they are there.
+        """
+        if len(self._coming) >= COMING_LIMIT:
+            self.settle()
+        seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
+        self._coming.append(_Coming(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
+
+    def settle(self, seq: int | None = None) -> None:
+        """Wait for what `fetch` began, all of it or up to a frame.
+
+        Raises:
+            RemoteOperationError: what was to be read, or something before it, failed.
+            ExecutorLostError: the executor is gone.
+        """
+        try:
+            for coming in self._coming:
+                if seq is not None and coming.seq > seq:
+                    break
+                self._channel.complete(coming.expected)
+        except ChannelError as e:
+            raise self._lose(e) from e
+        self._take_in()
+        self._raise_failed()
+
+    @property
+    def position(self) -> int:
+        """Sequence number of the last frame that was sent."""
+        return self._last
+
+    def reach(self, position: int) -> bool:
+        """Wait until everything up to a position has been executed, if an answer that is on its way says so; else False.
+
+        Raises:
+            RemoteOperationError: something failed.
+            ExecutorLostError: the executor is gone.
+        """
+        if self._lost is not None:
+            raise self._lost
+        seq = next((c.seq for c in self._coming if c.seq >= position), None)
+        if seq is not None:
+            self.settle(seq)
+        return self._answered >= position
+
+    def _take_in(self) -> None:
+        """Note the answers to `fetch` that have come; a failure is kept for who waits."""
+        coming = self._coming
+        while coming and coming[0].expected.done:
+            seq, nbytes, expected, _ = coming.popleft()
+            failure = self._received(nbytes, expected.other)
+            self._failed = self._failed or failure
+            self._answered = seq
+            while self._inflight and self._inflight[0][0] <= seq:
+                self._inflight.popleft()
+
+    def _received(self, nbytes: int, other: Frame | None) -> Exception | None:
+        """Note the answer to a READ: its data, or the frame that came instead. Returns what failed."""
         self.syncs += 1
-        self.bytes_received += len(into)
+        self.bytes_received += nbytes
         if other is None:
-            self._inflight.clear()
-            return
+            return None
         if other.kind == Kind.ERROR:
-            raise self._remote_error(unpack_json(other.payload))
+            return self._remote_error(unpack_json(other.payload))
         raise self._lose(WoolyError(f"expected DATA, got frame kind {other.kind}"))
 
-    def _remote_error(self, error: dict[str, Any]) -> WoolyError:
+    def _all_answered(self, failure: Exception | None = None) -> None:
+        """The last frame is answered, and all before it are.
+
+        Raises:
+            Exception: `failure`, or what failed before it and was kept.
+        """
+        self._answered = self._last
+        self._inflight.clear()
+        self._failed = self._failed or failure
+        self._raise_failed()
+
+    def _raise_failed(self) -> None:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _remote_error(self, error: dict[str, Any]) -> Exception:
         message, code = str(error.get("message", "")), str(error.get("code", ""))
         operation = recorded_at = None
         for seq, words, origins in self._inflight:
             index = error.get("instruction")
             if seq == error.get("seq") and isinstance(index, int) and index < len(origins):
                 operation, recorded_at = self.name_of(words, index), describe_origin(origins[index])
-        self._inflight.clear()
         if code == "executor.out_of_memory":
-            failure: WoolyError | torch.OutOfMemoryError = torch.OutOfMemoryError(
-                message + (f"\n  recorded at {recorded_at}" if recorded_at else "")
-            )
-            raise failure
+            return torch.OutOfMemoryError(message + (f"\n  recorded at {recorded_at}" if recorded_at else ""))
         return RemoteOperationError(message, operation=operation, recorded_at=recorded_at)
 
     # -- what was read is kept until its buffer is written -----------------------------------------------------------

@@ -85,6 +85,13 @@ class Work(NamedTuple):
     origins: list[Origin]
 
 
+class Mark(NamedTuple):
+    """A point of a device's work: a position of the link it went through; no link: what comes next cannot be told from it."""
+
+    link: Link | None
+    position: int
+
+
 #: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
 PROGRAMS_KEPT = 1024
 
@@ -355,6 +362,21 @@ class Recorder:
         self.flush()
         self.require_link().sync()
         self.idle()
+
+    def mark(self) -> Mark:
+        """This point of the work, to be waited for with `reach`."""
+        return Mark(None, 0) if self.link is None or self.open else Mark(self.link, self.link.position)
+
+    def reach(self, mark: Mark) -> None:
+        """Wait until everything up to a mark has run; where no answer will tell that, until everything has.
+
+        Raises:
+            RemoteOperationError: something failed.
+            WoolyError: there is no session, or it is lost.
+        """
+        link = self.require_link()
+        if mark.link is not link or not link.reach(mark.position):
+            self.sync()
 
     def set_limit(self, limit: int) -> None:
         """Programs have up to so many instructions from now on; the open one has exactly as many, marks or not."""

@@ -34,6 +34,9 @@ DEVICE_MASK = MAX_DEVICES - 1
 PLACE_MASK = (1 << ID_SHIFT + DEVICE_BITS) - 1
 _KDL_EXT_DEV = 12
 
+#: Addresses of the host storages that count as pinned.
+pinned: set[int] = set()
+
 # DLPack type codes. Types that DLPack cannot carry everywhere travel as bytes and are re-viewed.
 _DL_TYPE: dict[torch.dtype, tuple[int, int]] = {
     torch.int8: (0, 8),

@@ -1,6 +1,6 @@
 """The data channel: length-prefixed, numbered, acknowledged frames over a unix socket, TCP, TLS or a NATS tunnel."""
 
-from wooly_bus.channel.client import ChannelClient
+from wooly_bus.channel.client import ChannelClient, Expected
 from wooly_bus.channel.endpoint import Endpoint, EndpointError
 from wooly_bus.channel.framing import (
     ChannelClosedError,
@@ -32,6 +32,7 @@ __all__ = [
     "Endpoint",
     "EndpointError",
     "Event",
+    "Expected",
     "Frame",
     "FrameReceived",
     "ProtocolError",

@@ -34,6 +34,22 @@ _ACK_EVERY = 32 << 20
 _HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` reports POLLHUP and POLLERR unasked
 
 
+class Expected:
+    """Payloads that are on their way into memory of the caller's: see `ChannelClient.expect`.
+
+    Attributes:
+        done: they are there, or `other` came.
+        other: the first frame of another kind that came instead.
+    """
+
+    __slots__ = ("_at", "_into", "_kind", "done", "other")
+
+    def __init__(self, into: memoryview, kind: int) -> None:
+        self._into, self._kind, self._at = into, kind, 0
+        self.done = not len(into)
+        self.other: Frame | None = None
+
+
 class ChannelClient:
     """A connected data channel.
 
@@ -50,6 +66,7 @@ class ChannelClient:
         self._sent = 0
         self._received = 0
         self._unacked: deque[tuple[int, int]] = deque()
+        self._expected: deque[Expected] = deque()
         self._in_flight = 0
         self._owed = 0
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -134,10 +151,8 @@ class ChannelClient:
 
     def _wait_for_room(self, size: int) -> None:
         while self._in_flight and self._in_flight + size > self.window:
-            length, kind, _, seq = self._read_header()
-            if kind != ACK:
-                raise ProtocolError(f"frame of kind {kind} ({length} bytes) where only acknowledgements may come")
-            self._take_ack(seq)
+            if (other := self._take()) is not None:
+                raise ProtocolError(f"frame of kind {other[1]} ({other[0]} bytes) where only acknowledgements may come")
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
@@ -152,52 +167,79 @@ class ChannelClient:
         while True:
             if deadline is not None:
                 self._wait_readable(deadline)
-            length, kind, flags, seq = self._read_header()
-            if kind == ACK:
-                self._take_ack(seq)
-                continue
-            self._check_seq(seq)
-            payload = bytearray(length)
-            if length:
-                self._read_into(memoryview(payload))
-            self._owe(length)
-            return Frame(kind, flags, seq, payload)
+            header = self._take()
+            if header is not None:
+                frame = self._rest(*header)
+                self._owe(header[0])
+                return frame
 
     def recv_data(self, into: memoryview, kind: int) -> Frame | None:
         """Fill `into` from the payloads of consecutive frames of `kind`, straight into its memory.
 
         Returns None when it is full, or the first frame of another kind that came instead.
         """
-        at, size = 0, len(into)
-        while at < size:
-            length, got, flags, seq = self._read_header()
-            if got == ACK:
-                self._take_ack(seq)
-                continue
-            self._check_seq(seq)
-            if got != kind:
-                payload = bytearray(length)
-                self._read_into(memoryview(payload))
-                return Frame(got, flags, seq, payload)
-            if length > size - at:
-                raise ProtocolError(f"{length} bytes of data where {size - at} were missing")
-            self._read_into(into[at : at + length])
-            at += length
-            self._owe(length)
-        return None
+        expected = self.expect(into, kind)
+        self.complete(expected)
+        return expected.other
+
+    def expect(self, into: memoryview, kind: int) -> Expected:
+        """Fill `into` from the payloads of frames of `kind` that will come before anything else that is received from now on.
+
+        They are taken in wherever something is received; `complete` waits for them.
+        """
+        expected = Expected(into, kind)
+        if not expected.done:
+            self._expected.append(expected)
+        return expected
+
+    def complete(self, expected: Expected) -> None:
+        """Wait until what is expected is there, or the first frame of another kind that came instead."""
+        while not expected.done:
+            self._take()
 
     def poll_acks(self) -> None:
-        """Take in the acknowledgements that have arrived, without waiting.
+        """Take in the acknowledgements that have arrived, and what is expected, without waiting.
 
         Raises:
             ChannelClosedError: the other end is gone.
             ProtocolError: something else came, which nobody asked for.
         """
         while self._pending():
-            length, kind, _, seq = self._read_header()
-            if kind != ACK:
-                raise ProtocolError(f"unasked frame of kind {kind} ({length} bytes)")
+            if (other := self._take()) is not None:
+                raise ProtocolError(f"unasked frame of kind {other[1]} ({other[0]} bytes)")
+
+    def _take(self) -> tuple[int, int, int, int] | None:
+        """Take in the next frame if it is an acknowledgement or expected; else its header, whose payload follows."""
+        header = length, kind, _, seq = self._read_header()
+        if kind == ACK:
             self._take_ack(seq)
+            return None
+        if not self._expected:
+            return header
+        expected = self._expected[0]
+        if kind != expected._kind:
+            expected.other = self._rest(*header)
+        else:
+            at, into = expected._at, expected._into
+            if length > len(into) - at:
+                raise ProtocolError(f"{length} bytes of data where {len(into) - at} were missing")
+            self._check_seq(seq)
+            self._read_into(into[at : at + length])
+            expected._at = at + length
+            self._owe(length)
+            if at + length < len(into):
+                return None
+        expected.done = True
+        self._expected.popleft()
+        return None
+
+    def _rest(self, length: int, kind: int, flags: int, seq: int) -> Frame:
+        """The frame of this header."""
+        self._check_seq(seq)
+        payload = bytearray(length)
+        if length:
+            self._read_into(memoryview(payload))
+        return Frame(kind, flags, seq, payload)
 
     def _pending(self) -> bool:
         if self._tls and isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():

@@ -16,7 +16,7 @@ from torch.utils._device import _device_constructors
 
 from wooly import children, dynamo, triton_capture
 from wooly.devices import Devices
-from wooly.facade import accelerator, amp, nvtx, parallel, pinned, state, streams, tensors
+from wooly.facade import accelerator, amp, generation, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 from wooly.kernels.launch import Launches
 from wooly.torch_private import tell_dynamo
@@ -68,10 +68,12 @@ class Facade:
                 self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
                 setattr(owner, name, value)
         triton_capture.activate(self._launches)
+        generation.activate()
         tell_dynamo([(old, owner.__dict__.get(name)) for owner, name, old in self._undo])
 
     def uninstall(self) -> None:
         """Put everything back."""
+        generation.deactivate()
         triton_capture.deactivate()
         back = [(owner.__dict__.get(name), old) for owner, name, old in self._undo]
         while self._undo:

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 from wooly.devices import NAME
-from wooly.storage import span
+from wooly.storage import pinned, span
 from wooly.torch_private import raw_device
 
 Patch = tuple[Any, str, Any]
 
 _ALIGNMENT = 64
-#: Addresses of the host storages that count as pinned.
-_pinned: set[int] = set()
-
 #: Constructors that take `pin_memory`.
 _FACTORIES = (
     "arange", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace", "logspace", "ones",
@@ -36,7 +33,7 @@ _METHODS = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tenso
 
 def is_pinned(t: Tensor, device: Any = None) -> bool:
     """Whether the tensor lies in memory that was asked to be pinned."""
-    return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in _pinned
+    return t.is_cpu and t.layout is torch.strided and t.untyped_storage().data_ptr() in pinned
 
 
 def pin_memory(t: Tensor, device: Any = None) -> Tensor:
@@ -60,8 +57,8 @@ def _copy(t: Tensor) -> Tensor:
     # The storage keeps this array; when it dies, its address means nothing any more.
     address = memory.ctypes.data
     flat = torch.from_numpy(memory)
-    _pinned.add(address)
-    weakref.finalize(memory, _pinned.discard, address).atexit = False
+    pinned.add(address)
+    weakref.finalize(memory, pinned.discard, address).atexit = False
     return flat.view(t.dtype).as_strided(t.shape, t.stride()).copy_(t)
 
 

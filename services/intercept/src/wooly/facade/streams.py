@@ -19,6 +19,7 @@ import torch
 from wooly.device import current_devices
 from wooly.devices import NAME
 from wooly.facade.names import to_wooly
+from wooly.recorder import Mark, Recorder
 
 Patch = tuple[Any, str, Any]
 
@@ -30,6 +31,10 @@ _DEFAULT_ID = 0
 def _index(device: Any) -> int:
     """Index of a device argument; None is the current device."""
     return current_devices().index_of(device)
+
+
+def _recorder(device: torch.device) -> Recorder:
+    return current_devices().recorders[_index(device)]
 
 
 class Stream(torch._C.Stream):
@@ -146,6 +151,7 @@ class Event(torch._C.Event):
         self: Event = super().__new__(cls, device=NAME, enable_timing=enable_timing)
         self._timing = enable_timing
         self._at = 0.0
+        self._mark = Mark(None, 0)
         self._device: torch.device | None = None
         return self
 
@@ -175,6 +181,9 @@ class Event(torch._C.Event):
         self._device = (current_stream() if stream is None else stream).device
         if self._timing:
             torch.cuda.synchronize(self._device)
+        recorder = _recorder(self._device)
+        with recorder.lock:
+            self._mark = recorder.mark()
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
@@ -183,7 +192,9 @@ class Event(torch._C.Event):
     def synchronize(self) -> None:
         """Wait until what was recorded before it has run; nothing if it was never recorded."""
         if self._device is not None:
-            torch.cuda.synchronize(self._device)
+            recorder = _recorder(self._device)
+            with recorder.lock:
+                recorder.reach(self._mark)
 
     def query(self) -> bool:
         """Whether the work before it is done. Asking waits for it."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, Role
 
 from wooly.contents import WORTH, upload
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.plan import refuse_overlap, view_of
-from wooly.link import MIRROR_ITEM_LIMIT
+from wooly.link import MIRROR_ITEM_LIMIT, ViewKey
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (
     DEVICE_MASK,
@@ -22,6 +23,7 @@ from wooly.storage import (
     Layout,
     address_of,
     contiguous_strides,
+    pinned,
     span,
 )
 from wooly.torch_private import raw_device, redispatch_cpu
@@ -45,6 +47,11 @@ def is_dense(t: Tensor) -> bool:
     """Whether the elements fill, without gaps or overlap, the bytes that the tensor spans."""
     n = t.numel()
     return t.is_contiguous() or (n == span(tuple(t.shape), t.stride()) and 0 not in t.stride())
+
+
+def _view_key(t: Tensor, at: int) -> ViewKey:
+    """What tells a view of a buffer from others."""
+    return at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride()
 
 
 #: How to make one kind of tensor on one device: its layout, the interned alloc, whose recorder.
@@ -205,7 +212,7 @@ class Transfer:
                 self._hop(dst, plain(src))
         elif ours:
             self._upload(dst, src)
-        else:
+        elif not (non_blocking and self._fetch(dst, plain(src))):
             dst.copy_(self.to_host(plain(src)).expand(dst.shape))
         return dst
 
@@ -303,6 +310,7 @@ class Transfer:
             recorder.operations += 1
             recorder.flush()
             link = recorder.require_link()
+            link.settle()  # what is uploaded may be what is being fetched
             buffer = at >> ID_SHIFT
             link.forget(buffer)
             data = bytes_of(host)
@@ -311,6 +319,26 @@ class Transfer:
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
 
+    def _fetch(self, dst: Tensor, src: Tensor) -> bool:
+        """Begin to copy into pinned memory, as CUDA does; False where that has to wait.
+
+        Only what is small and lies there as here: more would have to be received before the executor can go on.
+        """
+        if dst.untyped_storage().data_ptr() not in pinned or not 0 < dst.numel() * dst.element_size() <= ANSWER_COPIED:
+            return False
+        if dst.dtype is not src.dtype or dst.shape != src.shape or dst.stride() != src.stride() or not is_dense(src):
+            return False
+        at = address_of(src)
+        recorder = self._recorder_at(at)
+        with recorder.lock:
+            link = recorder.require_link()
+            if link.mirror(at >> ID_SHIFT, _view_key(src, at)) is not None:
+                return False
+            self.reads += 1
+            recorder.flush()
+            link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, bytes_of(dst.detach()), dst)
+        return True
+
     def to_host(self, t: Tensor) -> Tensor:
         """A host copy of a device tensor. What was read before and not written since comes from memory."""
         at = address_of(t)
@@ -318,7 +346,7 @@ class Transfer:
         self.reads += 1
         with recorder.lock:
             buffer = at >> ID_SHIFT
-            key = (at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride())
+            key = _view_key(t, at)
             link = recorder.require_link()
             kept = link.mirror(buffer, key)
             if kept is not None:
