@@ -6,17 +6,19 @@ set -euo pipefail
 usage() {
     cat <<'TEXT'
 usage: tests/gpu/run.sh [--wheels DIR] [--python PY] [--truth cuda|cpu] [--json FILE]
-                        [--samples N] [--jobs N] [--only PATTERN]... [section...]
+                        [--samples N] [--jobs N] [--only PATTERN]... [--runtime cpu|cuda] [section...]
 
   --wheels DIR     take dependencies from this folder, not from the network (default: .gpu-wheels, where there is one)
   --python PY      an interpreter that has torch (default: the first of python3.12, python3.11, python3, python that has)
+  --runtime cuda   Wooly's side computes on the GPU, too: through the executor's CUDA runtime (default: on the CPU)
   --truth cpu      try the check where there is no GPU
   --json FILE      write the rows and all differences there
   --samples N      samples per operator and dtype
   --jobs N         processes at a time
   --only PATTERN   groups of cases, such as 'mm' or 'nn.functional.*'
   section          operators autocast training facade errors compiled script, or runtime, or runtime:NAME with NAME of
-                   facts bytes_to_and_fro library kernels interop complaints arguments events graphs speed (default: all)
+                   facts bytes_to_and_fro library kernels interop complaints arguments events graphs
+                   foreign_kernels foreign_walls speed (default: all)
 TEXT
 }
 
@@ -30,7 +32,7 @@ wheels='' python='' truth=cuda options=() runtime=() only_runtime=() all=1
 while (($#)); do
     case $1 in
         -h | --help) usage; exit 0 ;;
-        --wheels | --python | --truth | --json | --samples | --jobs | --only)
+        --wheels | --python | --truth | --json | --samples | --jobs | --only | --runtime)
             (($# > 1)) || fail "$1 needs a value; --help says which"
             case $1 in
                 --wheels) wheels=$2 ;;
@@ -132,6 +134,6 @@ if ((! ${#only_runtime[@]})); then
     PYTHONPATH=tests/conformance "$ours" tests/gpu/check.py --truth "$truth" ${options[@]+"${options[@]}"} || status=$?
 fi
 if [[ $truth == cuda ]] && ((all || ${#only_runtime[@]})); then
-    "$ours" tests/gpu/runtime.py ${runtime[@]+"${runtime[@]}"} || status=$?
+    PYTHONPATH=tests/kernels "$ours" tests/gpu/runtime.py ${runtime[@]+"${runtime[@]}"} || status=$?
 fi
 exit "$status"

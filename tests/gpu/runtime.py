@@ -11,6 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
+import foreign
 import torch
 from wooly_compiler.build.toolchains import BUILDERS
 from wooly_compiler.pipeline import compile_program
@@ -305,8 +306,33 @@ def arguments(gpu):
         print("  (this driver does not tell parameters: it is from before CUDA 12.4)")
 
 
+def foreign_kernels(gpu):
+    """The well-known kernels of `tests/kernels`, as scripts bring them: right against torch."""
+    failed = foreign.check(gpu)
+    assert not failed, ", ".join(failed)
+
+
+def foreign_walls(gpu):
+    """Scripts' kernels touch nothing but what they are given, and end."""
+    foreign.walls(gpu)
+    foreign.time_limit(gpu)
+
+
 SECTIONS = {
-    f.__name__: f for f in (facts, bytes_to_and_fro, library, kernels, interop, complaints, arguments, events, graphs)
+    f.__name__: f
+    for f in (
+        facts,
+        bytes_to_and_fro,
+        library,
+        kernels,
+        interop,
+        complaints,
+        arguments,
+        events,
+        graphs,
+        foreign_kernels,
+        foreign_walls,
+    )
 }
 
 
@@ -368,7 +394,7 @@ def speed(gpu):
             f"  {name:24} {ours / 1e3:9.1f} {plain / 1e3:9.1f} {inductor / 1e3:9.1f} {plain / ours:8.2f} "
             f"{inductor / ours:7.2f} {share:9.0%}"
         )
-    return rows
+    return rows + foreign.speed(gpu, device_ns, SETTLE, TIMED)
 
 
 def main():

@@ -104,6 +104,25 @@ def test_script_names_what_is_missing(tmp_path):
 
 
 @pytest.mark.slow
+def test_rows_of_scripts_kernels_can_be_made_without_a_gpu(tmp_path, monkeypatch):
+    """In CUDA C, on the CPU's runtime: what launches them on a GPU is then only the runtime and Triton."""
+    pytest.importorskip("pyopencl", reason="kernels run through OpenCL: pip install 'pyopencl[pocl]'")
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    for folder in (HERE.parent / "kernels", HERE):
+        monkeypatch.syspath_prepend(str(folder))
+    import foreign
+    import runtime
+    import torch
+    from wooly_executor.runtime.opencl import OpenClRuntime
+
+    gpu = object.__new__(runtime.Gpu)
+    gpu.runtime, gpu.device = OpenClRuntime(tmp_path), torch.device("cpu")
+    with torch.inference_mode():
+        assert foreign.check(gpu, ("histogram, CUDA C", "reduction, CUDA C")) == []
+        foreign.time_limit(gpu)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_case_equals_the_truth_or_is_listed(tmp_path):
     status, said, found = check(folder=tmp_path)

@@ -19,16 +19,24 @@ from records import append, digest, plain, read
 
 #: Exit status of a process whose CUDA context is beyond use.
 AGAIN = 75
+#: Which GPUs an executor of ours may see, where the client may see none.
+VISIBLE = "GPU_CHECK_VISIBLE_DEVICES"
 _FLUSH_EVERY_S = 2.0
 
 
 @contextlib.contextmanager
-def our_device():
-    """ "cuda" on an executor that computes on the CPU."""
+def our_device(runtime):
+    """ "cuda" on an executor that computes on the CPU, or on the GPU that this process does not see."""
     from wooly import api
     from wooly_testkit.executor import executor_process
 
-    with executor_process(threads=1) as running:
+    if runtime == "cuda":
+        # what `check` took away from the client
+        visible = {"CUDA_VISIBLE_DEVICES": os.environ.get(VISIBLE) or None}
+        started = executor_process(runtime="cuda", threads=1, environment=visible)
+    else:
+        started = executor_process(threads=1)
+    with started as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
         yield
@@ -93,6 +101,7 @@ def main():
     parser.add_argument("--part", type=int, default=0)
     parser.add_argument("--parts", type=int, default=1)
     parser.add_argument("--only", action="append", default=[])
+    parser.add_argument("--runtime", choices=("cpu", "cuda"), default="cpu", help="where our side computes")
     parser.add_argument("--died", default="", help="how the process before this one ended")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -113,7 +122,7 @@ def main():
     status = 0
     with contextlib.ExitStack() as stack:
         if options.side == "ours":
-            stack.enter_context(our_device())
+            stack.enter_context(our_device(options.runtime))
         new, flushed = [], time.monotonic()
         for case in section.cases(selection):
             if case.name in done:
@@ -122,7 +131,9 @@ def main():
             current.write_text(case.name)
             record = do(case, device, selection.from_fakes)
             new.append(record)
-            broken = "CUDA error" in record.get("error", ("", ""))[1] and beyond_use(device)
+            # an executor of ours whose context is lost has ended, too
+            lost = options.side == "ours" and options.runtime == "cuda" and "error" in record
+            broken = (lost or "CUDA error" in record.get("error", ("", ""))[1]) and beyond_use(device)
             if broken or time.monotonic() - flushed > _FLUSH_EVERY_S:
                 append(results, new)
                 new, flushed = [], time.monotonic()

@@ -7,12 +7,13 @@ real one. Failures are set by tests.
 import contextlib
 import ctypes
 import itertools
+import struct
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
-from wooly_executor.runtime.packing import layout
+from wooly_executor.runtime.packing import _CHARACTER, layout
 from wooly_wis.kernel import interpreter
 from wooly_wis.kernel import text as kernel_text
 
@@ -64,8 +65,19 @@ class Replay:
             do()
 
 
+class Function:
+    """What an image that names it does: `do(values, grid, block)` on the values of its parameters, of these kinds."""
+
+    def __init__(self, kinds, do):
+        self.kinds, self.do = kinds, do
+
+
 class FakeDriver:
-    """A `Driver`. `lost`: why its context is; `refuse`: loads no code; `fail_next`: raised by the next launch."""
+    """A `Driver`. `lost`: why its context is; `refuse`: loads no code; `fail_next`: raised by the next launch.
+
+    Functions in `functions`, by what their images are, are of scripts' own kernels. `hung`: how many waits come to nothing;
+    `ended`: whether what runs was told to end.
+    """
 
     vendor = "fake"
     device = torch.device("cpu")
@@ -77,6 +89,8 @@ class FakeDriver:
         self.fail_next = None
         self.asides = self.attached = self.replays = self.captures = 0
         self.launches = []
+        self.functions = {}
+        self.hung, self.ended = 0, False
         self._capturing = None
 
     def facts(self):
@@ -95,6 +109,9 @@ class FakeDriver:
     def target(self):
         return "fake:fk_1"
 
+    def chip(self):
+        return "cuda:sm_90"
+
     def attach(self):
         self.attached += 1
 
@@ -109,17 +126,32 @@ class FakeDriver:
     def pinned(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def load(self, image, entry, kinds):
+    def load(self, image, entry, kinds, shared=0):
         if self.refuse:
             raise OperationError("CUDA_ERROR_INVALID_IMAGE")
+        if shared > 200 << 10:
+            raise OperationError(f"it needs {shared} bytes of shared memory, fk_1 has {200 << 10}")
+        if image in self.functions:
+            function = self.functions[image]
+            if layout(kinds) != layout(function.kinds):
+                raise OperationError(f"{entry} takes other parameters")
+            return function
         kernel = kernel_text.read(image.decode())
         declared = [None] * len(kernel.arrays) + [s.dtype for s in kernel.scalars]
         if layout(kinds) != layout(declared) or entry != kernel.name:
             raise OperationError(f"{entry} takes other parameters")
         return kernel
 
-    def launch(self, function, grid, block, arguments):
+    def launch(self, function, grid, block, arguments, shared=0):
         self.check()
+        if isinstance(function, Function):
+            pointers = (ctypes.c_void_p * len(function.kinds)).from_address(arguments.address)
+            codes = struct.unpack_from("@" + "".join(_CHARACTER[k] for k in function.kinds), arguments.data)
+            assert [p - ctypes.addressof(arguments.data) for p in pointers] == [o for o, _ in layout(function.kinds)]
+            self.launches.append((grid, block, shared))
+            self.now += LAUNCH_NS
+            function.do(codes, grid, block)
+            return
         if self.fail_next is not None:
             error, self.fail_next = self.fail_next, None
             raise error
@@ -157,6 +189,15 @@ class FakeDriver:
     def elapsed_ns(self, marks):
         self.check()
         return [b - a for a, b in itertools.pairwise(marks)]
+
+    def wait(self, mark, seconds):
+        self.check()
+        self.hung -= self.hung > 0
+        return not self.hung
+
+    def urgent(self, target, source):
+        self.ended = True
+        target.copy_(source)
 
     def capture(self, body):
         self.captures += 1

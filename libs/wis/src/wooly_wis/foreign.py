@@ -20,6 +20,8 @@ OPCODE: Final = "kernel.launch"
 LANGUAGES: Final = ("ttir", "cuda-c", "ptx")
 #: Those in which nobody but a chip's vendor can tell what is loaded and stored: for tenants who may.
 OPAQUE: Final = frozenset({"ptx"})
+#: The option of a launch whose text a GPU runs as it is, without checks: likewise.
+UNCHECKED: Final = "unchecked"
 MAX_SOURCE_BYTES: Final = 1 << 20
 #: Sources that a session or a module may have, and their bytes.
 MAX_SOURCES: Final = 1024
@@ -48,6 +50,7 @@ SCALARS: Final = (
 
 _SOURCE_MAGIC = b"WKS1"
 _CODE_MAGIC = b"WKC1"
+_PASSED = re.compile(r"status|scratch|null|(?:(?:address|value) |length (?=\d+ (?:1|2|4|8)$))(\d{1,3})(?: \d)?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 #: Attributes of the instruction.
@@ -277,6 +280,32 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """Code of a kernel for a GPU's driver, and how it is launched.
+
+    Attributes:
+        entry: the function in it.
+        passed: what each of its parameters is given: ``status`` (address of the status words), ``address K`` and ``length K U``
+            (of argument K's window, in units of U bytes), ``value K`` (argument K, a scalar), ``scratch`` (memory of the launch's
+            own), ``null``.
+        threads: of a group; 0: as many as the launch says.
+        shared: bytes of a group's memory that the launch sets apart.
+        scratch: bytes per group of the memory called so.
+        claims: per argument of the launch, what its address or value must be a multiple of. If any is more than 1, so must be
+            the lengths of all windows, of 16 bytes.
+        code: for the driver.
+    """
+
+    entry: str
+    passed: tuple[str, ...]
+    threads: int
+    shared: int
+    scratch: int
+    claims: tuple[int, ...]
+    code: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignCode:
     """What a compiler made of a source for one target.
 
@@ -284,13 +313,16 @@ class ForeignCode:
         entry: the function in the code.
         parameters: of the kernel.
         places: what a complaint of the running kernel is about, by its number.
-        code: for the target's driver.
+        code: for a CPU's driver; empty for a GPU's.
+        images: for a GPU's driver, the first of which the claims are true is launched; of the last they always are, unless
+            nothing was checked.
     """
 
     entry: str
     parameters: tuple[Parameter, ...]
     places: tuple[str, ...]
     code: bytes
+    images: tuple[Image, ...] = ()
 
 
 def encode_code(code: ForeignCode, name: str) -> bytes:
@@ -301,9 +333,11 @@ def encode_code(code: ForeignCode, name: str) -> bytes:
             "entry": code.entry,
             "parameters": [[p.dtype.label if p.dtype else None, p.buffer, p.writes] for p in code.parameters],
             "places": code.places,
+            "images": [[i.entry, i.passed, i.threads, i.shared, i.scratch, i.claims, len(i.code)] for i in code.images],
         }
     ).encode()
-    raw = b"".join((_CODE_MAGIC, len(head).to_bytes(4, "little"), head, code.code))
+    parts = (_CODE_MAGIC, len(head).to_bytes(4, "little"), head, code.code, *[i.code for i in code.images])
+    raw = b"".join(parts)
     return raw + digest(raw)
 
 
@@ -327,9 +361,38 @@ def decode_code(raw: bytes, name: str) -> ForeignCode:
                 for label, buffer, writes in head["parameters"]
             ]
         )
-        return ForeignCode(str(head["entry"]), parameters, tuple([str(p) for p in head["places"]]), body[end:])
+        at = len(body) - sum(int(i[6]) for i in head["images"])
+        code, images = body[end:at], []
+        for entry, passed, threads, shared, scratch, claims, nbytes in head["images"]:
+            if at < end or nbytes < 0 or len(claims) != len(parameters):
+                raise DecodeError("a kernel's code is not all there", at)
+            images.append(
+                Image(
+                    str(entry),
+                    tuple([_passed(str(p), len(parameters)) for p in passed]),
+                    int(threads),
+                    int(shared),
+                    int(scratch),
+                    tuple([int(c) for c in claims]),
+                    body[at : at + nbytes],
+                )
+            )
+            at += nbytes
+        return ForeignCode(str(head["entry"]), parameters, tuple([str(p) for p in head["places"]]), code, tuple(images))
     except (ValueError, KeyError, TypeError) as e:
         raise DecodeError(f"a kernel's code has a bad head: {e}", 8) from e
+
+
+def _passed(text: str, count: int) -> str:
+    """What a parameter is given, checked.
+
+    Raises:
+        ValueError: there is no such thing.
+    """
+    found = _PASSED.fullmatch(text)
+    if found is None or (found[1] is not None and int(found[1]) >= count):
+        raise ValueError(f"a parameter is given {text[:40]!r}")
+    return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,18 +67,18 @@ def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> R
     if name == "reference":
         return ReferenceRuntime()
     if name == "cuda":
-        return CudaRuntime(device)
+        return CudaRuntime(device, cache=state_dir)
     if name == "hip":
-        return HipRuntime(device)
+        return HipRuntime(device, cache=state_dir)
     cache = state_dir / "pocl" if state_dir is not None else None
     if name == "opencl":
         return OpenClRuntime(cache, sure=True)
     if name == "auto":
         no_cuda, no_hip = cuda.missing(cuda.find(), device), hip.missing(hip.find(), device)
         if not no_cuda:
-            return CudaRuntime(device)
+            return CudaRuntime(device, cache=state_dir)
         if not no_hip:
-            return HipRuntime(device)
+            return HipRuntime(device, cache=state_dir)
         log.info("no CUDA: %s", no_cuda)
         log.info("no HIP: %s", no_hip)
         why = opencl.missing()

@@ -14,7 +14,7 @@ from typing import Any
 
 from wooly_wis.codec import body_of, decode_form, digest, split_program
 from wooly_wis.errors import VerifyError, WisError
-from wooly_wis.foreign import OPCODE, Source, launch_of
+from wooly_wis.foreign import OPCODE, UNCHECKED, Source, launch_of
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
 from wooly_wis.verifier import ProgramFacts, Verifier
 
@@ -58,6 +58,7 @@ class ReadyProgram:
         computing: instructions that compute.
         sources: digests of the texts that its own kernels are in.
         kernels: its own kernels, not in our IR: until they are compiled, no run can begin.
+        unchecked: a launch says that its kernel is to be run as it is.
     """
 
     digest: bytes
@@ -77,6 +78,7 @@ class ReadyProgram:
     computing: int
     sources: frozenset[bytes]
     kernels: tuple[ForeignKernel, ...]
+    unchecked: bool
 
     def unpack_params(self, words: bytes) -> list[Any]:
         """Python values of a run's param words.
@@ -151,7 +153,7 @@ class ProgramStore:
         if ready is not None:
             self._ready.move_to_end(name)
             _check_sources(ready.sources, sources)
-            self._check_author(ready.sources, sources, author)
+            self._check_author(ready.sources, sources, author, unchecked=ready.unchecked)
             for kernel in ready.kernels:
                 kernel.retry()
             return ready
@@ -169,7 +171,8 @@ class ProgramStore:
         foreign = [(f, launch_of(f)) for f in forms if f.opcode == OPCODE]
         named = frozenset([launch.source for _, launch in foreign])
         _check_sources(named, sources)
-        self._check_author(named, sources, author)
+        unchecked = any(dict(launch.options).get(UNCHECKED) for _, launch in foreign)
+        self._check_author(named, sources, author, unchecked=unchecked)
         kernels = [
             self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant)
             for form, launch in foreign
@@ -202,6 +205,7 @@ class ProgramStore:
             sum(forms[i.form].opcode not in ("alloc", "free") for i in program.body),
             named,
             tuple(dict.fromkeys(kernels)),
+            unchecked,
         )
         self._ready[name] = ready
         self._ready_bytes += ready.nbytes
@@ -210,17 +214,24 @@ class ProgramStore:
             self._ready_bytes -= gone.nbytes
         return ready
 
-    def _check_author(self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author) -> None:
-        """Make sure that kernels in texts which nobody here can check come from somebody who may bring them.
+    def _check_author(
+        self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author, *, unchecked: bool
+    ) -> None:
+        """Make sure that kernels in texts which nobody here can check, or shall, come from somebody who may bring them.
 
         Raises:
             OpaqueKernelError: they do not.
         """
-        opaque = {sources[n].language for n in named} & self._runtime.foreign.opaque if not author.opaque else set()
+        if author.opaque:
+            return
+        foreign = self._runtime.foreign
+        opaque = [f"in {language}" for language in {sources[n].language for n in named} & foreign.opaque]
+        if unchecked and foreign.unchecked:
+            opaque.append(f"that is launched with the option {UNCHECKED}")
         if opaque:
             whose = f"tenant {author.tenant or 'default'}"
             raise OpaqueKernelError(
-                f"what a kernel in {min(opaque)} loads and stores cannot be checked on this device, so it needs the permission "
+                f"what a kernel {min(opaque)} loads and stores cannot be checked on this device, so it needs the permission "
                 f"opaque_kernels, which {whose} does not have; an administrator gives it: PUT /api/v1/tenants/NAME with "
                 '{"opaque_kernels": true}'
             )

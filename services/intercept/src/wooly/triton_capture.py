@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import EncodeError
-from wooly_wis.foreign import MAX_ARGUMENTS, Source
+from wooly_wis.foreign import MAX_ARGUMENTS, UNCHECKED, Source
 
 from wooly.kernels.launch import ForeignKernel, Pointer
 from wooly.recorder import add_library_root
@@ -72,6 +72,7 @@ class Options:
     instrumentation_mode: str = ""
     fpsan_homomorphic_casts: bool = False
     extern_libs: tuple[tuple[str, str], ...] = ()
+    unchecked: bool = False  # run it as it is where the device is a GPU, which needs the permission opaque_kernels
     backend_name: str = NAME
 
     def hash(self) -> str:
@@ -233,7 +234,12 @@ def _classes(launches: Launches) -> tuple[Any, Any]:
             name = self._metadata.name
             writes = written(text, name)
             parameters = tuple([_parameter(name, argument, t, k in writes) for k, (_, argument, t) in enumerate(given)])
-            options = (("num_stages", self._metadata.num_stages), ("num_warps", self._metadata.num_warps))
+            options: tuple[tuple[str, int | bool | str], ...] = (
+                ("num_stages", self._metadata.num_stages),
+                ("num_warps", self._metadata.num_warps),
+            )
+            if self._metadata.unchecked:
+                options += ((UNCHECKED, True),)
             try:
                 self._kernel = ForeignKernel(Source("ttir", text), name, parameters, (1, 1, 1), options)
             except EncodeError as e:

@@ -7,10 +7,11 @@ what comes of that is part of the binary. For a process of its own: `prepare` co
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from wooly_wis.artifact import POCL_UNITS, pocl_target
@@ -18,10 +19,12 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import STATUS_WORDS, Parameter
 from wooly_wis.kernel.ir import Kernel
 
-from wooly_compiler.build import opencl
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
 from wooly_compiler.render.printer import Form, render
+
+if TYPE_CHECKING:  # whose module needs OpenCL, which where there are GPUs need not be
+    from wooly_compiler.build import opencl
 
 #: Bytes of a kernel's largest array up to which it is launched here.
 LAUNCHED = 1 << 30
@@ -33,6 +36,18 @@ def prepare(cache: Path) -> None:
     os.environ["POCL_CACHE_DIR"] = str(cache)
 
 
+def _opencl() -> Any:
+    """The module of OpenCL.
+
+    Raises:
+        BuildError: pyopencl is missing.
+    """
+    try:
+        return importlib.import_module("wooly_compiler.build.opencl")
+    except ImportError as e:
+        raise BuildError(f"pyopencl is missing ({e}): pip install pyopencl[pocl]") from e
+
+
 @functools.cache
 def units() -> tuple[opencl.Device, ...]:
     """A device for each of `POCL_UNITS`.
@@ -40,6 +55,7 @@ def units() -> tuple[opencl.Device, ...]:
     Raises:
         BuildError: PoCL is missing, or another one.
     """
+    opencl = _opencl()
     import pyopencl as cl
 
     try:
@@ -74,6 +90,7 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
     Raises:
         BuildError: PoCL refuses it.
     """
+    opencl = _opencl()
     import pyopencl as cl
 
     device = units()[FOREIGN_UNIT]
@@ -119,6 +136,7 @@ def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
     Raises:
         BuildError: PoCL refuses it.
     """
+    opencl = _opencl()
     import pyopencl as cl
 
     device = units()[unit]

@@ -82,7 +82,14 @@ def _nvrtc(source: str, arch: str) -> bytes:
 
 def _hip(source: str, arch: str) -> bytes:
     clang = next((found for c in _CLANG if (found := shutil.which(c))), None)
-    return _hiprtc(source, arch) if clang is None else _clang(clang, source, arch)
+    if clang is None:
+        return _hiprtc(source, arch)
+    try:
+        return _clang(clang, source, arch)
+    except BuildError:  # it has none of AMD's device libraries, which hipRTC brings
+        if _module("hip.hiprtc") is None:
+            raise
+        return _hiprtc(source, arch)
 
 
 def _clang(clang: str, source: str, arch: str) -> bytes:

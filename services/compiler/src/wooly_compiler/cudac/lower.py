@@ -6,7 +6,8 @@ from wooly_wis.cudac.errors import CudaSourceError
 from wooly_wis.dtypes import BY_LABEL, DType
 from wooly_wis.foreign import Parameter
 
-from wooly_compiler.cudac.translate import BUFFER, translate
+from wooly_compiler.cudac.dialects import OPENCL, Dialect
+from wooly_compiler.cudac.translate import BUFFER, Translated, translate
 from wooly_compiler.cudac.types import Scalar
 from wooly_compiler.errors import ForeignError
 from wooly_compiler.foreign import Lowered, Request
@@ -15,8 +16,8 @@ from wooly_compiler.foreign import Lowered, Request
 SHARED, TEMPLATE = "shared", "template"
 
 
-def lower(request: Request) -> Lowered:
-    """A kernel in CUDA C as OpenCL C.
+def translated(request: Request, dialect: Dialect) -> tuple[Translated, tuple[Parameter, ...]]:
+    """A kernel printed in one C, and its parameters.
 
     Raises:
         ForeignError: the source is not understood, or does what cannot be allowed.
@@ -30,15 +31,31 @@ def lower(request: Request) -> Lowered:
     scalars = [BUFFER if a.startswith("*") else BY_LABEL[a] for a in request.args]
     arguments = [a if isinstance(a, str) else _scalar(a).name for a in scalars]
     try:
-        made = translate(request.text, request.entry, arguments, request.block, template=template, shared=int(shared))
+        made = translate(
+            request.text,
+            request.entry,
+            arguments,
+            request.block,
+            template=template,
+            shared=int(shared),
+            dialect=dialect,
+        )
     except CudaSourceError as e:
         raise ForeignError(f"CUDA C, {e}") from e
-    parameters = tuple(
-        [
-            Parameter(None if isinstance(a, str) else a, isinstance(a, str), writes)
-            for a, writes in zip(scalars, made.writes, strict=True)
-        ]
-    )
+    parameters = [
+        Parameter(None if isinstance(a, str) else a, isinstance(a, str), writes)
+        for a, writes in zip(scalars, made.writes, strict=True)
+    ]
+    return made, tuple(parameters)
+
+
+def lower(request: Request) -> Lowered:
+    """A kernel in CUDA C as OpenCL C.
+
+    Raises:
+        ForeignError: the source is not understood, or does what cannot be allowed.
+    """
+    made, parameters = translated(request, OPENCL)
     return Lowered(made.text, made.entry, parameters, made.places)
 
 

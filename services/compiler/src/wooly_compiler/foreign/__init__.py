@@ -1,6 +1,6 @@
 """Kernels in languages of others, lowered to C in which every access is checked. ADR 22 has the contract.
 
-A language is a row of `LANGUAGES`. Runs in the worker: texts are untrusted, and what builds them may crash.
+A language is a row of `LANGUAGES`; for GPUs, of `gpu`. Runs in the worker: texts are untrusted, and what builds them may crash.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from wooly_compiler.build import pocl
 from wooly_compiler.errors import BuildError, ForeignError
 
 _CPU: Final = re.compile(r"opencl:[0-9a-f]{12}-x(\d{1,4})")
+_GPU: Final = re.compile(r"(?:cuda:sm_\d{2,3}|hip:gfx[0-9a-f]{3,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +90,17 @@ def build(asked: dict[str, Any]) -> bytes:
         WisError: it cannot be lowered, or not built.
     """
     target = str(asked["target"])
-    cpu = _CPU.fullmatch(target)
-    if cpu is None or target != pocl.target(int(cpu[1])):
-        raise BuildError(f"code for {target} cannot be built here")
     block = tuple([int(n) for n in asked["block"]])
     options = {str(name): value for name, value in asked["options"]}
     request = Request(str(asked["text"]), str(asked["entry"]), tuple(asked["args"]), block, options)  # type: ignore[arg-type]
+    if _GPU.fullmatch(target):
+        from wooly_compiler.foreign import gpu
+
+        code = gpu.build(str(asked["language"]), request, target)
+        return encode_code(code, str(asked["name"]))
+    cpu = _CPU.fullmatch(target)
+    if cpu is None or target != pocl.target(int(cpu[1])):
+        raise BuildError(f"code for {target} cannot be built here")
     lowered = lower(str(asked["language"]), request)
     binary = pocl.foreign(lowered.text, lowered.entry, lowered.parameters, request.block)
     return encode_code(ForeignCode(lowered.entry, lowered.parameters, lowered.places, binary), str(asked["name"]))

@@ -8,6 +8,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from wooly_executor.runtime.torch_runtime import HOT
 
 _LIBRARY = "libcuda.so.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Bytes of a group's memory that every launch may have; a function is told of more.
+SHARED = 48 << 10
 #: Errors after which a context answers nothing else, by their numbers in cuda.h.
 STICKY = frozenset(
     (
@@ -136,8 +139,8 @@ class CudaDriver(TorchGpu):
         self._cuda: Any = importlib.import_module("cuda.bindings.driver")
         self._handle = self._cuda.CUstream(self.stream.cuda_stream)
         self._ok = self._cuda.CUresult.CUDA_SUCCESS
-        device = self._do(self._cuda.cuDeviceGet(index))
-        self._context = self._do(self._cuda.cuDevicePrimaryCtxRetain(device))
+        self._device = self._do(self._cuda.cuDeviceGet(index))
+        self._context = self._do(self._cuda.cuDevicePrimaryCtxRetain(self._device))
 
     def arch(self) -> str:
         """See `TorchGpu`."""
@@ -154,7 +157,7 @@ class CudaDriver(TorchGpu):
             )
         return found
 
-    def load(self, image: bytes, entry: str, kinds: Sequence[Kind]) -> Any:
+    def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
         """See `Driver`."""
         cuda = self._cuda
         self._do(cuda.cuCtxSetCurrent(self._context))  # another thread's context is its own
@@ -162,10 +165,24 @@ class CudaDriver(TorchGpu):
         try:
             function = self._do(cuda.cuModuleGetFunction(module, entry.encode()))
             self._check_parameters(function, entry, kinds)
+            self._set_apart(function, shared)
         except OperationError:
             cuda.cuModuleUnload(module)
             raise
         return function  # its module stays loaded for as long as the process lives
+
+    def _set_apart(self, function: Any, shared: int) -> None:
+        """Have a group's memory for launches that want more than every launch may."""
+        cuda = self._cuda
+        names, kinds = cuda.CUdevice_attribute, cuda.CUfunction_attribute
+        own = self._do(cuda.cuFuncGetAttribute(kinds.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+        most = self._do(
+            cuda.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, self._device)
+        )
+        if own + shared > most:
+            raise OperationError(f"it needs {own + shared} bytes of shared memory, {self.arch()} has {most}")
+        if own + shared > SHARED:
+            self._do(cuda.cuFuncSetAttribute(function, kinds.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared))
 
     def _check_parameters(self, function: Any, entry: str, kinds: Sequence[Kind]) -> None:
         ask = getattr(self._cuda, "cuFuncGetParamInfo", None)
@@ -182,10 +199,15 @@ class CudaDriver(TorchGpu):
             raise OperationError(f"{entry} takes parameters at (offset, bytes) {found}, not {list(layout(kinds))}")
 
     def launch(
-        self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Arguments
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Arguments,
+        shared: int = 0,
     ) -> None:
         """See `Driver`."""
-        (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, 0)
+        (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, shared, self._handle, arguments.address, 0)
         self._launched(status, grid, block)
 
     def lost(self) -> str:
@@ -203,10 +225,11 @@ class CudaRuntime(GpuRuntime):
     Args:
         index: which of the GPUs that this process sees.
         hot: see `TorchRuntime`.
+        cache: see `GpuRuntime`.
 
     Raises:
         MissingDriverError: says what is missing and how to get it.
     """
 
-    def __init__(self, index: int = 0, hot: int = HOT) -> None:
-        super().__init__(CudaDriver(index), hot)
+    def __init__(self, index: int = 0, hot: int = HOT, cache: Path | None = None) -> None:
+        super().__init__(CudaDriver(index), hot, cache)

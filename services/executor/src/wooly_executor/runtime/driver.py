@@ -46,6 +46,10 @@ class Driver(Protocol):
         """
         ...
 
+    def chip(self) -> str:
+        """What scripts' own kernels are built for: this very chip, like ``cuda:sm_90`` or ``hip:gfx942``."""
+        ...
+
     def attach(self) -> None:
         """The calling thread's work goes to the stream."""
         ...
@@ -62,18 +66,29 @@ class Driver(Protocol):
         """Host memory that the device copies from and to by itself."""
         ...
 
-    def load(self, image: bytes, entry: str, kinds: Sequence[Kind]) -> Any:
+    def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
         """A function of some code, from any thread. Its parameters must be of these kinds.
 
+        Args:
+            image: the code.
+            entry: the function.
+            kinds: of its parameters.
+            shared: bytes of a group's memory that launches will set apart.
+
         Raises:
-            OperationError: the driver does not take it, or its parameters are others.
+            OperationError: the driver does not take it, its parameters are others, or a group has no such memory.
         """
         ...
 
     def launch(
-        self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Arguments
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Arguments,
+        shared: int = 0,
     ) -> None:
-        """Enqueue a function.
+        """Enqueue a function. `shared`: bytes of a group's memory that are set apart.
 
         Raises:
             OperationError: it cannot be launched so.
@@ -90,6 +105,14 @@ class Driver(Protocol):
 
     def elapsed_ns(self, marks: Sequence[Any]) -> list[int]:
         """Wait for the last mark; device time between each and the one before. The marks may be used again."""
+        ...
+
+    def wait(self, mark: Any, seconds: float) -> bool:
+        """Wait for a mark, at most so long: whether it was reached."""
+        ...
+
+    def urgent(self, target: Tensor, source: Tensor) -> None:
+        """Copy to the device from pinned memory, past what is enqueued and while it runs."""
         ...
 
     def capture(self, body: Callable[[], None]) -> Graph:

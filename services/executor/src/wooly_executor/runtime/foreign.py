@@ -28,12 +28,22 @@ from wooly_executor.runtime.builds import Builder, Remote, Turns
 log = logging.getLogger("wooly.executor")
 #: Compiled kernels kept, of all sessions.
 KERNELS_KEPT = 4096
+#: Bytes of code of kernels, kept on disk.
+KERNEL_BYTES = 1 << 30
 #: A pointer's address and its bytes; or a scalar.
 Value = tuple[int, int] | int | float | bool
 #: What launches a kernel: values, grid; ns that other threads took.
 Loaded = Callable[[Sequence[Value], tuple[int, int, int]], int]
 _WHERE = {"disk": "its code was on disk", "elsewhere": "a compiler had or made its code", "here": "built here"}
 COMPLAINTS = {1: "reads", 2: "writes", 3: "updates"}
+
+
+def misdeed(kind: int, place: int, places: Sequence[str]) -> str:
+    """What a kernel complained of: what it did, and where (see ADR 22)."""
+    where = places[place] if 0 <= place < len(places) else f"place {place}"
+    if kind in COMPLAINTS:
+        return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"
+    return f"{where} failed" if kind == 4 else f"{where} gave up"
 
 
 class ForeignKernel:
@@ -126,6 +136,8 @@ class Foreign:
         why: why there is no builder.
         cache: where code is kept.
         opaque: languages of which the runtime cannot check what is loaded and stored: for tenants who may.
+        begins: told which step of its program is about to launch one.
+        unchecked: whether texts are run as they are where their launches say so (`UNCHECKED`): likewise.
 
     Attributes:
         remote: compilers elsewhere, once there are any in reach.
@@ -140,8 +152,11 @@ class Foreign:
         why: str = "this executor runs no kernels of sessions' own: its runtime has no OpenCL (WOOLY_EXECUTOR_RUNTIME=opencl)",
         cache: ArtifactCache | None = None,
         opaque: frozenset[str] = OPAQUE,
+        unchecked: bool = False,
+        begins: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.opaque = opaque
+        self.begins = begins
+        self.opaque, self.unchecked = opaque, unchecked
         self._builder = builder
         self._target = target
         self._load = load

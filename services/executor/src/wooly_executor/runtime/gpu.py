@@ -6,8 +6,11 @@ known what everything took, whether a kernel complained, and whether the device 
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +21,17 @@ from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form, Program
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
 from wooly_executor.runtime.buffers import Buffer
+from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.device import TorchDevice, symbols_replaced
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.execution import StepExecution
-from wooly_executor.runtime.foreign import Foreign
+from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign
 from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.gpu_kernels import GpuKernels
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.packing import Arguments
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
@@ -160,24 +166,32 @@ class GpuExecution(StepExecution):
         if self.ended:
             return [0] * len(edges)
         runtime.sample = None if self._graphs is not None else []
+        kernels = runtime.kernels
+        kernels.begin()
         marks = [driver.record()]
         for edge in edges:
             if not self.ended:
                 self._go(edge)
                 marks.append(driver.record())
         status: StatusWords | None = prepared.status
+        launched = kernels.fetch()
         if status is not None:
             status.fetch()
+        if status is not None or launched:
             marks.append(driver.record())
         inside, runtime.sample = runtime.sample, None
+        found = [kernels.wait()] if launched else []
         times = driver.elapsed_ns(marks)
-        if status is not None:
+        if status is not None or launched:
             times[-2:] = [times[-2] + times[-1]]
-            found = status.complaint()
-            if found is not None and self.outcome.failed_at is None:
-                step = prepared.owner.index(found[0])
-                self._fail(prepared, self._frame, step, step, found[1])
-                self.ended = True
+        if status is not None:
+            said = status.complaint()
+            found.append((prepared.owner.index(said[0]), said[1]) if said is not None else None)
+        complaints = sorted([c for c in found if c is not None], key=lambda c: c[0])
+        if complaints and self.outcome.failed_at is None:
+            step, why = complaints[0]
+            self._fail(prepared, self._frame, step, step, why)
+            self.ended = True
         self._share(sum(times), inside)
         return times + [0] * (len(edges) - len(times))
 
@@ -211,9 +225,10 @@ class GpuRuntime(TorchRuntime):
     Args:
         driver: of the GPU.
         hot: see `TorchRuntime`.
+        cache: folder for code of scripts' own kernels; without one it is not kept.
     """
 
-    def __init__(self, driver: Driver, hot: int = HOT) -> None:
+    def __init__(self, driver: Driver, hot: int = HOT, cache: Path | None = None) -> None:
         device = GpuDevice(driver)
         super().__init__(device, hot)
         self.driver = driver
@@ -223,9 +238,11 @@ class GpuRuntime(TorchRuntime):
         self.kernel_s = 10.0
         #: Of a run that is sampled: marks around each kernel.
         self.sample: list[tuple[Any, Any]] | None = None
+        self.kernels = GpuKernels(driver, device, lambda: self.kernel_s)
+        folder = (cache or Path(tempfile.gettempdir()) / f"wooly-executor-{os.getuid()}") / "foreign"
+        kept = ArtifactCache(folder / "code", KERNEL_BYTES) if cache is not None else None
         self.foreign = Foreign(
-            why=f"this executor runs no kernels of sessions' own: its runtime for {driver.vendor} has none yet "
-            "(WOOLY_EXECUTOR_RUNTIME=opencl has)"
+            WorkerBuilder(folder), driver.chip, self.kernels.load, cache=kept, unchecked=True, begins=self.kernels.at
         )
         self.graphs = Graphs(driver, device)
         self._rates: Rates | None = None

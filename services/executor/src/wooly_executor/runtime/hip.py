@@ -6,11 +6,12 @@ import importlib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from wooly_executor.errors import MissingDriverError
+from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import Arguments, Kind
 from wooly_executor.runtime.torch_gpu import TorchGpu
@@ -94,17 +95,27 @@ class HipDriver(TorchGpu):
         """See `Driver`."""
         return f"hip:{self.arch()}"
 
-    def load(self, image: bytes, entry: str, kinds: Sequence[Kind]) -> Any:
-        """See `Driver`."""
+    def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:
+        """See `Driver`. A group may have all of a compute unit's memory without anybody being told."""
         self._do(self._hip.hipSetDevice(self.index))
+        most: int = torch.cuda.get_device_properties(self.index).shared_memory_per_block
+        if shared > most:
+            raise OperationError(f"it needs {shared} bytes of shared memory, {self.arch()} has {most}")
         module = self._do(self._hip.hipModuleLoadData(image))
         return self._do(self._hip.hipModuleGetFunction(module, entry.encode()))
 
     def launch(
-        self, function: Any, grid: tuple[int, int, int], block: tuple[int, int, int], arguments: Arguments
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        arguments: Arguments,
+        shared: int = 0,
     ) -> None:
         """See `Driver`."""
-        (status,) = self._hip.hipModuleLaunchKernel(function, *grid, *block, 0, self._handle, arguments.address, None)
+        (status,) = self._hip.hipModuleLaunchKernel(
+            function, *grid, *block, shared, self._handle, arguments.address, None
+        )
         self._launched(status, grid, block)
 
     def lost(self) -> str:
@@ -119,10 +130,11 @@ class HipRuntime(GpuRuntime):
     Args:
         index: which of the GPUs that this process sees.
         hot: see `TorchRuntime`.
+        cache: see `GpuRuntime`.
 
     Raises:
         MissingDriverError: says what is missing and how to get it.
     """
 
-    def __init__(self, index: int = 0, hot: int = HOT) -> None:
-        super().__init__(HipDriver(index), hot)
+    def __init__(self, index: int = 0, hot: int = HOT, cache: Path | None = None) -> None:
+        super().__init__(HipDriver(index), hot, cache)

@@ -29,7 +29,7 @@ from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.cores import apart, beyond
 from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.builds import WorkerBuilder
-from wooly_executor.runtime.foreign import COMPLAINTS, Foreign, Loaded, Value
+from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, misdeed
 from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
 from wooly_executor.runtime.preparation import prepare_acts
@@ -42,8 +42,6 @@ from wooly_executor.runtime.watch import Watch
 WRAPPED = 4096
 #: Kernels kept, of all programs.
 KERNELS_KEPT = 8192
-#: Bytes of code of kernels in languages of others, kept on disk.
-KERNEL_BYTES = 1 << 30
 _NUMPY = {DType.F64: np.float64, DType.I64: np.int64, DType.BOOL: np.uint8}
 #: What a scalar argument of a kernel in another language is passed as.
 _SCALAR = {
@@ -161,13 +159,6 @@ def _asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
     return asked
 
 
-def _misdeed(kind: int, place: int, places: Sequence[str]) -> str:
-    where = places[place] if 0 <= place < len(places) else f"place {place}"
-    if kind in COMPLAINTS:
-        return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"
-    return f"{where} failed" if kind == 4 else f"{where} gave up"
-
-
 class _Unit:
     """One of PoCL's devices, with an in-order queue. `spread` is told of core time beyond the device time of its launches."""
 
@@ -257,7 +248,7 @@ class _Unit:
             if word[0]:
                 raise OperationError(f"ended, as it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
-                raise OperationError(_misdeed(int(word[1]), int(word[2]), code.places))
+                raise OperationError(misdeed(int(word[1]), int(word[2]), code.places))
             taken = max(event.profile.end - event.profile.start, 0)
             self._spread(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
             return taken

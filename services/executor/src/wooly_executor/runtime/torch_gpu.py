@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,9 @@ from wooly_executor.errors import ContextLostError, OperationError
 
 #: Bytes that libraries' workspaces, code and graphs take beside what sessions have; and the same as a share of the device.
 APART, APART_SHARE = 512 << 20, 32
+
+#: Seconds for which a mark is asked for without a pause, and the pause after that.
+SPUN_S, PAUSE_S = 2e-4, 5e-5
 
 
 class TorchGpu:
@@ -37,6 +41,7 @@ class TorchGpu:
         self.device = torch.device("cuda", index)
         self.stream: Any = torch.cuda.Stream(self.device)
         self._aside: Any = torch.cuda.Stream(self.device)
+        self._urgent: Any = torch.cuda.Stream(self.device, priority=-1)
         self._marks: list[Any] = []
         self._pool: Any = None
         #: Held while work is captured: no other thread may then touch the stream.
@@ -61,6 +66,10 @@ class TorchGpu:
     def arch(self) -> str:
         """What compilers call the chip."""
         raise NotImplementedError
+
+    def chip(self) -> str:
+        """See `Driver`."""
+        return f"{'hip' if self.vendor == 'amd' else 'cuda'}:{self.arch()}"
 
     def lost(self) -> str:
         """Why nothing can run any more; empty: it can. Waits for what was enqueued."""
@@ -118,6 +127,26 @@ class TorchGpu:
             raise
         self._marks += marks
         return found
+
+    def wait(self, mark: Any, seconds: float) -> bool:
+        """See `Driver`. Asks again and again, as nothing waits for an event and a clock at once."""
+        begun = time.monotonic()
+        try:
+            while not mark.query():
+                waited = time.monotonic() - begun
+                if waited > seconds:
+                    return False
+                time.sleep(0 if waited < SPUN_S else PAUSE_S)
+        except RuntimeError:
+            self.check()
+            raise
+        return True
+
+    def urgent(self, target: Tensor, source: Tensor) -> None:
+        """See `Driver`."""
+        with torch.cuda.stream(self._urgent):
+            target.copy_(source, non_blocking=True)
+        self.stream.wait_stream(self._urgent)  # what comes later finds it done
 
     def capture(self, body: Callable[[], None]) -> Any:
         """See `Driver`."""

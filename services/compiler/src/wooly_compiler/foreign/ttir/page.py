@@ -24,6 +24,12 @@ def page() -> str:
         f"Limits: {MAX_TEXT:,} characters, {MAX_OPS:,} operations, {MAX_NUMEL:,} elements of a tensor, "
         f"{MAX_TENSOR_BYTES >> 20} MiB for the tensors of one program.",
         "",
+        "The table is of CPUs. On GPUs the text goes to Triton itself, with guards before its accesses",
+        "([ADR 28](../adr/0028-guards-in-the-text.md)); besides the table's, `tt.dot_scaled`, `tt.int_to_ptr` and",
+        "`tt.ptr_to_int` work there. Not there: `tt.atomic_load`, `tt.atomic_store`, jumps back between blocks, and the other",
+        "refused ones, but for launches with `unchecked=True` of tenants with the permission `opaque_kernels`. An index out of",
+        "range of `tt.gather` wraps.",
+        "",
         "| operation | state | |",
         "|---|---|---|",
         *[f"| `{name}` | {state} | {says} |" for name, (state, says) in sorted(rows.items())],

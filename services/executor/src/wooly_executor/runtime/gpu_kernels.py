@@ -1,0 +1,217 @@
+"""Kernels of scripts' own on a GPU: launched as their compiler says, and heard of when their run waits for the device.
+
+A kernel in a shared context cannot be interrupted. It is told to end through a word that it looks at; what does not look, and
+does not end, takes the context with it, and so this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Image, Parameter
+
+from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.runtime.driver import Driver
+from wooly_executor.runtime.foreign import Loaded, Value, misdeed
+from wooly_executor.runtime.packing import Arguments, Kind, half_bits
+
+#: Launches whose status words are kept apart; after so many in one run it is waited for them.
+LAUNCHES = 512
+#: What lengths of windows are multiples of, where any claim of an image is more than 1.
+ALIGNED = 16
+#: Of a complaint's word, the bits that say what it was; above them may be where.
+KIND_BITS = 3
+_HALVES = (DType.F16, DType.BF16)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A launch that is not known to have ended.
+
+    Attributes:
+        step: of its program.
+        what: the kernel and its grid, for messages.
+        places: what its complaints are about.
+        mark: behind it on the stream.
+    """
+
+    step: int
+    what: str
+    places: tuple[str, ...]
+    mark: Any
+
+
+class GpuKernels:
+    """Launches scripts' kernels on one device. Used by its thread, but for `load`.
+
+    Args:
+        driver: of the GPU.
+        device: its memory.
+        limit_s: seconds that a launch may take.
+    """
+
+    def __init__(self, driver: Driver, device: TorchDevice, limit_s: Callable[[], float]) -> None:
+        self._driver, self._device, self._limit_s = driver, device, limit_s
+        self._launched: list[Launched] = []
+        self._words: Any = None
+        self._step = 0
+
+    def at(self, step: int) -> None:
+        """That step of its program is about to launch."""
+        self._step = step
+
+    def begin(self) -> None:
+        """A run begins, or goes on."""
+        self._launched.clear()
+
+    def load(self, code: ForeignCode, block: tuple[int, ...]) -> Loaded:
+        """What launches a kernel.
+
+        Raises:
+            OperationError: the driver does not take it.
+        """
+        if not code.images:
+            raise OperationError("its code is for another kind of device")
+        made = [self._image(image, code.parameters, block) for image in code.images]
+        parameters = code.parameters
+
+        def run(values: Sequence[Value], grid: tuple[int, int, int]) -> int:
+            for k, (value, parameter) in enumerate(zip(values, parameters, strict=True)):
+                if isinstance(value, tuple) and parameter.dtype is not None and value[0] % parameter.dtype.itemsize:
+                    raise OperationError(f"argument {k} does not begin at a whole {parameter.dtype.label}")
+            launch = next((launch for image, launch in made if fits(image, values)), None)
+            if launch is None:
+                raise OperationError("its text says of its arguments what is not so: see tt.divisibility there")
+            launch(values, grid)
+            where = ", ".join(map(str, grid))
+            what = f"kernel {code.entry.removeprefix('w_')} on a grid of {where}"
+            self._launched.append(Launched(self._step, what, code.places, self._driver.record()))
+            return 0
+
+        return run
+
+    def _image(
+        self, image: Image, parameters: Sequence[Parameter], block: tuple[int, ...]
+    ) -> tuple[Image, Callable[[Sequence[Value], tuple[int, int, int]], None]]:
+        driver, device = self._driver, self._device
+        kinds: list[Kind] = []
+        fillers: list[Callable[[Sequence[Value], int, int], Any]] = []
+        for passed in image.passed:
+            kind, filler = _passing(passed, parameters)
+            kinds.append(kind)
+            fillers.append(filler)
+        function = driver.load(image.code, image.entry, kinds, image.shared)
+        arguments = Arguments(kinds)
+        threads = (image.threads, 1, 1) if image.threads else (block[0], block[1], block[2])
+
+        def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> None:
+            # freed when it is launched: what takes it next does so behind this launch on the stream
+            memory = device.empty(image.scratch * grid[0] * grid[1] * grid[2]) if image.scratch else None
+            status, scratch = self._status(), memory.data_ptr() if memory is not None else 0
+            given = [filler(values, status, scratch) for filler in fillers]
+            driver.launch(function, grid, threads, arguments.fill(given), image.shared)
+
+        return image, launch
+
+    def _status(self) -> int:
+        """Address of the next launch's words."""
+        if self._words is None:
+            with torch.inference_mode():
+                self._words = self._device.zeroed(4 * STATUS_WORDS * LAUNCHES, torch.int32)
+            self._host = self._driver.pinned(4 * STATUS_WORDS * LAUNCHES).view(torch.int32)
+            self._end = self._driver.pinned(4 * STATUS_WORDS * LAUNCHES).view(torch.int32)
+            self._end.zero_()
+            self._end[::STATUS_WORDS] = 1
+        if len(self._launched) == LAUNCHES:
+            raise OperationError(f"more than {LAUNCHES} launches of scripts' own kernels without a stop between them")
+        address: int = self._words.data_ptr()
+        return address + 4 * STATUS_WORDS * len(self._launched)
+
+    def fetch(self) -> bool:
+        """Have the words come to the host, behind what was enqueued; whether there is any need to."""
+        if self._launched:
+            n = STATUS_WORDS * len(self._launched)
+            self._host[:n].copy_(self._words[:n], non_blocking=True)
+        return bool(self._launched)
+
+    def wait(self) -> tuple[int, Exception] | None:
+        """Wait for what was launched and fetched: the step of the first launch that did what it must not, and what that was.
+
+        Raises:
+            ContextLostError: one does not end.
+        """
+        late = self._late()
+        found: tuple[int, Exception] | None = None
+        words = self._host[: STATUS_WORDS * len(self._launched)].tolist()
+        for k, launched in enumerate(self._launched):
+            kind, place = words[STATUS_WORDS * k + 1 : STATUS_WORDS * k + 3]
+            if launched is late:
+                why = f"ended, as it took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)"
+            elif kind:
+                why = misdeed(kind & ((1 << KIND_BITS) - 1), kind >> KIND_BITS or place, launched.places)
+            else:
+                continue
+            found = launched.step, OperationError(f"{launched.what}: {why}")
+            break
+        if found is not None:
+            self._words.zero_()
+        if len(self._launched) > 0:
+            self._driver.elapsed_ns([launched.mark for launched in self._launched])  # they may be used again
+        self._launched.clear()
+        return found
+
+    def _late(self) -> Launched | None:
+        """The launch that had to be told to end."""
+        for launched in self._launched:
+            if self._driver.wait(launched.mark, self._limit_s()):
+                continue
+            self._driver.urgent(self._words, self._end)
+            last = self._launched[-1].mark
+            if not self._driver.wait(last, self._limit_s()):
+                raise ContextLostError(
+                    f"{launched.what} took more than {self._limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S), and does not end though it "
+                    "was told to: a GPU has no other way to stop it, so all sessions of this process end, and it starts anew"
+                )
+            return launched
+        return None
+
+
+def fits(image: Image, values: Sequence[Value]) -> bool:
+    """Whether all that an image takes for granted of a launch is so."""
+    if all(c == 1 for c in image.claims):
+        return True
+    for value, claim in zip(values, image.claims, strict=True):
+        if isinstance(value, tuple):
+            if value[0] % claim or value[1] % ALIGNED:
+                return False
+        elif claim > 1 and int(value) % claim:
+            return False
+    return True
+
+
+def _passing(passed: str, parameters: Sequence[Parameter]) -> tuple[Kind, Callable[[Sequence[Value], int, int], Any]]:
+    """The kind of a parameter, and what gives its value of a launch's values, the status' address and the scratch memory's."""
+    what, *numbers = passed.split(" ")
+    if what == "status":
+        return None, lambda values, status, scratch: status
+    if what == "scratch":
+        return None, lambda values, status, scratch: scratch
+    if what == "null":
+        return None, lambda values, status, scratch: 0
+    k = int(numbers[0])
+    if what == "length":
+        unit = int(numbers[1])
+        return DType.I64, lambda values, status, scratch: values[k][1] // unit if isinstance(values[k], tuple) else 0
+    if what == "address":
+        return None, lambda values, status, scratch: values[k][0]
+    dtype = parameters[k].dtype
+    if dtype is None:
+        raise OperationError(f"argument {k} of its code has no type")
+    if dtype in _HALVES:
+        return dtype, lambda values, status, scratch: half_bits(values[k], dtype)
+    return dtype, lambda values, status, scratch: values[k]
