@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
+from wooly_executor.runtime.products import by_onednn
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import AllocStep, FreeStep, KernelStep, LibraryStep
@@ -50,14 +51,15 @@ class Pool:
         return kept.pop() if kept else Memory(torch.empty(max(nbytes, 1), dtype=torch.uint8))
 
     def give(self, memory):
-        self._free.setdefault(memory.raw.numel(), []).append(memory)
+        if memory.kept:
+            self._free.setdefault(memory.raw.numel(), []).append(memory)
 
 
 class Memory:
-    """Bytes that torch and OpenCL see."""
+    """Bytes that torch and OpenCL see. `kept`: they go back to the pool; else the library made them."""
 
-    def __init__(self, raw):
-        self.raw = raw
+    def __init__(self, raw, *, kept=True):
+        self.raw, self.kept = raw, kept
         self.buffer = opencl.wrap(opencl.default_device(), raw.numpy())
 
     def seen(self, view):
@@ -69,18 +71,22 @@ class Memory:
 
 
 def library(line, memory):
-    """What the executor's library does for an instruction, into the memory of its result."""
+    """What the executor's library does for an instruction, into the memory of its result; or a result in memory of its own."""
     tensors = [memory[slot].seen(o.view) for slot, o in zip(line.slots, line.form.operands, strict=True)]
     if line.form.opcode == "linear":
         x, w, *bias, out = tensors
+        quick = by_onednn(line.form)
+        if quick is not None:
+            return quick(x, w, *bias)
         rows, result = x.reshape(-1, x.shape[-1]), out.view(-1, w.shape[0])
         torch.addmm(*bias, rows, w.t(), out=result) if bias else torch.mm(rows, w.t(), out=result)
-        return
+        return None
     assert line.form.attr("name") == ATTENTION
     q, k, v, out, lse = tensors
     found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     out.copy_(found[0])
     lse.copy_(found[1])
+    return None
 
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
@@ -134,7 +140,11 @@ class Compiled:
                     self._built[id(step)].launch(arrays, [self._params[p] for p in step.params])
                 case LibraryStep():
                     queue.finish()
-                    library(step.line, memory)
+                    result = library(step.line, memory)
+                    if result is not None:
+                        slot = step.line.slots[-1]
+                        pool.give(memory[slot])
+                        memory[slot] = Memory(result.view(-1).view(torch.uint8), kept=False)
         queue.finish()
         self.left = {} if fresh else {slot: m for slot, m in memory.items() if slot not in self._bound}
 

@@ -125,6 +125,70 @@ def test_gradients_of_layer_norm(wanted, affine, sizes):
     check(t, inputs, outs, kernels=2 if wanted[0] and wanted[1] else 1)
 
 
+SHAPES = [(6, 40), (64, 8), (3, 5, 4, 11), (2, 3, 130)]
+
+
+def statistics(t, channels):
+    """Inputs for what a channel has: weight, bias, running mean, running variance."""
+    names = [t.input(F32, channels) for _ in range(4)]
+    values = [rand(channels), rand(channels + 1)[1:].contiguous(), rand(channels), rand(channels).abs() + 0.5]
+    return names, list(zip(names, values, strict=True))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_batch_norm_trains_and_moves_its_running_statistics(sizes, affine):
+    t, n = Tape(), sizes[1]
+    x = t.input(F32, *sizes)
+    (w, b, mean, var), inputs = statistics(t, n)
+    if affine:
+        args, name = (x, w, b, mean, var), "aten._native_batch_norm_legit.default"
+    else:
+        args, name, inputs = (x, None, None, None, None), "aten.native_batch_norm.default", []
+    results = [(F32, sizes), (F32, (n,)), (F32, (n,))]
+    outs = t.extern(name, *args, True, 0.1, 1e-5, results=results, written=(mean, var))
+    y = t.op("relu", outs[0])
+    check(t, [(x, rand(*sizes) + 1), *inputs], [*outs, y, *((mean, var) if affine else ())], kernels=1)
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_batch_norm_by_its_running_statistics(sizes):
+    t, n = Tape(), sizes[1]
+    x = t.input(F32, *sizes)
+    names, inputs = statistics(t, n)
+    results = [(F32, sizes), (F32, (0,)), (F32, (0,))]
+    out, *_ = t.extern("aten.native_batch_norm.default", x, *names, False, 0.1, 1e-5, results=results)
+    check(t, [(x, rand(*sizes)), *inputs], [t.op("relu", out), names[2]], kernels=1)
+
+
+def test_batch_norm_whose_form_hides_what_it_writes_stays_the_librarys():
+    t = Tape()
+    x = t.input(F32, 6, 40)
+    names, _ = statistics(t, 40)
+    results = [(F32, (6, 40)), (F32, (40,)), (F32, (40,))]
+    t.extern("aten.native_batch_norm.default", x, *names, True, 0.1, 1e-5, results=results)
+    assert not compile_program(t.program()[0]).kernels
+
+
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_gradients_of_batch_norm(sizes, training, wanted):
+    t, n = Tape(), sizes[1]
+    x, g, m, r = t.input(F32, *sizes), t.input(F32, *sizes), t.input(F32, n), t.input(F32, n)
+    (w, _, mean, var), inputs = statistics(t, n)
+    value, dims = rand(*sizes), [d for d in range(len(sizes)) if d != 1]
+    saved = (m, r) if training else (None, None)
+    results = [(F32, s) for s, asked in zip((sizes, (n,), (n,)), wanted, strict=True) if asked]
+    name = "aten.native_batch_norm_backward.default"
+    outs = t.extern(name, g, x, w, mean, var, *saved, training, 1e-5, wanted, results=results)
+    inputs = [i for k, i in enumerate(inputs) if k != 1]
+    inputs += [(x, value), (g, rand(math.prod(sizes)).view(sizes))]
+    if training:
+        inputs += [(m, value.mean(dims)), (r, (value.var(dims, correction=0) + 1e-5).rsqrt())]
+    check(t, inputs, outs, kernels=1)
+
+
 def test_gradient_of_rms_norm_of_single_instructions():
     """d/dx of w * x * rsqrt(mean(x*x) + eps), as autograd writes it."""
     t = Tape()

@@ -153,6 +153,50 @@ def test_full_plans_have_the_same_bits_wherever_a_program_is_cut(compiled, sampl
     assert {slot: bits(b) for slot, b in buffers.items()} == expected[0]
 
 
+def perceptron(rows):
+    """Two products with what goes between them: with a bias each, as `linear` and as `addmm`."""
+    t = Tape()
+    x, w, b, v, c = (t.input(F32, *s) for s in [(rows, 256), (384, 256), (384,), (384, 256), (256,)])
+    h = t.op("linear", x, w, b)
+    g = t.op("gelu", h)
+    t.free(h)
+    y = t.op("addmm", c, g, v)
+    t.free(g)
+    t.op("add", x, y)
+    program, slots = t.program()
+    generator = torch.Generator().manual_seed(rows)
+    contents = {slots[i.slot]: torch.randn(i.view.numel, generator=generator) for i in (x, w, b, v, c)}
+    return t, program, contents
+
+
+@pytest.mark.parametrize("rows", [8, 40, 300])
+def test_products_have_the_same_bits_wherever_a_program_is_cut(compiled, bits, rows):
+    """In mode `full`: of few rows and of many, which other routines multiply, with their biases in kernels and not."""
+    tape, program, contents = perceptron(rows)
+    whole, _ = compiled.plan(program, tape.params, "full")
+    expected = compiled.run(whole, contents, tape.params)
+    assert expected[1] is None and compiled.run(whole, contents, tape.params) == expected
+    for at in range(1, len(program.body)):
+        buffers = {slot: Buffer(t.nbytes, t.clone()) for slot, t in contents.items()}
+        for piece, params, slots in cut(program, tape.params, at):
+            prepared, _ = compiled.plan(piece, params, "full")
+            with torch.inference_mode():
+                assert compiled.runtime.run(prepared, buffers, slots, params).failed_at is None
+        assert {slot: bits(b) for slot, b in buffers.items()} == expected[0]
+
+
+@pytest.mark.parametrize("rows", [40, 300])
+def test_products_of_exact_plans_are_the_librarys(compiled, rows):
+    tape, program, contents = perceptron(rows)
+    exact, _ = compiled.plan(program, tape.params, "exact")
+    tier0 = compiled.run(compiled.ready(program).prepared, contents, tape.params)
+    assert tier0[1] is None and compiled.run(exact, contents, tape.params) == tier0
+    full = compiled.run(compiled.plan(program, tape.params, "full")[0], contents, tape.params)
+    for slot, left in full[0].items():
+        ours, theirs = (torch.frombuffer(bytearray(b), dtype=torch.float32) for b in (left, tier0[0][slot]))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2)  # sums of hundreds of numbers
+
+
 # -- the switch ----------------------------------------------------------------------------------------------------------
 
 

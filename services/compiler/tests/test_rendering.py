@@ -50,13 +50,33 @@ def layer_norm():
     return t
 
 
+def channels():
+    """Statistics of channels: what is folded lies in stretches that begin and end anywhere among the accumulators."""
+    t = Tape()
+    x = t.input(F32, 3, 5, 4, 11)
+    mean = t.op("mean", x, (0, 2, 3), True)
+    t.op("sub", x, mean)
+    t.free(mean)
+    return t
+
+
+def padded():
+    """As `channels`, of rows that do not follow each other: three loops for one fold."""
+    t = Tape()
+    x = t.input(F32, 3 * 5 * 64).seen((3, 5, 4, 11), (320, 64, 16, 1))
+    mean = t.op("mean", x, (0, 2, 3), True)
+    t.op("mul", x, mean)
+    t.free(mean)
+    return t
+
+
 def kernel_of(tape):
     program, _ = tape.program()
     (kernel,) = compile_program(program).kernels
     return kernel
 
 
-@pytest.mark.parametrize("make", [pointwise, softmax, layer_norm])
+@pytest.mark.parametrize("make", [pointwise, softmax, layer_norm, channels])
 @pytest.mark.parametrize(("name", "dialect", "form", "suffix"), DIALECTS)
 def test_source_is_the_reviewed_one(make, name, dialect, form, suffix):
     text = render(kernel_of(make()), dialect, form).text
@@ -78,7 +98,7 @@ def launch(kernel, arrays, form):
     built.launch([opencl.wrap(device, a) for a in arrays]).wait()
 
 
-@pytest.mark.parametrize("make", [softmax, layer_norm])
+@pytest.mark.parametrize("make", [softmax, layer_norm, channels, padded])
 def test_work_groups_and_loops_give_the_same_bits(make):
     kernel = kernel_of(make())
     rng = np.random.default_rng(0)
@@ -93,6 +113,18 @@ def test_work_groups_and_loops_give_the_same_bits(make):
         found.append(arrays)
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("make", [channels, padded])
+def test_fold_over_stretches_has_the_bits_of_the_interpreter(make):
+    kernel = kernel_of(make())
+    arrays = [np.random.default_rng(0).standard_normal(a.numel, dtype=np.float32) for a in kernel.arrays]
+    expected = {a.name: v.tolist() for a, v in zip(kernel.arrays, arrays, strict=True)}
+    interpreter.run(kernel, expected)
+    launch(kernel, arrays, Form.LOOPS)
+    for a, v in zip(kernel.arrays, arrays, strict=True):
+        np.testing.assert_array_equal(v, np.array(expected[a.name], np.float32))
+    assert "high" in render(kernel, OPENCL, Form.LOOPS).text
 
 
 def histogram(n=1000, bins=8):

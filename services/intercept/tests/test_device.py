@@ -371,6 +371,24 @@ def test_conv_net_backward_equals_cpu(cuda):
         assert torch.equal(ours, theirs)
 
 
+def test_running_statistics_are_read_anew_after_each_training_step(cuda):
+    """The operator's schema does not say that it writes them."""
+
+    def story(device):
+        torch.manual_seed(0)
+        norm, seen = nn.BatchNorm2d(3).to(device), []
+        for _ in range(3):
+            norm(torch.randn(2, 3, 4, 4).to(device)).sum().backward()
+            mean = norm.running_mean * 1  # an instruction beside those that write
+            seen += [norm.running_mean.tolist(), norm.running_var.tolist(), mean.tolist()]
+            seen += [norm.running_mean[1].item(), norm.running_mean[1].item()]
+        norm.eval()
+        seen += [norm(torch.ones(1, 3, 2, 2).to(device)).tolist(), norm.running_mean.tolist()]
+        return seen
+
+    assert story(cuda) == story("cpu")
+
+
 @pytest.mark.parametrize(("layers", "bidirectional", "batch_first"), [(1, False, False), (2, True, True)])
 def test_lstm_equals_cpu(cuda, layers, bidirectional, batch_first):
     def run(device):

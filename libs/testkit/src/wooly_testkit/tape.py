@@ -99,15 +99,21 @@ class Tape:
         self._add(Form(opcode, tuple(operands), tuple(kinds), attrs), tuple(slots))
         return [into] if into is not None else results
 
-    def extern(self, name: str, *args: Tensor | Attr, results: Sequence[tuple[DType, Sequence[int]]]) -> list[Tensor]:
-        """A library operator, by the arguments of its schema; its results, of these dtypes and sizes."""
+    def extern(
+        self,
+        name: str,
+        *args: Tensor | Attr,
+        results: Sequence[tuple[DType, Sequence[int]]],
+        written: Sequence[Tensor] = (),
+    ) -> list[Tensor]:
+        """A library operator, by the arguments of its schema; its results, of these dtypes and sizes. It writes `written`."""
         operands: list[Operand] = []
         slots: list[int] = []
         given: list[Attr] = []
         for value in args:
             if isinstance(value, Tensor):
                 given.append(OperandRef(len(operands)))
-                operands.append(Operand(Role.IN, value.view))
+                operands.append(Operand(Role.INOUT if value in written else Role.IN, value.view))
                 slots.append(value.slot)
             else:
                 given.append(value)

@@ -366,6 +366,128 @@ def _write_next(e: Emitter, outs: object, node: int) -> None:
     e.write(to, e.to(node, view.dtype), view.sizes)
 
 
+def _channels(form: Form, k: int, *, folding: bool) -> Space:
+    """All of argument `k`, folded along all but its channels, or not at all."""
+    _, a = _tensor(form, k)
+    if len(a.sizes) < 2:
+        raise UnsupportedError("there are no channels")
+    return a.sizes, frozenset(range(len(a.sizes))) - {1} if folding else _NONE
+
+
+def _per_channel(e: Emitter, k: int) -> int:
+    """An operand with an element per channel."""
+    view, slot = e.form.operands[k].view, e.line.slots[k]
+    assert view is not None
+    if view.sizes != e.graph.space[1:2] or view.dtype not in STORED:
+        raise UnsupportedError("the library's normalisation")
+    stride = 0 if view.sizes[0] == 1 else view.strides[0]
+    strides = tuple([stride if d == 1 else 0 for d in range(len(e.graph.space))])
+    place = Place(slot, view.dtype, strides, view.offset // view.dtype.itemsize)
+    put = e.graph.puts.get(slot)
+    if put is None:
+        return e.graph.add(Node("load", view.dtype, place=place))
+    if put.place != place:
+        raise UnsupportedError(f"slot {slot} is read otherwise than it was written")
+    return put.node
+
+
+def _results(form: Form) -> list[tuple[int, View]]:
+    """What the operator gives anew."""
+    return [(k, o.view) for k, o in enumerate(form.operands) if o.role is Role.OUT and o.view is not None]
+
+
+def _batch_norm_space(form: Form) -> Space:
+    """Training folds along all but the channels."""
+    return _channels(form, 0, folding=_arg(form, 5) is True)
+
+
+def _batch_norm(e: Emitter) -> None:
+    """(a - mean) * rstd * weight + bias, with the statistics of each channel: the batch's where it trains, else the running ones.
+
+    Training leaves mean and rstd, and moves the running statistics towards the batch's; the variance is then the unbiased one.
+    """
+    k, a = _tensor(e.form, 0)
+    running = [_maybe(e.form, n) for n in (3, 4)]
+    training, momentum, eps = (_arg(e.form, n) for n in (5, 6, 7))
+    compute, outs = _floating(a), _results(e.form)
+    x, one = e.to(e.read(k, a.sizes), compute), e.const(compute, 1.0)
+    kept = [e.to(_per_channel(e, s[0]), compute) for s in running if s is not None]
+    if training is True:
+        if any(s is not None and e.form.operands[s[0]].role is Role.IN for s in running):
+            raise UnsupportedError("it writes running statistics, and its form does not say so")
+        if e.graph.extent < 2:
+            raise UnsupportedError("one element has no variance")
+        n = e.const(compute, float(e.graph.extent))
+        mean = e.apply("div", e.fold("add", x), n)
+        centred = e.apply("sub", x, mean)
+        squares = e.fold("add", e.apply("mul", centred, centred))
+        variance = e.apply("div", squares, n)
+    elif training is False and len(kept) == 2:
+        mean, variance = kept
+        centred = e.apply("sub", x, mean)
+    else:
+        raise UnsupportedError("the library's normalisation")
+    rstd = e.apply("div", one, e.apply("sqrt", e.apply("add", variance, e.number(eps, compute))))
+    node = e.apply("mul", centred, rstd)
+    for op, at in (("mul", 1), ("add", 2)):
+        given = _maybe(e.form, at)
+        if given is not None:
+            node = e.apply(op, node, e.to(_per_channel(e, given[0]), compute))
+    to, view = outs[0]
+    e.write(to, e.to(node, view.dtype), view.sizes)
+    if training is not True:
+        return
+    for (to, view), value in zip(outs[1:], (mean, rstd), strict=True):
+        e.write(to, e.to(value, view.dtype), view.sizes)
+    part = e.number(momentum, compute)
+    rest = e.apply("sub", one, part)
+    unbiased = e.apply("div", squares, e.const(compute, float(e.graph.extent - 1)))
+    for stat, old, new in zip(running, kept, (mean, unbiased), strict=False):
+        assert stat is not None
+        moved = e.apply("add", e.apply("mul", part, new), e.apply("mul", rest, old))
+        e.write(stat[0], e.to(moved, stat[1].dtype), stat[1].sizes)
+
+
+def _batch_norm_backward_space(form: Form) -> Space:
+    """Without statistics of the batch, the gradient of the input alone folds along nothing."""
+    return _channels(form, 1, folding=_arg(form, 7) is True or any(_wanted(form, 9)[1:]))
+
+
+def _batch_norm_backward(e: Emitter) -> None:
+    """Gradients of batch norm; which, its mask says.
+
+    dx = (g - mean(g) - x^ * mean(g * x^)) * rstd * w where it trained, else g * rstd * w; dw = sum(g * x^), db = sum(g), with
+    x^ = (x - mean) * rstd.
+    """
+    (g_at, _), (a_at, a) = _tensor(e.form, 0), _tensor(e.form, 1)
+    training, eps, wanted = _arg(e.form, 7) is True, _arg(e.form, 8), _wanted(e.form, 9)
+    stats = [_maybe(e.form, k) for k in ((5, 6) if training else (3, 4))]
+    compute, one = _floating(a), e.const(_floating(a), 1.0)
+    if stats[0] is None or stats[1] is None:
+        raise UnsupportedError("the library's normalisation")
+    g, x = (e.to(e.read(k, a.sizes), compute) for k in (g_at, a_at))
+    mean, rstd = (e.to(_per_channel(e, s[0]), compute) for s in stats if s is not None)
+    if not training:
+        rstd = e.apply("div", one, e.apply("sqrt", e.apply("add", rstd, e.number(eps, compute))))
+    centred = e.apply("mul", e.apply("sub", x, mean), rstd)
+    outs, folding = iter(_results(e.form)), bool(e.graph.folded)
+    total = e.fold("add", g) if folding else 0
+    along = e.fold("add", e.apply("mul", g, centred)) if folding else 0
+    if wanted[0]:
+        node = g
+        if training:
+            n = e.const(compute, float(e.graph.extent))
+            node = e.apply("sub", node, e.apply("div", total, n))
+            node = e.apply("sub", node, e.apply("mul", centred, e.apply("div", along, n)))
+        weight = _maybe(e.form, 2)
+        factor = rstd if weight is None else e.apply("mul", rstd, e.to(_per_channel(e, weight[0]), compute))
+        _write_next(e, outs, e.apply("mul", node, factor))
+    if wanted[1]:
+        _write_next(e, outs, along)
+    if wanted[2]:
+        _write_next(e, outs, total)
+
+
 def _dropout_backward(e: Emitter) -> None:
     """Grad * mask * scale."""
     ((to, view),) = _outs(e.form)
@@ -389,5 +511,8 @@ EXTERNS: Final[dict[str, Extern]] = {
     "aten.mse_loss.default": Extern(_difference_space, _mse),
     "aten.mse_loss_backward.default": Extern(_over_out, _mse_backward),
     "aten.native_layer_norm_backward.default": Extern(_norm_backward_space, _norm_backward),
+    "aten.native_batch_norm.default": Extern(_batch_norm_space, _batch_norm),
+    "aten._native_batch_norm_legit.default": Extern(_batch_norm_space, _batch_norm),
+    "aten.native_batch_norm_backward.default": Extern(_batch_norm_backward_space, _batch_norm_backward),
     "aten.native_dropout_backward.default": Extern(_over_out, _dropout_backward),
 }

@@ -5,7 +5,8 @@ chip rounds alike: a function has the same bits on all devices, in fused kernels
 written and nowhere else: no compiler makes one of a product and a sum. No table, no branch, so that loops around them become
 vectors.
 
-`BOUNDS` states how far a result may be from the exact one, in units of the last place (ulp); the tests look at every f32.
+`BOUNDS` states how far a result may be from the exact one, in units of the last place (ulp); the tests look at every f32
+(`make every-float`; the worst of all f32 found so: exp 0.866, exp2 0.868, tanh 1.371, erf 1.313).
 Coefficients are fits of our own: `tools/fit_math.py`.
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ def compile_program(
     units.verify(unit)
     if trace is not None:
         trace.after("resolve-views", lambda: units.text(unit))
-    passes = (*UNIT_PASSES, (split_bias.NAME, split_bias.run)) if biases else UNIT_PASSES
+    split = (split_bias.NAME, functools.partial(split_bias.run, refuse=refuse))
+    passes = (*UNIT_PASSES, split) if biases else UNIT_PASSES
     for name, run in passes:
         unit = run(unit)
         units.verify(unit)

@@ -13,7 +13,7 @@ from wooly_wis.kernel.ops import FLOATS, STORED
 from wooly_wis.oprules import Arguments, dim_of, reduced_dims
 from wooly_wis.optable import TABLE, Row, arguments, result_operands
 from wooly_wis.plan import Line
-from wooly_wis.program import Attr, Form, OperandRef, View
+from wooly_wis.program import Attr, Form, OperandRef, Role, View
 from wooly_wis.promotion import NumberKind, kind_of, opmath, real_of
 from wooly_wis.scalar_expr import Number as ExprNumber
 from wooly_wis.scalar_expr import evaluate
@@ -462,7 +462,11 @@ def emit(graph: Graph, line: Line) -> None:
         UnsupportedError: it cannot be, or not in this graph; the graph is then half changed.
     """
     form = line.form
-    if any(0 in o.view.sizes for o in form.operands if o.view is not None):
+    views = [(o.role is Role.OUT, o.view) for o in form.operands if o.view is not None]
+    results = [
+        0 in v.sizes for out, v in views if out
+    ]  # of several, some may be empty: statistics, where there are none
+    if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
         raise UnsupportedError("there is nothing to compute")
     e = Emitter(graph, line)
     if form.opcode == "copy":

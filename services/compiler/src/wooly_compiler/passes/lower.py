@@ -129,9 +129,6 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
             first.setdefault(slot, k)
             last[slot] = k
     found: list[Step] = []
-    for slot in sorted(unit.allocs):  # never touched, but left behind
-        if slot not in first and slot not in unit.frees:
-            found.append(AllocStep(slot, unit.facts.slot_alloc[slot] or 0, True))
     for slot in sorted(unit.frees):
         if slot not in first and slot not in unit.allocs:
             found.append(FreeStep(slot))
@@ -142,4 +139,7 @@ def _with_memory(unit: Unit, steps: Sequence[Step]) -> list[Step]:
             found.append(AllocStep(slot, nbytes, not fills(step, slot, nbytes)))
         found.append(step)
         found += [FreeStep(s) for s in sorted(_slots(step)) if s in unit.frees and last[s] == k]
+    for slot in sorted(unit.allocs):  # never touched, but left behind: last, when there is most room
+        if slot not in first and slot not in unit.frees:
+            found.append(AllocStep(slot, unit.facts.slot_alloc[slot] or 0, True))
     return found

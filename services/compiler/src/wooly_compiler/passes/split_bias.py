@@ -1,16 +1,16 @@
-"""Takes the bias out of a matrix product where a kernel reads the result next: it adds the bias while it has the element at hand.
+"""Takes the bias out of a matrix product: the kernel that reads the result next adds it while it has the element at hand.
 
 The library would copy the bias into the result before the product is added to it: one more pass over memory. The sum is rounded
-once more than in the library, so it is done only where results need not have the library's bits.
+once more than in the library, so it is done only where results need not have the library's bits, and then whatever comes next,
+be it nothing: a program is cut where a timer says, and bits may not hang on that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 from wooly_wis.dtypes import DType
-from wooly_wis.optable import TABLE, Family
 from wooly_wis.plan import Line
 from wooly_wis.program import Form, Operand, OperandRef, Role, View
 
@@ -18,14 +18,13 @@ from wooly_compiler.unit import Unit
 
 NAME = "split-bias"
 
-_KERNELS: Final = (Family.POINTWISE, Family.REDUCTION)
 
-
-def run(unit: Unit) -> Unit:
-    """The unit with sums of their own for biases."""
+def run(unit: Unit, refuse: Callable[[Line], str] = lambda line: "") -> Unit:
+    """The unit with sums of their own for biases, but for those that no kernel is to do (`refuse` says why)."""
     lines: list[Line] = []
     for k, line in enumerate(unit.lines):
-        lines += _split(line, unit.lines[k + 1 :]) if line.form.opcode in ("linear", "addmm") else [line]
+        parts = _split(line, unit.lines[k + 1 :]) if line.form.opcode in ("linear", "addmm") else [line]
+        lines += [line] if refuse(parts[-1]) else parts
     return replace(unit, lines=tuple(lines))
 
 
@@ -38,21 +37,22 @@ def _split(line: Line, later: tuple[Line, ...]) -> list[Line]:
         or refs != list(range(3))
         or len(form.operands) != 4
         or form.params
-        or given != tuple(map(OperandRef, refs))
+        or form.attrs != (("args", tuple(map(OperandRef, refs))),)
     ):
         return [line]
     bias_at = 2 if form.opcode == "linear" else 0
     bias, out = form.operands[bias_at], form.operands[3]
-    seen = _seen(line.slots[3], out.view, later)
     if (
-        seen is None
-        or bias.view is None
+        bias.view is None
+        or out.view is None
+        or not _dense(out.view)
         or out.role is not Role.OUT
-        or bias.view.sizes != seen.sizes[-1:]
-        or seen.dtype not in (DType.F32, DType.F64)
+        or bias.view.sizes != out.view.sizes[-1:]
+        or out.view.dtype not in (DType.F32, DType.F64)
         or line.slots[bias_at] == line.slots[3]
     ):
         return [line]
+    seen = _seen(line.slots[3], out.view, later)
     kept = [k for k in range(4) if k != bias_at]
     product = Form(
         "linear" if form.opcode == "linear" else "mm",
@@ -70,20 +70,17 @@ def _split(line: Line, later: tuple[Line, ...]) -> list[Line]:
     ]
 
 
-def _seen(slot: int, out: View | None, later: tuple[Line, ...]) -> View | None:
-    """The result as the next instruction that touches it reads it, if a kernel may do that one and it reads all of it."""
-    if out is None or not _dense(out):
-        return None
+def _seen(slot: int, out: View, later: tuple[Line, ...]) -> View:
+    """The result as the next instruction that touches it reads it, if it reads all of it in rows as long; else as it is."""
     for line in later:
         if slot in line.slots:
-            row = TABLE.get(line.form.opcode)
-            if row is None or row.family not in _KERNELS:
-                return None
             views = {a.view for a in line.accesses if a.slot == slot}
             view = views.pop()
-            whole = view is not None and view.numel == out.numel and _dense(view) and view.offset == out.offset
-            return view if not views and whole else None
-    return None
+            same = view is not None and not views and view.numel == out.numel and _dense(view)
+            if view is not None and same and view.offset == out.offset and view.sizes[-1:] == out.sizes[-1:]:
+                return view
+            break
+    return out
 
 
 def _dense(view: View) -> bool:

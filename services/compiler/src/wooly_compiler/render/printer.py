@@ -45,6 +45,8 @@ from wooly_compiler.render.dialects import Dialect
 
 #: Elements that a work-item of the `loops` form goes through, about.
 CHUNK: Final = 8192
+#: Elements along one dimension from which on it has a loop of its own.
+STRETCH: Final = 8
 #: Threads of a work-group in the `simt` form, at most.
 THREADS: Final = 256
 
@@ -125,6 +127,11 @@ class _Printer:
         self.in_lanes = False
         self.loops = 0
         self.temporaries = 0
+        self.constants = {
+            s.out: int(s.value) for s in walk(kernel.body) if isinstance(s, Const) and s.dtype is DType.I64
+        }
+        #: What quotients and remainders of a loop's index are called, where two loops are printed for it.
+        self.known: dict[int, str] = {}
         #: Declared at the head of the kernel: OpenCL knows shared memory nowhere else.
         self.shared: list[str] = []
 
@@ -341,6 +348,9 @@ class _Printer:
                 self.text[s.out] = text
             case Apply():
                 self.types[s.out] = s.dtype
+                if s.out in self.known:
+                    self.text[s.out] = self.known[s.out]
+                    return
                 text = self.apply(s)
                 if self.counts[s.out] == 1:
                     self.text[s.out] = f"({text})"
@@ -443,10 +453,37 @@ class _Printer:
         for target, name in zip(targets, names, strict=True):
             self.line(f"{self.text[target]} = {name};")
 
+    def _stretch(self, s: Lanes | Reduce) -> int:
+        """Iterations that go on along one dimension, where the body divides the index into those of several; 0: there is one."""
+        found = {self.constants.get(d.args[1], 0) for d in _divisions(s)}
+        length = min(found, default=0)
+        return length if length >= STRETCH and not s.extent % length else 0
+
+    def _outer_loop(self, s: Lanes | Reduce, length: int) -> None:
+        """The loop over stretches. Remainders are then the place within one, and quotients its number."""
+        n, first = f"o{s.index}", f"e{s.index}"
+        self.open(f"for ({self.long} {n} = 0; {n} < {self.index(s.extent // length)}; ++{n})")
+        self.line(f"const {self.long} {first} = {n} * {self.index(length)};")
+        for d in _divisions(s):
+            by = self.constants.get(d.args[1], 0)
+            if d.op == "fmod" and by == length:
+                self.known[d.out] = f"i{s.index}"
+            elif d.op == "div_trunc" and by == length:
+                self.known[d.out] = n
+            elif d.op == "div_trunc" and by and by % length == 0:
+                self.line(f"const {self.long} v{d.out} = {n} / {self.index(by // length)};")
+                self.known[d.out] = f"v{d.out}"
+
     def _lanes(self, s: Lanes) -> None:
         k = f"v{s.index}"
         self.text[s.index] = k
-        if self.form is Form.LOOPS:
+        stretch = self._stretch(s) if self.form is Form.LOOPS else 0
+        if stretch:
+            i = f"i{s.index}"
+            self._outer_loop(s, stretch)
+            self.open(f"for ({self.long} {i} = 0; {i} < {self.index(stretch)}; ++{i})")
+            self.line(f"const {self.long} {k} = e{s.index} + {i};")
+        elif self.form is Form.LOOPS:
             self.open(f"for ({self.long} {k} = 0; {k} < {self.index(s.extent)}; ++{k})")
         else:
             self.open(f"for ({self.long} {k} = t; {k} < {self.index(s.extent)}; {k} += {self.index(self.threads)})")
@@ -454,6 +491,8 @@ class _Printer:
         self.block(s.body)
         self.in_lanes = False
         self.close()
+        if stretch:
+            self.close()
         self._after(s.body)
 
     def _after(self, body: Block) -> None:
@@ -506,7 +545,11 @@ class _Printer:
         sets = " ".join(f"{a} = {init};" for a, init in zip(at, inits, strict=True))
         self.line(f"for ({long} l = 0; l < {n}; ++l) {{ {sets} }}")
         whole = s.extent - s.extent % n
-        if whole:
+        stretch = self._stretch(s)
+        if stretch:
+            self._fold_stretches(s, at, stretch)
+            whole = s.extent
+        elif whole:
             self.open(f"for ({long} j = 0; j < {self.index(whole)}; j += {n})")
             self.open(f"for ({long} l = 0; l < {n}; ++l)")
             self.line(f"const {long} {k} = j + l;")
@@ -526,6 +569,22 @@ class _Printer:
             self.close()
         for result, name, dtype in zip(s.results, held, dtypes, strict=True):
             self.declare(result, dtype, f"{name}[0]")
+
+    def _fold_stretches(self, s: Reduce, at: Sequence[str], stretch: int) -> None:
+        """Each stretch in blocks whose elements go to the accumulators in order; it may begin and end within one."""
+        n, k, i, first, long = s.lanes, f"v{s.index}", f"i{s.index}", f"e{s.index}", self.long
+        self._outer_loop(s, stretch)
+        end = f"{first} + {self.index(stretch)}"
+        self.open(f"for ({long} j = {first} - {first} % {n}; j < {end}; j += {n})")
+        self.line(f"const {long} low = j < {first} ? {first} - j : 0;")
+        self.line(f"const {long} high = {end} - j < {n} ? {end} - j : {n};")
+        self.open(f"for ({long} l = low; l < high; ++l)")
+        self.line(f"const {long} {k} = j + l;")
+        self.line(f"const {long} {i} = {k} - {first};")
+        self._step(s, at)
+        self.close()
+        self.close()
+        self.close()
 
     def _reduce_simt(self, s: Reduce, dtypes: Sequence[DType], inits: Sequence[str], held: Sequence[str]) -> None:
         k, n = f"v{s.index}", s.lanes
@@ -698,6 +757,7 @@ class _Printer:
         inner.lines, inner.depth, inner.temporaries = [], 1, 0
         inner.helpers = self.helpers
         inner.facts = Facts({}, {})
+        inner.constants, inner.known = {}, {}
         inner.text = {k: f"x{k}" if k else "x" for k in range(len(own.args))}
         inner.types = dict(enumerate(own.args))
         inner.counts = _uses(own.body)
@@ -708,6 +768,12 @@ class _Printer:
         body = "\n".join(inner.lines)
         returned = _bare(inner.text[own.result])
         self.helpers[own.name] = f"{head} {{\n{body}\n  return {returned};\n}}\n"
+
+
+def _divisions(s: Lanes | Reduce) -> list[Apply]:
+    """Quotients and remainders of a loop's index in its body."""
+    found = [t for t in s.body if isinstance(t, Apply) and t.op in ("div_trunc", "fmod") and t.dtype is DType.I64]
+    return [t for t in found if t.args[0] == s.index]
 
 
 def _uses(block: Block) -> Counter[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from wooly_wis.program import Symbol
+from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
 
@@ -46,8 +46,8 @@ class TorchDevice:
         """Set the generator of random numbers, before every draw."""
         torch.default_generator.manual_seed(seed)
 
-    def library(self, call: LibraryCall) -> LibraryCall:
-        """A call as this device's library takes it.
+    def library(self, call: LibraryCall, form: Form) -> LibraryCall:
+        """A call as this device's library takes it; `form`: the instruction that it is.
 
         Raises:
             OperationError: the library has nothing that does it here.

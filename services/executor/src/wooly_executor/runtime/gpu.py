@@ -65,7 +65,7 @@ class GpuDevice(TorchDevice):
         """See `TorchDevice`."""
         self._driver.seed(seed)
 
-    def library(self, call: LibraryCall) -> LibraryCall:
+    def library(self, call: LibraryCall, form: Form) -> LibraryCall:
         """See `TorchDevice`: the word for the device is this one; what the host's library alone has is done by others."""
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])

@@ -34,6 +34,7 @@ from wooly_executor.runtime.packing import half_bits
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.products import LooseHost
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_runtime import HOT
 from wooly_executor.runtime.watch import Watch
@@ -54,6 +55,8 @@ _SCALAR = {
 }
 #: Runs kernels in languages of others: beside the device's thread, so that somebody can end them.
 _FOREIGN_UNIT = 1
+#: Where the library's steps of plans of mode `full` run.
+_LOOSE = LooseHost()
 
 
 def missing() -> str:
@@ -124,7 +127,8 @@ class OpenClRuntime(TorchCpuRuntime):
                     self._kernels.clear()
                 self._kernels[key] = known
             runs[name] = known
-        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs, _asking), self.foreign)
+        device = _LOOSE if artifact.key.mode == "full" else self.device
+        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs, _asking), self.foreign, device)
         count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
         return prepared

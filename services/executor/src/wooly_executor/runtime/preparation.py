@@ -329,7 +329,7 @@ class _Preparation:
 
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
-        library = self._device.library(library)
+        library = self._device.library(library, form)
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):

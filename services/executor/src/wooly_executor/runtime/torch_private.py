@@ -14,6 +14,9 @@ reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 #: A view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
+#: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
+linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
 
 def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:
     """A function from a graph in the text form of the library's interpreter; and the schema of each of its operators, in order.

@@ -284,6 +284,22 @@ def histc(record: Kernel) -> Kernel:
     return run
 
 
+def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
+    """`aten.native_batch_norm`, which writes running statistics when it trains, though its schema does not say so.
+
+    What is recorded then is the operator of the same kernel whose schema does: who reads the statistics next must not be given
+    what they were, and a compiler must not move the reader.
+    """
+
+    def run(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *rest: Any
+    ) -> Any:
+        updates = rest[0] and mean is not None and var is not None
+        return (record_training if updates else record)(x, weight, bias, mean, var, *rest)
+
+    return run
+
+
 #: Kernels for operators that ATen leaves to each backend.
 KERNELS: dict[str, Kernel] = {
     "conj_physical_": conj_physical_,
