@@ -171,7 +171,10 @@ def bench_llama(repeat):
 
 
 def bench_compiled(repeat):
-    """64 tokens, greedy, with a static cache: Transformers compiles the decode step. The baseline is local eager."""
+    """64 tokens, greedy, with a static cache: Transformers compiles the decode step, and asks late whether to stop (ADR 30).
+
+    The baseline is local eager. Client and executor compute at the same time, so this row wants two cores to itself.
+    """
     local, ours, prompt, generate = llama()
     there = prompt.to("cuda")
     static = {"cache_implementation": "static"}

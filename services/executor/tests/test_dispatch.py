@@ -4,12 +4,14 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from wooly_dispatch.decisions import LaunchDecision
 from wooly_dispatch.events import LaunchDoneEvent
 from wooly_executor import estimates
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import SteeringError, UnknownSessionError
-from wooly_executor.estimates import Estimate
+from wooly_executor.estimates import Estimate, turns
 from wooly_executor.runtime.protocol import Rates
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_wis.dtypes import DType
@@ -363,6 +365,28 @@ def test_estimate_that_was_wrong_gets_other_edges_until_it_settles(adds):
     for _ in range(100):
         assert not found.observe(found.cut, 0, [10_000] * 5)
     assert found.cut.kernels == (10_000,) * 5
+
+
+@given(
+    kernels=st.lists(st.integers(1_000, 3_000_000), min_size=1, max_size=40),
+    ends=st.tuples(st.integers(0, 39), st.integers(1, 40)),
+    longest=st.integers(1, 4_000_000),
+)
+def test_turns_are_no_longer_than_asked_for_or_one_kernel(kernels, ends, longest):
+    last = min(ends[1], len(kernels))
+    first = min(ends[0], last - 1)
+    found = turns(tuple(kernels), first, last, longest)
+    begins = (first, *found)
+    assert found[-1] == last and list(begins) == sorted(set(begins))
+    for begin, end in zip(begins, found, strict=False):
+        assert end - begin == 1 or sum(kernels[begin:end]) <= longest
+
+
+def test_turns_stay_where_they_are_while_estimates_move_a_little():
+    assert turns((100,) * 22, 0, 22, 2_300) == (22,)
+    assert turns((100,) * 22, 0, 22, 2_000) == turns((90, 110) * 11, 0, 22, 1_900) == (11, 22)
+    assert turns((100,) * 22, 11, 22, 2_000) == (22,)
+    assert turns((5_000, 10, 10, 10), 0, 4, 100) == (1, 4)
 
 
 def test_estimate_is_the_95th_percentile_of_late_measurements(adds):

@@ -3,12 +3,14 @@
 import platform
 import warnings
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime import prepared as prepared_programs
 from wooly_executor.runtime import segments
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
 from wooly_executor.runtime.reference import ReferenceRuntime
@@ -181,10 +183,11 @@ def bodies(draw, wis):
     return body, params
 
 
-def execute(runtime, body, params=(), contents=None, times=2, pieces=1):
+def execute(runtime, body, params=(), contents=None, times=2, pieces=1, every=0):
     """What is left after each run: the outcome, and of every buffer its size, bytes and poison.
 
-    With `pieces` above 1, a run is interrupted at as many places, some of which have nothing between them.
+    With `pieces` above 1, a run is interrupted at as many places, some of which have nothing between them. With `every`,
+    there are edges that far from each other.
     """
     contents = contents or {}
     ids = {name: i for i, name in enumerate(body.names)}
@@ -192,6 +195,9 @@ def execute(runtime, body, params=(), contents=None, times=2, pieces=1):
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ready = ProgramStore(runtime).define(body.raw)
+        inner = range(every, len(body.body), every) if every else ()
+        if every:
+            ready.prepared.edges = inner
         for _ in range(times):
             buffers = {}
             for name, t in contents.items():
@@ -200,7 +206,8 @@ def execute(runtime, body, params=(), contents=None, times=2, pieces=1):
                 memoryview(bytes_of(buffers[ids[name]].base, 0, len(data)).numpy())[:] = data
             execution = runtime.begin(ready.prepared, buffers, list(ids.values()), list(params))
             for piece in range(1, pieces + 1):
-                edges = [piece * len(body.body) // pieces] * (2 if piece < pieces else 1)
+                ends = [(piece - 1) * len(body.body) // pieces, piece * len(body.body) // pieces]
+                edges = [e for e in inner if ends[0] < e < ends[1]] + ends[1:] * (2 if piece < pieces else 1)
                 assert len(execution.advance(edges)) == len(edges)
             outcome = execution.outcome
             left = {
@@ -220,6 +227,9 @@ def agree(body, params=(), contents=None):
     for pieces in (1, 3):
         for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3, pieces=pieces):
             same_but_for_what_a_failure_loses(hot, prepared[0])
+        with patch.object(prepared_programs, "STRETCH_OFTEN", 1):
+            for hot in execute(TorchCpuRuntime(hot=2), body, params, contents, times=3, pieces=pieces, every=3):
+                same_but_for_what_a_failure_loses(hot, prepared[0])
     return prepared[0]
 
 
@@ -290,6 +300,49 @@ def test_failure_among_steps_that_were_put_together_names_its_instruction(wis):
             outcome = runtime.run(ready.prepared, buffers, list(ids.values()), [])
             assert outcome.failed_at == (6 if index == 9 else None)
             assert buffers[ids["d"]].poison == ("index out of range in self" if index == 9 else "")
+
+
+def test_stretches_that_are_run_over_edges_are_put_together(wis):
+    v, i = wis.at(DType.F32, 4), wis.at(DType.I64, 4)
+    body = wis.body()
+    for k in range(12):
+        body.alloc(f"y{k}", 16)
+        if k == 9:
+            operands = ("in", "y8", v), ("in", "i", i), ("out", "y9", v)
+            body.call("aten.index_select.default", *operands, args=(REFS[0], 0, REFS[1]))
+        else:
+            body.call("aten.neg.default", ("in", f"y{k - 1}" if k else "x", v), ("out", f"y{k}", v))
+    runtime = TorchCpuRuntime(hot=2)
+    n, half = len(body.body), 12
+    with torch.inference_mode():
+        ready = ProgramStore(runtime).define(body.raw)
+        prepared, ids = ready.prepared, {name: k for k, name in enumerate(body.names)}
+        prepared.edges = edges = (6, half, 18)
+
+        def run(index, *pieces):
+            buffers = {ids["x"]: runtime.allocate(16), ids["i"]: runtime.allocate(32)}
+            as_view(buffers[ids["x"]].base, v).copy_(torch.arange(4.0))
+            as_view(buffers[ids["i"]].base, i).fill_(index)
+            execution = runtime.begin(prepared, buffers, list(ids.values()), [])
+            for piece in pieces:
+                times = execution.advance(piece)
+                assert len(times) == len(piece) and min(times) >= 0
+            assert execution.ended
+            left = buffers[ids["y11"]]
+            return execution.outcome.failed_at, left.poison or as_view(left.base, v).tolist()
+
+        for _ in range(2 + prepared_programs.STRETCH_OFTEN):
+            assert run(2, (*edges, n)) == (None, [-2.0] * 4)
+        assert len(prepared.hot) == 4 and [len(s.steps) for s in prepared.whole.values()] == [1]
+        assert run(9, (*edges, n)) == (19, "index out of range in self")
+        assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
+        for _ in range(prepared_programs.STRETCH_OFTEN):  # interrupted elsewhere, what was put together does not serve
+            assert run(3, edges[:2], (18, n)) == (None, [-3.0] * 4)
+        assert {k: len(s.steps) for k, s in prepared.whole.items()} == {(0, 4): 1, (0, 2): 1, (2, 4): 1}
+        assert run(9, edges[:2], (18, n)) == (19, "index out of range in self")
+        for other in range(1, 100):
+            run(1, (other % 3 * 6 + 1,), (n - other % 4, n))
+        assert len(prepared.whole) <= prepared_programs.STRETCHES_SEEN
 
 
 @pytest.mark.parametrize("dtype", DTYPES + [DType.I8, DType.I16, DType.I32, DType.C128, DType.F8E4M3FN], ids=str)

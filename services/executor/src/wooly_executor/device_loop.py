@@ -44,7 +44,7 @@ from wooly_executor.errors import (
     OutOfMemoryError,
     UnknownSessionError,
 )
-from wooly_executor.estimates import Cut, Definitions
+from wooly_executor.estimates import Cut, Definitions, turns
 from wooly_executor.memory.book import Scope
 from wooly_executor.pace import FULL, Pace
 from wooly_executor.programs import ProgramStore
@@ -509,11 +509,7 @@ class DeviceLoop:
         patience, dispatch = self.dispatch.patience_ns(), self.dispatch
         times: list[int] = []
         begin, looked = first, self._polled
-        while begin < last:
-            end, expected = begin + 1, cut.kernels[begin]
-            while end < last and expected + cut.kernels[end] <= patience:
-                expected += cut.kernels[end]
-                end += 1
+        for end in turns(cut.kernels, first, last, patience):
             times += execution.advance(cut.edges[begin:end])
             begin = end
             if begin < last and (now := time.perf_counter_ns()) - looked > patience:

@@ -5,6 +5,7 @@ Integers in ns of the runtime's own clock. An estimate belongs to a program's di
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -127,6 +128,33 @@ class Estimate:
         kernels.append(max(held, LEAST_NS))
         self._samples = [[] for _ in edges]
         return Cut(tuple(edges), tuple(kernels))
+
+
+@functools.lru_cache(maxsize=4096)
+def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tuple[int, ...]:
+    """Where to look up while kernels `first` to `last` - 1 run: before which of them, each time; at last `last`.
+
+    What lies between takes at most `longest` ns, or is one kernel. If it can be, it is as many kernels each time: runtimes put
+    together what is always run together, and estimates that move a little should not move these places.
+    """
+    n, longest = last - first, max(longest, 1)
+    least = max(-(-sum(kernels[first:last]) // longest), 1)
+    for parts in range(least, min(least + 3, n + 1)):
+        ends = tuple([first + n * k // parts for k in range(1, parts + 1)])
+        begins = (first, *ends)
+        if all(
+            end - begin == 1 or sum(kernels[begin:end]) <= longest for begin, end in zip(begins, ends, strict=False)
+        ):
+            return ends
+    found, begin = [], first
+    while begin < last:
+        end, expected = begin + 1, kernels[begin]
+        while end < last and expected + kernels[end] <= longest:
+            expected += kernels[end]
+            end += 1
+        found.append(end)
+        begin = end
+    return tuple(found)
 
 
 UNKNOWN = Cut((1 << 62,), (LEAST_NS,))

@@ -9,7 +9,7 @@ from typing import Any
 
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
-from wooly_executor.runtime.frame import Frame
+from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.segments import SegmentError
@@ -40,9 +40,13 @@ class StepExecution:
 
     def advance(self, edges: Sequence[int]) -> list[int]:
         """See `Execution.advance`."""
-        times = []
+        times: list[int] = []
         frame = self._frame
         last = time.thread_time_ns()
+        if len(edges) > 1 and not self.ended and self._together(edges[-1]):
+            each, rest = divmod(time.thread_time_ns() - last + frame.elsewhere_ns, len(edges))
+            frame.elsewhere_ns = 0
+            return [*[each] * (len(edges) - 1), each + rest]
         for edge in edges:
             if not self.ended:
                 self._go(edge)
@@ -56,13 +60,31 @@ class StepExecution:
         """Device time of generated kernels so far."""
         return self._frame.kernel_ns
 
+    def _together(self, edge: int) -> bool:
+        """Run up to an edge, over those before it, if these steps have been put together; else nothing is done."""
+        prepared, begin = self._prepared, self._at
+        if self._steps is not prepared.hot:
+            return False
+        whole = edge >= len(prepared.program.body)
+        end = len(self._steps) if whole else bisect_left(self._places, edge, begin)
+        found = prepared.stretch(begin, end)
+        if found is None:
+            return False
+        self._run(found.steps, found.begins, 0, end, whole)
+        return True
+
     def _go(self, edge: int) -> None:
-        prepared, frame, begin = self._prepared, self._frame, self._at
+        prepared, begin = self._prepared, self._at
         whole = edge >= len(prepared.program.body)
         steps = self._steps
         if begin or not whole:
             steps = steps[begin : None if whole else bisect_left(self._places, edge, begin)]
-        done = begin + len(steps)
+        begins = prepared.begins if self._steps is prepared.hot else range(len(self._steps))
+        self._run(steps, begins, begin, begin + len(steps), whole)
+
+    def _run(self, steps: Sequence[Step], begins: Sequence[int], begin: int, done: int, whole: bool) -> None:
+        """Do some steps; the first is number `begin` in `begins`. Then so many are `done`; `whole`: all."""
+        prepared, frame = self._prepared, self._frame
         i = begin - 1
         try:
             if self._graphs is not None and self._steps is prepared.hot:
@@ -71,11 +93,9 @@ class StepExecution:
             for i, step in enumerate(steps, begin):  # noqa: B007 - the failing step's index is used below
                 step(frame)
         except SegmentError as e:
-            first = prepared.begins[i]
-            self._fail(prepared, frame, first, first if e.at is None else e.at, e)
+            self._fail(prepared, frame, begins[i], begins[i] if e.at is None else e.at, e)
         except Exception as e:
-            at = prepared.begins[i] if self._steps is prepared.hot else i
-            self._fail(prepared, frame, at, at, e)
+            self._fail(prepared, frame, begins[i], begins[i], e)
         else:
             self._at = done
             if not whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from wooly_wis.dtypes import DType
 from wooly_wis.program import Form, Program, Role, View
@@ -13,6 +13,23 @@ from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.frame import Step
 from wooly_executor.runtime.segments import Gather, Trace, compile_steps, memory_name, register_name
+
+#: Times that a stretch is run as a whole before its steps are put together across the edges within.
+STRETCH_OFTEN = 8
+#: Stretches of one program that are put together so, and those whose runs are counted: they change with what is measured.
+STRETCHES, STRETCHES_SEEN = 6, 64
+
+
+class Stretch(NamedTuple):
+    """Hot steps between two edges, put together across those within.
+
+    Attributes:
+        steps: what to do.
+        begins: per step, the step of the program that it begins with.
+    """
+
+    steps: list[Step]
+    begins: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,7 @@ class PreparedProgram:
         begins: per hot step, the step that it begins with.
         edges: instructions before which runs are likely to be stopped.
         places: per hot step, the instruction that it begins with.
+        whole: stretches of hot steps, by their ends, that are run as a whole: put together, or how often they were run.
         stretches: what a GPU knows of the hot steps between two edges.
         restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
         status: where its kernels complain, on a GPU.
@@ -126,6 +144,7 @@ class PreparedProgram:
     begins: list[int] = field(default_factory=list)
     edges: Sequence[int] = ()
     places: list[int] = field(default_factory=list)
+    whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
     restless: set[int] = field(default_factory=set)
     status: Any = None
@@ -133,6 +152,19 @@ class PreparedProgram:
 
     def heat(self, *, always: bool = False) -> None:
         """Put steps together where that is worth it. `always`: tell those that fill registers from the others in any case."""
+        stops = {bisect_left(self.where, edge) for edge in self.edges}
+        found = compile_steps(self.traces, self.steps, self._needed(), stops)
+        if found is None and always:
+            filling = [isinstance(trace, Gather) for trace in self.traces]
+            others = [k for k, fills in enumerate(filling) if not fills]
+            gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
+            found = gathers, [self.steps[k] for k in others], others
+        if found is not None:
+            self.gathers, self.hot, self.begins = found
+            self.places = [self.where[step] for step in self.begins]
+
+    def _needed(self) -> Callable[[str, int], bool]:
+        """Whether a name is wanted from a step on."""
         owner = [*self.owner, len(self.acts)]
         last_use: dict[int, int] = {}
         for i, act in enumerate(self.acts):
@@ -144,13 +176,26 @@ class PreparedProgram:
             slot = self.slot_of[int(name[1:])] if name[0] == "r" else int(name[1:])
             return name in forever or last_use.get(slot, -1) >= owner[step]
 
-        stops = {bisect_left(self.where, edge) for edge in self.edges}
-        found = compile_steps(self.traces, self.steps, needed_after, stops)
-        if found is None and always:
-            filling = [isinstance(trace, Gather) for trace in self.traces]
-            others = [k for k, fills in enumerate(filling) if not fills]
-            gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
-            found = gathers, [self.steps[k] for k in others], others
-        if found is not None:
-            self.gathers, self.hot, self.begins = found
-            self.places = [self.where[step] for step in self.begins]
+        return needed_after
+
+    def stretch(self, begin: int, end: int) -> Stretch | None:
+        """The hot steps from `begin` to before `end` as fewer ones; None before it was asked often.
+
+        An edge costs a call of the library's interpreter, and those are a fifth of a program of small operators. Who runs on
+        over an edge anyway need not pay for it.
+        """
+        found = self.whole.get((begin, end), 0)
+        if isinstance(found, Stretch):
+            return found if found.steps else None
+        if end - begin < 2 or (not found and len(self.whole) >= STRETCHES_SEEN):
+            return None
+        found += 1
+        self.whole[begin, end] = found
+        if found < STRETCH_OFTEN or sum([isinstance(known, Stretch) for known in self.whole.values()]) >= STRETCHES:
+            return None
+        first = self.begins[begin]
+        last = self.begins[end] if end < len(self.hot) else len(self.steps)
+        made = compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
+        fewer = made is not None and len(made[1]) < end - begin
+        known = self.whole[begin, end] = Stretch(made[1], made[2]) if made is not None and fewer else Stretch([], [])
+        return known if known.steps else None

@@ -385,6 +385,7 @@ def compile_steps(
     steps: Sequence[Callable[[Any], None]],
     needed_after: Callable[[str, int], bool],
     stops: Collection[int] = (),
+    within: range | None = None,
 ) -> tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None:
     """Put stretches of traced steps together.
 
@@ -393,6 +394,7 @@ def compile_steps(
         steps: the steps.
         needed_after: whether a name is wanted from the step with this index on.
         stops: steps that are not put together with those before them.
+        within: which of the steps; all.
 
     Returns:
         Steps that fill registers from buffers, to be done first; the others, with segments among them; for each of these,
@@ -400,7 +402,7 @@ def compile_steps(
     """
     apart: set[int] = set()
     for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart, stops)
+        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
         if not isinstance(found, set):
             return found
         apart |= found
@@ -413,11 +415,13 @@ def _compiled(
     needed_after: Callable[[str, int], bool],
     apart: set[int],
     stops: Collection[int],
+    within: range,
 ) -> Any:
     segments: list[Segment | int] = []
     stopped = False
     gathers: list[Callable[[Any], None]] = []
-    for at, (trace, step) in enumerate(zip(traces, steps, strict=True)):
+    for at in within:
+        trace, step = traces[at], steps[at]
         stopped = stopped or at in stops
         if isinstance(trace, Gather):
             gathers.append(step)
@@ -451,4 +455,4 @@ def _compiled(
                 begins.append(at)
     if wrong:
         return wrong
-    return (gathers, out, begins) if len(out) + len(gathers) < len(steps) else None
+    return (gathers, out, begins) if len(out) + len(gathers) < len(within) else None
