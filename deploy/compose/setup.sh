@@ -14,6 +14,7 @@ WOOLY_BIND=127.0.0.1
 WOOLY_HOST=127.0.0.1
 # With --profile three-nats:
 #NATS_CONFIG=cluster.conf
+#WOOLY_NATS_REPLICAS=3
 END
 fi
 . ./.env

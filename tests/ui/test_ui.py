@@ -378,6 +378,22 @@ def test_settings_are_changed_and_a_token_is_made(visit, cluster):
     page.get_by_role("table", name="Tokens of newcomer").get_by_text("revoked", exact=True).wait_for()
 
 
+def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
+    cluster.rest("PUT", "tenants/careful", json={})
+    page = visit("#/settings")
+    row = page.get_by_role("row", name=re.compile("^careful "))
+    row.get_by_role("cell", name="opaque kernels").wait_for(state="detached")
+    for allowed in (True, False):
+        row.get_by_role("button", name="Edit careful").click()
+        box = page.get_by_role("dialog").get_by_label("opaque kernels")
+        assert box.is_checked() is not allowed
+        box.set_checked(allowed)
+        page.get_by_role("button", name="Save").last.click()
+        row.get_by_role("cell", name="opaque kernels").wait_for(state="visible" if allowed else "detached")
+        (tenant,) = [t for t in cluster.rest("GET", "tenants")["tenants"] if t["name"] == "careful"]
+        assert tenant["opaque_kernels"] is allowed and not tenant["disabled"]
+
+
 def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     url = guarded.url
     admin = (guarded.directory / "router" / "admin.token").read_text()

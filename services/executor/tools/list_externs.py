@@ -23,7 +23,7 @@ DENIED = re.compile(
     r"|^is_|^_has|^_version|^retain|^requires_grad|^_debug|^_validate|^_spdiags|^hspmm|^sspaddmm|^_spmm|^_to_|^lift|^_lazy"
     r"|^_unsafe_masked_index|^_thnn_fused|^_fake_quant|^fake_quant|^_fused_moving|^choose_qparams|^_saturate|^_choose_qparams"
     r"|^unsafe_chunk|^_dyn_quant|^_mixed_dtypes|^_convert_indices|^_compute_linear|^_transform_bias|^_linear_fp16"
-    r"|^_nnpack|^_slow_conv2d_forward$|^q_|^int_repr|^dequantize|^_validate_comp|^_pad_packed"
+    r"|^_nnpack|^_?slow_conv|^q_|^int_repr|^dequantize|^_validate_comp|^_pad_packed"
     r"|^_wrapped|^_grouped_mm|^_scaled_grouped|^_scaled_mm|_conv_depthwise"
 )
 

@@ -86,6 +86,8 @@ tolerations: {{ toYaml . | nindent 2 }}
 
 {{/* NATS as services see it: with a key, or with a password that Kubernetes puts into the URL. */}}
 {{- define "wooly.natsEnv" -}}
+{{- $nats := .root.Values.nats }}
+- {name: WOOLY_NATS_REPLICAS, value: {{ $nats.streamReplicas | default (ternary 3 1 (and $nats.enabled (ge (int $nats.replicas) 3))) | quote }}}
 {{- if .root.Values.keysSecret }}
 - {name: WOOLY_NATS_CREDS, value: /etc/wooly/keys/service.creds}
 - {name: WOOLY_{{ .service | upper }}_NATS_URL, value: "nats://{{ include "wooly.natsHost" .root }}"}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from wooly_bus.channel.tls import ChannelTlsError, client_context
@@ -24,12 +25,15 @@ class NatsSettings(BaseSettings):
     Attributes:
         creds: `.creds` file of a service; empty: none, or those of the URL. With it, tenants are whom NATS says they are.
         tls_ca: PEM file of the authorities that may vouch for a NATS server on `tls://`; empty: the system's.
+        replicas: NATS servers that keep a copy of each stream and bucket that a service makes: 3 where three servers or more are
+            one cluster, so that one of them may be lost.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_NATS_", env_ignore_empty=True)
 
     creds: Path | None = None
     tls_ca: Path | None = None
+    replicas: int = Field(default=1, ge=1, le=5)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class ServiceApp:
 
     Args:
         name: service name, as in subjects.
-        nats_url: where NATS is.
+        nats_url: where NATS is; several servers of one cluster are separated by commas.
         patience_s: seconds to wait for NATS at the start.
 
     Attributes:
@@ -76,7 +76,7 @@ class ServiceApp:
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
         self.broker = NatsBroker(
-            nats_url,
+            nats_url.split(","),
             logger=None,
             name=f"wooly-{name}",
             max_reconnect_attempts=-1,

@@ -7,11 +7,11 @@ import asyncio
 import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import ObjectStoreConfig
-from nats.js.errors import BucketNotFoundError, NotFoundError, ObjectNotFoundError
+from nats.js.errors import APIError, BucketNotFoundError, NotFoundError, ObjectNotFoundError
 from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
 
-from wooly_bus.streams import StreamError
+from wooly_bus.streams import StreamError, refusal, replicas
 
 #: The bucket in which compilers leave artifacts.
 ARTIFACTS = "WOOLY_ARTIFACTS"
@@ -33,7 +33,7 @@ class ArtifactStore:
     ) -> None:
         self._js = js
         self._bucket = bucket
-        self._config = ObjectStoreConfig(ttl=max_age_s, max_bytes=max_bytes)
+        self._config = ObjectStoreConfig(ttl=max_age_s, max_bytes=max_bytes, replicas=replicas())
         self._timeout = timeout
 
     async def get(self, name: str) -> bytes | None:
@@ -69,4 +69,7 @@ class ArtifactStore:
         try:
             return await self._js.object_store(self._bucket)
         except (BucketNotFoundError, NotFoundError):
-            return await self._js.create_object_store(self._bucket, config=self._config)
+            try:
+                return await self._js.create_object_store(self._bucket, config=self._config)
+            except APIError as e:
+                raise refusal(f"bucket {self._bucket}", e) from e

@@ -33,7 +33,7 @@ from wooly_wis.module import hasher
 from wooly_bus import subjects
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
-from wooly_bus.streams import StreamError
+from wooly_bus.streams import StreamError, refusal, replicas
 
 #: Seconds that a blob is kept after it was last put.
 KEPT_S = 7 * 24 * 3600.0
@@ -115,7 +115,9 @@ class BlobStore:
             try:
                 self._store = await self._js.object_store(self.bucket)
             except NotFoundError:
-                self._store = await self._js.create_object_store(self.bucket, ObjectStoreConfig(ttl=KEPT_S))
+                self._store = await self._js.create_object_store(
+                    self.bucket, ObjectStoreConfig(ttl=KEPT_S, replicas=replicas())
+                )
         return self._store
 
     async def ready(self) -> None:
@@ -127,7 +129,7 @@ class BlobStore:
         try:
             await self._open()
         except (nats.errors.Error, JetStreamError, OSError) as e:
-            raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
+            raise refusal(f"bucket {self.bucket}", e) from e
 
     async def put(self, data: bytes | bytearray | memoryview) -> str:
         """Keep bytes. Returns their name, a digest in hex. What is there already is not sent again.

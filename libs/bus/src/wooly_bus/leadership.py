@@ -19,6 +19,7 @@ from nats.js.errors import KeyWrongLastSequenceError, NotFoundError, ServiceUnav
 from nats.js.kv import KeyValue
 
 from wooly_bus.app import ServiceApp
+from wooly_bus.streams import replicas
 
 log = logging.getLogger("wooly.bus")
 BUCKET = "WOOLY_LEASES"
@@ -94,7 +95,9 @@ class Leadership:
             try:
                 self._bucket = await js.key_value(BUCKET)
             except NotFoundError:
-                self._bucket = await js.create_key_value(KeyValueConfig(bucket=BUCKET, ttl=self._ttl_s, history=1))
+                self._bucket = await js.create_key_value(
+                    KeyValueConfig(bucket=BUCKET, ttl=self._ttl_s, history=1, replicas=replicas())
+                )
         return self._bucket
 
     async def _give_up(self) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfig
+from nats.js.errors import APIError, NotFoundError
 from nats.js.errors import Error as JetStreamError
-from nats.js.errors import NotFoundError
 
 from wooly_bus import subjects
+from wooly_bus.access import NatsSettings
 from wooly_bus.errors import BusConnectError
 
 #: Limits of the stream of usage. What metering has booked is removed; this is for when it is away.
 USAGE_AGE_S = 30 * 24 * 3600.0
 USAGE_BYTES = 1 << 30
+#: What JetStream says where a stream cannot have so many copies: no peers, no room on them, no cluster.
+_TOO_FEW_SERVERS = (10005, 10023, 10074)
 
 
 class StreamError(BusConnectError):
@@ -23,8 +26,24 @@ class StreamError(BusConnectError):
     retryable = True
 
 
+def replicas() -> int:
+    """Copies of every stream and bucket that this process makes; see `NatsSettings`."""
+    return NatsSettings().replicas
+
+
+def refusal(name: str, error: Exception) -> StreamError:
+    """What JetStream said of a stream or bucket, and the cure where it has too few servers for its copies."""
+    why = str(error) or type(error).__name__
+    if isinstance(error, APIError) and error.err_code in _TOO_FEW_SERVERS:
+        why = (
+            f"WOOLY_NATS_REPLICAS asks for {replicas()} copies, and the NATS cluster has fewer servers with JetStream and room "
+            f"({error.description}); start more of them, or ask for fewer copies"
+        )
+    return StreamError(f"{name}: {why}")
+
+
 async def ensure_stream(js: JetStreamContext, name: str, *subject: str, max_age_s: float, max_bytes: int) -> None:
-    """Have a stream of these limits: on disk, the oldest messages go first. One that is there is given them.
+    """Have a stream of these limits: on disk, in `replicas` copies, the oldest messages go first. One that is there gets them.
 
     Raises:
         StreamError: JetStream does not answer, or refuses.
@@ -37,6 +56,7 @@ async def ensure_stream(js: JetStreamContext, name: str, *subject: str, max_age_
         discard=DiscardPolicy.OLD,
         max_age=max_age_s,
         max_bytes=max_bytes,
+        num_replicas=replicas(),
     )
     await _ensure(js, config)
 
@@ -56,6 +76,7 @@ async def ensure_queue(js: JetStreamContext, name: str, *subjects: str, max_byte
             storage=StorageType.FILE,
             discard=DiscardPolicy.NEW,
             max_bytes=max_bytes,
+            num_replicas=replicas(),
         ),
     )
 
@@ -70,7 +91,7 @@ async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
         else:
             await js.update_stream(config)
     except (nats.errors.Error, JetStreamError, OSError) as e:
-        raise StreamError(f"stream {name}: {e or type(e).__name__}") from e
+        raise refusal(f"stream {name}", e) from e
 
 
 async def ensure_usage_stream(js: JetStreamContext) -> None:

@@ -17,7 +17,7 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.stream_reader import read_stream
-from wooly_bus.streams import StreamError, ensure_stream
+from wooly_bus.streams import StreamError, ensure_stream, replicas
 from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
@@ -159,7 +159,7 @@ class SchedulerActor:
                 store = await js.object_store(BUCKET)
             except NotFoundError:
                 store = await js.create_object_store(
-                    BUCKET, config=ObjectStoreConfig(description="the scheduler's own")
+                    BUCKET, config=ObjectStoreConfig(description="the scheduler's own", replicas=replicas())
                 )
             await store.put(OBJECT, _packed(sequence, whole))
         except (nats.errors.Error, JetStreamError, OSError) as e:

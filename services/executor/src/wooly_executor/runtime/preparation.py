@@ -32,6 +32,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
@@ -329,7 +330,9 @@ class _Preparation:
 
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
-        library = self._device.library(library, form)
+        library = guarded(self._device.library(library, form), form)
+        if looks_at_values(library):
+            self._restless()
         registers: dict[int, int] = {}
         results: list[int] = []
         for k, operand in enumerate(form.operands):

@@ -33,6 +33,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.definitions import define
 from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.foreign import arguments_of
+from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
@@ -174,7 +175,7 @@ class ReferenceRuntime(TorchCpuRuntime):
         tensor: Any,
         outcome: Outcome,
     ) -> None:
-        library = library_call(form)
+        library = guarded(library_call(form), form)
         results = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]
         operands: list[Any] = [None if k in results else tensor(k) for k in range(len(form.operands))]
         for k, read in readings(form):
@@ -186,7 +187,7 @@ class ReferenceRuntime(TorchCpuRuntime):
             torch.default_generator.manual_seed(mix(*pair) >> 1)
 
         def call(on: list[Any]) -> Any:
-            return function_of(library.op)(
+            return (library.instead or function_of(library.op))(
                 *[self._value(a, on, params, typed) for a in library.args],
                 **{k: self._value(v, on, params, typed) for k, v in library.kwargs},
             )

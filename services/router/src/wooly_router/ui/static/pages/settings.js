@@ -85,9 +85,15 @@ function tenants(can) {
       const name = h("input", { required: true, maxlength: 128, pattern: "[^\\/]+", value: tenant?.name ?? "", disabled: Boolean(tenant), spellcheck: "false" });
       const description = h("input", { maxlength: 1000, value: tenant?.description ?? "" });
       const disabled = h("input", { type: "checkbox", checked: tenant?.disabled ?? false });
-      form.append(field("Name", name), field("Description", description), h("label", { class: "choice" }, disabled, "disabled: it can do nothing"));
+      const opaque = h("input", { type: "checkbox", checked: tenant?.opaque_kernels ?? false });
+      form.append(
+        field("Name", name),
+        field("Description", description),
+        h("label", { class: "choice" }, disabled, "disabled: it can do nothing"),
+        h("label", { class: "choice" }, opaque, "opaque kernels: it may launch what executors cannot check (PTX)"),
+      );
       return async () => {
-        await api.put(["tenants", name.value.trim()], { description: description.value, disabled: disabled.checked });
+        await api.put(["tenants", name.value.trim()], { description: description.value, disabled: disabled.checked, opaque_kernels: opaque.checked });
         look();
       };
     });
@@ -163,6 +169,7 @@ function tenants(can) {
         h("td", {}, h("button", { type: "button", class: "expand", "aria-expanded": String(shown), "data-key": `tenant ${tenant.name}`, onclick: toggle }, h("span", { class: "arrow", "aria-hidden": "true" }), tenant.name)),
         h("td", {}, tenant.description || "–"),
         h("td", {}, tenant.disabled ? chip("disabled", "failed") : chip("active", "active")),
+        h("td", {}, tenant.opaque_kernels ? "opaque kernels" : "–"),
         h("td", { class: "num" }, clock(tenant.created_at, false)),
         h(
           "td",
@@ -174,11 +181,11 @@ function tenants(can) {
           ],
         ),
       );
-      return shown ? [main, h("tr", { class: "more" }, h("td", { colspan: 5 }, tokens(tenant.name)))] : [main];
+      return shown ? [main, h("tr", { class: "more" }, h("td", { colspan: 6 }, tokens(tenant.name)))] : [main];
     };
     swap(
       place,
-      table("Tenants", ["tenant", "description", "state", "made", { text: "", class: "r" }], found.flatMap(row), "There are no tenants yet."),
+      table("Tenants", ["tenant", "description", "state", "permissions", "made", { text: "", class: "r" }], found.flatMap(row), "There are no tenants yet."),
       can("tenants:write") && h("div", { class: "actions" }, h("button", { type: "button", "data-key": "new tenant", onclick: () => edit(null) }, "New tenant…")),
     );
   }

@@ -1,0 +1,94 @@
+"""Streams on real nats-servers: as many copies as are asked for, or a refusal that says what is missing."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from wooly_bus.app import ServiceApp
+from wooly_bus.artifacts import ArtifactStore
+from wooly_bus.blobs import BlobStore
+from wooly_bus.streams import StreamError, ensure_queue, ensure_stream
+
+pytestmark = pytest.mark.connected
+LIMITS = {"max_age_s": 60.0, "max_bytes": 1 << 20}
+
+
+async def test_copies_that_the_cluster_has_no_servers_for_are_refused_with_the_cure(nats_server, monkeypatch):
+    monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
+    app = ServiceApp("test", nats_server)
+    async with app.running():
+        js = app.jetstream()
+        cure = "WOOLY_NATS_REPLICAS asks for 3 copies, and the NATS cluster has fewer servers"
+        for work in (
+            ensure_stream(js, "COPIES", "copies.>", **LIMITS),
+            ensure_queue(js, "COPIES_Q", "copiesq.>", max_bytes=1 << 20),
+            BlobStore(js, "copies").ready(),
+            ArtifactStore(js, "COPIES_A", **LIMITS).put("a", b"1"),
+        ):
+            with pytest.raises(StreamError, match=cure):
+                await work
+        monkeypatch.setenv("WOOLY_NATS_REPLICAS", "1")
+        await ensure_stream(js, "COPIES", "copies.>", **LIMITS)
+        assert (await js.stream_info("COPIES")).config.num_replicas == 1
+
+
+def free_ports(n):
+    with contextlib.ExitStack() as held:
+        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [s.getsockname()[1] for s in taken]
+
+
+@pytest.fixture
+def three_servers(tmp_path):
+    binary = str(Path(sysconfig.get_path("scripts")) / "nats-server")
+    clients, routes = free_ports(3), free_ports(3)
+    known = ",".join(f"nats://127.0.0.1:{p}" for p in routes)
+    with contextlib.ExitStack() as running:
+        for k in range(3):
+            argv = [
+                binary,
+                "-a",
+                "127.0.0.1",
+                "-p",
+                str(clients[k]),
+                "-n",
+                f"n{k}",
+                "-js",
+                "-sd",
+                str(tmp_path / f"n{k}"),
+            ]
+            argv += ["--cluster_name", "test", "--cluster", f"nats://127.0.0.1:{routes[k]}", "--routes", known]
+            process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            running.callback(process.wait, 10)
+            running.callback(process.kill)
+        yield ",".join(f"nats://127.0.0.1:{p}" for p in clients)
+
+
+@pytest.mark.slow
+async def test_streams_of_a_cluster_have_their_copies_on_three_servers(three_servers, monkeypatch):
+    app = ServiceApp("test", three_servers)
+    async with app.running():
+        js = app.jetstream()
+        async with asyncio.timeout(60):
+            while True:  # the servers agree on a leader first
+                try:
+                    await ensure_stream(js, "COPIES", "copies.>", **LIMITS)
+                    break
+                except StreamError:
+                    await asyncio.sleep(0.2)
+            monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
+            await ensure_stream(js, "COPIES", "copies.>", **LIMITS)  # what is there is given them
+            store = BlobStore(js, "copies")
+            name = await store.put(b"kept")
+            for stream in ("COPIES", f"OBJ_{store.bucket}"):
+                while True:  # a copy is there once another server has it
+                    info = await js.stream_info(stream)
+                    assert info.config.num_replicas == 3
+                    if len(info.cluster.replicas or ()) == 2:
+                        break
+                    await asyncio.sleep(0.1)
+        assert await store.get(name, 4) == b"kept"

@@ -1,0 +1,198 @@
+"""Calls of operators on arguments that do not go together, each through both runtimes: `python hostile_calls.py`.
+
+In a process of its own, for a call that is let through ends it. Prints a JSON object: per call, what either runtime said.
+"""
+
+import json
+
+import torch
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_wis.codec import encode_program
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
+
+#: Far out of everything.
+FAR = 1 << 40
+CALLS = []
+
+
+def call(name, *args, ok=False, **kwargs):
+    """A case: an operator, its arguments, whether it is to succeed."""
+    CALLS.append((name, args, kwargs, ok))
+
+
+def f(*sizes):
+    return torch.ones(sizes)
+
+
+def i(*values):
+    return torch.tensor(values)
+
+
+def far(*sizes):
+    return torch.full(sizes, FAR)
+
+
+LOGITS = f(6, 2, 5)
+for lengths, targets, labels in (
+    ((6, 5), i([1, 2, 3], [2, 4, 1]), (3, FAR)),
+    ((6, -FAR), i([1, 2, 3], [2, 4, 1]), (3, 2)),
+    ((6, 5), i([1, 2, 3], [2, FAR, 1]), (3, 2)),
+    ((6, 5), i(1, 2, 3, 2, 4), (3, 3)),
+    ((6, 5), i(1, 2, 3, 2, 4), (-1, 6)),
+    ((6,), i(1, 2, 3), (3,)),
+):
+    call("aten._ctc_loss.default", LOGITS, targets, lengths, labels)
+    call("aten._ctc_loss.Tensor", LOGITS, targets, i(*lengths), i(*labels))
+    call("aten._ctc_loss_backward.default", f(2), LOGITS, targets, lengths, labels, f(2), f(2, 6, 7), 0)
+call(
+    "aten._ctc_loss.default", LOGITS, i([1, 2, -7], [2, FAR, -7]), (6, 5), (2, 1), ok=True
+)  # what pads is not looked at
+call("aten._ctc_loss_backward.default", f(2), LOGITS, i([1, 2], [2, 4]), (6, 5), (2, 2), f(2), f(2, 6, 4), 0)
+SQUARE = torch.eye(4)
+call("aten.linalg_lu_solve.default", SQUARE, i(1, 2, 3, 4).int(), f(4, 2), ok=True)
+call("aten.linalg_ldl_solve.default", SQUARE, i(1, -3, -3, 4).int(), f(4, 2), ok=True)
+for pivots in (i(1, 2, 3, 5), i(0, 2, 3, 4), i(1, -2, 3, 4), i(1, 2, 3, -(2**31)), i(2**31 - 1, 2, 3, 4)):
+    for operator in ("linalg_lu_solve", "linalg_ldl_solve"):
+        call(f"aten.{operator}.default", SQUARE, pivots.int(), f(4, 2))
+    call("aten.lu_unpack.default", SQUARE, pivots.int())
+call("aten.lu_unpack.default", SQUARE, i(1).int())
+call("aten.linalg_ldl_solve.default", SQUARE[None], i([1, 2, 3, 4]).int(), f(2, 4, 2))
+call("aten._cholesky_solve_helper.default", f(3, 2), SQUARE, False)
+WEIGHT, PICKED = f(10, 4), i(1, 2, 4, 5, 4, 3)
+for picked, offsets in (
+    (PICKED, i(0, -FAR)),
+    (PICKED, i(0, 5, 3)),
+    (PICKED, i(0, 7)),
+    (i(1, FAR), i(0)),
+    (PICKED, PICKED[:0]),
+):
+    call("aten._embedding_bag.default", WEIGHT, picked, offsets)
+    call("aten._embedding_bag_forward_only.default", WEIGHT, picked, offsets)
+call("aten._embedding_bag.default", WEIGHT, PICKED, PICKED[:0], False, 0, False, None, True)
+BAG = i(0, 0, 0, 1, 1, 1)
+for indices, bag, size in (
+    (far(6), BAG, i(3, 3)),
+    (PICKED, far(6), i(3, 3)),
+    (PICKED, BAG[:2], i(3, 3)),
+    (PICKED, BAG, i(3)),
+):
+    call("aten._embedding_bag_dense_backward.default", f(2, 4), indices, bag, size, i(), 10, False, 0, None)
+call("aten._embedding_bag_per_sample_weights_backward.default", f(2, 4), WEIGHT, far(6), i(0, 3), BAG, 0)
+for more in ({"lengths": i(FAR, 1)}, {"lengths": i(-1, 7)}, {"offsets": i(0, 9, 6)}, {"offsets": i()}):
+    call("aten.segment_reduce.default", f(6, 2), "sum", unsafe=True, **more)
+    call("aten._segment_reduce_backward.default", f(2, 2), f(2, 2), f(6, 2), "sum", **more)
+IMAGE, SMALL = f(1, 2, 4, 4), f(1, 2, 2, 2)
+PLACES = torch.arange(4).reshape(1, 1, 2, 2).expand(1, 2, 2, 2).contiguous()
+POOL = ([2, 2], [2, 2], [0, 0], [1, 1], False)
+call("aten.max_pool2d_with_indices_backward.default", SMALL, IMAGE, *POOL, PLACES, ok=True)
+call("aten.max_pool2d_with_indices_backward.default", SMALL, IMAGE, *POOL, far(1, 2, 2, 2))
+call("aten.max_pool2d_with_indices_backward.default", f(9, 2, 2, 2), IMAGE, *POOL, torch.zeros(9, 2, 2, 2).long())
+call("aten.adaptive_max_pool2d_backward.default", SMALL, IMAGE, -far(1, 2, 2, 2))
+call("aten.fractional_max_pool2d_backward.default", SMALL, IMAGE, [2, 2], [], PLACES)
+call("aten.avg_pool2d_backward.default", f(99, 2, 2, 2), IMAGE, [2, 2], [2, 2], [0, 0], False, True, None)
+call("aten._adaptive_avg_pool2d_backward.default", f(99, 2, 2, 2), IMAGE)
+call("aten._adaptive_avg_pool2d_backward.default", SMALL, f(1, 2, 0, 4))
+call("aten.grid_sampler_2d_backward.default", f(1, 2, 1, 1), IMAGE, f(1, 3, 3, 2), 0, 0, False, [True, True])
+call("aten.reflection_pad1d_backward.default", f(2, 6), f(2, 4), [])
+call("aten.replication_pad2d_backward.default", f(1, 0, 6, 6), IMAGE, [1, 1, 1, 1])
+call("aten.unfold_backward.default", f(2, 1), [9], 0, 3, 1)
+call("aten._log_softmax_backward_data.default", f(300, 400), f(3, 4), 1, torch.float32)
+call("aten._pdist_backward.default", f(3), f(300, 2), 2.0, f(3))
+call("aten._pdist_backward.default", f(0), f(0, 2), 2.0, f(0))
+STATS = (f(2), f(2), f(2), f(2))
+call("aten.native_batch_norm.default", IMAGE, f(2), f(2), f(0), f(0), True, 0.1, 1e-5)
+call("aten._native_batch_norm_legit.no_stats", IMAGE, f(2), f(2), False, 0.1, 1e-5)
+MASK = [True, True, True]
+call("aten.native_batch_norm_backward.default", f(1, 2, 0, 0), IMAGE, f(2), *STATS, True, 1e-5, MASK)
+call("aten.native_batch_norm_backward.default", IMAGE, IMAGE, f(2), f(2), None, f(2), f(2), False, 1e-5, MASK)
+call("aten.native_layer_norm_backward.default", f(3, 4), f(3, 4), [4], f(0), f(0), f(4), f(4), MASK)
+call("aten._weight_norm_interface.default", f(4, 3), f(0, 1), 0)
+QUERY = f(1, 2, 3, 4)
+call("aten._scaled_dot_product_flash_attention_for_cpu.default", QUERY, f(1, 1, 3, 4), QUERY)
+call("aten._scaled_dot_product_flash_attention_for_cpu.default", QUERY, f(1, 2, 0, 4), f(1, 2, 0, 4))
+call(
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+    *(QUERY, QUERY, QUERY, QUERY, QUERY, f(1, 2, 0), 0.0, False),
+)
+call("aten._native_multi_head_attention.default", *[f(1, 2, 4)] * 3, 4, 0, f(12, 4), f(12), f(4, 4), f(4))
+CELL = (f(16, 3), f(16, 4), f(16), f(16))
+call(
+    "aten.mkldnn_rnn_layer.default", f(5, 2, 3), *CELL, f(1, 4), f(2, 4), False, [], 2, 4, 1, True, False, False, False
+)
+call("aten.lstm.input", f(5, 2, 3), [f(1, 2, 4), f(1, 9, 4)], CELL, True, 1, 0.0, False, False, False)
+call("aten.gru.data", f(8, 3), i(), f(1, 2, 4), (f(12, 3), f(12, 4), f(12), f(12)), True, 1, 0.0, False, False)
+call("aten.nll_loss_backward.default", f(2), f(2, 5), i(1, FAR), None, 0, -100, f())
+call("aten.nll_loss_backward.default", f(2), f(2, 5), i(1, -100), None, 0, -100, f(), ok=True)
+call("aten.multi_margin_loss_backward.default", f(0), f(2, 5), i(1, 2), 1, 1, None, 0)
+call("aten.multilabel_margin_loss_backward.default", f(0), f(2, 5), i([1] * 5, [2] * 5), 1, f(2, 5))
+call("aten._fft_c2c.default", f(4).to(torch.complex64), [FAR], 0, True)
+call("aten._fft_c2r.default", f(40).to(torch.complex64), [0], 0, 6)
+call(
+    "aten.convolution_backward.default",
+    f(1, 1, 3, 3),
+    IMAGE,
+    f(1, 2, 2, 2),
+    [],
+    [],
+    [0, 0],
+    [1, 1],
+    False,
+    [0, 0],
+    1,
+    MASK,
+)
+call("aten.lcm.default", i(-(2**63), 3), i(7, -1))
+call("aten._fused_sgd_.default", [f(100)], [f(0)], [f(100)], weight_decay=0.0, momentum=0.9, lr=0.1, dampening=0.0,
+     nesterov=False, maximize=False, is_first_step=False)  # fmt: skip
+call("aten._cummax_helper.default", f(100, 100), f(2), i(0, 0), 0)
+call("aten.rrelu_with_noise.default", f(1000), f(0), 0.1, 0.3, True)
+
+
+def said(runtime, name, args, kwargs):
+    """What a run of this one call ends with; empty: it succeeded."""
+    tensors, operands = [], []
+    schema = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])._schema
+    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+
+    def attribute(value, argument):
+        if isinstance(value, torch.Tensor):
+            view = View(WIS_DTYPE[value.dtype], tuple(value.shape), tuple(value.stride()), 0)
+            tensors.append(value)
+            operands.append(Operand(Role.INOUT if argument in written else Role.IN, view))
+            return OperandRef(len(operands) - 1)
+        if isinstance(value, (list, tuple)):
+            return tuple([attribute(v, argument) for v in value])
+        return WIS_DTYPE[value] if isinstance(value, torch.dtype) else value
+
+    given = tuple([attribute(v, a.name) for v, a in zip(args, schema.arguments, strict=False)])
+    named = tuple([(k, attribute(v, k)) for k, v in kwargs.items()])
+    results = sum(len(args) if "[]" in str(r.type) else 1 for r in schema.returns if r.alias_info is None)
+    operands += [Operand(Role.OUT, None)] * results
+    form = Form("extern", tuple(operands), (), tuple(sorted([("args", given), ("kwargs", named), ("name", name)])))
+    program = Program((form,), (Instruction(0, tuple(range(len(operands)))),))
+    ready = ProgramStore(runtime).define(encode_program(program))
+    buffers = {}
+    for k, t in enumerate(tensors):
+        view = operands[k].view
+        base = torch.zeros(max(view.end, 1), dtype=torch.uint8)
+        as_view(base, view).copy_(t)
+        buffers[k] = Buffer(base.nbytes, base)
+    return runtime.run(ready.prepared, buffers, list(range(len(operands))), []).error
+
+
+def main():
+    torch.set_num_threads(1)
+    found = []
+    with torch.inference_mode():
+        for name, args, kwargs, ok in CALLS:
+            print(name, flush=True)  # the last one is who ended the process
+            answers = [said(make(), name, args, kwargs) for make in (TorchCpuRuntime, ReferenceRuntime)]
+            found.append((name, ok, answers))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Operators that trust their arguments are not called with those that do not go together."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from wooly_executor.runtime import guards
+from wooly_executor.runtime.calls import LibraryCall, library_call
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import is_allowed
+from wooly_wis.program import Form, Operand, OperandRef, ParamKind, ParamRef, Role
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    script = Path(__file__).with_name("hostile_calls.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_hostile_calls_fail_and_the_process_goes_on(outcome):
+    assert len(outcome) > 80
+    wrong = [(name, answers) for name, ok, answers in outcome if [not a for a in answers] != [ok, ok]]
+    assert wrong == []
+
+
+def test_both_runtimes_say_the_same(outcome):
+    assert [(name, *answers) for name, _, answers in outcome if answers[0] != answers[1]] == []
+
+
+def test_every_law_is_of_an_operator_that_sessions_may_call():
+    for name in guards._LAWS:
+        packet = getattr(torch.ops.aten, name)
+        assert any(is_allowed(f"aten.{name}.{kind}") for kind in packet.overloads()), name
+
+
+def _unfold(wis, *rest, params=()):
+    attrs = (("args", (OperandRef(0), (5,), *rest)), ("kwargs", ()), ("name", "aten.unfold_backward.default"))
+    return Form("extern", (Operand(Role.IN, wis.at(DType.F32, 2, 3)),), params, attrs)
+
+
+def test_shapes_of_a_form_are_checked_once_and_params_in_every_run(wis):
+    settled = _unfold(wis, 0, 3, 2)
+    call = guards.guarded(library_call(settled), settled)
+    assert call.instead is None  # nothing is left to check
+    refused = _unfold(wis, 0, 3, 1)
+    with pytest.raises(RuntimeError, match=r"grad_in must have shape \[3, 3\], it has \[2, 3\]"):
+        guards.guarded(library_call(refused), refused).instead(torch.ones(2, 3), [5], 0, 3, 1)
+    asked = _unfold(wis, 0, 3, ParamRef(0), params=(ParamKind.I64,))
+    late = guards.guarded(library_call(asked), asked).instead
+    assert late(torch.ones(2, 3), [5], 0, 3, 2).tolist() == [1.0, 1.0, 2.0, 1.0, 1.0]
+    with pytest.raises(RuntimeError, match="grad_in must have shape"):
+        late(torch.ones(2, 3), [5], 0, 3, 1)
+
+
+def test_operator_without_a_law_is_called_as_it_is(wis):
+    form = Form("extern", (), (), (("args", ()), ("kwargs", ()), ("name", "aten.neg.default")))
+    call = LibraryCall(torch.ops.aten.neg.default, (), ())
+    assert guards.guarded(call, form) is call and not guards.looks_at_values(call)

@@ -1,0 +1,20 @@
+"""The commands of `wooly`; `wooly --help` lists them in the order in which they are imported here."""
+
+from __future__ import annotations
+
+from wooly import __version__
+from wooly.cli.commands import cluster, credits, doctor, jobs, programs, run, tasks, weights  # noqa: F401
+from wooly.cli.commands.app import app
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Entry point of the `wooly` command."""
+    app()
+
+
+@app.command()
+def version() -> None:
+    """Print Wooly's version."""
+    print(__version__)

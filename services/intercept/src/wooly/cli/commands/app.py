@@ -1,0 +1,82 @@
+"""The command line itself, and what its commands share: how they print, fail, and reach the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from wooly.control import ControlError, connect, local_stack
+from wooly.errors import WoolyError
+from wooly.settings import Settings
+
+app = typer.Typer(
+    name="wooly",
+    help="Run PyTorch programs that say “cuda” on devices elsewhere.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+out = Console()
+err = Console(stderr=True)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def fail(error: Exception) -> typer.Exit:
+    """Print an error; what is returned is to be raised."""
+    err.print(f"[bold red]wooly:[/] {error}", highlight=False, soft_wrap=True)
+    return typer.Exit(1)
+
+
+def stack_module() -> Any:
+    """The module of the local stack.
+
+    Raises:
+        typer.Exit: it is not installed.
+    """
+    module = local_stack()
+    if module is None:
+        raise fail(ControlError("the local stack is not installed here; install wooly-local"))
+    return module
+
+
+def read_settings() -> Settings:
+    """The user's settings.
+
+    Raises:
+        typer.Exit: they cannot be read.
+    """
+    try:
+        return Settings()
+    except ValueError as e:
+        raise fail(e) from e
+
+
+def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
+    """What `work` makes of the module of jobs, a connection to the controller, and the settings.
+
+    Raises:
+        typer.Exit: it cannot be done.
+    """
+    from pydantic import ValidationError
+
+    from wooly.cli import jobs
+
+    try:
+        settings = read_settings()
+        return jobs.with_controller(lambda: connect(settings), lambda controller: work(jobs, controller, settings))
+    except ValidationError as e:
+        raise fail(ControlError(f"that is not the id of a task, or not a state: {e.errors()[0]['input']!r}")) from e
+    except WoolyError as e:
+        raise fail(e) from e
+
+
+def size(n: float) -> str:
+    """Bytes, for people."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if n < 1024 or unit == "GiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return ""

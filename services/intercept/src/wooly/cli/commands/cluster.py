@@ -1,0 +1,191 @@
+"""The commands about where work runs: the local stack, nodes and devices."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from wooly_wis.messages import MemoryState
+
+from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size, stack_module
+from wooly.cli.monitor import memory_line, print_top, watch_top
+from wooly.control import ControlError, connect, local_stack
+from wooly.errors import WoolyError
+from wooly.settings import Settings
+
+if TYPE_CHECKING:
+    from wooly_wis.messages import GpuState, WorkDone
+
+
+@app.command()
+def up(
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay, and stop the stack at Ctrl-C.")] = False,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
+    ] = None,
+) -> None:
+    """Start a local stack: nats-server, all services and executors, kept running until `wooly down`."""
+    settings, module = read_settings(), stack_module()
+    try:
+        with err.status("starting nats-server, router, scheduler, executors and metering…"):
+            stack = module.start_stack(settings.state_dir, gpus=gpus or settings.gpu_count)
+    except RuntimeError as e:
+        raise fail(e) from e
+    places = {
+        "web UI": f"{stack.rest_url}/ui/",
+        "REST": stack.rest_url,
+        "NATS": stack.nats_url,
+        "files": stack.state_dir,
+    }
+    out.print("stack is up")
+    _print_places(places)
+    if foreground:
+        try:
+            while module.read_stack(settings.state_dir) is not None:
+                time.sleep(0.5)
+        except KeyboardInterrupt:
+            stack.stop()
+            out.print("stack is down")
+
+
+@app.command()
+def down() -> None:
+    """Stop the local stack."""
+    settings, module = read_settings(), stack_module()
+    stopped = module.stop_stack(settings.state_dir)
+    out.print("stack is down" if stopped else "no stack was running")
+
+
+@app.command()
+def status(as_json: Json = False) -> None:
+    """Show the local stack and what the controller knows."""
+    settings, module = read_settings(), local_stack()
+    stack = module.read_stack(settings.state_dir) if module is not None and not settings.controller_url else None
+    report: dict[str, Any] = {
+        "state": "up" if stack else "down",
+        "controller_url": settings.controller_url or (stack.nats_url if stack else ""),
+        "rest_url": stack.rest_url if stack else "",
+        "services": stack.services if stack else {},
+        "state_dir": str(settings.state_dir),
+        "nodes": [],
+    }
+    problem = ""
+    if report["controller_url"]:
+        try:
+            report["nodes"] = nodes_of(settings)
+            report["state"] = "up"
+        except WoolyError as e:
+            problem = str(e)
+            report["state"] = "unreachable"
+    if as_json:
+        print(json.dumps(report | ({"error": problem} if problem else {})))
+    elif stack is None and not settings.controller_url:
+        out.print("no stack is running here; start one with [bold]wooly up[/]")
+    else:
+        out.print(f"controller {report['controller_url']}  {report['state']}", highlight=False)
+        if stack is not None:
+            _print_places({"web UI": f"{stack.rest_url}/ui/", "REST": stack.rest_url, "files": stack.state_dir})
+        _print_places({name: f"pid {pid}" for name, pid in report["services"].items()})
+        if problem:
+            out.print(f"  {problem}", highlight=False)
+        _print_nodes(report["nodes"])
+        _print_memory(report["nodes"])
+    if report["state"] != "up":
+        raise typer.Exit(1)
+
+
+def _print_places(places: Mapping[str, object]) -> None:
+    for name, place in places.items():
+        out.print(f"  {name:12} {place}", highlight=False, soft_wrap=True)
+
+
+def nodes_of(settings: Settings) -> list[dict[str, Any]]:
+    """The executors that the controller knows."""
+    controller = connect(settings)
+    try:
+        return [n.model_dump(mode="json") for n in controller.nodes().nodes]
+    finally:
+        controller.close()
+
+
+def _print_nodes(nodes: list[dict[str, Any]]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("executor", "node", "state", "device", "memory", "sessions", "busy"):
+        table.add_column(column)
+    for n in nodes:
+        memory = f"{size(n['memory_used'])} of {size(n['device']['total_memory'])}"
+        busy = f"{100 * n['utilization']:.0f} %"
+        table.add_row(n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy)
+    out.print(table)
+
+
+def _print_memory(nodes: list[dict[str, Any]]) -> None:
+    """Whose memory it is, and of what kind, per device."""
+    for n in nodes:
+        if not n.get("memory"):
+            continue
+        memory = MemoryState(**n["memory"])
+        out.print(f"memory of {n['executor_id']}: {memory_line(memory)}", highlight=False)
+        table = Table(box=None, pad_edge=False)
+        for column in ("  tenant", "sessions", "own", "shared", "swapped"):
+            table.add_column(column, justify="left" if column == "  tenant" else "right")
+        for tenant in sorted({s.tenant for s in memory.sessions}):
+            its = [s for s in memory.sessions if s.tenant == tenant]
+            held = (sum(s.own for s in its), sum(s.shared for s in its), sum(s.host + s.disk for s in its))
+            table.add_row(f"  {tenant}", str(len(its)), *[size(b) for b in held])
+        if memory.sessions:
+            out.print(table)
+
+
+@app.command()
+def nodes(as_json: Json = False) -> None:
+    """List the executors that the controller knows."""
+    try:
+        found = nodes_of(read_settings())
+    except WoolyError as e:
+        raise fail(e) from e
+    if as_json:
+        print(json.dumps({"nodes": found}))
+    else:
+        _print_nodes(found)
+
+
+@app.command()
+def top(
+    once: Annotated[bool, typer.Option("--once", help="Print it once instead of every second.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show live what every GPU, tenant and session does, as the scheduler follows it, and who computes. Ctrl-C ends it."""
+    try:
+        controller = connect(read_settings())
+
+        def read() -> tuple[list[GpuState], dict[str, WorkDone]]:
+            gpus = controller.gpus()
+            try:
+                return gpus, {n.executor_id: n.work for n in controller.nodes().nodes}
+            except ControlError:  # the scheduler's part needs no router
+                return gpus, {}
+
+        try:
+            if as_json:
+                gpus, work = read()
+                rows = [
+                    g.model_dump(mode="json") | {"work": work[g.executor_id].model_dump(mode="json")}
+                    if g.executor_id in work
+                    else g.model_dump(mode="json")
+                    for g in gpus
+                ]
+                print(json.dumps({"gpus": rows}))
+            elif once or not out.is_terminal:
+                print_top(out, *read())
+            else:
+                watch_top(out, read)
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise fail(e) from e

@@ -1,0 +1,81 @@
+"""`wooly credits`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from wooly.cli.commands.app import Json, app, fail, out, read_settings
+from wooly.cli.credits import as_csv, credits_of, print_credits, read_credits
+from wooly.control import ControlError, connect
+from wooly.errors import WoolyError
+
+credits = typer.Typer(name="credits", help="Show what was spent, and set what may be.", invoke_without_command=True)
+app.add_typer(credits)
+
+
+@credits.callback()
+def show_credits(
+    context: typer.Context,
+    by: Annotated[str, typer.Option(help="Sum by run, model or hour.")] = "run",
+    tenant: Annotated[str, typer.Option(help="Of this tenant only.")] = "",
+    limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="Rows to show.")] = 20,
+    as_json: Json = False,
+    as_table: Annotated[bool, typer.Option("--csv", help="Print rows as CSV, in whole numbers.")] = False,
+) -> None:
+    """Show the balance, and what was spent by run, model or hour. Amounts in files are micro-credits."""
+    if context.invoked_subcommand is not None:
+        return
+    from wooly_wis.credits import CreditsRequest
+
+    if by not in ("run", "model", "hour"):
+        raise fail(ControlError(f"--by {by}: there are run, model and hour"))
+    try:
+        controller = connect(read_settings())
+        try:
+            reply = read_credits(controller, CreditsRequest(by=by, tenant=tenant), limit)  # type: ignore[arg-type]
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise fail(e) from e
+    if as_json:
+        print(json.dumps(reply.model_dump(mode="json")))
+    elif as_table:
+        print(as_csv(reply.rows), end="")
+    else:
+        print_credits(out, reply, by)
+
+
+@credits.command()
+def budget(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT")],
+    soft: Annotated[float | None, typer.Option(min=0, help="Credits at which an event is sent.")] = None,
+    hard: Annotated[float | None, typer.Option(min=0, help="Credits at which its sessions are suspended.")] = None,
+    period: Annotated[str, typer.Option(help="Of what is spent in total, or each UTC month or day.")] = "total",
+    as_json: Json = False,
+) -> None:
+    """Set a tenant's budget: these limits and no others. Suspended sessions go on if it is enough."""
+    from pydantic import ValidationError
+    from wooly_bus import subjects
+    from wooly_wis.credits import BudgetState, SetBudgetRequest
+
+    amounts = {name: None if n is None else round(n * 1e6) for name, n in (("soft_ucr", soft), ("hard_ucr", hard))}
+    try:
+        request = SetBudgetRequest.model_validate({"tenant": tenant, "period": period} | amounts)
+    except ValidationError as e:
+        raise fail(ControlError(f"that is no budget: {e.errors()[0]['msg']}")) from e
+    try:
+        controller = connect(read_settings())
+        try:
+            state: BudgetState = controller.ask_metering(subjects.METERING_BUDGET_SET, request, BudgetState, 10.0)
+        finally:
+            controller.close()
+    except WoolyError as e:
+        raise fail(e) from e
+    if as_json:
+        print(json.dumps(state.model_dump(mode="json")))
+    else:
+        suspended = "; its sessions are suspended" if state.held else ""
+        out.print(f"tenant {tenant}: {credits_of(state.spent_ucr)} credits spent{suspended}", highlight=False)

@@ -1,0 +1,186 @@
+"""`wooly doctor`: what may be amiss here, and what of a script runs on the CPU here."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from wooly_bus.errors import shown
+
+from wooly.cli.commands.app import Json, app, fail, out, read_settings
+from wooly.cli.commands.cluster import nodes_of
+from wooly.control import begin, connect, local_stack
+from wooly.errors import WoolyError
+from wooly.settings import Settings
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def doctor(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(metavar="[SCRIPT]", help="With --fallbacks: what to run meanwhile.")] = "",
+    as_json: Json = False,
+    fallbacks: Annotated[
+        bool, typer.Option("--fallbacks", help="Count what the CPU here computes in the device's stead.")
+    ] = False,
+) -> None:
+    """Check everything that a run needs, and say how to mend what is missing."""
+    if fallbacks:
+        raise typer.Exit(_count_fallbacks(script, list(context.args), as_json))
+    checks: list[dict[str, Any]] = []
+
+    def check(name: str, probe: Callable[[], str]) -> bool:
+        try:
+            checks.append({"check": name, "ok": True, "detail": probe()})
+        except Exception as e:
+            checks.append({"check": name, "ok": False, "detail": str(e)})
+        return bool(checks[-1]["ok"])
+
+    check("python", _check_python)
+    check("torch", _check_torch)
+    settings: list[Settings] = []
+    if check("configuration", lambda: settings.append(Settings()) or "valid"):  # type: ignore[func-returns-value]
+        if _starts_its_own(settings[0]):
+            detail = "none is running: each run starts a stack of its own; `wooly up` keeps one, and runs begin sooner"
+            checks.append({"check": "controller", "ok": True, "detail": detail})
+            begin(settings[0])
+        else:
+            check("controller", lambda: shown(connect(settings[0]).url))
+            check("executor", lambda: _check_executor(settings[0]))
+        check("round trip", _check_round_trip)
+    if as_json:
+        print(json.dumps({"ok": all(c["ok"] for c in checks), "checks": checks}))
+    else:
+        for c in checks:
+            out.print(
+                f"{'[green]ok  [/]' if c['ok'] else '[red]FAIL[/]'} {c['check']:14} {c['detail']}",
+                highlight=False,
+                soft_wrap=True,
+            )
+    sys.stdout.flush()
+    if not all(c["ok"] for c in checks):
+        raise typer.Exit(1)
+
+
+def _starts_its_own(settings: Settings) -> bool:
+    module = None if settings.controller_url else local_stack()
+    return module is not None and module.read_stack(settings.state_dir) is None
+
+
+def _count_fallbacks(script: str, arguments: list[str], as_json: bool) -> int:
+    """Run a script, or a small training, and count the fallbacks meanwhile. Returns the exit code."""
+    if script and not Path(script).exists():
+        raise fail(FileNotFoundError(f"can't open file {script!r}: no such file"))
+    from wooly import api
+    from wooly.cli import script as runner
+    from wooly.fallbacks import Fallbacks
+
+    try:
+        api.enable(read_settings())
+    except WoolyError as e:
+        raise fail(e) from e
+    device = api.attached_device()
+    with Fallbacks(device) as counted:
+        code = runner.run(script, arguments, module=False) if script else _exercise()
+    inferences = device.generic.inferences
+    api.disable()
+    found = counted.found
+    report = {
+        "ok": not found,
+        "operations": counted.calls,
+        "fallbacks": dict(sorted(found.items())),
+        "inferences": {
+            "on_meta": inferences.on_meta,
+            "on_host_zeros": inferences.on_host,
+            "trials_on_host_zeros": inferences.trials,
+        },
+    }
+    if as_json:
+        print(json.dumps(report))
+    else:
+        out.print(
+            f"{counted.calls:,} operations on device tensors, of which the CPU here computed {found.total():,}\n"
+            f"signatures inferred: {inferences.on_meta:,} without memory, {inferences.on_host:,} on zeros; "
+            f"{inferences.trials:,} tried on zeros for their errors (no device data in any of them)",
+            highlight=False,
+            soft_wrap=True,
+        )
+        for name, n in found.most_common():
+            out.print(f"  [red]{name}[/] {n:,}", highlight=False)
+    sys.stdout.flush()
+    return code or (1 if found else 0)
+
+
+def _exercise() -> int:
+    """A few training steps that use a bit of everything."""
+    import torch
+    from torch.nn import functional
+
+    torch.manual_seed(0)
+    encoder = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).to("cuda")
+    body = torch.nn.Sequential(torch.nn.Conv1d(16, 8, 3), torch.nn.BatchNorm1d(8), torch.nn.Flatten()).to("cuda")
+    recurrent, head = torch.nn.LSTM(48, 16).to("cuda"), torch.nn.Linear(16, 10).to("cuda")
+    parameters = [p for m in (encoder, body, recurrent, head) for p in m.parameters()]
+    optimizer = torch.optim.AdamW(parameters)
+    x, y = torch.randn(4, 8, 16, device="cuda"), torch.randint(10, (4,), device="cuda")
+    for _ in range(3):
+        optimizer.zero_grad()
+        hidden, _state = recurrent(body(encoder(x).transpose(1, 2))[None])
+        loss = functional.cross_entropy(head(hidden[0]), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+    kept = x[x > 0].sort().values.unique()
+    print(f"loss {loss.item():.4f}, {len(kept)} of {x.numel()} kept", file=sys.stderr)
+    return 0
+
+
+def _check_python() -> str:
+    if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+        raise RuntimeError(f"Python {platform.python_version()}; Wooly is tested with 3.11 and 3.12")
+    return platform.python_version()
+
+
+def _check_torch() -> str:
+    import torch
+
+    release = tuple(int(p) for p in torch.__version__.split("+")[0].split(".")[:2])
+    if not (2, 11) <= release <= (2, 13):
+        raise RuntimeError(
+            f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0"
+        )
+    return str(torch.__version__)
+
+
+def _check_executor(settings: Settings) -> str:
+    alive = [n for n in nodes_of(settings) if n["state"] == "alive"]
+    if not alive:
+        raise RuntimeError("no executor is registered; start one with `wooly up` or `python -m wooly_executor`")
+    return ", ".join(n["executor_id"] for n in alive)
+
+
+def _check_round_trip() -> str:
+    import torch
+
+    from wooly import api
+
+    api.enable()
+    try:
+        x = torch.ones(2, device="cuda")
+        value, took = 0.0, float("inf")
+        for _ in range(5):  # what is done first takes longer
+            started = time.perf_counter()
+            value = float((x + 1).sum())
+            took = min(took, time.perf_counter() - started)
+    finally:
+        api.disable()
+    if value != 4.0:
+        raise RuntimeError(f"1+1 twice gave {value}")
+    return f"{took * 1e6:.0f} µs"

@@ -1,0 +1,94 @@
+"""`wooly run`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from wooly.cli.commands.app import app, err, fail, read_settings, size
+from wooly.cli.credits import bill_at_end, bill_line
+from wooly.control import begin
+from wooly.errors import WoolyError
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    target: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.")],
+    module: Annotated[bool, typer.Option("-m", help="Run a module, like `python -m`.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but the script's own output.")] = False,
+) -> None:
+    """Run SCRIPT with its "cuda" work on a Wooly device; everything after SCRIPT belongs to it."""
+    if not module and not Path(target).exists():
+        raise fail(FileNotFoundError(f"can't open file {target!r}: no such file"))
+    settings = read_settings()
+    if not settings.model:
+        settings = settings.model_copy(update={"model": (target if module else Path(target).name)[:256]})
+    started = time.monotonic()
+    sys.argv[0] = target  # its sessions are called so
+    begin(settings)
+    with err.status("finding a device…") if not quiet and err.is_terminal else contextlib.nullcontext():
+        from wooly import api
+        from wooly.cli import script
+
+        try:
+            api.enable(settings)
+        except WoolyError as e:
+            raise fail(e) from e
+    code = script.run(target, list(context.args), module=module)
+    if code == 0:
+        code = _finish()
+    stats, seconds = api.session_stats(), time.monotonic() - started
+    opened = None if quiet else api.opened_session()
+    bill = bill_at_end(opened) if opened is not None else []
+    api.disable()
+    if not quiet:
+        _summary(stats, seconds)
+        err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Interpreter shutdown would let thousands of tensors die one by one; everything is closed and flushed already.
+    os._exit(code)
+
+
+def _finish() -> int:
+    """Wait for the device, so that an error of the last operations is not lost."""
+    from wooly import api
+
+    try:
+        api.synchronize()
+    except (RuntimeError, MemoryError) as e:
+        err.print(f"[bold red]{type(e).__name__}:[/] {e}", highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+def _route(endpoint: str) -> str:
+    where = endpoint.partition("#")[0]
+    if where.startswith("unix:"):
+        return "a unix socket"
+    return f"a tunnel through {where}" if where.startswith("nats:") else where
+
+
+def _summary(stats: dict[str, Any], seconds: float) -> None:
+    devices = stats["devices"]
+    where = [f"[bold]{d['executor_id']}[/] ({d['node']}, {d['device']}), over {_route(d['endpoint'])}" for d in devices]
+    if len(devices) > 1:
+        where = [f"\n       cuda:{i} {w}: {devices[i]['operations']:,} operations" for i, w in enumerate(where)]
+    err.print(
+        f"\n[bold]wooly[/]  ran {seconds:.1f} s on {''.join(where)}\n"
+        f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
+        f"{size(stats['bytes_sent'])} up, {size(stats['bytes_received'])} down\n"
+        "       look further: [bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and "
+        "[bold]wooly nodes[/] show it",
+        highlight=False,
+        soft_wrap=True,
+    )
