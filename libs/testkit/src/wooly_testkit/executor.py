@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TOKEN = "test-token"
 
@@ -25,9 +26,25 @@ class RunningExecutor:
     token: str = TOKEN
 
 
+def _anew(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
+
+
 @contextlib.contextmanager
-def executor_process(*, runtime: str = "torch_cpu", port: int = 0, threads: int = 1) -> Iterator[RunningExecutor]:
+def executor_process(
+    *,
+    runtime: str = "torch_cpu",
+    port: int = 0,
+    threads: int = 1,
+    start: Callable[..., subprocess.Popen[bytes]] = _anew,
+) -> Iterator[RunningExecutor]:
     """Start one, wait until it listens, end it with the block. It computes with `threads` threads.
+
+    Args:
+        runtime: the executor's.
+        port: of its TCP endpoint; none if 0.
+        threads: that it computes with.
+        start: makes its process; `forks.Forked` where there are many.
 
     Raises:
         RuntimeError: it ended instead.
@@ -36,10 +53,11 @@ def executor_process(*, runtime: str = "torch_cpu", port: int = 0, threads: int 
         path = Path(directory) / "x.sock"
         endpoints = [f"unix://{path}"] + ([f"tcp://127.0.0.1:{port}"] if port else [])
         log = Path(directory) / "log"
-        argv = [sys.executable, "-m", "wooly_executor", "--standalone", "--runtime", runtime]
+        argv = ["--standalone", "--runtime", runtime, "--listen", ",".join(endpoints), "--token", TOKEN]
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*argv, "--listen", ",".join(endpoints), "--token", TOKEN],
+            process = start(
+                "wooly_executor",
+                *argv,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"OMP_NUM_THREADS": str(threads)},
