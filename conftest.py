@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 from wooly_testkit.executor import executor_process
+from wooly_testkit.forks import Forked
 
 # A machine that is busy with other things makes no example wrong.
 hypothesis.settings.register_profile("wooly", deadline=None, derandomize=True)
@@ -39,7 +40,7 @@ def cuda() -> Iterator[str]:
     from wooly import api
 
     torch.set_num_threads(1)
-    with executor_process(runtime="auto", threads=1) as running:
+    with executor_process(runtime="auto", threads=1, start=Forked) as running:
         api.attach(running.endpoints, running.session_id, running.token)
         api.install_facade()
         yield "cuda"

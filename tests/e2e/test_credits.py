@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from wooly_local.stack import read_stack, start_stack
+from wooly_local.stack import read_stack
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 RUN = """
@@ -36,7 +37,7 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    running = start_stack(tmp_path_factory.mktemp("stack"))
+    running = forks.start_stack(tmp_path_factory.mktemp("stack"))
     yield running
     running.stop()
 
@@ -46,8 +47,7 @@ def environment(stack, **settings):
 
 
 def wooly(stack, *arguments, **settings):
-    argv = [sys.executable, "-m", "wooly", *arguments]
-    return subprocess.run(argv, env=environment(stack, **settings), capture_output=True, text=True, timeout=100)
+    return forks.run("wooly", *arguments, env=environment(stack, **settings), timeout=100)
 
 
 def credits(stack, *arguments):
@@ -87,9 +87,14 @@ def test_run_ends_with_its_bill_which_the_ledger_has(stack, tmp_path):
 class Worker:
     def __init__(self, stack, path, tenant):
         path.write_text(WORK)
-        argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(path)]
-        self.process = subprocess.Popen(
-            argv, env=environment(stack, TENANT=tenant), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        argv = ["run", "--quiet", str(path)]
+        self.process = Forked(
+            "wooly",
+            *argv,
+            env=environment(stack, TENANT=tenant),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout.readline() == "ready\n"
 

@@ -17,7 +17,8 @@ import pytest
 from wooly_bus import subjects
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
-from wooly_local.stack import read_stack, start_stack
+from wooly_local.stack import read_stack
+from wooly_testkit import forks
 from wooly_wis.messages import NodesReply, NodesRequest, TaskReply, TaskRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
@@ -27,11 +28,7 @@ WOOLY = [sys.executable, "-m", "wooly"]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2)
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
+    running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2, OMP_NUM_THREADS="1")
     yield running
     running.stop()
 
@@ -40,8 +37,7 @@ def run(*argv, stack=None, code=0, **options):
     env = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | {"OMP_NUM_THREADS": "1"}
     if stack is not None:
         env |= stack.client_env
-    argv = [str(a) for a in argv]
-    done = subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=120, **options)
+    done = forks.run("wooly", *map(str, argv), env=env, timeout=120, **options)
     assert done.returncode == code, done.stderr + done.stdout
     return done
 

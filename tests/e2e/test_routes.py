@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 import pytest
-from wooly_local.stack import start_stack
+from wooly_testkit import forks
 from wooly_testkit.certificates import make_certificates
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
@@ -39,7 +39,7 @@ def stack(certificates, tmp_path_factory):
         environment.setenv("WOOLY_EXECUTOR_LISTEN", "tls://localhost:0")
         environment.setenv("WOOLY_EXECUTOR_TLS_CERT", str(certificates.certificate))
         environment.setenv("WOOLY_EXECUTOR_TLS_KEY", str(certificates.key))
-        running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
+        running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
     yield running
     running.stop()
 
@@ -63,13 +63,7 @@ def run(stack, tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")}
 
     def start(**settings):
-        return subprocess.run(
-            [sys.executable, "-m", "wooly", "run", str(path)],
-            capture_output=True,
-            text=True,
-            env=clean | stack.client_env | settings,
-            timeout=120,
-        )
+        return forks.run("wooly", "run", str(path), env=clean | stack.client_env | settings, timeout=120)
 
     return start
 
@@ -102,7 +96,7 @@ def test_no_way_at_all_names_what_was_tried(run):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["executor-0", "nats"])
 def test_tunnel_that_breaks_is_a_clear_error_and_nothing_hangs(tmp_path, victim):
-    own = start_stack(tmp_path / "own", ephemeral=True)
+    own = forks.start_stack(tmp_path / "own", ephemeral=True)
     path = tmp_path / "script.py"
     path.write_text(
         "import torch\nt = torch.zeros(9, device='cuda')\nprint(t.sum().item(), flush=True)\nwhile True: t = t + 1\n"

@@ -4,11 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from wooly_local.stack import read_stack, start_stack
+from wooly_local.stack import read_stack
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 WORK = """
@@ -26,16 +27,14 @@ for line in sys.stdin:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
     state = tmp_path_factory.mktemp("stack")
-    running = start_stack(state)
+    running = forks.start_stack(state)
     yield running
     running.stop()
 
 
 def wooly(stack, *arguments):
     env = os.environ | stack.client_env
-    return subprocess.run(
-        [sys.executable, "-m", "wooly", *arguments], env=env, capture_output=True, text=True, timeout=60
-    )
+    return forks.run("wooly", *arguments, env=env, timeout=60)
 
 
 def gpu(stack):
@@ -58,8 +57,11 @@ class Tenant:
     def __init__(self, stack, path, **settings):
         path.write_text(WORK)
         env = os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "wooly", "run", "-q", str(path)],
+        self.process = Forked(
+            "wooly",
+            "run",
+            "-q",
+            str(path),
             env=env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -12,6 +12,8 @@ import urllib.request
 import psutil
 import pytest
 from wooly_local.stack import read_stack, start_stack
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 WOOLY = [sys.executable, "-m", "wooly"]
@@ -19,7 +21,7 @@ WOOLY = [sys.executable, "-m", "wooly"]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2)
+    running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2, OMP_NUM_THREADS="1")
     yield running
     running.stop()
 
@@ -31,7 +33,7 @@ def environment(stack=None, **variables):
 
 def run(*argv, stack=None, **variables):
     env = environment(stack, **variables)
-    return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=120)
+    return forks.run("wooly", *argv, env=env, timeout=120)
 
 
 def script(tmp_path, text):
@@ -70,9 +72,8 @@ def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tm
     path = tmp_path / "weights.py"
     path.write_text(textwrap.dedent(KEEPS))
     waits = script(tmp_path, "import torch; torch.ones(1, device='cuda').item(); print('here', flush=True); input()")
-    argv = [*WOOLY, "run", "-q", waits]
-    with subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(stack)
+    with Forked(
+        "wooly", "run", "-q", waits, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(stack)
     ) as other:
         assert (
             other.stdout.readline() == "here\n"
@@ -130,8 +131,10 @@ def test_model_split_over_two_executors_trains_as_on_the_cpu(stack, tmp_path):
 
 def test_session_over_two_executors_lists_both_parts_and_leaves_both(stack, tmp_path):
     path = script(tmp_path, "import torch; torch.ones(2, device='cuda:1').cpu(); print('up', flush=True); input()")
-    client = subprocess.Popen(
-        [*WOOLY, "run", path],
+    client = Forked(
+        "wooly",
+        "run",
+        path,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 from wooly_local.stack import StackError, read_stack, start_stack
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.codec import encode_program
 from wooly_wis.program import Program
@@ -29,11 +31,19 @@ def stack(tmp_path_factory):
     running.stop()
 
 
-def run(*argv, stack=None, env=None, timeout=120, **options):
+def environment(stack, env):
     full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | (env or {})
-    if stack is not None:
-        full |= stack.client_env
-    return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=full, timeout=timeout, **options)
+    return full | (stack.client_env if stack is not None else {})
+
+
+def run(*argv, stack=None, env=None, timeout=120, **options):
+    env = environment(stack, env)
+    return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=timeout, **options)
+
+
+def soon(*argv, stack=None, env=None):
+    """As `run`, where the matter is not how a process starts or ends."""
+    return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120)
 
 
 def script(tmp_path, text):
@@ -124,8 +134,8 @@ def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr and 'script.py", line 3' in done.stderr
     assert "runpy" not in done.stderr and "wooly/cli" not in done.stderr
-    assert run("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
-    assert run("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
+    assert soon("run", script(tmp_path, "import sys; sys.exit(7)"), stack=stack).returncode == 7
+    assert soon("run", script(tmp_path, "import sys; sys.exit('words')"), stack=stack).returncode == 1
 
 
 def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
@@ -147,7 +157,7 @@ def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
 
 def test_no_controller_is_said_with_what_to_start(tmp_path):
     path = script(tmp_path, "print('never')")
-    done = run("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
+    done = soon("run", path, env={"WOOLYAI_CONTROLLER_URL": "nats://127.0.0.1:9"})
     assert done.returncode == 1 and "wooly up" in done.stderr and "never" not in done.stdout
 
 
@@ -157,12 +167,12 @@ def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
         "WOOLY_ROUTER_STATE_DIR": str(tmp_path),
         "WOOLY_ROUTER_HTTP_PORT": "0",
     }
-    router = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=env, stderr=subprocess.DEVNULL)
+    router = Forked("wooly_router", env=env, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
         while not (tmp_path / "router.port").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        done = run("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
+        done = soon("run", script(tmp_path, ""), env={"WOOLYAI_CONTROLLER_URL": nats_server})
     finally:
         router.terminate()
         router.wait(10)
@@ -170,7 +180,7 @@ def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
 
 
 def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
-    own = start_stack(tmp_path / "own", ephemeral=True)
+    own = forks.start_stack(tmp_path / "own", ephemeral=True)
     try:
         path = script(
             tmp_path,
@@ -183,9 +193,7 @@ def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
             """,
         )
         env = os.environ | own.client_env
-        client = subprocess.Popen(
-            [*WOOLY, "run", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
-        )
+        client = Forked("wooly", "run", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         assert client.stdout.readline() == "ready\n"
         os.kill(own.services["executor-0"], signal.SIGKILL)
         _, errors = client.communicate(timeout=60)
@@ -232,9 +240,9 @@ def test_frozen_executor_is_a_clear_error_and_a_busy_one_is_waited_for(tmp_path,
 
 
 def test_nodes_and_status_in_json_and_rest(stack):
-    nodes = json.loads(run("nodes", "--json", stack=stack).stdout)["nodes"]
+    nodes = json.loads(soon("nodes", "--json", stack=stack).stdout)["nodes"]
     assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"
-    status = json.loads(run("status", "--json", stack=stack).stdout)
+    status = json.loads(soon("status", "--json", stack=stack).stdout)
     assert status["state"] == "up"
     with urllib.request.urlopen(f"{stack.rest_url}/api/v1/nodes") as answer:
         assert json.load(answer)["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
@@ -250,7 +258,7 @@ def test_doctor_passes_on_a_running_stack(stack):
 
 def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
     clean = script(tmp_path, "import torch; x = torch.randn(5, device='cuda'); print(x.softmax(0).sum().item())")
-    done = run("doctor", "--fallbacks", "--json", clean, stack=stack)
+    done = soon("doctor", "--fallbacks", "--json", clean, stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert (
@@ -265,7 +273,7 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
         print(torch.ops.forced.double(torch.ones(2, device="cuda")).tolist())
         """,
     )
-    done = run("doctor", "--fallbacks", "--json", forced, stack=stack)
+    done = soon("doctor", "--fallbacks", "--json", forced, stack=stack)
     assert done.returncode == 1, done.stdout + done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["fallbacks"] == {"aten.mul.Tensor": 1}
 
@@ -273,7 +281,7 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
 def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
     env = os.environ | stack.client_env
-    client = subprocess.Popen([*WOOLY, "run", path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    client = Forked("wooly", "run", path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert client.stdout.readline() == "up\n"
     assert len(_sessions(stack)) == 1
     client.kill()
@@ -330,18 +338,18 @@ def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, 
     programs.mkdir()
     printed = set()
     for _ in range(20):  # the compiler takes as long as it takes; the results are those of always
-        done = run("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
+        done = soon("run", "-q", path, stack=stack, env={"WOOLYAI_PROGRAMS_DIR": str(programs)})
         assert done.returncode == 0, done.stderr
         printed.add(done.stdout)
-        shown = json.loads(run("top", "--json", stack=stack).stdout)["gpus"][0]
+        shown = json.loads(soon("top", "--json", stack=stack).stdout)["gpus"][0]
         if shown["work"]["kernel_instructions"]:
             break
     else:
         pytest.fail(f"nothing ran as a kernel: {shown['work']}")
     assert len(printed) == 1 and printed.pop().startswith("1 (")
-    assert "instructions: generated kernels" in run("top", "--once", stack=stack).stdout
+    assert "instructions: generated kernels" in soon("top", "--once", stack=stack).stdout
     for program in sorted(programs.iterdir(), key=lambda p: -p.stat().st_size):  # the largest may have the set-up in it
-        told = run("disasm", "--passes", "--jit", "exact", program, stack=stack)
+        told = soon("disasm", "--passes", "--jit", "exact", program, stack=stack)
         assert told.returncode == 0, told.stderr
         assert told.stdout.startswith("; program\nwis 1\n") and "; after lower\n" in told.stdout
         if "kernel k_" in told.stdout:

@@ -30,6 +30,8 @@ from wooly_bus.channel import ChannelClient, Endpoint
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server
 from wooly_wis import credits
 from wooly_wis.frames import PROTOCOL, READ_HEAD, Kind, pack_json
@@ -107,8 +109,7 @@ class Cluster:
 
     def start(self, service):
         log = self._stack.enter_context((self.folder / f"{service}.log").open("a"))
-        argv = [sys.executable, "-m", f"wooly_{service}"]
-        process = subprocess.Popen(argv, env=self._argv[service], stdout=log, stderr=log)
+        process = Forked(f"wooly_{service}", env=self._argv[service], stdout=log, stderr=log)
         self._stack.callback(process.wait)
         self._stack.callback(process.terminate)
         self.processes[service] = process
@@ -176,9 +177,8 @@ class Tenant:
 
     def wooly(self, *argv, code=0):
         """What the command line says."""
-        argv = [sys.executable, "-m", "wooly", *map(str, argv)]
         env = self.env() | {"OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+        ran = forks.run("wooly", *map(str, argv), env=env, timeout=100)
         assert ran.returncode == code, ran.stderr + ran.stdout
         return ran.stdout if code == 0 else ran.stderr
 
@@ -274,8 +274,8 @@ def script(tmp_path):
 
 @pytest.mark.parametrize("channel", ["direct", pytest.param("tunnel", marks=pytest.mark.slow)])
 def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, script, channel):
-    argv = [sys.executable, "-m", "wooly", "run", str(script), str(CREDENTIALS_S * 2)]
-    ran = subprocess.run(argv, env=alice.env(CHANNEL=channel), capture_output=True, text=True, timeout=100)
+    argv = ["run", str(script), str(CREDENTIALS_S * 2)]
+    ran = forks.run("wooly", *argv, env=alice.env(CHANNEL=channel), timeout=100)
     assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr
     assert "lease" not in ran.stderr and "renewed" not in ran.stderr, ran.stderr
     (task,) = alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(limit=1), TasksReply).tasks
@@ -284,8 +284,7 @@ def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, s
 
 @pytest.mark.parametrize("token", ["", "wooly_wrong"])
 def test_script_without_a_valid_token_is_told_so(alice, script, token):
-    argv = [sys.executable, "-m", "wooly", "run", str(script), "1"]
-    ran = subprocess.run(argv, env=alice.env(CREDENTIAL=token), capture_output=True, text=True, timeout=100)
+    ran = forks.run("wooly", "run", str(script), "1", env=alice.env(CREDENTIAL=token), timeout=100)
     assert ran.returncode != 0 and "gives no credentials: a valid token is needed" in ran.stderr
 
 
@@ -473,8 +472,8 @@ def test_channel_of_another_is_not_opened(alice, bob, opened):
 
 
 def test_buffers_of_another_are_not_read(alice, bob, script):
-    argv = [sys.executable, "-m", "wooly", "run", str(script), "60"]
-    with subprocess.Popen(argv, env=alice.env(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as hers:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Forked("wooly", "run", str(script), "60", env=alice.env(), **pipes) as hers:
         killing = threading.Timer(100, hers.kill)
         killing.start()
         try:
@@ -531,8 +530,7 @@ def classifier(cluster, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("job")
     for where in (["-o", folder / "job.wism"], ["--blobs", folder / "job"]):
-        argv = [sys.executable, "-m", "wooly", "export", f"{ROOT / 'examples/job.py'}:build", *map(str, where)]
-        exported = subprocess.run(argv, capture_output=True, text=True, timeout=100)
+        exported = forks.run("wooly", "export", f"{ROOT / 'examples/job.py'}:build", *map(str, where), timeout=100)
         assert exported.returncode == 0, exported.stderr
     x = np.random.default_rng(0).standard_normal((32, 64), dtype=np.float32)
     np.save(folder / "hers.npy", 2 * x)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from wooly_local.stack import start_stack
+from wooly_testkit import forks
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def stack(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("WOOLY_COMPILER_STATE_DIR", folder)
         patch.delenv("WOOLY_TRACES", raising=False)
-        running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
+        running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
     yield running
     running.stop()
 
@@ -43,8 +44,7 @@ def stack(tmp_path_factory):
 def run(stack, *argv, code=0):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "OTEL_"))} | {"OMP_NUM_THREADS": "1"}
     env |= stack.client_env
-    argv = [sys.executable, "-m", "wooly", *[str(a) for a in argv]]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=120)
+    done = forks.run("wooly", *map(str, argv), env=env, timeout=120)
     assert done.returncode == code, done.stderr + done.stdout
     return done.stdout
 
@@ -161,8 +161,7 @@ def test_script_that_fails_on_the_device_has_a_trace_that_says_so(stack, tmp_pat
 
 def test_no_trace_is_said_so(stack):
     env = os.environ | stack.client_env
-    argv = [sys.executable, "-m", "wooly", "trace", "nobody"]
-    done = subprocess.run(argv, capture_output=True, text=True, env=env, timeout=60)
+    done = forks.run("wooly", "trace", "nobody", env=env, timeout=60)
     assert done.returncode == 1 and "task nobody has no trace" in done.stderr.replace("\n", " ")
 
 

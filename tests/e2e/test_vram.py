@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from itertools import pairwise
 
@@ -15,7 +14,8 @@ import pytest
 from wooly_bus import subjects
 from wooly_bus.access import options
 from wooly_bus.stream_reader import read_stream
-from wooly_local.stack import start_stack
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
 from wooly_wis.messages import MemoryBorne
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
@@ -47,13 +47,7 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def started(folder, **executor):
-    before = dict(os.environ)
-    os.environ.update(EXECUTOR | executor)
-    try:
-        running = start_stack(folder)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    running = forks.start_stack(folder, **(EXECUTOR | executor))
     try:
         yield running
     finally:
@@ -70,8 +64,9 @@ class Client:
     def __init__(self, stack, path, **settings):
         path.write_text(WORK)
         env = os.environ | stack.client_env | {f"WOOLYAI_{k}": str(v) for k, v in settings.items()}
-        argv = [sys.executable, "-m", "wooly", "run", "-q", str(path)]
-        self.process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = Forked(
+            "wooly", "run", "-q", str(path), env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self.process.stdout.readline() == "ready\n"
 
     def tell(self, code):
@@ -108,9 +103,7 @@ def client(stack, tmp_path):
 
 def wooly(stack, *arguments, **settings):
     env = os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
-    return subprocess.run(
-        [sys.executable, "-m", "wooly", *arguments], env=env, capture_output=True, text=True, timeout=100
-    )
+    return forks.run("wooly", *arguments, env=env, timeout=100)
 
 
 def memory(stack):

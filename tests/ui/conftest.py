@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 
@@ -13,6 +11,7 @@ import httpx
 import pytest
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import (
     BudgetState,
@@ -168,7 +167,7 @@ class Cluster:
             "WOOLY_ROUTER_HTTP_PORT": "0",
             "WOOLY_ROUTER_LEASE_S": "3600",
         }
-        process = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=os.environ | known | env)
+        process = Forked("wooly_router", env=os.environ | known | env)
         self._routers.append(process)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:

@@ -2,13 +2,11 @@
 
 import os
 import re
-import subprocess
-import sys
 import time
 
 import httpx
 import pytest
-from wooly_local.stack import start_stack
+from wooly_testkit import forks
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 SCRIPT = """
@@ -52,12 +50,12 @@ def traced(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("WOOLY_TRACES", "router")
-        running = start_stack(folder / "stack", ephemeral=True)
+        running = forks.start_stack(folder / "stack", ephemeral=True)
     try:
         script = folder / "small.py"
         script.write_text(SCRIPT)
         env = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")} | running.client_env
-        subprocess.run([sys.executable, "-m", "wooly", "run", "-q", str(script)], env=env, check=True, timeout=120)
+        forks.run("wooly", "run", "-q", str(script), env=env, timeout=120).check_returncode()
         with httpx.Client(base_url=f"{running.rest_url}/api/v1/", trust_env=False) as http:
             (task,) = http.get("tasks").json()["tasks"]
             yield running.rest_url, task["task_id"], lambda: http.get(f"tasks/{task['task_id']}/trace").json()["spans"]

@@ -1,8 +1,6 @@
 """The control side of a real executor process: sessions given, prolonged, refused, taken back, lapsed."""
 
 import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -10,6 +8,7 @@ from wooly_bus import subjects
 from wooly_bus.channel import ChannelClosedError, Endpoint
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
+from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
     CloseSessionReply,
     CloseSessionRequest,
@@ -34,7 +33,7 @@ def executor(nats_server, tmp_path_factory):
         "WOOLY_EXECUTOR_HEARTBEAT_S": "0.05",
         "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path_factory.mktemp("state")),
     }
-    process = subprocess.Popen([sys.executable, "-m", "wooly_executor"], env=environment)
+    process = Forked("wooly_executor", env=environment)
     control = ControlClient(nats_server)
 
     def ask(verb, **fields):

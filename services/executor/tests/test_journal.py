@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Replayer
 from wooly_executor import journal
 from wooly_executor.journal import JournalPublisher
+from wooly_testkit.forks import Forked
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import (
     EndEpochReply,
@@ -112,7 +112,7 @@ def executor(server, tmp_path):
         "WOOLY_EXECUTOR_ID": "x",
         "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path),
     }
-    process = subprocess.Popen([sys.executable, "-m", "wooly_executor"], env=environment)
+    process = Forked("wooly_executor", env=environment)
 
     def ask(subject, message, reply):
         assert process.poll() is None

@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import threading
 import time
 
@@ -19,6 +17,7 @@ from wooly_bus.channel import Endpoint
 from wooly_bus.errors import NoResponderError
 from wooly_bus.rpc import ControlClient
 from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import family
@@ -66,7 +65,7 @@ class World:
 
     def start(self, module, log, **env):
         with (self.folder / log).open("ab") as out:
-            process = subprocess.Popen([sys.executable, "-m", module], env=clean(**env), stdout=out, stderr=out)
+            process = Forked(module, env=clean(**env), stdout=out, stderr=out)
         self.processes.append(process)
         return process
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -12,6 +11,7 @@ from wooly_metering.core.booking import Delivery
 from wooly_metering.ledger.database import Database, migrate
 from wooly_metering.ledger.reader import Reader
 from wooly_metering.ledger.writer import Writer
+from wooly_testkit.forks import Forked
 from wooly_wis.credits import UsageRecord, UsageRecorded
 
 NOW = 1_800_000_000_000_000
@@ -85,8 +85,8 @@ def start_metering(tmp_path):
 
     def start(nats, url, **env):
         with (tmp_path / "metering.log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "wooly_metering"],
+            process = Forked(
+                "wooly_metering",
                 env=os.environ
                 | {
                     "WOOLY_METERING_NATS_URL": nats,

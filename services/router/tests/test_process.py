@@ -7,7 +7,6 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 
 import httpx
@@ -17,6 +16,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.channel import client_context
 from wooly_bus.errors import BusError, RefusedError
 from wooly_testkit.certificates import make_certificates
+from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -39,8 +39,8 @@ def start_router(nats_server, tmp_path):
     running = []
 
     def start(**env):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "wooly_router"],
+        process = Forked(
+            "wooly_router",
             env=os.environ
             | {
                 "WOOLY_ROUTER_NATS_URL": nats_server,

@@ -5,8 +5,6 @@ No answer is an error of the server's, every answer is as documented, and what b
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 
 import httpx
@@ -21,6 +19,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
@@ -47,7 +46,7 @@ def rest_url(request, tmp_path_factory):
         }
         if request.param == "postgresql":
             env["WOOLY_ROUTER_DATABASE_URL"] = request.getfixturevalue("postgres").database()
-        process = subprocess.Popen([sys.executable, "-m", "wooly_router"], env=os.environ | env)
+        process = Forked("wooly_router", env=os.environ | env)
         try:
             deadline = time.monotonic() + 60
             while time.monotonic() < deadline:

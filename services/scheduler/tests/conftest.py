@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import os
 import subprocess
-import sys
 import time
 
 import pytest
@@ -21,6 +20,7 @@ from wooly_dispatch.events import (
 )
 from wooly_dispatch.journal import Journal
 from wooly_testkit.dispatch import Rig
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import (
     EndEpochReply,
@@ -141,8 +141,8 @@ def start_scheduler(nats, tmp_path):
     running = []
 
     def start(**env):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "wooly_scheduler"],
+        process = Forked(
+            "wooly_scheduler",
             env=os.environ
             | {
                 "WOOLY_SCHEDULER_NATS_URL": nats,

@@ -3,10 +3,9 @@
 import asyncio
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from wooly_testkit import forks
 
 from .conftest import followed
 
@@ -19,14 +18,7 @@ def wooly(nats, tmp_path):
 
     async def run(*arguments):
         env = os.environ | {"WOOLYAI_CONTROLLER_URL": nats, "XDG_CONFIG_HOME": str(tmp_path), "COLUMNS": "200"}
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-m", "wooly", *arguments],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = await asyncio.to_thread(forks.run, "wooly", *arguments, env=env, timeout=60)
         assert "Traceback" not in done.stderr
         return done.returncode, done.stdout + done.stderr
 

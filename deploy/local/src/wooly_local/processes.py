@@ -139,7 +139,12 @@ def _become(module: str, env: dict[str, str], log: Path, name: str) -> int:
         os.dup2(here, there)
     for descriptor in ours:
         os.close(descriptor)
-    sys.argv = [module]
+    return run_as_main(module, [])
+
+
+def run_as_main(module: str, arguments: list[str]) -> int:
+    """Do what `python -m module arguments` does, in a fork, until its end. Returns its exit status."""
+    sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         code = 0

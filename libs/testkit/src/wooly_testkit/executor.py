@@ -8,9 +8,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 TOKEN = "test-token"
 
@@ -25,13 +26,27 @@ class RunningExecutor:
     token: str = TOKEN
 
 
+def _anew(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
+
+
 @contextlib.contextmanager
 def executor_process(
-    *, runtime: str = "torch_cpu", port: int = 0, threads: int = 1, environment: Mapping[str, str | None] | None = None
+    *,
+    runtime: str = "torch_cpu",
+    port: int = 0,
+    threads: int = 1,
+    environment: Mapping[str, str | None] | None = None,
+    start: Callable[..., subprocess.Popen[bytes]] = _anew,
 ) -> Iterator[RunningExecutor]:
     """Start one, wait until it listens, end it with the block. It computes with `threads` threads.
 
-    `environment`: variables that are other than in this process; None: not set.
+    Args:
+        runtime: the executor's.
+        port: of its TCP endpoint; none if 0.
+        threads: that it computes with.
+        environment: variables that are other than in this process; None: not set.
+        start: makes its process; `forks.Forked` where there are many.
 
     Raises:
         RuntimeError: it ended instead.
@@ -41,10 +56,11 @@ def executor_process(
         endpoints = [f"unix://{path}"] + ([f"tcp://127.0.0.1:{port}"] if port else [])
         log = Path(directory) / "log"
         wanted: dict[str, str | None] = {**os.environ, "OMP_NUM_THREADS": str(threads), **(environment or {})}
-        argv = [sys.executable, "-m", "wooly_executor", "--standalone", "--runtime", runtime]
+        argv = ["--standalone", "--runtime", runtime, "--listen", ",".join(endpoints), "--token", TOKEN]
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                [*argv, "--listen", ",".join(endpoints), "--token", TOKEN],
+            process = start(
+                "wooly_executor",
+                *argv,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env={k: v for k, v in wanted.items() if v is not None},

@@ -6,9 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from wooly_testkit import forks
 from wooly_testkit.executor import RunningExecutor, executor_process
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
+
+
+def pytest_unconfigure() -> None:
+    """Nothing that was forked outlives the tests."""
+    forks.shut_down()
 
 
 @pytest.fixture(scope="session")
@@ -31,5 +37,5 @@ def postgres() -> Iterator[PostgresServer]:
 @pytest.fixture
 def executor() -> Iterator[RunningExecutor]:
     """A standalone executor process of this test's own."""
-    with executor_process() as running:
+    with executor_process(start=forks.Forked) as running:
         yield running

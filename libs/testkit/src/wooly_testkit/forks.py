@@ -1,0 +1,227 @@
+"""Processes of ours without what their start takes, which is nearly all importing: forks of one that has imported it.
+
+A test process has one such parent, started when first asked for. Services of a local stack start in the same way (ADR 26); what a
+start from nothing does is the matter of tests that use `subprocess` itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wooly_local.stack import Stack
+
+#: Who imports PyTorch: it is loaded when the first of these is asked for.
+_WITH_TORCH = ("wooly", "wooly_executor", "wooly_local.supervisor")
+_lock = threading.Lock()
+_parent: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+
+
+class Forked(subprocess.Popen[Any]):
+    """`subprocess.Popen` of `python -m module arguments`, by a fork. It dies with the test process.
+
+    Args:
+        module: what it runs as `__main__`.
+        arguments: its command line.
+        options: those of `subprocess.Popen` that say where it runs and what it reads and writes.
+    """
+
+    _status: socket.socket
+
+    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+        super().__init__([module, *arguments], **options)
+
+    def _execute_child(
+        self, args: list[str], executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, *_: Any,
+    ) -> None:  # fmt: skip
+        request = json.dumps([args, dict(os.environ if env is None else env), str(cwd or Path.cwd())]).encode()
+        self._status, theirs = socket.socketpair()
+        descriptors = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        with theirs, _lock:
+            socket.send_fds(_start(), [len(request).to_bytes(4, "little")], [theirs.fileno(), *descriptors])
+            _start().sendall(request)
+        self.pid = int.from_bytes(self._status.recv(4), "little")
+        if not self.pid:
+            raise RuntimeError("the parent of forks has ended")
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        return self._ended(0) if self._status.fileno() >= 0 else self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        code = self._ended(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return code
+
+    def _ended(self, timeout: float | None) -> int | None:
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.returncode is None:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([self._status], [], [], left if left is None else min(left, 0.1))
+            with self._waitpid_lock:  # type: ignore[attr-defined]  # another thread may wait, too
+                if ready and self.returncode is None:
+                    said = self._status.recv(4)
+                    self.returncode = int.from_bytes(said, "little", signed=True) if said else -signal.SIGKILL
+                    self._status.close()
+            if left == 0:
+                break
+        return self.returncode
+
+
+def run(module: str, *arguments: str, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` of `python -m module arguments`, by a fork, with what it printed as text."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Forked(module, *arguments, text=True, **pipes, **options) as process:
+        try:
+            out, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess([module, *arguments], process.returncode, out, errors)
+
+
+def start_stack(state_dir: Path, *, ephemeral: bool = False, gpus: int = 1, **env: str) -> Stack:
+    """`wooly_local.stack.start_stack` with a supervisor that is a fork, and has PyTorch for its executors.
+
+    Args:
+        state_dir: its directory.
+        ephemeral: it ends with this process.
+        gpus: executors to start.
+        env: variables besides ours. What executors share is told by them: OpenMP has read its variable.
+    """
+    from wooly_local.stack import StartingStack
+
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    argv = ["--state-dir", str(state_dir), "--gpus", str(gpus), *(["--die-with-stdin"] if ephemeral else [])]
+    stdin = subprocess.PIPE if ephemeral else subprocess.DEVNULL
+    with (state_dir / "supervisor.log").open("wb") as log:
+        process = Forked(
+            "wooly_local.supervisor", *argv, env=os.environ | env, stdin=stdin, stdout=log, stderr=subprocess.STDOUT
+        )
+    return StartingStack(state_dir, ephemeral, process).wait()
+
+
+def _start() -> socket.socket:
+    """The way to the parent of all forks."""
+    global _parent
+    if _parent is None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            argv = [sys.executable, "-m", "wooly_testkit.forks", str(theirs.fileno())]
+            env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+            _parent = (subprocess.Popen(argv, pass_fds=[theirs.fileno()], env=env), ours)
+    return _parent[1]
+
+
+def shut_down() -> None:
+    """End the parent, and with it all that is left of what was forked."""
+    global _parent
+    if _parent is not None:
+        process, way = _parent
+        _parent = None
+        way.close()
+        process.wait(20)
+
+
+# -- the parent ----------------------------------------------------------------------------------------------------------
+
+
+def _serve(way: socket.socket) -> None:
+    """Fork whom is asked for, and tell of their ends, until nobody can ask. This process has one thread."""
+    from wooly_local.processes import preload
+    from wooly_local.supervisor import EVERYWHERE, WITH_REST
+
+    preload((*EVERYWHERE, *WITH_REST))
+    threads = 0
+    children: dict[int, socket.socket] = {}  # who is to be told of each one's end
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    while True:
+        ready, _, _ = select.select([way.fileno(), woken], [], [])
+        if woken in ready:  # first: whoever ends from here on wakes it anew
+            os.read(woken, 1 << 10)
+        while children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            with children.pop(pid) as teller, contextlib.suppress(OSError):
+                teller.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "little", signed=True))
+        if way.fileno() not in ready:
+            continue
+        head, descriptors, _, _ = socket.recv_fds(way, 4, 4)
+        if not head:
+            return
+        request = b""
+        while left := int.from_bytes(head, "little") - len(request):
+            request += way.recv(left)
+        (module, *arguments), env, cwd = json.loads(request)
+        if module in _WITH_TORCH and not threads:
+            preload(["torch"])
+            threads = sys.modules["torch"].get_num_threads()
+        status_fd, *standard = descriptors
+        teller = socket.socket(fileno=status_fd)
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            for descriptor in (way.detach(), woken, wake, teller.detach(), *[c.detach() for c in children.values()]):
+                os.close(descriptor)
+            _become(module, arguments, env, cwd, standard, threads)
+        children[pid] = teller
+        for descriptor in standard:
+            os.close(descriptor)
+        with contextlib.suppress(OSError):
+            teller.sendall(pid.to_bytes(4, "little"))
+
+
+def _become(
+    module: str, arguments: list[str], env: dict[str, str], cwd: str, standard: list[int], threads: int
+) -> None:
+    """Be that module's process, and end as it would."""
+    from wooly_local.processes import die_with_parent, run_as_main  # type: ignore[attr-defined,unused-ignore]
+
+    code = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        die_with_parent()
+        for here, there in enumerate(standard):
+            os.dup2(there, here)
+            os.close(there)
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(cwd)
+        sys.path[0] = cwd
+        sys.path[1:1] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
+        if threads:  # OpenMP read its variable when it was loaded, in the parent
+            sys.modules["torch"].set_num_threads(int(env.get("OMP_NUM_THREADS", threads)))
+        code = run_as_main(module, arguments)
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    from wooly_local.processes import die_with_parent
+
+    die_with_parent()
+    _serve(socket.socket(fileno=int(sys.argv[1])))

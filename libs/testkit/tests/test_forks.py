@@ -1,0 +1,75 @@
+"""Forks are as processes that were started anew: what they are given, what they say, how they end."""
+
+import os
+import signal
+import subprocess
+import threading
+
+import pytest
+from wooly_testkit import forks
+from wooly_testkit.forks import Forked
+
+SAYS = """
+import os, sys
+print(__name__, sys.argv[1:], os.environ["MINE"], "HOME" in os.environ, os.getcwd(), sys.stdin.read())
+print("words", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def module(tmp_path):
+    """Makes a module of a text; gives what it is started with."""
+
+    def make(text, **env):
+        (tmp_path / "forked_module.py").write_text(text)
+        return {"env": {"PYTHONPATH": str(tmp_path), **env}, "cwd": tmp_path}
+
+    return make
+
+
+def test_fork_has_what_it_was_given_and_its_end_is_known(module, tmp_path):
+    options = module(SAYS, MINE="4")
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with Forked("forked_module", "7", "x", text=True, **pipes, **options) as process:
+        out, errors = process.communicate("said", timeout=30)
+    assert out == f"__main__ ['7', 'x'] 4 False {tmp_path} said\n" and errors == "words\n"
+    assert process.returncode == 7 == process.wait()
+
+
+def test_forks_are_killed_and_stopped_as_others(module, tmp_path):
+    options = module("import time; print('up', flush=True); time.sleep(60)")
+    with Forked("forked_module", stdout=subprocess.PIPE, **options) as process:
+        assert process.stdout.readline() == b"up\n" and process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        os.kill(process.pid, signal.SIGSTOP)
+        process.kill()
+        assert process.wait(30) == -signal.SIGKILL
+
+
+def test_forks_from_many_threads_end_each_with_its_own_status(module):
+    options, codes = module("import sys; sys.exit(int(sys.argv[1]))"), {}
+
+    def one(n):
+        codes[n] = forks.run("forked_module", str(n), timeout=60, **options).returncode
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == {n: n for n in range(20)}
+
+
+def test_what_a_module_raises_is_printed_and_the_status_is_1(module):
+    done = forks.run("forked_module", timeout=30, **module("raise KeyError('mine')"))
+    assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
+
+
+def test_given_descriptors_stay_open(module, tmp_path):
+    with (tmp_path / "log").open("ab") as log:
+        for _ in range(2):
+            with Forked("forked_module", stdout=log, stderr=log, **module("print('here')")) as process:
+                assert process.wait(30) == 0
+    assert (tmp_path / "log").read_text() == "here\nhere\n"
