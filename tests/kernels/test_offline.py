@@ -11,6 +11,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 import torch  # noqa: E402
+from wooly.device import current  # noqa: E402
 from wooly.kernels.launch import ForeignKernel, Pointer  # noqa: E402
 from wooly_compiler.build.toolchains import missing  # noqa: E402
 from wooly_compiler.build.worker import Limits, WorkerProcess  # noqa: E402
@@ -268,8 +269,6 @@ def run_guarded(text, grid, values, lengths=None):
         given.append((lengths or {}).get(k, values[k].nbytes) // unit)
     parameters = [Pointer(_DTYPE[a[1:]], writes=True) if a.startswith("*") else _DTYPE[a] for a in args]
     kernel = ForeignKernel(Source("ttir", made.text), entry, tuple(parameters), (1, 1, 1), ())
-    from wooly.api import current
-
     current().launches.launch(kernel, grid, [*given, status])
     return status.tolist(), made.places
 
@@ -288,7 +287,7 @@ def operands(name):
         "layer norm": ((64, 1, 1), (x, w, b, out, mean, rstd, 64, 64, 1e-5), out),
         "dropout": ((8, 1, 1), (x, out, 4096, 0.5, 7), out),
         "attention": ((2, 1, 1), (x, y, x, out, 0.1, 4096, 64, 64), out),
-        "grouped gemm": ((2, 1, 1), (x, y, out, ints, 1, 64, 64), out),
+        "grouped gemm": ((2, 1, 1), (x, y, out, ints, 64, 64), out),
     }[name]
 
 
@@ -299,8 +298,6 @@ def test_guards_leave_results_alone_and_keep_what_is_beyond(gpu, name):
     grid, values, out = operands(name)
     entry, args = signature(text)
     parameters = [Pointer(_DTYPE[a[1:]], writes=True) if a.startswith("*") else _DTYPE[a] for a in args]
-    from wooly.api import current
-
     plain = ForeignKernel(Source("ttir", text), entry, tuple(parameters), (1, 1, 1), ())
     current().launches.launch(plain, grid, list(values))
     wanted = out.clone()

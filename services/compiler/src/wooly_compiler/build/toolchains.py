@@ -43,7 +43,14 @@ def _module(name: str) -> Any:
 def missing(toolchain: str) -> str:
     """Why a toolchain cannot be used here; empty if it can."""
     if toolchain == "cuda":
-        return "" if _module("cuda.bindings.nvrtc") else "NVRTC is missing: pip install cuda-bindings nvidia-cuda-nvrtc"
+        nvrtc = _module("cuda.bindings.nvrtc")
+        if nvrtc is None:
+            return "NVRTC is missing: pip install cuda-bindings nvidia-cuda-nvrtc"
+        try:
+            nvrtc.nvrtcVersion()
+        except RuntimeError as e:  # the bindings are there, and look for the library when it is first used
+            return f"NVRTC does not load ({e}): pip install nvidia-cuda-nvrtc"
+        return ""
     if toolchain == "hip":
         if any(shutil.which(c) for c in _CLANG) or _module("hip.hiprtc"):
             return ""
