@@ -660,7 +660,6 @@ def _ldl_shapes(given: Arguments) -> None:
     """The kernel broadcasts all but the pivots."""
     batch = torch.broadcast_shapes(given["LD"].shape[:-2], given["B"].shape[:-2])
     _require(given["pivots"].shape[:-1] == batch, f"pivots must have batch dimensions {list(batch)}")
-    _require(given["pivots"].is_contiguous(), "pivots must be contiguous")
 
 
 def _ldl_pivots(given: Arguments) -> None:
