@@ -334,6 +334,8 @@ def test_stretches_that_are_run_over_edges_are_put_together(wis):
         for _ in range(2 + prepared_programs.STRETCH_OFTEN):
             assert run(2, (*edges, n)) == (None, [-2.0] * 4)
         assert len(prepared.hot) == 4 and [len(s.steps) for s in prepared.whole.values()] == [1]
+        (known,) = prepared.whole.values()
+        assert len(known.took) == 4 and all(known.took) and not prepared.one_by_one
         assert run(9, (*edges, n)) == (19, "index out of range in self")
         assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
         for _ in range(prepared_programs.STRETCH_OFTEN):  # interrupted elsewhere, what was put together does not serve
@@ -343,6 +345,13 @@ def test_stretches_that_are_run_over_edges_are_put_together(wis):
         for other in range(1, 100):
             run(1, (other % 3 * 6 + 1,), (n - other % 4, n))
         assert len(prepared.whole) <= prepared_programs.STRETCHES_SEEN
+
+
+def test_time_of_a_stretch_is_shared_out_as_its_parts_took():
+    stretch = prepared_programs.Stretch([], [], (10, 0, 25, 5))
+    assert stretch.parts(80, 4) == [20, 0, 50, 10] and sum(stretch.parts(79, 4)) == 79
+    assert stretch.parts(9, 3) == [3, 3, 3]  # it has other edges now
+    assert prepared_programs.Stretch([], []).parts(5, 2) == [2, 3]
 
 
 @pytest.mark.parametrize("dtype", DTYPES + [DType.I8, DType.I16, DType.I32, DType.C128, DType.F8E4M3FN], ids=str)

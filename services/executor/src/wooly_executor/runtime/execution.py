@@ -11,7 +11,7 @@ from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
-from wooly_executor.runtime.prepared import PreparedProgram
+from wooly_executor.runtime.prepared import PreparedProgram, Stretch
 from wooly_executor.runtime.segments import SegmentError
 
 
@@ -41,18 +41,21 @@ class StepExecution:
     def advance(self, edges: Sequence[int]) -> list[int]:
         """See `Execution.advance`."""
         times: list[int] = []
-        frame = self._frame
+        frame, begin = self._frame, self._at
         last = time.thread_time_ns()
-        if len(edges) > 1 and not self.ended and self._together(edges[-1]):
-            each, rest = divmod(time.thread_time_ns() - last + frame.elsewhere_ns, len(edges))
-            frame.elsewhere_ns = 0
-            return [*[each] * (len(edges) - 1), each + rest]
+        if len(edges) > 1 and not self.ended:
+            stretch = self._together(edges[-1])
+            if stretch is not None:
+                total, frame.elsewhere_ns = time.thread_time_ns() - last + frame.elsewhere_ns, 0
+                return stretch.parts(total, len(edges))
         for edge in edges:
             if not self.ended:
                 self._go(edge)
             now = time.thread_time_ns()
             times.append(now - last + frame.elsewhere_ns)
             last, frame.elsewhere_ns = now, 0
+        if len(edges) > 1 and self.outcome.failed_at is None:
+            self._prepared.took(begin, self._at, times)
         return times
 
     @property
@@ -60,18 +63,17 @@ class StepExecution:
         """Device time of generated kernels so far."""
         return self._frame.kernel_ns
 
-    def _together(self, edge: int) -> bool:
+    def _together(self, edge: int) -> Stretch | None:
         """Run up to an edge, over those before it, if these steps have been put together; else nothing is done."""
         prepared, begin = self._prepared, self._at
         if self._steps is not prepared.hot:
-            return False
+            return None
         whole = edge >= len(prepared.program.body)
         end = len(self._steps) if whole else bisect_left(self._places, edge, begin)
         found = prepared.stretch(begin, end)
-        if found is None:
-            return False
-        self._run(found.steps, found.begins, 0, end, whole)
-        return True
+        if found is not None:
+            self._run(found.steps, found.begins, 0, end, whole)
+        return found
 
     def _go(self, edge: int) -> None:
         prepared, begin = self._prepared, self._at

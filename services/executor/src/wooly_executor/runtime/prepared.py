@@ -26,10 +26,23 @@ class Stretch(NamedTuple):
     Attributes:
         steps: what to do.
         begins: per step, the step of the program that it begins with.
+        took: what lies between its edges took when it was last run one by one, in ns.
     """
 
     steps: list[Step]
     begins: list[int]
+    took: Sequence[int] = ()
+
+    def parts(self, ns: int, edges: int) -> list[int]:
+        """The time of a run as a whole, up to each of so many edges: shared out as it was before."""
+        took = self.took if len(self.took) == edges and any(self.took) else (1,) * edges
+        whole, so_far, reached = sum(took), 0, 0
+        parts = []
+        for part in took:
+            so_far += part
+            parts.append(ns * so_far // whole - reached)
+            reached += parts[-1]
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +130,7 @@ class PreparedProgram:
         edges: instructions before which runs are likely to be stopped.
         places: per hot step, the instruction that it begins with.
         whole: stretches of hot steps, by their ends, that are run as a whole: put together, or how often they were run.
+        one_by_one: what these took between their edges before they were put together.
         stretches: what a GPU knows of the hot steps between two edges.
         restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
         status: where its kernels complain, on a GPU.
@@ -145,6 +159,7 @@ class PreparedProgram:
     edges: Sequence[int] = ()
     places: list[int] = field(default_factory=list)
     whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
+    one_by_one: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
     restless: set[int] = field(default_factory=set)
     status: Any = None
@@ -197,5 +212,12 @@ class PreparedProgram:
         last = self.begins[end] if end < len(self.hot) else len(self.steps)
         made = compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
         fewer = made is not None and len(made[1]) < end - begin
-        known = self.whole[begin, end] = Stretch(made[1], made[2]) if made is not None and fewer else Stretch([], [])
+        took = self.one_by_one.pop((begin, end), ())
+        known = Stretch(made[1], made[2], took) if made is not None and fewer else Stretch([], [])
+        self.whole[begin, end] = known
         return known if known.steps else None
+
+    def took(self, begin: int, end: int, times: Sequence[int]) -> None:
+        """A stretch was run edge by edge."""
+        if isinstance(self.whole.get((begin, end)), int):
+            self.one_by_one[begin, end] = times
