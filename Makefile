@@ -35,7 +35,7 @@ test: setup ## the tests (under ten minutes on two cores)
 
 .PHONY: test-all
 test-all: setup ## all tests, the slow ones too
-	$(PYTEST) -m "not gpu and not docker"
+	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
 .PHONY: lint
 lint: setup ## ruff, mypy (strict for libs), import contracts
@@ -119,10 +119,11 @@ docs: setup ## write the generated reference pages anew
 docker-engine: ## install a Docker engine (Debian); dockerd is started by whoever needs it, compose v2 and buildx are not in Debian 12
 	apt-get install -y --no-install-recommends docker.io containerd runc iptables mmdebstrap
 
-# BASE, TORCH_INDEX, PIP_CONF, CA_FILE, BUILD_ARGS: see deploy/docker/build.sh. LOCAL=1: NATS and PostgreSQL are built too.
+# BASE, TORCH_INDEX, PIP_CONF, CA_FILE, BUILD_ARGS: see deploy/docker/build.sh. LOCAL=1: NATS and PostgreSQL are built too, and a BASE where none is named.
 .PHONY: compose-test
 compose-test: setup ## build the images, run the compose stack, and scripts on it (needs a Docker engine; minutes)
-	deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering compiler operator executor-cpu client
+	$(if $(LOCAL),$(if $(BASE),,deploy/docker/local/debian.sh))
+	$(if $(LOCAL),BASE=$(or $(BASE),wooly-debian)) deploy/docker/build.sh $(if $(LOCAL),nats postgres) router scheduler metering compiler operator executor-cpu client
 	WOOLY_COMPOSE_LOCAL=$(LOCAL) $(BIN)/python -m pytest tests/deploy/test_compose.py -m docker -p no:xdist
 
 .PHONY: manifests

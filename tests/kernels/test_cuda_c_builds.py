@@ -34,8 +34,18 @@ def worker():
         yield found
 
 
-@pytest.mark.parametrize("name", ["opencl:cpu", "cuda:sm_90", "hip:gfx942"])
-@pytest.mark.parametrize("case", CASES, ids=[c[1] for c in CASES])
+#: PoCL takes half a minute for every function at once: the chips' compilers take them here, PoCL in `make test-all`.
+SLOW = {("everything", "opencl:cpu")}
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if (case[1], name) in SLOW else ())
+        for case in CASES
+        for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
+    ],
+)
 def test_kernel_builds(name, case, worker):
     where = target(name)
     why = missing(where.toolchain)
@@ -49,3 +59,10 @@ def test_kernel_builds(name, case, worker):
     made = translate(text, entry, arguments, block, template=template, shared=512, dialect=DIALECTS[where.toolchain])
     source = Source(made.entry, where.dialect.name, made.text, 1, block[0] * block[1] * block[2])
     assert len(worker.build(source, where)) > 1000
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_function_has_a_translation(dialect):
+    text, entry, arguments, block, _ = CASES[-1]
+    made = translate(text, entry, arguments, block, template="", shared=512, dialect=DIALECTS[dialect])
+    assert made.entry in made.text and len(made.text) > len(text) / 2

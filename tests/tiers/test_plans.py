@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from wooly_executor.runtime.buffers import Buffer
+from wooly_testkit.effort import examples
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
@@ -19,7 +20,7 @@ SMOOTH = ("exp", "tanh", "erf", "sigmoid", "silu", "gelu", "sin", "cos", "sqrt")
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "lt", "ge", "logical_or")
 FOLDS = ("sum", "mean", "amax", "any")
 PER_EXAMPLE = settings(
-    max_examples=8,
+    max_examples=examples(4, 8),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -70,7 +70,7 @@ def vendors_kernels():
     return compile_program(program).kernels
 
 
-SLOW_ARCHS = ("cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_100", "hip:gfx90a", "hip:gfx1100")
+SLOW_ARCHS = ("opencl:gpu", "cuda:sm_80", "cuda:sm_86", "cuda:sm_89", "cuda:sm_100", "hip:gfx90a", "hip:gfx1100")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in SLOW_ARCHS else ()) for n in TARGETS])
@@ -82,6 +82,12 @@ def test_every_kernel_builds(name, worker):
     for kernel in (*kernels(), *(vendors_kernels() if where.toolchain != "hip" else ())):
         artifact = worker.build(render(kernel, where.dialect, where.form), where)
         assert len(artifact) > 100
+
+
+def test_some_kernels_build_as_gpus_run_them_with_opencl(worker):
+    where = target("opencl:gpu")  # all of them in `make test-all`: PoCL takes half a minute
+    for kernel in kernels()[::6]:
+        assert len(worker.build(render(kernel, where.dialect, where.form), where)) > 100
 
 
 def test_source_that_is_no_c_is_refused_with_the_compilers_words(worker):

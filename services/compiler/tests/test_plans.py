@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from wooly_compiler.local_run import LocalRun
 from wooly_compiler.passes import weigh
 from wooly_compiler.pipeline import Trace, compile_program
+from wooly_testkit.effort import examples
 from wooly_testkit.tape import Tape
 from wooly_wis import plan as plans
 from wooly_wis.dtypes import DType
@@ -416,7 +417,7 @@ def tapes(draw):
 @given(tapes())
 # Each example builds several kernels, so nothing is shrunk: the failing program is short enough to read.
 @settings(
-    max_examples=int(os.environ.get("WOOLY_EXAMPLES", 24)),
+    max_examples=int(os.environ.get("WOOLY_EXAMPLES", examples(10, 24))),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

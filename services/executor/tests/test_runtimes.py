@@ -15,6 +15,7 @@ from wooly_executor.runtime import segments
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view, bytes_of
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import DeviceFacts
 from wooly_wis.program import OperandRef, ParamKind, ParamRef
@@ -250,7 +251,7 @@ def same_but_for_what_a_failure_loses(hot, expected):
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(150, 400), deadline=None, derandomize=True)
 def test_generated_programs_leave_the_same_bytes(wis, data):
     body, params = data.draw(bodies(wis))
     agree(body, params)
