@@ -342,7 +342,8 @@ def asleep(monkeypatch):
     from wooly_bus.rpc import ControlClient
 
     async def never(self):
-        await asyncio.Event().wait()
+        self.asleep = asyncio.Event()  # somebody must hold what a task waits for, or both are garbage
+        await self.asleep.wait()
 
     monkeypatch.setattr(ControlClient, "_keep_valid", never)
 

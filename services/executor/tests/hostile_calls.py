@@ -113,6 +113,8 @@ call("aten._weight_norm_interface.default", f(4, 3), f(0, 1), 0)
 QUERY = f(1, 2, 3, 4)
 call("aten._scaled_dot_product_flash_attention_for_cpu.default", QUERY, f(1, 1, 3, 4), QUERY)
 call("aten._scaled_dot_product_flash_attention_for_cpu.default", QUERY, f(1, 2, 0, 4), f(1, 2, 0, 4))
+call("aten._scaled_dot_product_flash_attention_for_cpu.default", f(1, 4, 3, 4), f(1, 3, 3, 4), f(1, 3, 3, 4))
+call("aten._scaled_dot_product_flash_attention_for_cpu.default", QUERY, f(1, 8, 3, 4), f(1, 8, 3, 4))
 call(
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
     *(QUERY, QUERY, QUERY, QUERY, QUERY, f(1, 2, 0), 0.0, False),

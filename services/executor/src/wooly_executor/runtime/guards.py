@@ -326,8 +326,9 @@ def _attention(given: Arguments) -> None:
     for name, t in (("query", query), ("key", key), ("value", value)):
         _require(t.dim() == 4 and t.numel() > 0, f"{name} must have 4 dimensions, and elements")
     batch, heads, _, width = query.shape
-    _sized(given, "key", [batch, heads, key.shape[2], width])
-    _sized(given, "value", [batch, heads, key.shape[2], width])
+    _require(heads % key.shape[1] == 0, f"the {key.shape[1]} heads of key must divide the {heads} of query")
+    _sized(given, "key", [batch, key.shape[1], key.shape[2], width])
+    _sized(given, "value", key.shape)
     mask = given.get("attn_mask")
     if mask is not None:
         scores = [batch, heads, query.shape[2], key.shape[2]]
