@@ -174,6 +174,8 @@ class Controller:
             self._stack.stop()
 
 
+#: Seconds in which a session is opened: the router asks others, and writes it down, which a busy disk may put off.
+OPEN_S = 20.0
 #: A stack for this process alone that was begun, and which nobody has waited for yet.
 _begun: Any = None
 
@@ -349,7 +351,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
     )
     try:
         with trace.step("open_session"):
-            opened = controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
+            opened = controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply, timeout=OPEN_S)
         trace.root.set_attribute("task_id", opened.session_id)
         return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:
