@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,8 @@ def submit(
             print(_line(event.at, event.state, event.reason), file=sys.stderr)
 
     last = jobs.follow(access, tenant, job.job_id, each, credential=settings.credential)
-    with_controller(lambda: Controller(access), lambda c: trace.send(c, job.job_id, settings.credential))
+    with closing(Controller(access)) as controller:
+        trace.send(controller, job.job_id, settings.credential)
     files = jobs.fetch(access, tenant, last.outputs, output) if output is not None and last.outputs else []
     if as_json:
         report = {"task_id": job.job_id, "state": last.state, "reason": last.reason, "files": [str(f) for f in files]}
@@ -193,12 +194,3 @@ def prioritize(controller: Controller, settings: Settings, task_id: str, priorit
     request = PrioritizeTaskRequest(task_id=task_id, priority=priority, credential=settings.credential)
     reply: TaskReply = controller.ask(subjects.ROUTER_TASK_PRIORITIZE, request, TaskReply)
     return reply
-
-
-def with_controller(connect: Callable[[], Controller], work: Callable[[Controller], Any]) -> Any:
-    """Do something with a connection, and close it."""
-    controller = connect()
-    try:
-        return work(controller)
-    finally:
-        controller.close()

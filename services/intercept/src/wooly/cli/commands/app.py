@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -66,7 +67,8 @@ def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
 
     try:
         settings = read_settings()
-        return jobs.with_controller(lambda: connect(settings), lambda controller: work(jobs, controller, settings))
+        with closing(connect(settings)) as controller:
+            return work(jobs, controller, settings)
     except ValidationError as e:
         raise fail(ControlError(f"that is not the id of a task, or not a state: {e.errors()[0]['input']!r}")) from e
     except WoolyError as e:

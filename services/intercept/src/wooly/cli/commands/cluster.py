@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -106,11 +107,8 @@ def _print_places(places: Mapping[str, object]) -> None:
 
 def nodes_of(settings: Settings) -> list[dict[str, Any]]:
     """The executors that the controller knows."""
-    controller = connect(settings)
-    try:
+    with closing(connect(settings)) as controller:
         return [n.model_dump(mode="json") for n in controller.nodes().nodes]
-    finally:
-        controller.close()
 
 
 def _print_nodes(nodes: list[dict[str, Any]]) -> None:
@@ -161,17 +159,16 @@ def top(
     as_json: Json = False,
 ) -> None:
     """Show live what every GPU, tenant and session does, as the scheduler follows it, and who computes. Ctrl-C ends it."""
-    try:
-        controller = connect(read_settings())
 
-        def read() -> tuple[list[GpuState], dict[str, WorkDone]]:
-            gpus = controller.gpus()
-            try:
-                return gpus, {n.executor_id: n.work for n in controller.nodes().nodes}
-            except ControlError:  # the scheduler's part needs no router
-                return gpus, {}
-
+    def read() -> tuple[list[GpuState], dict[str, WorkDone]]:
+        gpus = controller.gpus()
         try:
+            return gpus, {n.executor_id: n.work for n in controller.nodes().nodes}
+        except ControlError:  # the scheduler's part needs no router
+            return gpus, {}
+
+    try:
+        with closing(connect(read_settings())) as controller:
             if as_json:
                 gpus, work = read()
                 rows = [
@@ -185,7 +182,5 @@ def top(
                 print_top(out, *read())
             else:
                 watch_top(out, read)
-        finally:
-            controller.close()
     except WoolyError as e:
         raise fail(e) from e

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Annotated
 
 import typer
@@ -33,11 +34,8 @@ def show_credits(
     if by not in ("run", "model", "hour"):
         raise fail(ControlError(f"--by {by}: there are run, model and hour"))
     try:
-        controller = connect(read_settings())
-        try:
+        with closing(connect(read_settings())) as controller:
             reply = read_credits(controller, CreditsRequest(by=by, tenant=tenant), limit)  # type: ignore[arg-type]
-        finally:
-            controller.close()
     except WoolyError as e:
         raise fail(e) from e
     if as_json:
@@ -67,11 +65,8 @@ def budget(
     except ValidationError as e:
         raise fail(ControlError(f"that is no budget: {e.errors()[0]['msg']}")) from e
     try:
-        controller = connect(read_settings())
-        try:
+        with closing(connect(read_settings())) as controller:
             state: BudgetState = controller.ask_metering(subjects.METERING_BUDGET_SET, request, BudgetState, 10.0)
-        finally:
-            controller.close()
     except WoolyError as e:
         raise fail(e) from e
     if as_json:

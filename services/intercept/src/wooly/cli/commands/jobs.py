@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,8 @@ def submit(
 
     settings = read_settings()
     try:
-        access = jobs.with_controller(lambda: connect(settings), lambda c: c.access)
+        with closing(connect(settings)) as controller:
+            access = controller.access
         code = jobs.submit(
             settings,
             access,

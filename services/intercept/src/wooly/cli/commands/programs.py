@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -39,11 +40,8 @@ def disasm(
     try:
         stages = [("program", disassemble(decode_program(raw)))]
         if passes:
-            controller = connect(read_settings())
-            try:
+            with closing(connect(read_settings())) as controller:
                 stages += controller.passes(raw, target, cast("JitMode", jit))
-            finally:
-                controller.close()
     except (WisError, WoolyError) as e:
         raise fail(e) from e
     if as_json:

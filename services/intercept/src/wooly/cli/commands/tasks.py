@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
@@ -60,11 +61,8 @@ def _steer(as_json: bool, session: str, **changes: Any) -> None:
     except ValidationError as e:
         raise fail(ControlError(f"{session!r} is not the id of a session")) from e
     try:
-        controller = connect(read_settings())
-        try:
+        with closing(connect(read_settings())) as controller:
             reply = controller.steer(request)
-        finally:
-            controller.close()
     except WoolyError as e:
         raise fail(e) from e
     if as_json:
