@@ -41,6 +41,30 @@ def test_the_programs_of_a_loop_are_the_same_each_time_around(cuda, sent, layers
     assert len(set(steady)) <= period // (limit // 2) + 1, (len(set(steady)), len(steady), period)
 
 
+def test_a_loop_that_the_timer_cuts_keeps_its_marks(cuda, sent):
+    """Cuts of the timer's are chance: the programs after one end where others did, and do not part the loop more finely for good."""
+    recorder = device.current().devices.recorders[0]
+    x = torch.ones(3, device=cuda)
+
+    def steps(count):
+        for _ in range(count):
+            y = x
+            for width in range(1, 100):
+                y = torch.cat([x, y[:width]])
+
+    steps(10)
+    marks = set(recorder._marks)
+    for n in range(1, 60, 7):
+        for width in range(n):
+            torch.cat([x, x[:width]])
+        recorder.try_flush()
+        steps(15)
+    assert recorder._marks == marks
+    settled = len(sent)
+    steps(5)
+    assert len({name for name, _ in sent[settled:]}) <= (len(sent) - settled) // 5 + 1
+
+
 def test_a_program_has_no_more_instructions_than_it_may(cuda, sent):
     limit = device.current().devices.recorders[0].limit
     x = torch.ones(3, device=cuda)

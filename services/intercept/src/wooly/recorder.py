@@ -36,6 +36,8 @@ _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", P
 
 #: Forms that end programs; forgotten all at once when there are more.
 MARKS = 1024
+#: Programs that may end anywhere after the timer has cut one, before a mark is set for them.
+ASTRAY = 8
 
 
 #: One recorded instruction's origin: code object and instruction offset of the Python line.
@@ -236,6 +238,7 @@ class Recorder:
         self.programs = 0
         self._forms = forms.known
         self._marks: set[int] = set()
+        self._astray = 0
         self._restart(limit)
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
@@ -264,11 +267,17 @@ class Recorder:
         A loop's programs should be the same each time around, wherever it was when the last one was closed: then a digest is all
         that travels, and the executor knows the program. So programs end where others did, at a *mark*, once they are half full;
         one that finds no mark ends at the limit and sets one, at the rarest form of its second half.
+
+        Where the timer cuts hangs on how fast machines are just now. The programs after its cut lie across the loop in a way that
+        will not come again: marks for them would only make the loop's programs more and shorter, so they have to find an old one.
         """
         count = len(self.origins)
         if count >= self._most:
             if self._most == self.limit and form not in self._marks:
-                self._set_mark()
+                if self._astray:
+                    self._astray -= 1
+                else:
+                    self._set_mark()
             self.flush()
         elif form in self._marks:
             self.flush()
@@ -423,6 +432,8 @@ class Recorder:
 
     def try_flush(self) -> None:
         """Flush for the timer's thread: a lost executor is reported at the next call of the user's own thread."""
+        if self._marks:
+            self._astray = ASTRAY
         with contextlib.suppress(WoolyError):
             self.flush()
 
