@@ -24,6 +24,7 @@ from wooly_bus.streams import StreamError
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
+from wooly_executor.collector import Collector
 from wooly_executor.compilation import KernelSource, PlanSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
@@ -193,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
         tiers = None if args.standalone else Tiers(exact=runtime.exact)
     memory = settings.memory or (runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
     pace = settings.paced() if runtime.device.host else None  # a GPU's events tell what its own cores did
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers, pace)
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers, pace, Collector())
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

@@ -34,6 +34,7 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
+from wooly_executor.collector import Collector
 from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import (
@@ -79,6 +80,7 @@ class DeviceLoop:
         swap: SwapSettings | None = None,
         tiers: Tiers | None = None,
         pace: Pace | None = None,
+        collector: Collector | None = None,
     ) -> None:
         self.runtime = runtime
         self.tiers = tiers
@@ -97,6 +99,7 @@ class DeviceLoop:
         self.lost = ""
         self.busy_ns = 0
         self.usage = UsageBook()
+        self._collector = collector
         self._workers = WorkerClock()
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
@@ -232,6 +235,8 @@ class DeviceLoop:
         """Serve until `stop` is called."""
         dispatch, vram = self.dispatch, self.vram
         self._workers.attach()
+        if self._collector is not None:
+            self._collector.begin()
         if self.pace is not None:
             self.pace.begin()
         with torch.inference_mode():
@@ -239,8 +244,10 @@ class DeviceLoop:
                 self.runtime.device.attach()
                 while not self._stopping.is_set():
                     busy = dispatch.launch is not None or not self._calls.empty() or vram.due
-                    self._poll(0 if busy else vram.timeout())
+                    self._poll(0 if busy else self._timeout())
                     self._run_calls()
+                    if dispatch.launch is None and self._collector is not None:
+                        self._collector.rest(alone=not self._sessions)
                     while dispatch.launch is not None and not self._stopping.is_set():
                         self._launch()
                         self._run_calls()
@@ -253,6 +260,11 @@ class DeviceLoop:
         self.vram.stop()
         self.server.close()
         self.on_ended()
+
+    def _timeout(self) -> float | None:
+        """Seconds until there may be something to do though no event comes; None: there will not."""
+        timeouts = [self.vram.timeout(), None if self._collector is None else self._collector.timeout()]
+        return min([t for t in timeouts if t is not None], default=None)
 
     def _tell_lost(self) -> None:
         """Answer what clients wait for: the device is lost."""
@@ -301,6 +313,8 @@ class DeviceLoop:
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._flush()
+        if self._collector is not None:
+            self._collector.worked()
         self._look()
         self.dispatch.done(gpu_ns, stopped, core_ns)
 

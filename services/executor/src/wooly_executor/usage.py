@@ -97,6 +97,12 @@ class Used:
         """Nothing of it ran since the last time."""
         self._held, self.byte_ns = self._borne(now)
 
+    def end(self, now: int) -> None:
+        """The session is over: it is not asked any more, and need not stay for that."""
+        self.settle(now)
+        self.ended = True
+        del self._borne
+
     def due(self, now: int) -> bool:
         """Whether there is anything to tell."""
         if self.ended or self.gpu_ns or self.runs:
@@ -168,8 +174,7 @@ class UsageBook:
         """A session is over; it still has what it held. A launch of its may be told of afterwards."""
         used = self._open.pop(session_id, None)
         if used is not None:
-            used.settle(now)
-            used.ended = True
+            used.end(now)
             self._ended.append(used)
             self.on_ended()
 

@@ -1,0 +1,101 @@
+"""When the executor looks for cycles of garbage, and that there are next to none."""
+
+import gc
+import weakref
+
+import pytest
+from wooly_executor import collector
+from wooly_executor.collector import AT_LAST_S, REST_S, Collector
+
+
+class Interpreter:
+    """What the collector does to it, in order."""
+
+    def __init__(self):
+        self.done = []
+
+    def get_threshold(self):
+        return 700, 10, 10
+
+    def set_threshold(self, *thresholds):
+        self.done.append(thresholds)
+
+    def __getattr__(self, name):
+        return lambda: self.done.append(name)
+
+    def taken(self):
+        done, self.done = self.done, []
+        return done
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    found = Interpreter()
+    monkeypatch.setattr(collector, "gc", found)
+    return found
+
+
+@pytest.fixture
+def now():
+    return [100.0]
+
+
+@pytest.fixture
+def started(interpreter, now):
+    found = Collector(lambda: now[0])
+    found.begin()
+    thresholds, *looked = interpreter.taken()
+    assert thresholds[:2] == (700, 10) and thresholds[2] > 10**6
+    assert looked == ["collect", "freeze"]
+    return found
+
+
+def test_collector_after_work_waits_for_a_rest_and_looks_once(started, interpreter, now):
+    assert started.timeout() is None
+    started.worked()
+    assert started.timeout() == REST_S
+    now[0] += REST_S / 2
+    started.rest(alone=False)
+    assert interpreter.taken() == [] and started.timeout() == REST_S / 2
+    now[0] += REST_S / 2
+    started.rest(alone=False)
+    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() is None
+    now[0] += 10 * REST_S
+    started.rest(alone=False)
+    assert interpreter.taken() == []
+
+
+def test_collector_without_sessions_looks_at_everything(started, interpreter, now):
+    started.worked()
+    now[0] += REST_S
+    started.rest(alone=True)
+    assert interpreter.taken() == ["unfreeze", "collect", "freeze"]
+
+
+def test_collector_of_a_device_that_never_rests_looks_at_last(started, interpreter, now):
+    begun = now[0]
+    while now[0] < begun + AT_LAST_S - 1:
+        now[0] += 0.5
+        started.worked()
+    assert interpreter.taken() == []
+    now[0] += 1
+    started.worked()
+    now[0] += 1
+    started.worked()
+    assert interpreter.taken() == ["collect", "freeze"]
+
+
+def test_session_that_ended_leaves_no_cycle(device):
+    """A collection while sessions are open does not see what it saw before: what ends must go without one."""
+    client = device.open("a")
+    client.make(1, 1.0, 2.0)
+    assert client.floats(1, 2) == [1, 2]
+    left = weakref.ref(device.loop._sessions["a"])
+    gc.collect()
+    gc.disable()
+    try:
+        device.loop.call(lambda: device.loop.close_session("a", "the test")).result(10)
+        device.loop.call(lambda: None).result(10)  # the frames of the call before are gone
+        assert left() is None
+    finally:
+        gc.enable()
