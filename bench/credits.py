@@ -154,8 +154,13 @@ def bench_ledger(count):
 
 PROMPT = "What is the capital of United States of America"
 MAX_LENGTH = 100
-#: Runs before those that count.
-WARM = 3
+#: Runs before those that count: programs are prepared at their first run, compiled and put together over the next, and until then
+#: each costs less than the one before.
+WARM = 14
+#: Runs alone for each run beside another tenant.
+ALONE = 4
+#: Seconds that the pace of the machine's cores is looked at, to have something to price against that stays.
+LOOKS_S = 3.0
 #: family, layers, width, heads, heads of keys and values, width of the MLP, vocabulary
 MODELS = {
     "tinyllama-1.1b": ("llama", 22, 2048, 32, 4, 5632, 32000),
@@ -284,8 +289,11 @@ def bill(client, session):
 def local_stack():
     from wooly_local.stack import start_stack
 
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    given = {"OMP_NUM_THREADS": "1"}
+    if "WOOLY_EXECUTOR_PACE" not in os.environ:
+        given["WOOLY_EXECUTOR_PACE"] = str(reference_pace())
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
     stack = start_stack(ephemeral=True)
     client = ControlClient(stack.access())
     try:
@@ -293,7 +301,8 @@ def local_stack():
     finally:
         client.close()
         stack.stop()
-        os.environ.pop("OMP_NUM_THREADS") if before is None else os.environ.update(OMP_NUM_THREADS=before)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def worst(values):
@@ -302,9 +311,26 @@ def worst(values):
     return 100 * max(abs(v - mean) for v in values) / mean
 
 
-def spread(values):
+def deviation(values):
     """Standard deviation, in percent of the mean."""
-    return f"{100 * statistics.stdev(values) / statistics.fmean(values):.1f} %" if len(values) > 1 else "-"
+    return 100 * statistics.stdev(values) / statistics.fmean(values) if len(values) > 1 else 0.0
+
+
+def spread(values):
+    return f"{deviation(values):.1f} %" if len(values) > 1 else "-"
+
+
+def reference_pace():
+    """The pace of cores that an installation would be given: what the piece of work takes in the best moment, in ns."""
+    from wooly_executor.pace import Pace
+
+    pace, begun = Pace(), time.monotonic()
+    pace.begin()
+    best = pace.mean_ns
+    while time.monotonic() - begun < LOOKS_S:
+        pace.look()
+        best = min(best, pace.mean_ns)
+    return max(1000, round(best))
 
 
 #: What is shown while the models run.
@@ -325,7 +351,7 @@ def bench_models(args):
             for name in names:
                 busy = {"model": "mistral-7b" if name != "mistral-7b" else "falcon-7b", "tenant": "neighbour"}
 
-                shown = progress.add_task(name, total=WARM + args.runs + -(-args.runs // 2))
+                shown = progress.add_task(name, total=WARM + args.runs + -(-args.runs // ALONE))
 
                 def run(name=name, shown=shown):
                     tenant.begin(model=name, tenant="bench", **job)
@@ -333,14 +359,12 @@ def bench_models(args):
                     progress.advance(shown)
                     return bill(client, found["session"]), found["seconds"]
 
-                for _ in range(
-                    WARM
-                ):  # programs are prepared at their first run, put together at their sixteenth, then compiled
+                for _ in range(WARM):
                     run()
                 alone, beside = [], []
                 for n in range(args.runs):  # in turns, so that what else the machine does meets both
                     alone.append(run())
-                    if n % 2 == 0:
+                    if n % ALONE == 0:
                         with neighbour.working(flag, **job | busy | {"generations": 1}):
                             beside.append(run())
                 figures = {
@@ -359,14 +383,15 @@ def bench_models(args):
                 progress.remove_task(shown)
                 done = ", ".join(f"{key} {mean[key][0]:.2f} (sd {spread(figures[key][0])})" for key in figures)
                 progress.console.print(f"{name}: {done}; CPU time's sd {spread(cpu)}", highlight=False)
-                rows.append(
-                    row(f"{name}, core credits: worst run from the mean", "%", worst(core[0]), None, 3, against="value")
-                    | {"runs": core[0], "beside": core[1]}
+                found = row(
+                    f"{name}, core credits: standard deviation", "%", deviation(core[0]), None, 3, against="value"
                 )
-                rows.append(
-                    row(f"{name}, CPU time: worst run from the mean", "%", worst(cpu), None, COMPARED, against="value")
-                    | {"goal": None}
-                )
+                rows.append(found | {"runs": core[0], "beside": core[1]})
+                for what, values in (("core credits", core[0]), ("CPU time", cpu)):
+                    found = row(
+                        f"{name}, {what}: worst run from the mean", "%", worst(values), None, COMPARED, against="value"
+                    )
+                    rows.append(found | {"goal": None})
                 for key in ("core", "vram"):
                     found = row(
                         f"{name}, {key} credits beside another tenant to alone",

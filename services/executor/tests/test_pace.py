@@ -16,7 +16,7 @@ def begun(reference=None, ns=10_000):
     pace = Pace(reference)
     pace.begin()
     # as if it had found out this
-    pace._mean = pace._best = float(ns)
+    pace.mean_ns = pace._best = float(ns)
     pace.measured(ns)
     return pace
 

@@ -35,21 +35,22 @@ class Pace:
         reference_ns: what the piece of work takes on the core that is priced in full; None: the best that this one has done.
 
     Attributes:
+        mean_ns: what the piece of work takes just now.
         ppm: the pace, in millionths. Without a `reference_ns` at most `FULL`.
     """
 
-    __slots__ = ("_best", "_mean", "_reference", "_since", "ppm")
+    __slots__ = ("_best", "_reference", "_since", "mean_ns", "ppm")
 
     def __init__(self, reference_ns: int | None = None) -> None:
         self._reference = reference_ns
-        self._best = self._mean = 0.0
+        self._best = self.mean_ns = 0.0
         self._since = 0
         self.ppm = FULL
 
     def begin(self) -> None:
         """Find out how fast the core is."""
-        self._mean = float(min([_took() for _ in range(16)]))
-        self._best = self._mean * _FAR
+        self.mean_ns = float(min([_took() for _ in range(16)]))
+        self._best = self.mean_ns * _FAR
         for _ in range(_FIRST):
             self.look()
 
@@ -66,9 +67,9 @@ class Pace:
 
     def measured(self, ns: int) -> None:
         """The piece of work took so long."""
-        self._mean += _NEWEST * (min(ns, _FAR * self._mean) - self._mean)
-        self._best = min(self._best, self._mean)
-        self.ppm = max(int(FULL * (self._reference or self._best) / self._mean), 1)
+        self.mean_ns += _NEWEST * (min(ns, _FAR * self.mean_ns) - self.mean_ns)
+        self._best = min(self._best, self.mean_ns)
+        self.ppm = max(int(FULL * (self._reference or self._best) / self.mean_ns), 1)
 
 
 def _took() -> int:
