@@ -51,12 +51,16 @@ class FakeExecutor:
         self.app, self.name = app, name
         self.sessions, self.closed, self.jobs = {}, [], []
         self.refuse = None
+        self.asked, self.held_up = [], 0
         app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
         app.serve(subjects.executor_session_renew(name), RenewSessionRequest, self.on_renew)
         app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
         app.serve(subjects.executor_job_run(name), RunJobRequest, self.on_run_job)
 
     async def on_open(self, request):
+        self.asked.append(request)
+        if len(self.asked) <= self.held_up:
+            await asyncio.sleep(0.4)
         if self.refuse:
             raise self.refuse
         self.sessions[request.session_id] = request

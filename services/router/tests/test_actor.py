@@ -146,6 +146,29 @@ async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
         await subscription.unsubscribe()
 
 
+async def test_executor_that_was_held_up_is_asked_again_for_the_same(rig, monkeypatch):
+    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 0.2)
+    async with rig("a") as r:
+        r.executors[0].held_up = 2
+        opened = await r.open()
+        assert opened.parts[0].executor_id == "a"
+        asked = r.executors[0].asked
+        assert len(asked) == 3 and len({(ask.session_id, ask.token) for ask in asked}) == 1
+
+
+async def test_executor_that_stays_silent_is_told_of_in_time(rig, monkeypatch):
+    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 0.2)
+    async with rig("a") as r:
+        r.executors[0].held_up = 1000
+        opening = asyncio.create_task(r.open())
+        while len(r.executors[0].asked) < 2:
+            await asyncio.sleep(0.01)
+        r.clock.now += actor_module.OPEN_BUDGET_S + 0.1
+        await r.beat()
+        error = await refusal(opening)
+        assert error.code == "router.executor_silent" and "executor a" in str(error)
+
+
 async def test_renewal_moves_the_lease_and_wants_the_token(rig):
     async with rig("a") as r:
         opened = await r.open()

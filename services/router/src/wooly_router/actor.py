@@ -60,8 +60,9 @@ EXECUTOR_TIMEOUT_S = 2.0
 SCHEDULER_TIMEOUT_S = 0.5
 #: Seconds that metering has for one; without it nobody's budget is looked at.
 METERING_TIMEOUT_S = 0.5
-#: Seconds after which an opening client is answered in any case; it waits a little longer itself.
-OPEN_BUDGET_S = 3.5
+#: Seconds after which an opening client is answered in any case; it waits a little longer itself. Executors that were silent are asked
+#: again within them: a host that swaps, or writes much, may hold one up for longer than one answer may take.
+OPEN_BUDGET_S = 15.0
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
 #: Seconds in which a client whose connection broke may still say that it closed its session.
@@ -69,7 +70,7 @@ ORDERLY_S = 0.5
 #: A session younger than this may be missing in a heartbeat that was on its way when it was opened.
 FRESH_S = 5.0
 #: A session that is still being opened after this long belongs to a router that died.
-ABANDONED_S = 4 * OPEN_BUDGET_S
+ABANDONED_S = 2 * OPEN_BUDGET_S
 
 
 class RouterActor:
@@ -188,15 +189,16 @@ class RouterActor:
         async with self.world.database.writing() as s:
             await self.world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
+        token = secrets.token_urlsafe(32)
         try:
             if refusal := await self.over_budget(task.tenant):
                 raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
             while True:
                 with step("router", "place") as span:
-                    executors, percents = await self._choose(task, failed)
+                    executors, percents = await self._choose_again(task, failed, until)
                     span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
                 with step("router", "host"):
-                    reply = await self._host_all(request, task, executors, percents, until, failed)
+                    reply = await self._host_all(request, task, token, executors, percents, until, failed)
                 if reply is not None:
                     return reply.model_copy(update={"trace_id": trace_id})
                 if self.clock() > until:
@@ -227,6 +229,20 @@ class RouterActor:
     async def _first_heartbeat(self) -> None:
         while not self.registry.alive(self.clock()) and self.clock() - self._started < HEARTBEAT_GRACE_S:
             await asyncio.sleep(0.05)
+
+    async def _choose_again(
+        self, task: TaskRecord, failed: dict[str, BusError], until: float
+    ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
+        """Choose among those that have not failed; where none is left, among those that were only silent, too."""
+        try:
+            return await self._choose(task, failed)
+        except RefusedError:
+            silent = [name for name, error in failed.items() if isinstance(error, BusTimeoutError)]
+            if not silent or self.clock() > until:
+                raise
+            for name in silent:
+                del failed[name]
+            return await self._choose(task, failed)
 
     async def _choose(
         self, task: TaskRecord, failed: dict[str, BusError]
@@ -274,6 +290,7 @@ class RouterActor:
         self,
         request: OpenSessionRequest,
         task: TaskRecord,
+        token: str,
         executors: tuple[ExecutorHeartbeat, ...],
         percents: tuple[int, ...],
         until: float,
@@ -284,7 +301,7 @@ class RouterActor:
         policies = await self._admit_all(request, session_id, executors, percents, failed)
         if policies is None:
             return None
-        token, lease = secrets.token_urlsafe(32), self.settings.lease_s
+        lease = self.settings.lease_s
         opaque = await self.world.tenants.opaque_kernels(request.tenant)
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, until - self.clock()))
         answers = await asyncio.gather(
