@@ -60,8 +60,8 @@ EXECUTOR_TIMEOUT_S = 2.0
 SCHEDULER_TIMEOUT_S = 0.5
 #: Seconds that metering has for one; without it nobody's budget is looked at.
 METERING_TIMEOUT_S = 0.5
-#: Seconds after which an opening client is answered in any case; it waits a little longer itself. Executors that were silent are asked
-#: again within them: a host that swaps, or writes much, may hold one up for longer than one answer may take.
+#: Seconds after which an opening client is answered in any case; it waits a little longer itself. Executors that were silent
+#: are asked again within them: a host that swaps, or writes much, may hold one up for longer than one answer may take.
 OPEN_BUDGET_S = 15.0
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
