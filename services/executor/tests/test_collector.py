@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 from wooly_executor import collector
-from wooly_executor.collector import AT_LAST_S, REST_S, Collector
+from wooly_executor.collector import AT_LAST_S, LONG_REST_S, REST_S, Collector
 
 
 class Interpreter:
@@ -58,18 +58,24 @@ def test_collector_after_work_waits_for_a_rest_and_looks_once(started, interpret
     started.rest(alone=False)
     assert interpreter.taken() == [] and started.timeout() == REST_S / 2
     now[0] += REST_S / 2
+    started.rest(alone=True)
+    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() == LONG_REST_S - REST_S
+    now[0] += LONG_REST_S
     started.rest(alone=False)
-    assert interpreter.taken() == ["collect", "freeze"] and started.timeout() is None
-    now[0] += 10 * REST_S
-    started.rest(alone=False)
-    assert interpreter.taken() == []
+    assert interpreter.taken() == [] and started.timeout() is None
 
 
-def test_collector_without_sessions_looks_at_everything(started, interpreter, now):
+def test_collector_with_nobody_there_for_long_looks_at_everything(started, interpreter, now):
     started.worked()
     now[0] += REST_S
     started.rest(alone=True)
-    assert interpreter.taken() == ["unfreeze", "collect", "freeze"]
+    interpreter.taken()
+    now[0] += LONG_REST_S
+    started.rest(alone=True)
+    assert interpreter.taken() == ["unfreeze", "collect", "freeze"] and started.timeout() is None
+    now[0] += LONG_REST_S
+    started.rest(alone=True)
+    assert interpreter.taken() == []
 
 
 def test_collector_of_a_device_that_never_rests_looks_at_last(started, interpreter, now):
