@@ -22,7 +22,7 @@ _NEVER = 1 << 30
 
 
 class Collector:
-    """Owned by the device loop's thread. What it has looked at once it does not look at again until nobody has been there for long.
+    """Owned by the device loop's thread. What it has looked at once it passes over until nobody has been there for long.
 
     Args:
         clock: seconds that only go forward.
