@@ -5,7 +5,7 @@ from __future__ import annotations
 from wooly_dispatch.overcommit import promises
 from wooly_wis.messages import MemoryState, SessionMemory
 
-from wooly_executor.memory.ledger import Account
+from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Place
 from wooly_executor.session import Residence, Session
 from wooly_executor.stowage import Stowage

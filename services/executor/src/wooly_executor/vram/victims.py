@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wooly_executor.contents import flat
-from wooly_executor.memory.ledger import Account
+from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
 from wooly_executor.session import Residence, Session
 from wooly_executor.stowage import Stowage
