@@ -21,6 +21,7 @@ from wooly_wis.cudac.tree import (
 from wooly_compiler.cudac import builtins
 from wooly_compiler.cudac.arithmetic import field_of
 from wooly_compiler.cudac.assignments import Assignments
+from wooly_compiler.cudac.calls import call
 from wooly_compiler.cudac.conversions import Conversions
 from wooly_compiler.cudac.operators import Operators
 from wooly_compiler.cudac.scope import literal
@@ -94,8 +95,6 @@ class Expressions(Operators, Assignments, Conversions):
             case Conditional():
                 return self._conditional(node)
             case Call():
-                from wooly_compiler.cudac.calls import call
-
                 return call(self, node)
             case Index():
                 return self._index(node)
