@@ -8,7 +8,6 @@ from wooly_wis.cudac.parser.expressions import ExpressionParser
 from wooly_wis.cudac.tree import Alias, Block, Braces, Declare, Express, If, Leave, Loop, Node, Return, Switch
 from wooly_wis.cudac.words import REFUSED, SILENT
 
-
 #: Words before a declaration that say where the variable is, or that it is known.
 _STORAGE = ("__shared__", "extern", "__constant__", "__device__", "constexpr")
 _ALIGNED = ("__align__", "alignas")
