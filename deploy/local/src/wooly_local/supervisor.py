@@ -290,6 +290,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:
+        supervisor.write_state("starting")
         supervisor.start()
         supervisor.watch(args.die_with_stdin)
     except (RuntimeError, OSError) as e:

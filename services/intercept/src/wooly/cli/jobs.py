@@ -31,7 +31,7 @@ EVERY_S = 0.5
 DEFAULT_TENANT = "default"
 
 
-def export(target: str, output: Path | None, blobs: Path | None, console: Console) -> None:
+def export(target: str, output: Path | None, blobs: Path | None, console: Console, as_json: bool) -> None:
     """Record SCRIPT:FUNCTION into a file."""
     script, colon, function = target.rpartition(":")
     if not colon or not Path(script).exists():
@@ -41,17 +41,30 @@ def export(target: str, output: Path | None, blobs: Path | None, console: Consol
     sys.path.insert(0, str(Path(script).resolve().parent))
     exported = export_script(Path(script), function)
     module = exported.module
+    tensors = {"inputs": module.inputs, "outputs": [o.tensor for o in module.outputs]}
     if blobs is not None:
-        print(exported.save_blobs(blobs))
+        digest = exported.save_blobs(blobs)
+        made: dict[str, Any] = {"digest": digest, "folder": str(blobs)}
+    else:
+        path = output or Path(f"{function}.wism")
+        made = {"file": str(path), "bytes": exported.save(path)}
+    made |= {"programs": len(module.programs), "constants": len(module.constants)}
+    if as_json:
+        signature = {
+            k: [{"name": t.name, "dtype": t.dtype.label, "sizes": list(t.sizes)} for t in v] for k, v in tensors.items()
+        }
+        print(json.dumps(made | signature))
         return
-    path = output or Path(f"{function}.wism")
-    size = exported.save(path)
+    if blobs is not None:
+        print(digest)
+        return
     console.print(
-        f"{path}: {size:,} bytes, {len(module.programs)} programs, {len(module.constants)} constants", highlight=False
+        f"{path}: {made['bytes']:,} bytes, {made['programs']} programs, {made['constants']} constants", highlight=False
     )
-    for what, tensors in (("input", module.inputs), ("output", [o.tensor for o in module.outputs])):
-        for t in tensors:
-            console.print(f"  {what} {t.name}: {t.dtype.label} {list(t.sizes)}", highlight=False, markup=False)
+    for what, found in tensors.items():
+        for t in found:
+            line = f"  {what.removesuffix('s')} {t.name}: {t.dtype.label} {list(t.sizes)}"
+            console.print(line, highlight=False, markup=False)
 
 
 def submit(

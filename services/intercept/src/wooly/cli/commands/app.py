@@ -11,7 +11,7 @@ from rich.console import Console
 
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
-from wooly.settings import Settings
+from wooly.settings import Settings, SettingsError, load
 
 app = typer.Typer(
     name="wooly",
@@ -50,8 +50,8 @@ def read_settings() -> Settings:
         typer.Exit: they cannot be read.
     """
     try:
-        return Settings()
-    except ValueError as e:
+        return load()
+    except SettingsError as e:
         raise fail(e) from e
 
 

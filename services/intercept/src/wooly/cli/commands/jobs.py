@@ -26,12 +26,13 @@ def export(
     blobs: Annotated[
         Path | None, typer.Option(help="A folder instead, with a file per blob; prints the module's digest.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Record a computation as a module that `wooly submit` runs as a job."""
     from wooly.cli import jobs
 
     try:
-        jobs.export(target, output, blobs, out)
+        jobs.export(target, output, blobs, out, as_json)
     except (WoolyError, NotImplementedError) as e:
         raise fail(e) from e
     sys.stdout.flush()
