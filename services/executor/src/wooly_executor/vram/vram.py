@@ -16,7 +16,7 @@ from wooly_executor.dispatch import Dispatch
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Policy, admit
-from wooly_executor.mover import Mover
+from wooly_executor.mover import PIECE, Mover
 from wooly_executor.pins import Pins
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.samples import Sample, Samples
@@ -31,7 +31,7 @@ from wooly_executor.vram.waiting import Waiting
 
 #: The reserve is at most this share of the device.
 RESERVE_SHARE = 8
-#: Memory that was swapped and is kept to be used again, as a share of the device's.
+#: Memory that was swapped and is kept to be used again, as a share of the device's, or of the budget of locked memory.
 PAGES_SHARE = 4
 #: How often a reserve that could not be kept is tried again, ns.
 RETRY_NS = 100_000_000
@@ -66,9 +66,11 @@ class Vram:
         self.ledger = Ledger(capacity, reserve=reserve)
         self.clock = clock
         self.overcommit_percent = 0
-        host = Pages(capacity // PAGES_SHARE)
-        pages = host if device.host else Pages(0, device)  # torch keeps what it has of a GPU's memory
-        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host)
+        # where host memory is locked, what is kept of it counts against its own budget, and files need some to go through
+        kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
+        host = Pages(kept, device.host_memory)
+        pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
+        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self._mover = Mover(device)
         self.contents = Contents(self.ledger, self.stowage, self._mover, clock, call, self._changed, proceed)
         self._samples = Samples(self.ledger, clock)
