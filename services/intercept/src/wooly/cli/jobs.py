@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from wooly_bus import subjects
 from wooly_bus.access import Access
 from wooly_wis.messages import (
@@ -22,6 +21,7 @@ from wooly_wis.messages import (
     TasksRequest,
 )
 
+from wooly.cli.tables import Fitted, plain_table
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
@@ -163,9 +163,9 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
     if as_json:
         print(json.dumps(reply.model_dump(mode="json")))
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column)
     # A line per task: `wooly logs` has the whole reason, --json the whole name
     table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
     for t in reply.tasks:
@@ -181,14 +181,14 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
             _age(time.time() - t.created_at),
             what,
         )
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+            return f"{seconds / size:.1f}\N{NO-BREAK SPACE}{unit}"
+    return f"{max(seconds, 0):.0f}\N{NO-BREAK SPACE}s"
 
 
 def cancel(controller: Controller, settings: Settings, task_id: str, reason: str) -> TaskReply:

@@ -9,11 +9,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from wooly_wis.messages import MemoryState
 
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size, stack_module
 from wooly.cli.monitor import memory_line, print_top, watch_top
+from wooly.cli.tables import Fitted, plain_table
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
@@ -136,14 +136,14 @@ def nodes_of(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _print_nodes(nodes: list[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("executor", "node", "state", "device", "memory", "sessions", "busy"):
         table.add_column(column)
     for n in nodes:
         memory = f"{size(n['memory_used'])} of {size(n['device']['total_memory'])}"
         busy = f"{100 * n['utilization']:.0f} %"
         table.add_row(n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy)
-    out.print(table)
+    out.print(Fitted(table))
 
 
 def _print_memory(nodes: list[dict[str, Any]]) -> None:
@@ -153,7 +153,7 @@ def _print_memory(nodes: list[dict[str, Any]]) -> None:
             continue
         memory = MemoryState(**n["memory"])
         out.print(f"memory of {n['executor_id']}: {memory_line(memory)}", highlight=False)
-        table = Table(box=None, pad_edge=False)
+        table = plain_table()
         for column in ("  tenant", "sessions", "own", "shared", "swapped"):
             table.add_column(column, justify="left" if column == "  tenant" else "right")
         for tenant in sorted({s.tenant for s in memory.sessions}):
@@ -161,7 +161,7 @@ def _print_memory(nodes: list[dict[str, Any]]) -> None:
             held = (sum(s.own for s in its), sum(s.shared for s in its), sum(s.host + s.disk for s in its))
             table.add_row(f"  {tenant}", str(len(its)), *[size(b) for b in held])
         if memory.sessions:
-            out.print(table)
+            out.print(Fitted(table))
 
 
 @app.command()

@@ -32,6 +32,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Check everything that a run needs, and say how to mend what is missing."""
+    sys.argv[0] = "wooly doctor"  # its sessions are called so
     if fallbacks:
         raise typer.Exit(_count_fallbacks(script, list(context.args), as_json))
     checks: list[dict[str, Any]] = []

@@ -30,11 +30,15 @@ def export(
 ) -> None:
     """Record a computation as a module that `wooly submit` runs as a job."""
     from wooly.cli import jobs
+    from wooly.cli.script import print_error
 
     try:
         jobs.export(target, output, blobs, out, as_json)
-    except (WoolyError, NotImplementedError) as e:
+    except (WoolyError, NotImplementedError, OSError) as e:
         raise fail(e) from e
+    except Exception as e:  # the script's own
+        print_error(e)
+        raise typer.Exit(1) from e
     sys.stdout.flush()
     os._exit(0)  # as in `run`: thousands of tensors need not die one by one
 
