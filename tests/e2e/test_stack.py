@@ -321,6 +321,29 @@ def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_pat
     assert run("status", "--json", env=env).returncode == 1
 
 
+def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
+    env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    starting = subprocess.Popen(
+        [*WOOLY, "up"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(None, env)
+    )
+    file = tmp_path / "wooly/stack.json"
+    deadline = time.monotonic() + 60
+    while not file.exists():
+        assert starting.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    supervisor = psutil.Process(json.loads(file.read_text())["supervisor"]["pid"])
+    supervisor.suspend()  # so that it is still starting, however fast it is
+    refused = run("up", env=env)
+    assert refused.returncode == 1 and "started in" in refused.stderr.replace("\n", " ")
+    assert json.loads(run("status", "--json", env=env).stdout)["state"] == "starting"
+    starting.send_signal(signal.SIGINT)
+    supervisor.resume()
+    _, errors = starting.communicate(timeout=60)
+    assert starting.returncode != 0 and "Traceback" not in errors
+    assert psutil.wait_procs([supervisor], 10)[1] == [] and not file.exists()
+    assert run("down", env=env).stdout == "no stack was running\n"
+
+
 HOT = """
 import torch
 x, w = torch.arange(1 << 18, device="cuda") / 7, torch.ones(1 << 18, device="cuda")

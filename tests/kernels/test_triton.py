@@ -345,7 +345,7 @@ def test_what_is_only_read_is_known_and_outlives_a_failed_launch():
 
 def texts_written():
     """Of kernels that were launched here: the parameters through which they write."""
-    from wooly.triton_capture import written
+    from wooly.triton_capture.writes import written
 
     for function in (
         kernels.matmul_kernel.fn.fn,

@@ -25,6 +25,26 @@ def test_closed_client_says_so_and_leaves_no_thread(nats_server):
         client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply)
 
 
+def test_client_that_is_closed_while_a_thread_waits_ends_its_wait(nats_server):
+    subject, found = "wooly.v1.rpc.test.silent.body", []
+
+    def ask():
+        try:
+            client.request(subject, NodesRequest(), CloseSessionReply, timeout=60)
+        except BusError as e:
+            found.append(e)
+
+    silent, client = ControlClient(nats_server), ControlClient(nats_server)
+    with silent.hearing(subject) as heard:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        heard.get(timeout=20)
+        client.close()
+        asking.join(20)
+    silent.close()
+    assert [type(e) for e in found] == [BusConnectError] and "is closed" in str(found[0])
+
+
 @pytest.mark.parametrize(
     "url", ["nats://no-such-host.invalid:4222", "nats://127.0.0.1:9", "nonsense://x", "nats://[::"]
 )

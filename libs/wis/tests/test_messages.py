@@ -23,7 +23,7 @@ from wooly_wis.messages import (
 MODELS = [
     m
     for _, m in inspect.getmembers(messages, inspect.isclass)
-    if issubclass(m, Message) and m.__module__ == messages.__name__
+    if issubclass(m, Message) and m.__module__.startswith(messages.__name__ + ".")
 ]
 DEVICE = DeviceFacts(name="d", vendor="cpu", runtime="cpu", total_memory=1 << 40, cores=2)
 ids = st.from_regex(r"\A[^.*>\s]{1,64}\Z")

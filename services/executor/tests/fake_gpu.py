@@ -92,6 +92,8 @@ class FakeDriver:
         self.functions = {}
         self.hung, self.ended = 0, False
         self._capturing = None
+        #: Bytes of host memory that are locked now, by address; of all that ever were; whether no more is.
+        self.locked, self.locks, self.refuse_locks = {}, [], False
 
     def facts(self):
         return {
@@ -125,6 +127,16 @@ class FakeDriver:
 
     def pinned(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def lock(self, address, nbytes):
+        if self.refuse_locks:
+            raise OperationError("CUDA_ERROR_OUT_OF_MEMORY")
+        assert address not in self.locked
+        self.locked[address] = nbytes
+        self.locks.append(nbytes)
+
+    def unlock(self, address):
+        del self.locked[address]
 
     def load(self, image, entry, kinds, shared=0):
         if self.refuse:

@@ -1,5 +1,6 @@
 """The runtime of GPUs on a driver of the tests' own: the same code as on CUDA and HIP, on memory of the host."""
 
+import gc
 import struct
 
 import pytest
@@ -8,11 +9,13 @@ from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.dialects import CUDA
 from wooly_compiler.render.printer import Form, render
 from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.vram import SwapSettings
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import Artifact, Code, key_of
 from wooly_wis.codec import encode_program
@@ -269,6 +272,67 @@ def test_contents_are_hashed_and_shared(make_device, driver):
     b.write(1, b"\0" * 4)
     assert a.read(1, len(data)) == data and b.read(1, len(data)) == b"\0" * 4 + data[4:]
     assert driver.asides
+
+
+def two_by_turns(make_device, driver, swap, wis, rounds=3):
+    """Two sessions of 6 MiB each on a device of 10 MiB: each leaves for the other, and has its bytes when it is back."""
+    device = make_device(runtime=GpuRuntime(driver), memory=10 << 20, swap=swap)
+    data = {name: bytes([k, 255 - k]) * (3 << 20) for k, name in enumerate("ab")}
+    clients = {name: device.open(name) for name in data}
+    for name, client in clients.items():
+        client.run(wis.body().alloc("x", len(data[name])), {"x": 1})
+        client.write(1, data[name])
+        client.sync()
+    for _ in range(rounds):
+        for name, client in clients.items():
+            assert client.read(1, len(data[name])) == data[name]
+    device.check()
+    return device
+
+
+def swap_settings(folder, host, disk):
+    return SwapSettings(Policy(0, 1 << 20, 0), host, disk, folder, 30_000_000_000)
+
+
+def test_what_is_swapped_to_the_host_lies_in_locked_pages(make_device, driver, wis, tmp_path):
+    device = two_by_turns(make_device, driver, swap_settings(tmp_path, 64 << 20, 0), wis)
+    assert device.residence() == {"a": "away", "b": "here"}
+
+    def copies(vram):
+        return [c._host for s in vram._sessions.values() for c in s.copies.values()]
+
+    (copy,) = device.call(lambda: copies(device.loop.vram))
+    assert driver.locked[copy.untyped_storage().data_ptr()] == 6 << 20
+    assert len(driver.locks) <= 2  # they are used again
+    del copy
+
+
+def test_what_is_swapped_to_disk_goes_through_locked_pages(make_device, driver, wis, tmp_path):
+    two_by_turns(make_device, driver, swap_settings(tmp_path, 0, 64 << 20), wis)
+    assert set(driver.locks) == {6 << 20} and len(driver.locks) <= 2
+
+
+def test_swapping_goes_on_where_nothing_can_be_locked_and_says_so(make_device, driver, wis, tmp_path, caplog):
+    driver.refuse_locks = True
+    two_by_turns(make_device, driver, swap_settings(tmp_path, 64 << 20, 0), wis)
+    assert not driver.locks and "cannot be locked (CUDA_ERROR_OUT_OF_MEMORY)" in caplog.text
+
+
+def test_pages_are_unlocked_with_the_last_view_of_them(driver):
+    memory = GpuRuntime(driver).device.host_memory(3 << 20)
+    view, address = memory[1 << 20 :].view(torch.float32), memory.data_ptr()
+    assert driver.locked == {address: 3 << 20} and len(memory) == 3 << 20
+    memory.fill_(1)
+    del memory
+    gc.collect()
+    assert driver.locked and view[0].item() == torch.full((4,), 1, dtype=torch.uint8).view(torch.float32).item()
+    del view
+    gc.collect()
+    assert not driver.locked
+
+
+def test_little_memory_of_the_host_is_torchs(driver):
+    assert len(GpuRuntime(driver).device.host_memory(4096)) == 4096 and not driver.locks
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

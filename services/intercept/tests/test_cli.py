@@ -59,7 +59,8 @@ def test_wrong_variable_is_named(monkeypatch, tmp_path):
     script = tmp_path / "s.py"
     script.write_text("")
     result = cli.invoke(app, ["run", str(script)])
-    assert result.exit_code == 1 and "priority" in result.output
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert "WOOLYAI_PRIORITY=9: input should be less than or equal to 4" in result.output
 
 
 def test_status_of_nothing_is_json_and_not_success(monkeypatch, tmp_path):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from wooly.settings import ENV_PREFIX, Settings, documentation_table
+from wooly.settings import ENV_PREFIX, Settings, SettingsError, documentation_table, load, unknown_variables
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -49,6 +49,45 @@ def test_unknown_name_in_the_file_is_refused(clean):
     (clean / "wooly/config").write_text("priorty = 3\n")
     with pytest.raises(ValueError, match="priorty"):
         Settings()
+
+
+def test_load_says_which_variable_is_wrong(clean, monkeypatch):
+    monkeypatch.setenv(ENV_PREFIX + "GPU_COUNT", "many")
+    with pytest.raises(SettingsError, match=r"^WOOLYAI_GPU_COUNT=many: input should be a valid integer"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("priority = 9\n", "priority = 9: input should be less than or equal to 4"),
+        ("priorty = 3\n", "there is no setting priorty (did you mean priority?)"),
+        ("priority: 3\n", "Expected '='"),
+    ],
+)
+def test_load_says_what_is_wrong_in_which_file(clean, text, said):
+    file = clean / "wooly/config"
+    file.parent.mkdir()
+    file.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load()
+    assert str(caught.value).startswith(f"{file}: {said}")
+
+
+def test_load_never_repeats_a_value_without_a_name_of_ours(clean):
+    (clean / "wooly").mkdir()
+    (clean / "wooly/config").write_text('credentail = "wooly_secret"\n')
+    with pytest.raises(SettingsError) as caught:
+        load()
+    assert "did you mean credential?" in str(caught.value) and "wooly_secret" not in str(caught.value)
+
+
+def test_unknown_variables_are_named_with_what_may_be_meant(clean, monkeypatch):
+    assert unknown_variables() == []
+    monkeypatch.setenv("WOOLYAI_GPUS_COUNT", "2")
+    monkeypatch.setenv("WOOLYAI_PRIORITY", "2")
+    monkeypatch.setenv("WOOLYAI_XYZZY", "2")
+    assert unknown_variables() == ["WOOLYAI_GPUS_COUNT (did you mean WOOLYAI_GPU_COUNT?)", "WOOLYAI_XYZZY"]
 
 
 def test_readme_has_the_table():

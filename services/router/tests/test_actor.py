@@ -9,8 +9,9 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
-from wooly_router import actor as actor_module
-from wooly_router.core.registry import Registry
+from wooly_router import executors
+from wooly_router.actor import ABANDONED_S, FRESH_S
+from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -54,7 +55,7 @@ async def test_open_asks_the_executor_and_remembers(rig):
 
 async def test_open_without_an_executor_names_the_cure(rig):
     async with rig() as r:
-        r.clock.now += actor_module.HEARTBEAT_GRACE_S
+        r.clock.now += HEARTBEAT_GRACE_S
         error = await refusal(r.open())
         assert error.code == "router.no_executor" and error.retryable
         assert "wooly up" in str(error) and "python -m wooly_executor" in str(error)
@@ -65,10 +66,10 @@ async def test_open_right_after_the_start_waits_for_the_first_heartbeat(rig):
         opening = asyncio.create_task(r.open())
         await asyncio.sleep(0.1)
         assert not opening.done()
-        r.clock.now += actor_module.HEARTBEAT_GRACE_S
+        r.clock.now += HEARTBEAT_GRACE_S
         assert (await refusal(opening)).code == "router.no_executor"
     async with rig("a") as r:
-        r.actor.registry = Registry()
+        r.actor.registry.forget("a")
         opening = asyncio.create_task(r.open())
         await asyncio.sleep(0.1)
         await r.beat()
@@ -128,7 +129,7 @@ async def test_open_on_nothing_but_dead_executors_says_so(rig):
 
 
 async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
-    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 1.0)
     async with rig("b") as r:
         mine = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="a"))
@@ -147,7 +148,7 @@ async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
 
 
 async def test_executor_that_was_held_up_is_asked_again_for_the_same(rig, monkeypatch):
-    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
     async with rig("a") as r:
         r.executors[0].held_up = 2
         opened = await r.open()
@@ -157,13 +158,13 @@ async def test_executor_that_was_held_up_is_asked_again_for_the_same(rig, monkey
 
 
 async def test_executor_that_stays_silent_is_told_of_in_time(rig, monkeypatch):
-    monkeypatch.setattr(actor_module, "EXECUTOR_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
     async with rig("a") as r:
         r.executors[0].held_up = 1000
         opening = asyncio.create_task(r.open())
         while len(r.executors[0].asked) < 2:
             await asyncio.sleep(0.01)
-        r.clock.now += actor_module.OPEN_BUDGET_S + 0.1
+        r.clock.now += OPEN_BUDGET_S + 0.1
         await r.beat()
         error = await refusal(opening)
         assert error.code == "router.executor_silent" and "executor a" in str(error)
@@ -250,7 +251,7 @@ async def test_duties_outlive_a_failing_database(rig, monkeypatch, caplog):
 async def test_executor_without_an_old_session_ends_it_but_not_a_fresh_one(rig):
     async with rig("a") as r:
         old = await r.open()
-        r.clock.now += actor_module.FRESH_S + 0.1
+        r.clock.now += FRESH_S + 0.1
         await r.beat()
         fresh = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(sessions=()))
@@ -280,7 +281,8 @@ async def test_sessions_of_a_lost_executor_fail_within_ten_seconds(rig):
 async def test_router_that_has_just_started_waits_to_hear_of_executors(rig):
     async with rig("a") as r:
         opened = await r.open()
-        r.actor.registry, r.actor._started = Registry(), r.clock.now
+        r.actor.registry.forget("a")
+        r.actor._started = r.clock.now
         r.clock.now += 4
         assert await r.actor.reconcile() == 0
         await r.beat()
@@ -294,7 +296,7 @@ async def test_session_that_a_dead_router_was_opening_is_ended(rig):
         async with r.tasks.database.writing() as s:
             await r.tasks.add(s, dataclasses.replace(await r.tasks.get(opened.session_id), id="half", state="pending"))
         assert await r.actor.lapse() == 0
-        r.clock.now += actor_module.ABANDONED_S + 1
+        r.clock.now += ABANDONED_S + 1
         await r.tasks.prolong_all(r.clock.now + 9)
         assert await r.actor.lapse() == 1 and (await r.tasks.get("half")).state == "failed"
         assert r.executors[0].closed == [("half", "the router that was opening it is gone")]
@@ -575,7 +577,7 @@ async def test_close_and_lapse_reach_every_part(rig):
 async def test_lost_part_ends_the_session_on_the_others(rig, how):
     async with rig("a", "b", "c") as r:
         opened, other = await r.open(gpu_count=3), await r.open()
-        r.clock.now += actor_module.FRESH_S + 0.1
+        r.clock.now += FRESH_S + 0.1
         del r.executors[1].sessions[opened.session_id]
         if how == "restarted":
             await r.beat()

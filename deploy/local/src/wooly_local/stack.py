@@ -19,6 +19,7 @@ from wooly_bus.authority import Authority
 from wooly_bus.credentials import Credentials
 
 START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 15.0
 
 
 class StackError(RuntimeError):
@@ -114,6 +115,12 @@ def read_stack(state_dir: Path) -> Stack | None:
     return Stack(state_dir, content["nats_url"], content["rest_url"], services)
 
 
+def is_starting(state_dir: Path) -> bool:
+    """Whether a stack is on its way up in `state_dir`."""
+    content = _read(state_dir) or {}
+    return content.get("state") == "starting" and _alive(content.get("supervisor", {})) is not None
+
+
 @dataclass
 class StartingStack:
     """A stack whose supervisor was started.
@@ -135,23 +142,36 @@ class StartingStack:
         """
         process = self._process
         deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            stack = read_stack(self.state_dir)
-            if stack is not None:
-                stack.ephemeral = self.ephemeral
-                stack._process = process
-                return stack
-            if process.poll() is not None:
-                break
-            time.sleep(0.02)
+        try:
+            while time.monotonic() < deadline:
+                stack = read_stack(self.state_dir)
+                if stack is not None:
+                    stack.ephemeral = self.ephemeral
+                    stack._process = process
+                    return stack
+                if process.poll() is not None:
+                    break
+                time.sleep(0.02)
+        except BaseException:  # Ctrl-C: nobody would stop what comes up then
+            self.cancel()
+            raise
         process.kill()
-        process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
         words = _log(self.state_dir).read_text(errors="replace").strip()
+        self.cancel()
+        raise StackError(words or "the local stack did not come up")
+
+    def cancel(self) -> None:
+        """Have it end, as far as it has come, and wait until it is gone."""
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
-        raise StackError(words or "the local stack did not come up")
 
 
 def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> StartingStack:
@@ -170,6 +190,8 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     if read_stack(state_dir) is not None:
         raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
+    if is_starting(state_dir):
+        raise StackError(f"a stack is being started in {state_dir} already; wait for it, or stop it with `wooly down`")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
     with _log(state_dir).open("wb") as log:
@@ -196,7 +218,7 @@ def _log(state_dir: Path) -> Path:
     return state_dir / "supervisor.log"
 
 
-def stop_stack(state_dir: Path, timeout: float = 15.0) -> bool:
+def stop_stack(state_dir: Path, timeout: float = STOP_TIMEOUT_S) -> bool:
     """Stop whatever runs in `state_dir`, also what a killed supervisor left behind. False if nothing did."""
     content = _read(state_dir)
     if content is None:

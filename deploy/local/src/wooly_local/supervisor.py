@@ -238,6 +238,7 @@ class Supervisor:
         while not self._stopping:
             ready, _, _ = select.select([sys.stdin] if stdin else [], [], [], 0.2)
             if ready and not os.read(sys.stdin.fileno(), 4096):
+                self._stopping = True
                 return
             now = time.monotonic()
             if now >= compiler_at:
@@ -254,6 +255,11 @@ class Supervisor:
     def stop(self, *_: Any) -> None:
         """Leave `watch`."""
         self._stopping = True
+
+    @property
+    def told_to_end(self) -> bool:
+        """Whether it ends because somebody wishes it to."""
+        return self._stopping
 
     def shut_down(self) -> None:
         """Stop the services: executors first, whose last words the others take in, and NATS when nobody needs it."""
@@ -290,6 +296,7 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
     try:
+        supervisor.write_state("starting")
         supervisor.start()
         supervisor.watch(args.die_with_stdin)
     except (RuntimeError, OSError) as e:
@@ -297,6 +304,8 @@ def main() -> int:
         return 1
     finally:
         supervisor.shut_down()
+        if supervisor.ephemeral and supervisor.told_to_end:  # whose stack it was may be gone; else it wants to read why
+            shutil.rmtree(args.state_dir, ignore_errors=True)
     return 0
 
 

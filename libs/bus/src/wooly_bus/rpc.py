@@ -268,6 +268,8 @@ class ControlClient:
         except concurrent.futures.TimeoutError as e:
             future.cancel()
             raise BusTimeoutError(f"no answer over {self.url} within {timeout:g} s") from e
+        except concurrent.futures.CancelledError as e:  # another thread closed it meanwhile
+            raise BusConnectError(f"the connection to {self.url} is closed") from e
 
     def request(self, subject: str, message: Message, reply: type[M], *, timeout: float = 4.0) -> M:
         """Ask and wait.

@@ -10,7 +10,8 @@ from typing import Any
 
 from wooly_executor.contents import Contents
 from wooly_executor.errors import BindingError
-from wooly_executor.memory.ledger import Account, Ledger
+from wooly_executor.memory.accounts import Account
+from wooly_executor.memory.ledger import Ledger
 from wooly_executor.samples import Samples
 from wooly_executor.session import Session
 

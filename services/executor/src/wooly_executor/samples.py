@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from wooly_executor.memory.ledger import Account, Ledger
+from wooly_executor.memory.accounts import Account
+from wooly_executor.memory.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from wooly_executor.errors import (
     UnknownSourceError,
 )
 from wooly_executor.estimates import UNKNOWN, Cut
-from wooly_executor.memory.ledger import WORKSPACE_KEPT, Account
+from wooly_executor.memory.accounts import Account
+from wooly_executor.memory.ledger import WORKSPACE_KEPT
 from wooly_executor.mover import Job
 from wooly_executor.programs import Author, ProgramStore, ReadyProgram
 from wooly_executor.runtime.buffers import Buffer, bytes_of

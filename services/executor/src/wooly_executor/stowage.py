@@ -9,6 +9,7 @@ import os
 import tempfile
 import threading
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.memory.swap import Place
-from wooly_executor.runtime.device import HOST, TorchDevice
+from wooly_executor.runtime.device import HOST
 
 #: Bytes from which on memory is kept to be used again.
 WORTH = 1 << 20
@@ -29,12 +30,12 @@ class Pages:
 
     Args:
         limit: bytes that are kept at most.
-        device: whose memory.
+        fresh: makes a flat tensor of so many bytes.
     """
 
-    def __init__(self, limit: int, device: TorchDevice = HOST) -> None:
+    def __init__(self, limit: int, fresh: Callable[[int], Tensor] = HOST.host_memory) -> None:
         self._limit = limit
-        self._device = device
+        self._fresh = fresh
         self._kept: list[tuple[int, int, Tensor]] = []  # (bytes, age, memory), by bytes
         self._bytes = self._age = 0
         self._lock = threading.Lock()
@@ -48,7 +49,7 @@ class Pages:
                     size, _, found = self._kept.pop(at)
                     self._bytes -= size
                     return found[:nbytes]
-        return self._device.empty(nbytes)
+        return self._fresh(nbytes)
 
     def give(self, memory: Tensor) -> None:
         """Nobody else uses this memory any more."""
@@ -122,48 +123,60 @@ class SwapFile:
 class Copy:
     """A copy of one block.
 
-    Attributes:
+    Args:
         place: in host memory or on disk.
         nbytes: its size.
+        pages: host memory.
         file: where, on disk.
+        in_place: the device's memory is the host's: files are written from it and read into it.
     """
 
-    __slots__ = ("_at", "_host", "_pages", "file", "nbytes", "place")
+    __slots__ = ("_at", "_host", "_in_place", "_pages", "file", "nbytes", "place")
 
-    def __init__(self, place: Place, nbytes: int, pages: Pages, file: SwapFile | None = None) -> None:
-        self.place, self.nbytes, self.file, self._pages = place, nbytes, file, pages
+    def __init__(
+        self, place: Place, nbytes: int, pages: Pages, file: SwapFile | None = None, in_place: bool = True
+    ) -> None:
+        self.place, self.nbytes, self.file, self._pages, self._in_place = place, nbytes, file, pages, in_place
         self._host: Tensor | None = None
         self._at = file.place(nbytes) if file is not None else 0
 
     def save(self, source: Tensor, start: int, stop: int) -> None:
-        """Take bytes from the device.
+        """Take bytes from the device; into host memory they are on their way until the device is waited for.
 
         Raises:
             OSError: the disk is full, or broken.
         """
         if self.file is not None:
-            self.file.write(memoryview(source[start:stop].cpu().numpy()), self._at + start)
+            part = source[start:stop]
+            host = part if self._in_place else self._pages.take(stop - start).copy_(part)
+            self.file.write(memoryview(host.numpy()), self._at + start)
+            self._done_with(host)
             return
         if self._host is None:
             self._host = self._pages.take(self.nbytes)
-        self._host[start:stop].copy_(source[start:stop])
+        self._host[start:stop].copy_(source[start:stop], non_blocking=True)
 
     def load(self, target: Tensor, start: int, stop: int) -> None:
-        """Bring bytes to the device.
+        """Bring bytes to the device; from host memory they are on their way until the device is waited for.
 
         Raises:
             LostCopyError: they are gone.
         """
         if self.file is not None:
             part = target[start:stop]
-            host = part if part.is_cpu else torch.empty(stop - start, dtype=torch.uint8)
+            host = part if self._in_place else self._pages.take(stop - start)
             self.file.read(memoryview(host.numpy()), self._at + start)
-            if host is not part:
+            if not self._in_place:
                 part.copy_(host)
+            self._done_with(host)
         elif self._host is None:
             raise LostCopyError("memory that was swapped out is lost")
         else:
-            target[start:stop].copy_(self._host[start:stop])
+            target[start:stop].copy_(self._host[start:stop], non_blocking=True)
+
+    def _done_with(self, staged: Tensor) -> None:
+        if not self._in_place:
+            self._pages.give(staged)
 
     def forget(self) -> None:
         """Let go of the bytes."""
@@ -182,11 +195,15 @@ class Stowage:
         host: bytes of host memory.
         disk: bytes of disk.
         folder: where the files are.
-        pages: memory to use again.
+        pages: host memory to use again.
+        in_place: see `Copy`.
     """
 
-    def __init__(self, host: int, disk: int, folder: Path, pages: Pages | None = None) -> None:
+    def __init__(
+        self, host: int, disk: int, folder: Path, pages: Pages | None = None, *, in_place: bool = True
+    ) -> None:
         self.pages = pages or Pages(0)
+        self._in_place = in_place
         self._budget = {Place.HOST: host, Place.DISK: disk}
         self.used = {Place.HOST: 0, Place.DISK: 0}
         self._folder = folder
@@ -206,7 +223,7 @@ class Stowage:
     def take(self, place: Place, nbytes: int, file: SwapFile | None) -> Copy:
         """A place for a copy; on disk, in `file`."""
         self.used[place] += nbytes
-        return Copy(place, nbytes, self.pages, file if place is Place.DISK else None)
+        return Copy(place, nbytes, self.pages, file if place is Place.DISK else None, self._in_place)
 
     def drop(self, copy: Copy) -> None:
         """A copy is not needed any more."""

@@ -226,9 +226,9 @@ def enable(settings: Any = None) -> None:
     with _lock:
         if _attached is None:
             from wooly.control import open_session
-            from wooly.settings import Settings
+            from wooly.settings import load
 
-            settings = settings or Settings()
+            settings = settings or load()
             if settings.programs_dir is not None:
                 settings.programs_dir.mkdir(parents=True, exist_ok=True)
             opened = open_session(settings)

@@ -114,6 +114,11 @@ class Controller:
         except BusError as e:
             raise ControlError(f"the controller at {shown(self.url)} does not answer: {e}") from e
 
+    @property
+    def ephemeral(self) -> bool:
+        """Whether it was started for this process, and ends with it."""
+        return self._stack is not None
+
     def nodes(self) -> NodesReply:
         """All executors that the controller knows."""
         reply: NodesReply = self.ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
@@ -238,6 +243,8 @@ class OpenedSession:
         tunnels: NATS, as this process opens tunnels through it.
         reach: see `Controller`.
         trace: this process's spans of it.
+        traced: the controller keeps its trace.
+        ephemeral: its controller ends with this process.
         on_closed: called when the session was given back, before the controller is left.
         on_lost: called, by the thread that renews, when the session is over: the router has it no more, or an executor of its was
             silent for as long as the lease. An executor that computes for long still answers; one that is frozen does not.
@@ -248,7 +255,8 @@ class OpenedSession:
     ) -> None:
         self.trace = trace
         self._credential = credential
-        self._kept = bool(opened.trace_id) and opened.trace_id == trace.trace_id
+        self.traced = bool(opened.trace_id) and opened.trace_id == trace.trace_id
+        self.ephemeral = controller.ephemeral
         self.on_lost: Callable[[str], None] | None = None
         self.on_closed: Callable[[Controller], None] | None = None
         self.session_id = opened.session_id
@@ -271,15 +279,17 @@ class OpenedSession:
                 renewed = time.monotonic()
                 self._send_spans()
             except ControlError as e:
+                if self._closing.is_set():
+                    return
                 log.warning("the session's lease could not be renewed: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
-                if (silent or e.code == "router.no_session") and not self._closing.is_set():
+                if silent or e.code == "router.no_session":
                     if self.on_lost is not None:
                         self.on_lost(str(e))
                     return
 
     def _send_spans(self) -> None:
-        if self._kept:
+        if self.traced:
             self.trace.send(self._controller, self.session_id, self._credential)
 
     def close(self) -> None:

@@ -92,35 +92,52 @@ class Device:
     def _register_kernels(self) -> None:
         library = torch.library.Library("aten", "IMPL")
         self._libraries.append(library)
-        own = self.transfer.kernels()
-        own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
-        own.update(composite.KERNELS)
-        own["record_stream"] = _in_order
+        own = self._own_kernels()
         for name, kernel in own.items():
             library.impl(name, kernel, "PrivateUse1")
         for op in all_aten_overloads():
             name = _short(op)
-            if name in own:
-                continue
-            bare = op.overloadpacket.__name__
-            travels = bare in _WHOLE or bare.startswith("_foreach_")
-            if not travels and not has_kernel(op.name(), "CPU"):
-                continue
-            if bare in _METADATA or views.is_view(op):
-                library.impl(name, redispatch_cpu(op), "PrivateUse1")
-            elif not bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
-                if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
-                    kernel = composite.on_plain(op, partial(self.generic.kernel, op))
-                else:
-                    kernel = self.generic.kernel(op)
-                if name == "histc":
-                    kernel = composite.histc(kernel)
-                if name == "native_batch_norm":
-                    kernel = composite.batch_norm(kernel, self.generic.kernel(aten._native_batch_norm_legit.default))
-                if bare in composite.INDEXED:
-                    kernel = composite.with_host_indices(kernel)
+            kernel = None if name in own else self._kernel_for(op, name)
+            if kernel is not None:
                 library.impl(name, kernel, "PrivateUse1")
-        # CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call.
+        self._register_factories(library)
+        self._register_whole(library)
+        self.autocast.register(library)
+        self._libraries.append(_register_rest())
+        set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
+
+    def _own_kernels(self) -> dict[str, Any]:
+        """Kernels that are written for their operator, by its name."""
+        own = self.transfer.kernels()
+        own.update({_short(op): kernel for op, kernel in views.KERNELS.items()})
+        own.update(composite.KERNELS)
+        own["record_stream"] = _in_order
+        return own
+
+    def _kernel_for(self, op: torch._ops.OpOverload, name: str) -> Any:
+        """The kernel of an operator for which none is written; None: it has none."""
+        bare = op.overloadpacket.__name__
+        travels = bare in _WHOLE or bare.startswith("_foreach_")
+        if not travels and not has_kernel(op.name(), "CPU"):
+            return None
+        if bare in _METADATA or views.is_view(op):
+            return redispatch_cpu(op)
+        if bare.startswith(("quantize", "_empty_affine", "empty_quantized")):
+            return None
+        if any(has_kernel(op.name(), key) for key in ("Conjugate", "Negative", "ZeroTensor")):
+            kernel = composite.on_plain(op, partial(self.generic.kernel, op))
+        else:
+            kernel = self.generic.kernel(op)
+        if name == "histc":
+            kernel = composite.histc(kernel)
+        if name == "native_batch_norm":
+            kernel = composite.batch_norm(kernel, self.generic.kernel(aten._native_batch_norm_legit.default))
+        if bare in composite.INDEXED:
+            kernel = composite.with_host_indices(kernel)
+        return kernel
+
+    def _register_factories(self, library: torch.library.Library) -> None:
+        """CUDA's factories are ours: whatever is created on "cuda" is created here, at no cost per call."""
         library.impl("empty.memory_format", self.transfer.empty, "CUDA")
         library.impl("empty_strided", self.transfer.empty_strided, "CUDA")
         record_arange = self.generic.kernel(aten.arange.start_out)
@@ -131,6 +148,9 @@ class Device:
             library.impl("arange", partial(arange, 0), key)
             for op in _FACTORIES:
                 library.impl(_short(op), self.generic.kernel(op), key)
+
+    def _register_whole(self, library: torch.library.Library) -> None:
+        """Operators that PyTorch is made to break up, recorded whole."""
         record_linear = self.generic.kernel(aten.linear.default)
         library.impl("linear", record_linear, "PrivateUse1")
         library.impl("linear", composite.linear(record_linear), "AutogradPrivateUse1")
@@ -143,14 +163,16 @@ class Device:
             whole = Whole(self.generic, op)
             library.impl(_short(op), whole, "AutogradPrivateUse1")
             library.impl(_short(op), whole if whole.takes_host_tensor else self.generic.kernel(op), "PrivateUse1")
-        self.autocast.register(library)
-        rest = torch.library.Library("_", "IMPL")
-        rest.fallback(_unsupported, "PrivateUse1")
-        rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-        for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
-            rest.fallback(_not_dense, key)
-        self._libraries.append(rest)
-        set_library_roots(tuple(os.path.dirname(m.__file__ or "") for m in (torch, storage, wooly_wis)))
+
+
+def _register_rest() -> torch.library.Library:
+    """What has no kernel says so."""
+    rest = torch.library.Library("_", "IMPL")
+    rest.fallback(_unsupported, "PrivateUse1")
+    rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    for key in ("SparsePrivateUse1", "SparseCsrPrivateUse1", "NestedTensorPrivateUse1"):
+        rest.fallback(_not_dense, key)
+    return rest
 
 
 def _short(op: torch._ops.OpOverload) -> str:

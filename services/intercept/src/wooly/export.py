@@ -30,8 +30,8 @@ from wooly_wis.module import (
 )
 
 from wooly import api
+from wooly.dtypes import DTYPES
 from wooly.errors import WoolyError
-from wooly.kernels.plan import DTYPES
 from wooly.storage import ID_SHIFT, OFFSET_MASK
 
 _FACTS = {"name": "a recording", "vendor": "cpu", "runtime": "torch-cpu", "total_memory": 1 << 46, "cores": 1}

@@ -106,7 +106,7 @@ def read_input(path: Path, dtype: DType, sizes: tuple[int, ...], name: str) -> b
         else:
             import torch
 
-            from wooly.kernels.plan import TORCH_DTYPES
+            from wooly.dtypes import TORCH_DTYPES
 
             tensor = torch.load(path, map_location="cpu", weights_only=True)
             found, shape, wanted = str(tensor.dtype), tuple(tensor.shape), str(TORCH_DTYPES[dtype])
@@ -130,7 +130,7 @@ def write_output(directory: Path, output: JobOutput, content: bytes | bytearray)
         return path
     import torch
 
-    from wooly.kernels.plan import TORCH_DTYPES
+    from wooly.dtypes import TORCH_DTYPES
 
     path = directory / f"{safe}.pt"
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8).view(TORCH_DTYPES[dtype])

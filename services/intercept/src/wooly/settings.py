@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -15,7 +17,15 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from wooly.errors import WoolyError
+
 ENV_PREFIX = "WOOLYAI_"
+
+
+class SettingsError(WoolyError, ValueError):
+    """A variable or the configuration file says what cannot be; the message names it."""
+
+    code = "wooly.settings"
 
 
 def config_path() -> Path:
@@ -108,6 +118,42 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, environment, file."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, config_path())
+
+
+def load() -> Settings:
+    """The settings of this process.
+
+    Raises:
+        SettingsError: one of them is wrong.
+    """
+    try:
+        return Settings()
+    except ValidationError as e:
+        raise SettingsError("; ".join([_complaint(dict(problem)) for problem in e.errors()])) from e
+    except (ValueError, OSError) as e:  # of the file as a whole
+        raise SettingsError(f"{config_path()}: {e}") from e
+
+
+def _complaint(problem: Mapping[str, Any]) -> str:
+    name = str(problem["loc"][0])
+    if problem["type"] == "extra_forbidden":  # its value may be a secret
+        return f"{config_path()}: there is no setting {name}{_meant(name, '')}"
+    variable = ENV_PREFIX + name.upper()
+    known = any(variable == key.upper() for key in os.environ)
+    where = f"{variable}={problem['input']}" if known else f"{config_path()}: {name} = {problem['input']!r}"
+    return f"{where}: {problem['msg'][:1].lower()}{problem['msg'][1:]}"
+
+
+def unknown_variables() -> list[str]:
+    """Variables with our prefix that are no settings, each with the one that may have been meant."""
+    names = sorted(k for k in os.environ if k.upper().startswith(ENV_PREFIX))
+    strange = [k for k in names if k.upper().removeprefix(ENV_PREFIX).lower() not in Settings.model_fields]
+    return [k + _meant(k.upper().removeprefix(ENV_PREFIX).lower(), ENV_PREFIX) for k in strange]
+
+
+def _meant(name: str, prefix: str) -> str:
+    close = difflib.get_close_matches(name, Settings.model_fields, 1)
+    return f" (did you mean {prefix + close[0].upper() if prefix else close[0]}?)" if close else ""
 
 
 def documentation_table() -> str:

@@ -37,11 +37,12 @@ from wooly_wis.messages import (
 )
 from wooly_wis.module import MAX_MODULE_BYTES, check_module, decode_module
 
-from wooly_router.actor import EXECUTOR_TIMEOUT_S, RouterActor
+from wooly_router.actor import RouterActor
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
 from wooly_router.core.queue import plan
 from wooly_router.core.tasks import backoff_s
+from wooly_router.executors import EXECUTOR_TIMEOUT_S
 from wooly_router.gate import DEFAULT_TENANT
 from wooly_router.state.tasks import PartRecord, TaskRecord
 from wooly_router.traces import trace_of
@@ -288,7 +289,7 @@ class JobActor:
             ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
         if ended:
             self._changed.set()
-            await self._router.close_on([p.executor_id for p in task.parts], session_of(task), reason)
+            await self._router.executors.close([p.executor_id for p in task.parts], session_of(task), reason)
         return ended
 
     async def watch(self) -> None:
@@ -356,7 +357,7 @@ class JobActor:
 
         async def ask(tenant: str) -> None:
             async with turn:
-                self._budgets[tenant] = (now, await self._router.over_budget(tenant))
+                self._budgets[tenant] = (now, await self._router.advice.over_budget(tenant))
 
         await asyncio.gather(*[ask(t) for t in tenants if t not in self._budgets])
         return {t: why for t, (_, why) in self._budgets.items() if why}
@@ -394,7 +395,7 @@ class JobActor:
                 swappable=not task.noswap,
                 overcommit_vram_percent=percent,
             )
-            admitted = await self._router.admit(ask)
+            admitted = await self._router.advice.admit(ask)
             if not admitted.admitted:
                 raise RefusedError("scheduler.refused", f"not admitted: {admitted.reason}", retryable=True)
             request = RunJobRequest(
@@ -428,7 +429,7 @@ class JobActor:
                 only_from=["pending"],
             )
         if not started and (now := await self._tasks.get(task.id)) is not None and now.state in ("failed", "cancelled"):
-            await self._router.close_on([executor_id], session_of(task), now.reason)
+            await self._router.executors.close([executor_id], session_of(task), now.reason)
         self._changed.set()
 
     # -- telling -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from wooly_wis.cudac.tree import (
     Named,
     Number,
     ReferenceTo,
+    Written,
 )
 
 from wooly_compiler.cudac.arithmetic import POINTER, held_size, is_readonly
@@ -38,25 +39,11 @@ class Declarations:
         if isinstance(written, ReferenceTo):
             self._reference(node, written)
             return
-        const = node.constexpr or (isinstance(written, Named) and written.const)
         if isinstance(written, ArrayOf):
             self._array(node, written)
             return
-        init = node.init
-        value: Value | None = None
-        if isinstance(written, Named) and written.name == "auto":
-            if init is None or isinstance(init, Braces):
-                raise CudaSourceError(f"{node.name}: auto needs a value", node.line)
-            value = self.value(init)
-            kind = value.type
-        else:
-            kind = self.types.of(written, self.bound, node.line)
-            if isinstance(init, Braces):
-                value = self._built(kind, init, node.line)
-            elif init is not None:
-                value = self.value(init)
-        if isinstance(kind, Void):
-            raise CudaSourceError(f"{node.name} is void", node.line)
+        const = node.constexpr or (isinstance(written, Named) and written.const)
+        kind, value = self._initial(node, written)
         root = ""
         if isinstance(kind, Pointer):
             space = value.type.space if value is not None and isinstance(value.type, Pointer) else "?"
@@ -90,6 +77,25 @@ class Declarations:
         else:
             self._say(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
         self._declare(node.name, variable, node.line)
+
+    def _initial(self, node: Declare, written: Written) -> tuple[Type, Value | None]:
+        """The type of a variable, and the value that it begins with, not yet of that type."""
+        init = node.init
+        value: Value | None = None
+        if isinstance(written, Named) and written.name == "auto":
+            if init is None or isinstance(init, Braces):
+                raise CudaSourceError(f"{node.name}: auto needs a value", node.line)
+            value = self.value(init)
+            kind = value.type
+        else:
+            kind = self.types.of(written, self.bound, node.line)
+            if isinstance(init, Braces):
+                value = self._built(kind, init, node.line)
+            elif init is not None:
+                value = self.value(init)
+        if isinstance(kind, Void):
+            raise CudaSourceError(f"{node.name} is void", node.line)
+        return kind, value
 
     def _zero(self, kind: Type) -> str:
         if isinstance(kind, Pointer):

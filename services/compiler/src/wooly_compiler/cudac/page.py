@@ -20,17 +20,25 @@ def _says(scalar: str) -> str:
 
 def page() -> str:
     """The page, Markdown."""
-    aliases: dict[str, list[str]] = {}
-    for name, scalar in words.TYPES.items():
-        aliases.setdefault(scalar, []).append(name)
-    for phrase, scalar in words.PHRASES.items():
-        aliases.setdefault(scalar, []).append(" ".join(reversed(phrase)))
     out = [
         "# CUDA C that is understood",
         "",
         "Generated from the tables of the front end by `make docs`; a test keeps it current. Kernels come in through",
         "`wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. What is not named here is an error with its line.",
         "",
+        *_language(),
+        *_types(),
+        *_functions(),
+        *_atomics(),
+        *_between_threads(),
+        *_not_offered(),
+        *_limits(),
+    ]
+    return "\n".join(out) + "\n"
+
+
+def _language() -> list[str]:
+    return [
         "## Language",
         "",
         "- `__global__` and `__device__` functions, overloads, references, templates of types and whole",
@@ -43,6 +51,16 @@ def page() -> str:
         f"- {_names(builtins.PLACES)}; `assert`, `__trap`; by name",
         f"  {_names(builtins.NUMBERS)}.",
         "",
+    ]
+
+
+def _types() -> list[str]:
+    aliases: dict[str, list[str]] = {}
+    for name, scalar in words.TYPES.items():
+        aliases.setdefault(scalar, []).append(name)
+    for phrase, scalar in words.PHRASES.items():
+        aliases.setdefault(scalar, []).append(" ".join(reversed(phrase)))
+    return [
         "## Types",
         "",
         "| type | names |",
@@ -53,6 +71,11 @@ def page() -> str:
         "A pointer knows what it may reach. It cannot be made from a number nor become one, be kept in memory, or point now into",
         "one memory, now into another.",
         "",
+    ]
+
+
+def _functions() -> list[str]:
+    return [
         "## Functions",
         "",
         "| functions | for |",
@@ -72,12 +95,22 @@ def page() -> str:
         "keep to the width; conversions of real numbers saturate, and not-a-number becomes 0; variables and shared memory",
         "begin as 0.",
         "",
+    ]
+
+
+def _atomics() -> list[str]:
+    return [
         "## Atomics",
         "",
         "| function | types |",
         "|---|---|",
         *[f"| `{n}` | {', '.join(_says(k) for k in kinds)} |" for n, (_, kinds) in builtins.ATOMICS.items()],
         "",
+    ]
+
+
+def _between_threads() -> list[str]:
+    return [
         "## Between threads",
         "",
         f"- {_names(builtins.BARRIERS)}: where all threads of a block come by. A condition on which threads may disagree",
@@ -86,12 +119,22 @@ def page() -> str:
         "  threads that do not take part must be told apart by `if`, not by a loop or a return.",
         f"- {_names(builtins.FENCES)}.",
         "",
+    ]
+
+
+def _not_offered() -> list[str]:
+    return [
         "## Not offered",
         "",
         "| name | instead |",
         "|---|---|",
         *[f"| `{n}` | {why} |" for n, why in (builtins.ABSENT | words.REFUSED).items()],
         "",
+    ]
+
+
+def _limits() -> list[str]:
+    return [
         "## Limits",
         "",
         "| what | at most |",
@@ -105,7 +148,6 @@ def page() -> str:
         f"| bytes of variables of all threads of a block that last over barriers, on CPUs | {translate.MAX_KEPT} |",
         f"| turns of a loop that does not look whether the launch is to end | {arithmetic.FREE_TURNS} |",
     ]
-    return "\n".join(out) + "\n"
 
 
 if __name__ == "__main__":

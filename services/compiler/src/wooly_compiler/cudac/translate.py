@@ -12,9 +12,9 @@ from wooly_wis.cudac.tree import ArrayOf, Braces, Call, Declare, Function, Node,
 
 from wooly_compiler.cudac.accesses import CONTEXT, PASS, TRAP, Helpers
 from wooly_compiler.cudac.builtins import BARRIERS, WARP
-from wooly_compiler.cudac.calls import bind
 from wooly_compiler.cudac.dialects import OPENCL, Dialect
 from wooly_compiler.cudac.function import FunctionPrinter
+from wooly_compiler.cudac.own_calls import bind
 from wooly_compiler.cudac.scope import Bound, Types, literal
 from wooly_compiler.cudac.types import Array, Pointer, Scalar, Struct, Type, Vector, Void, wrapped
 from wooly_compiler.cudac.values import Facts, Value

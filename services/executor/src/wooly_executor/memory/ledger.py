@@ -13,101 +13,18 @@ from one program to the next. *Reserved* bytes are promised to programs that wai
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from wooly_executor.errors import AdmissionError, OutOfMemoryError
+from wooly_executor.memory.accounts import Account, Bearing, LedgerFacts, Written
 from wooly_executor.memory.book import Book, ContentId, Gone, Leaving, Scope
+from wooly_executor.memory.heads import Heads
 from wooly_executor.memory.pool import Pool, room_of
+from wooly_executor.memory.shortage import shortage
 
 #: Bytes of a workspace that a session keeps between two programs.
 WORKSPACE_KEPT = 256 << 10
 #: The pool's account of all contents.
 _CONTENTS = "\0contents"
-
-
-class Account:
-    """What one session has. Read what you like; the ledger changes it.
-
-    Attributes:
-        own: blocks of its own buffers, by buffer: where each is.
-        shared: its buffers whose content is known, by buffer: the store.
-        away: its own buffers that are not on the device, by buffer: bytes asked for.
-        workspace: bytes of its workspace.
-        reserved: bytes promised to its programs that wait.
-        resident: its memory is on the device, or on its way there.
-        peak: most bytes that it ever held.
-        ooms: allocations that failed.
-    """
-
-    __slots__ = (
-        "_at",
-        "away",
-        "blocks",
-        "name",
-        "ooms",
-        "own",
-        "own_byte_ns",
-        "peak",
-        "reserved",
-        "resident",
-        "scope",
-        "shared",
-        "shared_byte_ns",
-        "tenant",
-        "workspace",
-    )
-
-    def __init__(self, name: str, tenant: str, scope: Scope, now: int) -> None:
-        self.name, self.tenant, self.scope = name, tenant, scope
-        self.own: dict[int, int] = {}
-        self.shared: dict[int, int] = {}
-        self.away: dict[int, int] = {}
-        self.blocks: list[int] = []  # of the workspace
-        self.workspace = self.reserved = self.peak = self.ooms = 0
-        self.resident = True
-        self.own_byte_ns = self.shared_byte_ns = 0
-        self._at = now
-
-
-@dataclass(frozen=True, slots=True)
-class Bearing:
-    """What one session bears now, and has borne. Bytes, and bytes times nanoseconds.
-
-    Attributes:
-        own: of its own, and its workspace.
-        shared: its part of contents.
-        own_byte_ns: integral of `own`.
-        shared_byte_ns: integral of `shared`.
-    """
-
-    own: int
-    shared: int
-    own_byte_ns: int
-    shared_byte_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerFacts:
-    """Where every byte of the device is: `own + contents + slots + reserve + free = capacity`.
-
-    Attributes:
-        own: sessions' own bytes, workspaces included.
-        contents: bytes of contents, which sessions bear in parts.
-        slots: bytes of slabs that are in no block.
-        reserve: free bytes up to the safety reserve.
-        free: all other free bytes.
-        largest: bytes of the largest free extent.
-        promised: of the free bytes, those reserved for programs that wait.
-    """
-
-    capacity: int
-    own: int
-    contents: int
-    slots: int
-    reserve: int
-    free: int
-    largest: int
-    promised: int
 
 
 class Ledger:
@@ -127,8 +44,7 @@ class Ledger:
         self.accounts: dict[str, Account] = {}
         self._where: dict[int, int] = {}  # store -> offset
         self._nominal: dict[int, int] = {}  # store -> bytes asked for
-        self._heads: dict[tuple[str | None, ContentId, int], int] = {}
-        self._head_of: dict[int, tuple[str | None, ContentId, int]] = {}
+        self._heads = Heads()
         self.pool.open(_CONTENTS)
 
     # -- sessions ----------------------------------------------------------------------------------------------------
@@ -305,7 +221,7 @@ class Ledger:
         if account.scope is Scope.OFF:
             return False
         circles = [account.tenant] if account.scope is Scope.TENANT else [None, account.tenant]
-        return any(self._heads.get((circle, head, nbytes)) for circle in circles)
+        return any((circle, head, nbytes) in self._heads for circle in circles)
 
     def share(self, account: Account, buffer: int, nbytes: int, content: ContentId, now: int) -> int | None:
         """A buffer of its own has this content: the store on the device that it may share instead, which it then does."""
@@ -338,9 +254,7 @@ class Ledger:
         self.pool.move(offset, _CONTENTS)
         self._where[store], self._nominal[store] = offset, nbytes
         account.shared[buffer] = store
-        key = (None if account.scope is Scope.SHARED else account.tenant, head, nbytes)
-        self._head_of[store] = key
-        self._heads[key] = self._heads.get(key, 0) + 1
+        self._heads.add(store, (None if account.scope is Scope.SHARED else account.tenant, head, nbytes))
         return store, False
 
     def adopt(self, account: Account, buffer: int, store: int, now: int) -> None:
@@ -396,13 +310,7 @@ class Ledger:
 
     def _forget(self, store: int) -> None:
         self._nominal.pop(store, None)
-        key = self._head_of.pop(store, None)
-        if key is not None:
-            left = self._heads[key] - 1
-            if left:
-                self._heads[key] = left
-            else:
-                del self._heads[key]
+        self._heads.remove(store)
 
     # -- residency ---------------------------------------------------------------------------------------------------
 
@@ -475,10 +383,10 @@ class Ledger:
 
     def settle(self, account: Account, now: int) -> None:
         """Integrate what the session bore until now; before anything of it changes."""
-        elapsed = now - account._at
+        elapsed = now - account.settled_at
         if elapsed <= 0:
             return
-        account._at = now
+        account.settled_at = now
         account.own_byte_ns += self.pool.held(account.name) * elapsed
         if account.shared and account.name in self.accounts:
             account.shared_byte_ns += self.book.bears(account.name) * elapsed
@@ -536,61 +444,5 @@ class Ledger:
         assert extents == pool.free_bytes, f"{extents} bytes of free extents, {pool.free_bytes} free"
 
     def out_of_memory(self, account: Account, nbytes: int, quota: int | None = None, held: int = 0) -> str:
-        """Why so many bytes cannot be had, and who holds what. Other tenants' sessions are only counted together.
-
-        Args:
-            account: who asks.
-            nbytes: what for.
-            quota: the session's, where that is what it would break.
-            held: what counts towards it.
-        """
-        pool, facts = self.pool, self.facts()
-        said = [f"CUDA out of memory. Tried to allocate {_size(nbytes)}."]
-        if quota is not None:
-            said.append(f"The session's quota is {_size(quota)} of which {_size(quota - held)} is free.")
-        else:
-            said.append(
-                f"{pool.name} has a total capacity of {_size(facts.capacity)} of which {_size(pool.free_bytes)} is free, "
-                f"{_size(facts.largest)} of it in one piece."
-            )
-        blocks = [pool.size(o) for o in account.own.values()]
-        part = self.book.bears(account.name)
-        mine = f"This session holds {_size(sum(blocks))} in {len(blocks)} buffers"
-        if blocks:
-            mine += f", the largest of {_size(max(blocks))}"
-        if account.workspace:
-            mine += f", {_size(account.workspace)} of workspace"
-        if account.shared:
-            mine += f", and {_size(part)} as its part of {len(account.shared)} shared buffers"
-        said.append(mine + ".")
-        strangers = 0
-        for other in self.accounts.values():
-            total = pool.held(other.name) + self.book.bears(other.name)
-            if other is account or not total:
-                continue
-            if other.tenant == account.tenant:
-                said.append(f"Session {other.name} holds {_size(total)}.")
-            else:
-                strangers += total
-        if strangers:
-            said.append(f"Sessions of other tenants hold {_size(strangers)}.")
-        return " ".join(said)
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A shared buffer became its session's own.
-
-    Attributes:
-        store: what it was on.
-        copy: others have that still: copy it, unless all of it is overwritten.
-        found: what became of the store.
-    """
-
-    store: int
-    copy: bool
-    found: list[Gone | Leaving]
-
-
-def _size(n: int) -> str:
-    return f"{n / (1 << 30):.2f} GiB" if n >= 1 << 30 else f"{n / (1 << 20):.2f} MiB"
+        """Why so many bytes cannot be had, and who holds what; see `shortage`."""
+        return shortage(self.pool, self.book, self.accounts.values(), account, nbytes, quota, held)

@@ -22,6 +22,8 @@ from wooly_executor.runtime.torch_runtime import HOT
 
 _LIBRARY = "libcuda.so.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+#: Memory of the host is locked for all contexts (CU_MEMHOSTREGISTER_PORTABLE).
+PORTABLE = 1
 #: Bytes of a group's memory that every launch may have; a function is told of more.
 SHARED = 48 << 10
 #: Errors after which a context answers nothing else, by their numbers in cuda.h.
@@ -209,6 +211,16 @@ class CudaDriver(TorchGpu):
         """See `Driver`."""
         (status,) = self._cuda.cuLaunchKernel(function, *grid, *block, shared, self._handle, arguments.address, 0)
         self._launched(status, grid, block)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """See `Driver`."""
+        self._do(self._cuda.cuCtxSetCurrent(self._context))
+        self._do(self._cuda.cuMemHostRegister(address, nbytes, PORTABLE))
+
+    def unlock(self, address: int) -> None:
+        """See `Driver`."""
+        self._cuda.cuCtxSetCurrent(self._context)
+        self._cuda.cuMemHostUnregister(address)
 
     def lost(self) -> str:
         """See `TorchGpu`."""

@@ -68,6 +68,10 @@ class TorchDevice:
         """Where to put what is to become the bytes of a flat tensor of bytes, and what brings it there; None: it is there."""
         return memoryview(memory.numpy()), None
 
+    def host_memory(self, nbytes: int) -> Tensor:
+        """Memory of the host for bytes on their way from the device or to it, or kept for it."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     # -- threads -------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:

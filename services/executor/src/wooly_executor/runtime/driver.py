@@ -63,7 +63,19 @@ class Driver(Protocol):
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Host memory that the device copies from and to by itself."""
+        """Host memory that the device copies from and to by itself, for what is small: torch has a cache of it, and rounds up."""
+        ...
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """Keep pages of the host's where they are, so that the device copies from and to them by itself. From any thread.
+
+        Raises:
+            OperationError: the system or the device refuses.
+        """
+        ...
+
+    def unlock(self, address: int) -> None:
+        """Undo `lock`, once no copy is under way. From any thread; raises nothing."""
         ...
 
     def load(self, image: bytes, entry: str, kinds: Sequence[Kind], shared: int = 0) -> Any:

@@ -6,6 +6,7 @@ known what everything took, whether a kernel complained, and whether the device 
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.gpu_kernels import GpuKernels
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.packing import Arguments
+from wooly_executor.runtime.page_locked import page_locked
 from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
@@ -41,12 +43,15 @@ from wooly_executor.runtime.protocol import Rates
 from wooly_executor.runtime.substitutes import substitute
 from wooly_executor.runtime.torch_runtime import HOT, TorchRuntime
 
+log = logging.getLogger("wooly.executor")
 #: Functions kept, of all programs.
 FUNCTIONS_KEPT = 8192
 #: One in so many runs of a plan tells how much of its time is its kernels'.
 SAMPLED = 16
 #: Bytes up to which what comes from and goes to the host lies in pinned memory.
 STAGED = 64 << 20
+#: Bytes from which on memory of the host is locked for its own; below, torch has some.
+LOCKED = 1 << 20
 
 
 class GpuDevice(TorchDevice):
@@ -87,6 +92,16 @@ class GpuDevice(TorchDevice):
         """See `TorchDevice`."""
         host = self._staging(len(memory))
         return memoryview(host.numpy()), lambda: self._copied(memory, host)
+
+    def host_memory(self, nbytes: int) -> Tensor:
+        """See `TorchDevice`: locked, so that copies go on while programs run. Where no more can be locked, as any memory is."""
+        if nbytes < LOCKED:
+            return self._driver.pinned(nbytes)
+        try:
+            return page_locked(nbytes, self._driver.lock, self._driver.unlock)
+        except OperationError as e:
+            log.warning("%d bytes of host memory cannot be locked (%s): copies from and to them are slower", nbytes, e)
+            return super().host_memory(nbytes)
 
     def attach(self) -> None:
         """See `TorchDevice`."""

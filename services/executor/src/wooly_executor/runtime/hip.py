@@ -20,6 +20,9 @@ from wooly_executor.runtime.torch_runtime import HOT
 #: Errors after which a context answers nothing else, by their numbers in hip_runtime_api.h.
 STICKY = frozenset((214, 700, 702, 709, 710, 718, 719, 999))
 
+#: Memory of the host is locked for all contexts (hipHostRegisterPortable).
+PORTABLE = 1
+
 
 @dataclass(frozen=True)
 class Found:
@@ -117,6 +120,20 @@ class HipDriver(TorchGpu):
             function, *grid, *block, shared, self._handle, arguments.address, None
         )
         self._launched(status, grid, block)
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """See `Driver`."""
+        self._do(self._hip.hipSetDevice(self.index))
+        try:
+            self._do(self._hip.hipHostRegister(address, nbytes, PORTABLE))
+        except OperationError:
+            self._hip.hipGetLastError()  # torch would find it after its next launch
+            raise
+
+    def unlock(self, address: int) -> None:
+        """See `Driver`."""
+        self._hip.hipSetDevice(self.index)
+        self._hip.hipHostUnregister(address)
 
     def lost(self) -> str:
         """See `TorchGpu`."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from wooly_bus import subjects
 from wooly_wis.credits import CreditsReply, CreditsRequest, CreditsRow
 
+from wooly.cli.tables import Fitted, plain_table
 from wooly.control import Controller
 from wooly.errors import WoolyError
 
@@ -76,9 +76,9 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
         console.print(f"  [yellow]{reply.quarantined} reports of usage are in quarantine[/]", highlight=False)
     if not reply.rows:
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("tenant", by, *(["model"] if by == "run" else []), "began"):
-        table.add_column(column, no_wrap=True, min_width={"run": 16, "began": 11}.get(column))
+        table.add_column(column)
     for column in ("programs", "core s", "core credits", "MiB s", "VRAM credits"):
         table.add_column(column, justify="right")
     for r in reply.rows:
@@ -96,7 +96,7 @@ def print_credits(console: Console, reply: CreditsReply, by: str) -> None:
             f"{r.resident_mib_us / 1e6:,.1f}",
             credits_of(r.vram_ucr),
         )
-    console.print(table)
+    console.print(Fitted(table))
     if reply.more:
         console.print("  and more: --limit N")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from wooly_bus import subjects
 from wooly_bus.access import Access
 from wooly_wis.messages import (
@@ -22,6 +21,7 @@ from wooly_wis.messages import (
     TasksRequest,
 )
 
+from wooly.cli.tables import Fitted, plain_table
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
 
@@ -31,7 +31,7 @@ EVERY_S = 0.5
 DEFAULT_TENANT = "default"
 
 
-def export(target: str, output: Path | None, blobs: Path | None, console: Console) -> None:
+def export(target: str, output: Path | None, blobs: Path | None, console: Console, as_json: bool) -> None:
     """Record SCRIPT:FUNCTION into a file."""
     script, colon, function = target.rpartition(":")
     if not colon or not Path(script).exists():
@@ -41,17 +41,30 @@ def export(target: str, output: Path | None, blobs: Path | None, console: Consol
     sys.path.insert(0, str(Path(script).resolve().parent))
     exported = export_script(Path(script), function)
     module = exported.module
+    tensors = {"inputs": module.inputs, "outputs": [o.tensor for o in module.outputs]}
     if blobs is not None:
-        print(exported.save_blobs(blobs))
+        digest = exported.save_blobs(blobs)
+        made: dict[str, Any] = {"digest": digest, "folder": str(blobs)}
+    else:
+        path = output or Path(f"{function}.wism")
+        made = {"file": str(path), "bytes": exported.save(path)}
+    made |= {"programs": len(module.programs), "constants": len(module.constants)}
+    if as_json:
+        signature = {
+            k: [{"name": t.name, "dtype": t.dtype.label, "sizes": list(t.sizes)} for t in v] for k, v in tensors.items()
+        }
+        print(json.dumps(made | signature))
         return
-    path = output or Path(f"{function}.wism")
-    size = exported.save(path)
+    if blobs is not None:
+        print(digest)
+        return
     console.print(
-        f"{path}: {size:,} bytes, {len(module.programs)} programs, {len(module.constants)} constants", highlight=False
+        f"{path}: {made['bytes']:,} bytes, {made['programs']} programs, {made['constants']} constants", highlight=False
     )
-    for what, tensors in (("input", module.inputs), ("output", [o.tensor for o in module.outputs])):
-        for t in tensors:
-            console.print(f"  {what} {t.name}: {t.dtype.label} {list(t.sizes)}", highlight=False, markup=False)
+    for what, found in tensors.items():
+        for t in found:
+            line = f"  {what.removesuffix('s')} {t.name}: {t.dtype.label} {list(t.sizes)}"
+            console.print(line, highlight=False, markup=False)
 
 
 def submit(
@@ -150,9 +163,9 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
     if as_json:
         print(json.dumps(reply.model_dump(mode="json")))
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("task", "kind", "tenant", "state", "class", "on", "age"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column)
     # A line per task: `wooly logs` has the whole reason, --json the whole name
     table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
     for t in reply.tasks:
@@ -168,14 +181,14 @@ def list_tasks(controller: Controller, settings: Settings, console: Console, as_
             _age(time.time() - t.created_at),
             what,
         )
-    console.print(table)
+    console.print(Fitted(table))
 
 
 def _age(seconds: float) -> str:
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
+            return f"{seconds / size:.1f}\N{NO-BREAK SPACE}{unit}"
+    return f"{max(seconds, 0):.0f}\N{NO-BREAK SPACE}s"
 
 
 def cancel(controller: Controller, settings: Settings, task_id: str, reason: str) -> TaskReply:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 from wooly_wis.messages import GpuSession, GpuState, MemoryState, SessionMemory, WorkDone
 
+from wooly.cli.tables import Fitted, plain_table
 from wooly.errors import WoolyError
 
 EVERY_S = 1.0
@@ -62,7 +62,7 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
         yield Text(f"  its journal is not followed: {gpu.lost}", style="yellow")
     if gpu.violations:
         yield Text(f"  {gpu.violations} violations; the last: {gpu.last_violation}", style="bold red")
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("  tenant", "session", "class"):
         table.add_column(column)
     for column in (
@@ -117,7 +117,7 @@ def _gpu(gpu: GpuState, work: WorkDone | None) -> Iterable[RenderableType]:
         if kept.session_id.startswith("pin "):
             table.add_row(f"  {kept.tenant}", kept.session_id, "kept", *[""] * 8, *_memory([kept]))
     if gpu.sessions or table.rows:
-        yield table
+        yield Fitted(table)
     if gpu.open_sessions > SHOWN:
         yield Text(f"  and {gpu.open_sessions - SHOWN} more sessions")
 

@@ -33,6 +33,11 @@ def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
     return tb
 
 
+def print_error(error: BaseException) -> None:
+    """Print what a script raised, with the lines from the script's first on."""
+    traceback.print_exception(type(error), error, _without_our_frames(error.__traceback__))
+
+
 def run(target: str, arguments: list[str], *, module: bool) -> int:
     """Run `target` as `__main__`. Returns the exit code that Python would give.
 
@@ -56,10 +61,10 @@ def run(target: str, arguments: list[str], *, module: bool) -> int:
         print(e.code, file=sys.stderr)
         return 1
     except KeyboardInterrupt as e:
-        traceback.print_exception(type(e), e, _without_our_frames(e.__traceback__))
+        print_error(e)
         return 130
     except BaseException as e:
-        traceback.print_exception(type(e), e, _without_our_frames(e.__traceback__))
+        print_error(e)
         return 1
     finally:
         for stream in (sys.stdout, sys.stderr):

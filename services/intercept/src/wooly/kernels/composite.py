@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.kernels.plan import stand_in
+from wooly.kernels.trials import stand_in
 from wooly.storage import dense_strides, span
 from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
 

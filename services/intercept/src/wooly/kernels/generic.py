@@ -15,20 +15,13 @@ from wooly_wis.dtypes import BY_LABEL
 
 from wooly import storage
 from wooly.devices import NAME, Devices, mixed_devices
+from wooly.dtypes import TORCH_DTYPES
 from wooly.errors import RemoteOperationError
-from wooly.kernels.plan import (
-    RESIZE_SILENTLY,
-    RESIZED_ON_HOST,
-    TORCH_DTYPES,
-    Call,
-    Inferences,
-    OpFacts,
-    Plan,
-    PlanBuilder,
-    ResizeOutError,
-    is_python_number,
-    tensors_of,
-)
+from wooly.kernels.forms import is_python_number
+from wooly.kernels.inference import Inferences
+from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
+from wooly.kernels.plan import Plan, PlanBuilder
+from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
@@ -113,7 +106,7 @@ class Generic:
                 plan = self._plan(facts, signature, buffers, args, kwargs)
                 if plan is None:  # an out= tensor took another size: the signature is another one now
                     return run(*args, drawn_from=drawn_from, **kwargs)
-                if self._builder.doubt is not None:
+                if self._builder.trials.doubt is not None:
                     return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
             recorder = plan.recorder
             with recorder.lock:
@@ -271,7 +264,7 @@ class Generic:
         self, run: Kernel, plan: Plan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Make a call that failed with other values on the host, and wait for what the device says of it."""
-        doubt, self._builder.doubt = self._builder.doubt, None
+        doubt, self._builder.trials.doubt = self._builder.trials.doubt, None
         recorder = plan.recorder
         with recorder.lock:
             try:

@@ -13,7 +13,8 @@ from wooly_wis.program import Form, Operand, Role
 from wooly.contents import WORTH, upload
 from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
-from wooly.kernels.plan import refuse_overlap, view_of
+from wooly.kernels.forms import view_of
+from wooly.kernels.overlap import refuse_overlap
 from wooly.link import MIRROR_ITEM_LIMIT, ViewKey
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (

@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly.kernels.composite import is_traced
 from wooly.kernels.generic import Generic
-from wooly.kernels.plan import host_tensor_at
+from wooly.kernels.schema import host_tensor_at
 from wooly.torch_private import in_transform
 
 aten = torch.ops.aten

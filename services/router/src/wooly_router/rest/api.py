@@ -67,6 +67,13 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     async def figures() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    _answer_errors(api)
+    return api
+
+
+def _answer_errors(api: FastAPI) -> None:
+    """Give every error the one shape, and a status."""
+
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         return _error(error.status_code, f"http.{error.status_code}", str(error.detail), error.headers)
@@ -94,8 +101,6 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.exception("REST %s", request.url.path)
         return _error(500, "internal", f"{type(error).__name__}; see the router's log")
-
-    return api
 
 
 def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:

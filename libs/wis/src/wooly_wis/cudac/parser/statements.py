@@ -8,6 +8,10 @@ from wooly_wis.cudac.parser.expressions import ExpressionParser
 from wooly_wis.cudac.tree import Alias, Block, Braces, Declare, Express, If, Leave, Loop, Node, Return, Switch
 from wooly_wis.cudac.words import REFUSED, SILENT
 
+#: Words before a declaration that say where the variable is, or that it is known.
+_STORAGE = ("__shared__", "extern", "__constant__", "__device__", "constexpr")
+_ALIGNED = ("__align__", "alignas")
+
 
 class StatementParser(ExpressionParser):
     """Statements and the declarations among them."""
@@ -170,32 +174,10 @@ class StatementParser(ExpressionParser):
         return self._ahead(k).text not in ("(", "{") or self._ahead(k).kind == "string"
 
     def _declaration(self, line: int, loop: bool = False) -> Node:
-        shared = extern = constant = known = False
-        while True:
-            text = self._now.text
-            if text in ("__shared__", "extern", "__constant__", "__device__", "constexpr"):
-                shared |= text == "__shared__"
-                extern |= text == "extern"
-                constant |= text == "__constant__"
-                known |= text == "constexpr"
-                self._next()
-            elif text in ("__align__", "alignas"):
-                self._next()
-                self.expect("(")
-                self.expression()
-                self.expect(")")
-            elif text in SILENT:
-                self._next()
-            else:
-                break
+        words = self._words(*_STORAGE, *_ALIGNED, *SILENT)
         base = self._base()
-        while self._is("__shared__", "__align__"):
-            if self._next().text == "__shared__":
-                shared = True
-            else:
-                self.expect("(")
-                self.expression()
-                self.expect(")")
+        words |= self._words("__shared__", "__align__")
+        shared, extern, constant, known = [w in words for w in ("__shared__", "extern", "__constant__", "constexpr")]
         found: list[Node] = []
         while True:
             kind = self._pointers(base)
@@ -203,20 +185,7 @@ class StatementParser(ExpressionParser):
                 raise CudaSourceError("pointers to functions are not understood", self._now.line)
             name = self._name()
             kind = self._dimensions(kind)
-            init: Node | None = None
-            if self._take("="):
-                init = self._braces() if self._is("{") else self.assignment()
-            elif self._is("{"):
-                init = self._braces()
-            elif self._is("("):
-                self._next()
-                init = self.assignment()
-                if self._take(","):
-                    items = [init, self.assignment()]
-                    while self._take(","):
-                        items.append(self.assignment())
-                    init = Braces(name.line, items)
-                self.expect(")")
+            init = self._initial(name.line)
             if loop and self._is(":"):
                 raise CudaSourceError("for over a range is not understood: count", line)
             found.append(Declare(name.line, kind, name.text, init, shared, extern, constant, known))
@@ -224,3 +193,32 @@ class StatementParser(ExpressionParser):
                 break
         self.expect(";")
         return found[0] if len(found) == 1 else Block(line, found, scope=False)
+
+    def _words(self, *known: str) -> set[str]:
+        """Those of some words that come next, in any order."""
+        found: set[str] = set()
+        while self._is(*known):
+            text = self._next().text
+            found.add(text)
+            if text in _ALIGNED:
+                self.expect("(")
+                self.expression()
+                self.expect(")")
+        return found
+
+    def _initial(self, line: int) -> Node | None:
+        """What a variable begins with, if it says so: behind `=`, in braces or in parentheses."""
+        if self._take("="):
+            return self._braces() if self._is("{") else self.assignment()
+        if self._is("{"):
+            return self._braces()
+        if not self._take("("):
+            return None
+        init = self.assignment()
+        if self._take(","):
+            items = [init, self.assignment()]
+            while self._take(","):
+                items.append(self.assignment())
+            init = Braces(line, items)
+        self.expect(")")
+        return init

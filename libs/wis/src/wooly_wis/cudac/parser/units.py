@@ -21,6 +21,9 @@ from wooly_wis.cudac.tree import (
 )
 from wooly_wis.cudac.words import REFUSED, SILENT
 
+_WORDS = ("__global__", "__device__", "__host__", "__launch_bounds__", "extern", "constexpr", "__constant__")
+_WORDS_BEHIND = ("__global__", "__device__", "__host__", "__launch_bounds__", "__forceinline__", "__inline__", "inline")
+
 
 class UnitParser(StatementParser):
     """A whole source: functions, structures, templates, variables."""
@@ -121,55 +124,17 @@ class UnitParser(StatementParser):
     def _top(self, unit: Unit) -> None:
         outer = set(self.types)
         line = self._now.line
-        template: list[TemplateParam] = []
-        explicit = False
-        if self._is("template"):
-            if self._ahead().text != "<":
-                explicit = True  # an explicit instantiation says nothing that is not known when it is launched
-                self._next()
-            else:
-                template = self._template()
-                if self._is("template"):
-                    raise CudaSourceError("templates of templates are not understood", line)
-                if not template:
-                    raise CudaSourceError("specialisations of templates are not understood: use if constexpr", line)
-        kernel = device = host = False
+        explicit = self._is("template") and self._ahead().text != "<"
+        if explicit:  # an explicit instantiation says nothing that is not known when it is launched
+            self._next()
+        template = [] if explicit else self._template_head(line)
         start = self._at
-        while True:
-            text = self._now.text
-            if text in (
-                "__global__",
-                "__device__",
-                "__host__",
-                "__launch_bounds__",
-                "extern",
-                "constexpr",
-                "__constant__",
-            ):
-                kernel |= text == "__global__"
-                device |= text == "__device__"
-                host |= text == "__host__"
-                self._next()
-                if text == "__launch_bounds__":
-                    self._launch_bounds()
-                if text == "extern" and self._now.kind == "string":
-                    self._next()
-            elif text in SILENT:
-                self._next()
-            else:
-                break
+        words = self._words_before()
         result = self._pointers(self._base())
-        while self._is(
-            "__global__", "__device__", "__host__", "__launch_bounds__", "__forceinline__", "__inline__", "inline"
-        ):
-            text = self._next().text
-            kernel |= text == "__global__"
-            device |= text == "__device__"
-            if text == "__launch_bounds__":
-                self._launch_bounds()
+        words |= self._words_behind()
         if self._ahead().text not in ("(", "<"):
             self._at = start
-            self._variable(unit, line, device)
+            self._variable(unit, line, "__device__" in words)
             self.types = outer | set(unit.aliases)
             return
         name = self._name()
@@ -177,8 +142,9 @@ class UnitParser(StatementParser):
             while self._now.kind != "end" and not self._take(";"):
                 self._next()
             return
-        if not kernel and not device:
-            if host:
+        kernel = "__global__" in words
+        if not kernel and "__device__" not in words:
+            if "__host__" in words:
                 raise CudaSourceError(f"{name.text} is a function of the host", name.line)
             raise CudaSourceError(f"{name.text} is neither __global__ nor __device__", name.line)
         self._functions.add(name.text)
@@ -192,6 +158,41 @@ class UnitParser(StatementParser):
         function.body = self._block()
         unit.functions.setdefault(name.text, []).append(function)
         self.types = outer
+
+    def _template_head(self, line: int) -> list[TemplateParam]:
+        """The parameters of a template, if one begins here."""
+        if not self._is("template"):
+            return []
+        found = self._template()
+        if self._is("template"):
+            raise CudaSourceError("templates of templates are not understood", line)
+        if not found:
+            raise CudaSourceError("specialisations of templates are not understood: use if constexpr", line)
+        return found
+
+    def _words_before(self) -> set[str]:
+        """The words before a type that say what a declaration is."""
+        found: set[str] = set()
+        while (text := self._now.text) in _WORDS or text in SILENT:
+            self._next()
+            if text not in _WORDS:
+                continue
+            found.add(text)
+            if text == "__launch_bounds__":
+                self._launch_bounds()
+            if text == "extern" and self._now.kind == "string":
+                self._next()
+        return found
+
+    def _words_behind(self) -> set[str]:
+        """The words between a type and a name that say what a function is. `__host__` says nothing there."""
+        found: set[str] = set()
+        while self._is(*_WORDS_BEHIND):
+            text = self._next().text
+            found.add(text)
+            if text == "__launch_bounds__":
+                self._launch_bounds()
+        return found - {"__host__"}
 
     def _launch_bounds(self) -> None:
         self.expect("(")

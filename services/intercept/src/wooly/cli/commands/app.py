@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import Annotated, Any
@@ -11,7 +13,7 @@ from rich.console import Console
 
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
-from wooly.settings import Settings
+from wooly.settings import Settings, SettingsError, load
 
 app = typer.Typer(
     name="wooly",
@@ -20,7 +22,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-out = Console()
+#: What is read by no person at a terminal is not made to fit one.
+WIDE = 200
+out = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE)
 err = Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -50,9 +54,12 @@ def read_settings() -> Settings:
         typer.Exit: they cannot be read.
     """
     try:
-        return Settings()
-    except ValueError as e:
+        return load()
+    except SettingsError as e:
         raise fail(e) from e
+
+
+_IS_WHAT = {"states": "a state: pending, started, completed, failed, cancelled", "kind": "session or job"}
 
 
 def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
@@ -70,7 +77,9 @@ def with_router(work: Callable[[Any, Any, Settings], Any]) -> Any:
         with closing(connect(settings)) as controller:
             return work(jobs, controller, settings)
     except ValidationError as e:
-        raise fail(ControlError(f"that is not the id of a task, or not a state: {e.errors()[0]['input']!r}")) from e
+        wrong = e.errors()[0]
+        is_what = _IS_WHAT.get(str(wrong["loc"][0]), "the id of a task")
+        raise fail(ControlError(f"{wrong['input']!r} is not {is_what}")) from e
     except WoolyError as e:
         raise fail(e) from e
 

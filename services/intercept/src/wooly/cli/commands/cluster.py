@@ -9,11 +9,11 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 from wooly_wis.messages import MemoryState
 
 from wooly.cli.commands.app import Json, app, err, fail, out, read_settings, size, stack_module
 from wooly.cli.monitor import memory_line, print_top, watch_top
+from wooly.cli.tables import Fitted, plain_table
 from wooly.control import ControlError, connect, local_stack
 from wooly.errors import WoolyError
 from wooly.settings import Settings
@@ -29,6 +29,7 @@ def up(
         int | None,
         typer.Option(min=1, help="Executors to start, one per device; WOOLYAI_GPU_COUNT of them by default."),
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Start a local stack: nats-server, all services and executors, kept running until `wooly down`."""
     settings, module = read_settings(), stack_module()
@@ -37,29 +38,46 @@ def up(
             stack = module.start_stack(settings.state_dir, gpus=gpus or settings.gpu_count)
     except RuntimeError as e:
         raise fail(e) from e
-    places = {
-        "web UI": f"{stack.rest_url}/ui/",
-        "REST": stack.rest_url,
-        "NATS": stack.nats_url,
-        "files": stack.state_dir,
-    }
-    out.print("stack is up")
-    _print_places(places)
+    if as_json:
+        print(json.dumps({"state": "up", **_report_of(stack)}), flush=True)
+    else:
+        places = {
+            "web UI": f"{stack.rest_url}/ui/",
+            "REST": stack.rest_url,
+            "NATS": stack.nats_url,
+            "files": stack.state_dir,
+        }
+        out.print("stack is up")
+        _print_places(places)
     if foreground:
         try:
             while module.read_stack(settings.state_dir) is not None:
                 time.sleep(0.5)
         except KeyboardInterrupt:
             stack.stop()
-            out.print("stack is down")
+            if not as_json:
+                out.print("stack is down")
 
 
 @app.command()
-def down() -> None:
+def down(as_json: Json = False) -> None:
     """Stop the local stack."""
     settings, module = read_settings(), stack_module()
-    stopped = module.stop_stack(settings.state_dir)
-    out.print("stack is down" if stopped else "no stack was running")
+    with err.status("stopping the stack…"):
+        stopped = module.stop_stack(settings.state_dir)
+    if as_json:
+        print(json.dumps({"state": "down", "stopped": stopped}))
+    else:
+        out.print("stack is down" if stopped else "no stack was running")
+
+
+def _report_of(stack: Any) -> dict[str, Any]:
+    return {
+        "controller_url": stack.nats_url,
+        "rest_url": stack.rest_url,
+        "services": stack.services,
+        "state_dir": str(stack.state_dir),
+    }
 
 
 @app.command()
@@ -68,7 +86,7 @@ def status(as_json: Json = False) -> None:
     settings, module = read_settings(), local_stack()
     stack = module.read_stack(settings.state_dir) if module is not None and not settings.controller_url else None
     report: dict[str, Any] = {
-        "state": "up" if stack else "down",
+        "state": "up" if stack else "starting" if _is_starting(settings, module) else "down",
         "controller_url": settings.controller_url or (stack.nats_url if stack else ""),
         "rest_url": stack.rest_url if stack else "",
         "services": stack.services if stack else {},
@@ -85,6 +103,8 @@ def status(as_json: Json = False) -> None:
             report["state"] = "unreachable"
     if as_json:
         print(json.dumps(report | ({"error": problem} if problem else {})))
+    elif report["state"] == "starting":
+        out.print("a stack is being started here")
     elif stack is None and not settings.controller_url:
         out.print("no stack is running here; start one with [bold]wooly up[/]")
     else:
@@ -100,6 +120,10 @@ def status(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+def _is_starting(settings: Settings, module: Any) -> bool:
+    return module is not None and not settings.controller_url and bool(module.is_starting(settings.state_dir))
+
+
 def _print_places(places: Mapping[str, object]) -> None:
     for name, place in places.items():
         out.print(f"  {name:12} {place}", highlight=False, soft_wrap=True)
@@ -112,14 +136,14 @@ def nodes_of(settings: Settings) -> list[dict[str, Any]]:
 
 
 def _print_nodes(nodes: list[dict[str, Any]]) -> None:
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("executor", "node", "state", "device", "memory", "sessions", "busy"):
         table.add_column(column)
     for n in nodes:
         memory = f"{size(n['memory_used'])} of {size(n['device']['total_memory'])}"
         busy = f"{100 * n['utilization']:.0f} %"
         table.add_row(n["executor_id"], n["node"], n["state"], n["device"]["name"], memory, str(n["sessions"]), busy)
-    out.print(table)
+    out.print(Fitted(table))
 
 
 def _print_memory(nodes: list[dict[str, Any]]) -> None:
@@ -129,7 +153,7 @@ def _print_memory(nodes: list[dict[str, Any]]) -> None:
             continue
         memory = MemoryState(**n["memory"])
         out.print(f"memory of {n['executor_id']}: {memory_line(memory)}", highlight=False)
-        table = Table(box=None, pad_edge=False)
+        table = plain_table()
         for column in ("  tenant", "sessions", "own", "shared", "swapped"):
             table.add_column(column, justify="left" if column == "  tenant" else "right")
         for tenant in sorted({s.tenant for s in memory.sessions}):
@@ -137,7 +161,7 @@ def _print_memory(nodes: list[dict[str, Any]]) -> None:
             held = (sum(s.own for s in its), sum(s.shared for s in its), sum(s.host + s.disk for s in its))
             table.add_row(f"  {tenant}", str(len(its)), *[size(b) for b in held])
         if memory.sessions:
-            out.print(table)
+            out.print(Fitted(table))
 
 
 @app.command()

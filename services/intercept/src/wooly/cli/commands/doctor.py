@@ -17,7 +17,7 @@ from wooly.cli.commands.app import Json, app, fail, out, read_settings
 from wooly.cli.commands.cluster import nodes_of
 from wooly.control import begin, connect, local_stack
 from wooly.errors import WoolyError
-from wooly.settings import Settings
+from wooly.settings import Settings, load, unknown_variables
 
 
 @app.command(
@@ -32,6 +32,7 @@ def doctor(
     ] = False,
 ) -> None:
     """Check everything that a run needs, and say how to mend what is missing."""
+    sys.argv[0] = "wooly doctor"  # its sessions are called so
     if fallbacks:
         raise typer.Exit(_count_fallbacks(script, list(context.args), as_json))
     checks: list[dict[str, Any]] = []
@@ -46,7 +47,7 @@ def doctor(
     check("python", _check_python)
     check("torch", _check_torch)
     settings: list[Settings] = []
-    if check("configuration", lambda: settings.append(Settings()) or "valid"):  # type: ignore[func-returns-value]
+    if check("configuration", lambda: _check_configuration(settings)):
         if _starts_its_own(settings[0]):
             detail = "none is running: each run starts a stack of its own; `wooly up` keeps one, and runs begin sooner"
             checks.append({"check": "controller", "ok": True, "detail": detail})
@@ -157,6 +158,12 @@ def _check_torch() -> str:
             f"torch {torch.__version__}; Wooly is checked against 2.11 to 2.13: pip install torch==2.13.0"
         )
     return str(torch.__version__)
+
+
+def _check_configuration(found: list[Settings]) -> str:
+    found.append(load())
+    strange = unknown_variables()
+    return "valid" + (f"; no settings, and without effect: {', '.join(strange)}" if strange else "")
 
 
 def _check_executor(settings: Settings) -> str:

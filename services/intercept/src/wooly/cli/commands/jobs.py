@@ -26,14 +26,19 @@ def export(
     blobs: Annotated[
         Path | None, typer.Option(help="A folder instead, with a file per blob; prints the module's digest.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Record a computation as a module that `wooly submit` runs as a job."""
     from wooly.cli import jobs
+    from wooly.cli.script import print_error
 
     try:
-        jobs.export(target, output, blobs, out)
-    except (WoolyError, NotImplementedError) as e:
+        jobs.export(target, output, blobs, out, as_json)
+    except (WoolyError, NotImplementedError, OSError) as e:
         raise fail(e) from e
+    except Exception as e:  # the script's own
+        print_error(e)
+        raise typer.Exit(1) from e
     sys.stdout.flush()
     os._exit(0)  # as in `run`: thousands of tensors need not die one by one
 

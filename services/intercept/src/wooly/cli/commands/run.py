@@ -51,7 +51,7 @@ def run(
     bill = bill_at_end(opened) if opened is not None else []
     api.disable()
     if not quiet:
-        _summary(stats, seconds)
+        _summary(stats, seconds, opened)
         err.print(f"       {bill_line(bill)}", highlight=False, soft_wrap=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -78,7 +78,15 @@ def _route(endpoint: str) -> str:
     return f"a tunnel through {where}" if where.startswith("nats:") else where
 
 
-def _summary(stats: dict[str, Any], seconds: float) -> None:
+def _further(opened: Any) -> str:
+    """Where to look for more: a stack that was this run's own is gone."""
+    if opened is None or opened.ephemeral:
+        return "[bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and [bold]wooly nodes[/] show it"
+    what = "trace" if opened.traced else "logs"
+    return f"[bold]wooly {what} {opened.session_id}[/], [bold]wooly top[/], [bold]wooly nodes[/]"
+
+
+def _summary(stats: dict[str, Any], seconds: float, opened: Any) -> None:
     devices = stats["devices"]
     where = [f"[bold]{d['executor_id']}[/] ({d['node']}, {d['device']}), over {_route(d['endpoint'])}" for d in devices]
     if len(devices) > 1:
@@ -87,8 +95,7 @@ def _summary(stats: dict[str, Any], seconds: float) -> None:
         f"\n[bold]wooly[/]  ran {seconds:.1f} s on {''.join(where)}\n"
         f"       {stats['operations']:,} operations in {stats['programs']:,} programs, {stats['syncs']:,} waits, "
         f"{size(stats['bytes_sent'])} up, {size(stats['bytes_received'])} down\n"
-        "       look further: [bold]wooly up[/] keeps a stack running, then [bold]wooly status[/] and "
-        "[bold]wooly nodes[/] show it",
+        f"       look further: {_further(opened)}",
         highlight=False,
         soft_wrap=True,
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from wooly.cli.commands.app import Json, app, fail, out, read_settings, size
 from wooly.cli.commands.cluster import nodes_of
+from wooly.cli.tables import Fitted, plain_table
 from wooly.errors import WoolyError
 
 weights = typer.Typer(name="weights", help="Keep models on the devices ahead of time.", no_args_is_help=True)
@@ -68,12 +68,12 @@ def weights_list(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps({"weights": found}))
         return
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for column in ("name", "size", "tensors", "shared with", "executor"):
         table.add_column(column)
     for pin in found:
         table.add_row(pin["name"], size(pin["bytes"]), str(pin["tensors"]), pin["scope"], pin["executor"])
-    out.print(table if found else "nothing is kept; `wooly weights add PATH` keeps a model")
+    out.print(Fitted(table) if found else "nothing is kept; `wooly weights add PATH` keeps a model")
 
 
 @weights.command("rm")

@@ -1,0 +1,115 @@
+"""Where every byte of a device is, and whose: as its sessions and the cluster are told, and as it is proven."""
+
+from __future__ import annotations
+
+from wooly_dispatch.overcommit import promises
+from wooly_wis.messages import MemoryState, SessionMemory
+
+from wooly_executor.memory.accounts import Account
+from wooly_executor.memory.swap import Place
+from wooly_executor.session import Residence, Session
+from wooly_executor.stowage import Stowage
+from wooly_executor.vram.residents import Residents
+from wooly_executor.vram.swapping import Swapping
+
+
+def stats_of(session: Session, residents: Residents) -> dict[str, int]:
+    """What a session may know of its memory. Bytes."""
+    ledger, account = residents.ledger, session.account
+    held, part = ledger.pool.held(session.id), ledger.book.bears(session.id)
+    others = sum(
+        ledger.pool.held(s.id) + ledger.book.bears(s.id)
+        for s in residents.sessions.values()
+        if s is not session and s.swappable and s.residence is Residence.HERE
+    )
+    return {
+        "reserved_bytes": held + ledger.book.has(session.id),
+        "reserved_peak_bytes": account.peak + ledger.book.has(session.id),
+        "own_bytes": held,
+        "shared_bytes": part,
+        "workspace_bytes": account.workspace,
+        "available_bytes": max(0, min(session.quota - session.bytes, ledger.spare + others)),
+        "quota_bytes": session.quota,
+        "out_of_memory": account.ooms,
+        "sealing": len(session.sealing),
+    }
+
+
+def check(residents: Residents, stowage: Stowage) -> None:
+    """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
+
+    Raises:
+        AssertionError: they do not.
+    """
+    ledger, contents, sessions = residents.ledger, residents.contents, list(residents.sessions.values())
+    ledger.check()
+    coming = any(s.residence is Residence.COMING for s in sessions)
+    for store in ledger.stores():
+        assert store in contents.here or coming, f"store {store} has a block and no bytes"
+    assert set(contents.here) <= set(ledger.stores()), "bytes without a block"
+    moving = [s.job for s in sessions if s.job is not None]
+    if not moving:
+        copies = [*contents.copies.values(), *[c for s in sessions for c in s.copies.values()]]
+        for place, used in stowage.used.items():
+            assert used >= sum(c.nbytes for c in copies if c.place is place), f"copies in {place} that nobody pays for"
+    for session in sessions:
+        away = session.residence in (Residence.AWAY, Residence.COMING)
+        assert away or not session.copies, f"{session.id} is here and has copies elsewhere"
+        if session.residence is Residence.HERE:
+            for buffer, store in session.account.shared.items():
+                base = session.buffers[buffer].base
+                known = contents.here[store]
+                assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
+
+
+def state_of(residents: Residents, stowage: Stowage, swapping: Swapping, overcommit_percent: int) -> MemoryState:
+    """Where every byte of the device is, and whose."""
+    facts, promised = residents.ledger.facts(), promises(residents.commitments())
+    sessions = [_memory_of(s, residents) for s in residents.sessions.values()]
+    pins = [_pinned(pin, residents) for pin in residents.pins.accounts.values()]
+    return MemoryState(
+        capacity=facts.capacity,
+        own=facts.own,
+        contents=facts.contents,
+        slots=facts.slots,
+        reserve=facts.reserve,
+        free=facts.free,
+        host=stowage.used[Place.HOST],
+        host_budget=stowage.used[Place.HOST] + stowage.free(Place.HOST),
+        disk=stowage.used[Place.DISK],
+        disk_budget=stowage.used[Place.DISK] + stowage.free(Place.DISK),
+        overcommit_percent=overcommit_percent,
+        fixed=promised.fixed,
+        movable=promised.movable,
+        largest=promised.largest,
+        swapped_out=swapping.swapped_out,
+        swapped_in=swapping.swapped_in,
+        sessions=tuple([*sessions, *pins][:1000]),
+    )
+
+
+def _memory_of(session: Session, residents: Residents) -> SessionMemory:
+    host, disk = residents.stowed(session)
+    return SessionMemory(
+        session_id=session.id,
+        tenant=session.account.tenant,
+        own=residents.ledger.pool.held(session.id),
+        shared=residents.ledger.book.bears(session.id),
+        host=host,
+        disk=disk,
+        promised=session.promised,
+        swappable=session.swappable,
+        residence=session.residence.value,
+        swaps=session.swaps,
+    )
+
+
+def _pinned(pin: Account, residents: Residents) -> SessionMemory:
+    book = residents.ledger.book
+    return SessionMemory(
+        session_id=pin.name,
+        tenant=pin.tenant,
+        shared=book.bears(pin.name),
+        promised=book.has(pin.name),
+        swappable=False,
+    )

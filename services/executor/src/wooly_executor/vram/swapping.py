@@ -1,0 +1,216 @@
+"""A session's memory on its way out of the device and back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.memory.swap import Place
+from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
+from wooly_executor.session import Residence, Session
+from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.vram.residents import Residents
+
+log = logging.getLogger("wooly.executor")
+
+
+class Swapping:
+    """Takes sessions' memory out, and brings it back.
+
+    Args:
+        residents: whose memory.
+        stowage: where it goes.
+        pages: the device's memory, to be used again.
+        mover: what copies it.
+        dispatch: is told whose memory is away.
+        call: has a function run in the device loop's thread; from any thread.
+
+    Attributes:
+        on_arrival: what follows when a session's memory is back.
+        swapped_out: how often a session left.
+        swapped_in: how often one came back.
+    """
+
+    def __init__(
+        self,
+        residents: Residents,
+        stowage: Stowage,
+        pages: Pages,
+        mover: Mover,
+        dispatch: Dispatch,
+        call: Callable[[Callable[[], None]], Any],
+    ) -> None:
+        self._residents, self._stowage, self._pages, self._mover = residents, stowage, pages, mover
+        self._dispatch, self._call = dispatch, call
+        self._ledger, self._contents = residents.ledger, residents.contents
+        self.on_arrival: Callable[[Session], None] = lambda session: None
+        self.swapped_out = self.swapped_in = 0
+
+    # -- out ---------------------------------------------------------------------------------------------------------
+
+    def leave(self, session: Session, blocks: list[tuple[object, Tensor, Place, int]], urgency: int) -> None:
+        """Have a session's memory copied elsewhere. Per block: its key, its bytes, where to, how many."""
+        file = None
+        if any(to is Place.DISK for _, _, to, _ in blocks):
+            try:
+                file = self._stowage.open()
+            except OSError as e:
+                log.warning("session %s stays: nothing can be swapped to disk: %s", session.id, e)
+                self._stowage.full(Place.DISK)
+                self._residents.due = True
+                return
+        pieces = [Saving(key, source, self._stowage.take(to, n, file)) for key, source, to, n in blocks]
+        session.residence = Residence.LEAVING
+        session.leaving_bytes = self._ledger.pool.held(session.id)
+        self._residents.leaving += session.leaving_bytes
+
+        def left(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._left(session, job, error))
+
+        session.job = SaveJob(urgency, left, pieces=pieces)
+        self._mover.submit(session.job)
+
+    def stay(self, session: Session) -> None:
+        """A session that leaves has work: it has lost nothing yet, and stays."""
+        if session.job is not None:
+            session.job.cancelled = True
+        session.residence = Residence.HERE
+        self._residents.leaving -= session.leaving_bytes
+        session.leaving_bytes = 0
+
+    def _left(self, session: Session, job: Job, error: Exception | None) -> None:
+        assert isinstance(job, SaveJob)
+        if session.job is job:
+            session.job = None
+        if session.residence is Residence.LEAVING:
+            self._residents.leaving -= session.leaving_bytes
+            session.leaving_bytes = 0
+        if session.buried or job.cancelled or error is not None:
+            for piece in job.pieces:
+                self._stowage.drop(piece.copy)
+            if session.buried:
+                self.bury(session)
+            elif error is not None and not job.cancelled:
+                session.residence = Residence.HERE
+                self._failed_to_leave(session, error)
+            self._residents.due = True
+            return
+        self._keep_copies(session, job)
+        session.residence = Residence.AWAY
+        self.swapped_out += 1
+        session.swaps += 1
+        if session.spans is not None:
+            session.spans.swapped("out", job.begun_ns, job.moved)
+        log.info("session %s is swapped out: %d bytes", session.id, job.moved)
+        self._dispatch.swapped_out(session)
+        self._residents.due = True
+
+    def _keep_copies(self, session: Session, job: SaveJob) -> None:
+        """The copies are the session's memory from now on; what it had on the device is free."""
+        account = session.account
+        saved = {piece.key: piece for piece in job.pieces}
+        more = [
+            s for s in self._ledger.sole_stores(account) if ("store", s) not in saved and s not in self._contents.copies
+        ]
+        for piece in job.pieces:
+            kind, key = piece.key  # type: ignore[misc]
+            if kind == "own":
+                if key in account.own:
+                    session.copies[key] = piece.copy
+                else:
+                    self._stowage.drop(piece.copy)
+            elif key in self._contents.here and key not in self._contents.copies:
+                self._contents.copies[key] = piece.copy
+            else:
+                self._stowage.drop(piece.copy)
+        for buffer in account.own:
+            known = session.buffers.get(buffer)
+            if known is not None:
+                if known.base is not None:
+                    self._pages.give(known.base)
+                known.base, known.view = None, None
+        for buffer in account.shared:
+            session.buffers[buffer].base = session.buffers[buffer].view = None
+        for leaving in self._ledger.swap_out(account, self._residents.clock()):
+            if leaving.store in more:  # whoever shared it has gone since: it follows
+                self._contents.orphan(leaving)
+            else:
+                self._pages.give(self._contents.here.pop(leaving.store))
+
+    def _failed_to_leave(self, session: Session, error: Exception) -> None:
+        log.warning("session %s stays: it could not be swapped out: %s", session.id, error)
+        if isinstance(error, OSError):
+            self._stowage.full(Place.DISK)
+
+    def bury(self, session: Session) -> None:
+        """A session is over, and nobody touches its memory any more: it is free."""
+        self._contents.departed(self._ledger.close(session.account, self._residents.clock()))
+        for copy in session.copies.values():
+            self._stowage.drop(copy)
+        session.copies.clear()
+        self._residents.due = True
+
+    # -- in ----------------------------------------------------------------------------------------------------------
+
+    def bring(self, session: Session, stores: Iterable[int], urgency: int) -> None:
+        """Have a session's memory copied back to where it has room now.
+
+        Args:
+            session: whose.
+            stores: contents that it shares and that have room again, too.
+            urgency: its class.
+        """
+        session.residence = Residence.COMING
+        pieces = [Loading(("own", b), copy) for b, copy in session.copies.items()]
+        wanted = {*stores, *[s for s in session.account.shared.values() if s not in self._contents.here]}
+        pieces += [
+            Loading(("store", s), self._contents.copies[s]) for s in sorted(wanted) if s in self._contents.copies
+        ]
+
+        def came(job: Job, error: Exception | None) -> None:
+            self._call(lambda: self._came(session, job, error))
+
+        session.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
+        self._mover.submit(session.job)
+
+    def _came(self, session: Session, job: Job, error: Exception | None) -> None:
+        assert isinstance(job, LoadJob)
+        session.job = None
+        if session.buried:
+            self.bury(session)
+            return
+        self._take_up(session, job, error)
+        session.residence = Residence.HERE
+        session.idle_since = None if session.queue else self._residents.clock()
+        self.swapped_in += 1
+        if session.spans is not None:
+            session.spans.swapped("in", job.begun_ns, job.moved)
+        log.info("session %s is back: %d bytes", session.id, job.moved)
+        self.on_arrival(session)
+
+    def _take_up(self, session: Session, job: LoadJob, error: Exception | None) -> None:
+        """What was copied back is the session's memory; what was lost on the way poisons its buffers."""
+        lost: dict[int, str] = {}
+        for piece in job.pieces:
+            kind, key = piece.key  # type: ignore[misc]
+            if kind == "own":
+                known = session.buffers[key]
+                known.base, known.view = piece.target, None
+                if piece.target is None:
+                    known.poison = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+            elif piece.target is not None:
+                self._contents.here.setdefault(key, piece.target)
+            else:
+                lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
+        for buffer, store in session.account.shared.items():
+            known = session.buffers[buffer]
+            known.base, known.view = self._contents.here.get(store), None
+            if known.base is None:
+                known.poison = lost.get(store, "its content is lost")
+        for copy in session.copies.values():
+            self._stowage.drop(copy)
+        session.copies.clear()

@@ -1,0 +1,120 @@
+"""Who leaves when others need their memory: the policy's answer, and having them go."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from wooly_executor.contents import flat
+from wooly_executor.memory.accounts import Account
+from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
+from wooly_executor.session import Residence, Session
+from wooly_executor.stowage import Stowage
+from wooly_executor.vram.residents import Residents
+from wooly_executor.vram.swapping import Swapping
+
+log = logging.getLogger("wooly.executor")
+
+
+class _Choice(NamedTuple):
+    """The policy's answer.
+
+    Attributes:
+        plan: who leaves, and what goes where.
+        owners: whose own buffer each of the plan's negative contents is.
+        eligible: who had been idle for long enough.
+    """
+
+    plan: Plan
+    owners: dict[int, tuple[Session, int]]
+    eligible: list[str]
+
+
+class Victims:
+    """Makes room by having sessions leave.
+
+    Args:
+        residents: of whom they are.
+        swapping: takes their memory out.
+        stowage: says how much has room elsewhere.
+    """
+
+    def __init__(self, residents: Residents, swapping: Swapping, stowage: Stowage) -> None:
+        self._here, self._swapping, self._stowage = residents, swapping, stowage
+        self._ledger, self._contents = residents.ledger, residents.contents
+        self._choices = 0
+
+    def make_room(self, need: int, for_whom: Session, now: int) -> bool:
+        """Have others leave so that there will be `need` bytes for a session; whether there are any that can."""
+        return self._carry_out(self._choose(need, for_whom, now, self._here.policy), for_whom)
+
+    def restore_reserve(self, for_whom: Session, now: int) -> bool:
+        """Have others leave for the reserve that a large allocation of a session took; whether there are any that can."""
+        policy = self._here.policy
+        return self._carry_out(self._choose(0, for_whom, now, Policy(policy.reserve, 0, policy.idle_ns)), for_whom)
+
+    def _choose(self, need: int, for_whom: Session, now: int, policy: Policy) -> _Choice:
+        ledger, residents, owners, may = self._ledger, [], {}, []
+        contents: dict[int, Content] = {}
+        for session in self._here.sessions.values():
+            if session.residence is not Residence.HERE:
+                continue
+            account = session.account
+            busy = session is for_whom or session.job is not None or session.lending
+            idle = None if busy else self._here.idle_since(session)
+            keys = self._shared(account, contents)
+            eligible = session.swappable and idle is not None and now - idle >= policy.idle_ns
+            if eligible and not session.sealing:
+                may.append(session.id)
+                for buffer, offset in account.own.items():
+                    key = -1 - offset
+                    owners[key] = (session, buffer)
+                    contents[key] = Content(ledger.pool.size(offset))
+                    keys.append(key)
+            swappable = session.swappable and not session.sealing
+            priority = self._here.priority(session)
+            residents.append(Resident(session.id, priority, idle, tuple(keys), swappable, session.chosen))
+        for pin in self._here.pins.accounts.values():
+            residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
+        free = self._stowage.free
+        room = Room(ledger.spare + self._here.leaving, free(Place.HOST), free(Place.DISK))
+        return _Choice(choose(need, now, room, residents, contents, policy), owners, may)
+
+    def _shared(self, account: Account, contents: dict[int, Content]) -> list[int]:
+        """The contents that an account shares, each once; enters them into `contents`."""
+        stores = [*dict.fromkeys(account.shared.values())]
+        for store in stores:
+            contents[store] = Content(self._ledger.store_bytes(store), store in self._contents.copies)
+        return stores
+
+    def _carry_out(self, choice: _Choice, for_whom: Session) -> bool:
+        plan, owners, eligible = choice
+        if plan.short or not plan.victims:
+            return False
+        rest = [name for name in eligible if name not in plan.victims]
+        log.info("room for %s: %s leave; %s could have", for_whom.id, self._named(plan.victims), self._named(rest))
+        sessions, urgency = self._here.sessions, self._here.priority(for_whom)
+        left: dict[str, list[tuple[object, Tensor, Place, int]]] = {name: [] for name in plan.victims}
+        for move in plan.moves:
+            if move.content < 0:
+                session, buffer = owners[move.content]
+                base = session.buffers[buffer].base
+                if base is not None:  # what failed to be computed has no bytes
+                    nbytes = session.buffers[buffer].nbytes
+                    left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
+            elif move.to is not Place.NOWHERE:
+                last = [n for n in plan.victims if move.content in sessions[n].account.shared.values()][-1]
+                source = self._contents.here[move.content]
+                left[last].append((("store", move.content), source, move.to, len(source)))
+        for name, blocks in left.items():
+            self._choices += 1
+            sessions[name].chosen = self._choices
+            self._swapping.leave(sessions[name], blocks, urgency)
+        return True
+
+    def _named(self, names: Iterable[str]) -> str:
+        here = self._here
+        return ", ".join([f"{name} (P{here.priority(here.sessions[name])})" for name in names]) or "nobody else"

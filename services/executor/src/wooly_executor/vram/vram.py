@@ -1,0 +1,316 @@
+"""What the device loop asks of a device's memory: whether a session may come, a program begin, a buffer be written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from wooly_dispatch.overcommit import Commitment, headroom, promises
+from wooly_wis.codec import DIGEST_SIZE
+from wooly_wis.frames import unpack_run
+from wooly_wis.messages import MemoryState
+
+from wooly_executor.contents import Contents
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.memory.book import Scope
+from wooly_executor.memory.ledger import Ledger
+from wooly_executor.memory.swap import Policy, admit
+from wooly_executor.mover import PIECE, Mover
+from wooly_executor.pins import Pins
+from wooly_executor.runtime.device import HOST, TorchDevice
+from wooly_executor.samples import Sample, Samples
+from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.stowage import Pages, Stowage
+from wooly_executor.vram.figures import check, state_of, stats_of
+from wooly_executor.vram.residents import Residents
+from wooly_executor.vram.settings import SwapSettings
+from wooly_executor.vram.swapping import Swapping
+from wooly_executor.vram.victims import Victims
+from wooly_executor.vram.waiting import Waiting
+
+#: The reserve is at most this share of the device.
+RESERVE_SHARE = 8
+#: Memory that was swapped and is kept to be used again, as a share of the device's, or of the budget of locked memory.
+PAGES_SHARE = 4
+#: How often a reserve that could not be kept is tried again, ns.
+RETRY_NS = 100_000_000
+
+
+class Vram:
+    """The memory of one device.
+
+    Args:
+        capacity: bytes.
+        dispatch: which sessions it may pass over.
+        settings: of swapping.
+        call: has a function run in the device loop's thread; from any thread.
+        proceed: goes on with a session's frames.
+        clock: monotonic ns.
+        device: whose memory it is.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        dispatch: Dispatch,
+        settings: SwapSettings,
+        call: Callable[[Callable[[], None]], Any],
+        proceed: Callable[[Session], None],
+        clock: Callable[[], int] = time.monotonic_ns,
+        device: TorchDevice = HOST,
+    ) -> None:
+        given = settings.policy
+        reserve = min(given.reserve, capacity // RESERVE_SHARE)
+        self.policy = policy = Policy(reserve, given.large, given.idle_ns)
+        self.ledger = Ledger(capacity, reserve=reserve)
+        self.clock = clock
+        self.overcommit_percent = 0
+        # where host memory is locked, what is kept of it counts against its own budget, and files need some to go through
+        kept = capacity // PAGES_SHARE if device.host else max(settings.host // PAGES_SHARE, 2 * PIECE)
+        host = Pages(kept, device.host_memory)
+        pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
+        self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
+        self._mover = Mover(device)
+        self.contents = Contents(self.ledger, self.stowage, self._mover, clock, call, self._changed, proceed)
+        self._samples = Samples(self.ledger, clock)
+        self.pins = Pins(self.ledger, self.contents, self._samples, clock)
+        self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
+        self._sessions = self._residents.sessions
+        self._swapping = Swapping(self._residents, self.stowage, pages, self._mover, dispatch, call)
+        self._victims = Victims(self._residents, self._swapping, self.stowage)
+        patience = max(policy.idle_ns, settings.patience_ns)
+        self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, proceed)
+        self._dispatch = dispatch
+        self._retry = 0
+        dispatch.on_swap_in = self.ask
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of the device."""
+        return self.ledger.pool.capacity
+
+    @property
+    def due(self) -> bool:
+        """Whether `arrange` has something to do."""
+        return self._residents.due
+
+    def _changed(self) -> None:
+        """There is room that was not there before."""
+        if self._waiting.wants:
+            self._residents.due = True
+
+    def stop(self) -> None:
+        """End the mover's thread."""
+        self._mover.stop()
+
+    # -- sessions ----------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session, tenant: str, scope: Scope) -> None:
+        """A session is open."""
+        now = self.clock()
+        session.vram = self
+        session.account = self.ledger.open(session.id, tenant=tenant, scope=scope, now=now)
+        session.idle_since = now
+        self._sessions[session.id] = session
+        self._samples.open(session.account, now)
+
+    def close(self, session: Session) -> None:
+        """A session is over, wherever its memory was."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        self._waiting.wants.pop(session.id, None)
+        self._samples.close(session.account, self._residents.stowed(session))
+        for job in session.sealing.values():
+            job.cancelled = True
+        session.sealing.clear()
+        session.buried = True
+        if session.job is not None:
+            session.job.cancelled = True  # its blocks are free when nobody touches them any more
+        else:
+            self._swapping.bury(session)
+        self._residents.due = True
+
+    def quota(self, session_id: str, required: int | None, swappable: bool) -> int:
+        """What a session that asks for so much, or for nothing in particular, may have.
+
+        Raises:
+            AdmissionError: it may not come; the message has the numbers.
+        """
+        commitments = self._residents.commitments()
+        admit(Commitment(session_id, required or 0, swappable), commitments, self.capacity, self.overcommit_percent)
+        if required is not None:
+            return required
+        promised = promises(commitments)
+        if swappable or not promised.largest:
+            return self.capacity - promised.fixed
+        return headroom(promised, self.capacity, self.overcommit_percent, False)
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def admit(self, session: Session, frame: Frame) -> bool:
+        """Whether a run may be submitted to the dispatch core; if not, it is tried again when those before it are done."""
+        ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+        if ready is None:
+            return True  # that is an error of its own
+        need = ready.room
+        if session.guarded:
+            need += self.ledger.cost_of_writing(session.account, _written(frame, ready.written))
+        residence = session.residence
+        if residence is not Residence.HERE:
+            if residence is Residence.LEAVING:
+                self._swapping.stay(session)
+            elif session.known:
+                return False
+            else:
+                frame.need = need
+                return True
+        if not need:
+            return True
+        ledger = self.ledger
+        if ledger.spare - need >= (self.policy.reserve if need >= self.policy.large else 0):
+            ledger.reserve_for(session.account, need)
+            frame.reserved = need
+            return True
+        return self._admit_tightly(session, frame, need, ready.peak_bytes)
+
+    def _admit_tightly(self, session: Session, frame: Frame, need: int, peak: int) -> bool:
+        if session.known:
+            return False
+        if session.bytes + peak > session.quota:
+            return True  # it fails by itself, and nobody need leave for it
+        ledger, now = self.ledger, self.clock()
+        if ledger.spare - need < self.policy.reserve:
+            self._residents.drop_workspaces(session)
+        if ledger.spare >= need:
+            ledger.reserve_for(session.account, need)
+            frame.reserved = need
+            if need >= self.policy.large and ledger.spare < self.policy.reserve and now >= self._retry:
+                self._retry = now + RETRY_NS
+                self._victims.restore_reserve(session, now)
+            return True
+        if not self._residents.hopeful(session, need):
+            return True
+        frame.need = need
+        session.lacking = now
+        self._dispatch.swapped_out(session)
+        return True
+
+    def begun(self, session: Session, frame: Frame) -> None:
+        """A run begins: what was promised to it is its own to take."""
+        if frame.reserved:
+            self.ledger.unreserve(session.account, frame.reserved)
+            frame.reserved = 0
+
+    def idle(self, session: Session) -> None:
+        """A session has nothing more to do."""
+        session.idle_since = self.clock()
+        if self._waiting.wants:
+            self._residents.due = True
+
+    def present(self, session: Session) -> bool:
+        """Whether the session's memory can be read and written now; if not, it is asked for, and `proceed` called then."""
+        if session.residence is Residence.LEAVING:
+            self._swapping.stay(session)
+        if session.residence is Residence.HERE:
+            return True
+        self._waiting.ask(session)
+        return False
+
+    def writable(self, session: Session, buffer: int) -> bool:
+        """Whether the client may write a buffer now.
+
+        If not, its session's memory or room for a copy is asked for, and `proceed` called then.
+        """
+        if not self.present(session):
+            return False
+        lacks = self.ledger.cost_of_writing(session.account, [buffer]) if buffer in session.guarded else 0
+        if lacks > self.ledger.spare and not session.given_up:
+            self._residents.drop_workspaces(session)
+            if lacks > self.ledger.spare and self._residents.room_without_others(session) >= lacks:
+                session.writing = lacks
+                session.lacking = session.lacking or self.clock()
+                self._waiting.ask(session)
+                return False
+        if session.writing:
+            session.writing = session.lacking = 0
+            session.given_up = False
+            self._waiting.wants.pop(session.id, None)
+        return True
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def free(self, session: Session, buffers: Iterable[int]) -> None:
+        """Some buffers are no more; those that are not known are ignored."""
+        ledger, account = self.ledger, session.account
+        own, give_back = account.own, ledger.pool.free
+        now = self.clock()
+        ledger.settle(account, now)
+        plain = not session.guarded and not session.copies
+        for buffer in buffers:
+            offset = own.pop(buffer, None)
+            if offset is not None:
+                give_back(offset)
+                if plain:
+                    continue
+            self._free_unusual(session, buffer, now)
+
+    def _free_unusual(self, session: Session, buffer: int, now: int) -> None:
+        """What is to be done where a buffer is shared, about to be, or away."""
+        session.guarded.discard(buffer)
+        job = session.sealing.pop(buffer, None)
+        if job is not None:
+            job.cancelled = True
+        copy = session.copies.pop(buffer, None)
+        if copy is not None:
+            self.stowage.drop(copy)
+        found = self.ledger.free(session.account, buffer, now)
+        if found:
+            self.contents.departed(found)
+
+    # -- who comes and who leaves ------------------------------------------------------------------------------------
+
+    def ask(self, session_id: str) -> None:
+        """The dispatch core wants a session's memory: its turn has come."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            self._waiting.ask(session)
+
+    def timeout(self) -> float | None:
+        """Seconds until somebody may have become idle for long enough that another waits for; None: nobody waits."""
+        return self._waiting.timeout()
+
+    def arrange(self) -> None:
+        """See to those whose memory is asked for, the most urgent first."""
+        self._waiting.arrange()
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    def stats(self, session: Session) -> dict[str, int]:
+        """What a session may know of its memory. Bytes."""
+        return stats_of(session, self._residents)
+
+    def check(self) -> None:
+        """Prove that the accounts, the bytes on the device and the copies elsewhere tell one story.
+
+        Raises:
+            AssertionError: they do not.
+        """
+        check(self._residents, self.stowage)
+
+    def state(self) -> MemoryState:
+        """Where every byte of the device is, and whose."""
+        return state_of(self._residents, self.stowage, self._swapping, self.overcommit_percent)
+
+    def samples(self) -> list[Sample]:
+        """What every session and pin bore since it was last asked, those that ended included."""
+        sessions = [(s.account, self._residents.stowed(s)) for s in self._sessions.values()]
+        return self._samples.take([*sessions, *[(pin, (0, 0)) for pin in self.pins.accounts.values()]])
+
+
+def _written(frame: Frame, slots: frozenset[int]) -> list[int]:
+    try:
+        bindings = unpack_run(frame.payload).bindings
+    except Exception:
+        return []  # that is an error of its own
+    return [bindings[slot] for slot in slots if slot < len(bindings)]

@@ -1,0 +1,178 @@
+"""Sessions whose memory is asked for, or who wait for room: each is given it in its turn, or told that there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from wooly_wis.frames import Kind
+
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import OutOfMemoryError
+from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.vram.residents import Residents
+from wooly_executor.vram.swapping import Swapping
+from wooly_executor.vram.victims import Victims
+
+
+@dataclass(eq=False, slots=True)
+class Want:
+    """A session whose memory is asked for.
+
+    Attributes:
+        since: when it was, ns.
+        priority: its class.
+        tried: the reserve was tried for.
+    """
+
+    session: Session
+    since: int
+    priority: int
+    tried: bool = False
+
+
+class Waiting:
+    """Who waits for memory of a device.
+
+    Args:
+        residents: who is there.
+        victims: who leaves for others.
+        swapping: brings sessions back.
+        dispatch: is told whose memory has come.
+        patience_ns: how long an allocation waits for others to become idle before it fails.
+        proceed: goes on with a session's frames.
+
+    Attributes:
+        wants: by session.
+    """
+
+    def __init__(
+        self,
+        residents: Residents,
+        victims: Victims,
+        swapping: Swapping,
+        dispatch: Dispatch,
+        patience_ns: int,
+        proceed: Callable[[Session], None],
+    ) -> None:
+        self.wants: dict[str, Want] = {}
+        self._residents, self._victims, self._swapping, self._dispatch = residents, victims, swapping, dispatch
+        self._patience, self._proceed = patience_ns, proceed
+        self._ledger, self._clock, self._policy = residents.ledger, residents.clock, residents.policy
+        self._wake: int | None = None
+        swapping.on_arrival = self._arrived
+
+    def ask(self, session: Session) -> None:
+        """A session's memory is wanted."""
+        if session.id not in self.wants and session.residence is not Residence.COMING:
+            self.wants[session.id] = Want(session, self._clock(), self._residents.priority(session))
+            self._residents.due = True
+
+    def timeout(self) -> float | None:
+        """Seconds until somebody may have become idle for long enough that another waits for; None: nobody waits."""
+        if self._wake is None:
+            return None
+        return max(0.0, (self._wake - self._clock()) / 1e9)
+
+    def arrange(self) -> None:
+        """See to those whose memory is asked for, the most urgent first."""
+        self._residents.due = False
+        self._wake = None
+        now = self._clock()
+        for want in sorted(self.wants.values(), key=lambda w: (w.priority, w.since, w.session.id)):
+            if want.session.id in self.wants and self._serve(want, now):
+                return
+
+    def _serve(self, want: Want, now: int) -> bool:
+        """Grant what is wanted, or make room for it. True: the room that comes is for this one, and nobody after it."""
+        session, ledger = want.session, self._ledger
+        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
+        extra = head.need if head is not None else session.writing
+        need = extra if session.residence is Residence.HERE else ledger.needed(session.account) + extra
+        if need > ledger.pool.capacity and session.residence is not Residence.HERE:
+            need -= extra
+        if ledger.spare - need < self._policy.reserve:
+            self._residents.drop_workspaces(session)
+        short_of_reserve = need >= self._policy.large and ledger.spare - need < self._policy.reserve and not want.tried
+        if ledger.spare >= need and not short_of_reserve:
+            return self._grant(want, head, need)
+        if self._residents.leaving and ledger.spare + self._residents.leaving >= need:
+            return True
+        want.tried = True
+        if self._victims.make_room(need, session, now):
+            return True
+        if ledger.spare >= need:
+            return self._grant(want, head, need)
+        if session.residence is Residence.HERE and now - session.lacking >= self._patience:
+            self._give_up(want)
+            return False
+        self._sleep(session, now)
+        return False
+
+    def _sleep(self, session: Session, now: int) -> None:
+        """Look again when somebody will have been idle for long enough."""
+        times = [session.lacking + self._patience] if session.residence is Residence.HERE else []
+        for other in self._residents.sessions.values():
+            if other is not session and other.swappable and other.residence is Residence.HERE:
+                since = self._residents.idle_since(other)
+                if since is not None and since + self._policy.idle_ns > now:
+                    times.append(since + self._policy.idle_ns)
+        if times:
+            wake = max(min(times), now + 1_000_000)
+            self._wake = wake if self._wake is None else min(self._wake, wake)
+
+    def _give_up(self, want: Want) -> None:
+        """Whoever may leave has had the time to: the allocation fails."""
+        session = want.session
+        del self.wants[session.id]
+        session.lacking = 0
+        session.given_up = bool(session.writing)
+        self._there(session)
+
+    def _there(self, session: Session) -> None:
+        """What a session waited for has come, or will not: it goes on."""
+        if session.writing:
+            self._proceed(session)
+        else:
+            self._dispatch.swapped_in(session)
+
+    def _grant(self, want: Want, head: Frame | None, need: int) -> bool:
+        session, ledger = want.session, self._ledger
+        promised = 0
+        if head is not None and head.need:
+            promised = min(head.need, need)
+        if session.residence is Residence.HERE:
+            del self.wants[session.id]
+            session.lacking = 0
+            self._residents.promise(session, head, promised)
+            self._there(session)
+            return False
+        try:
+            stores = ledger.swap_in(session.account, self._clock())
+        except OutOfMemoryError:  # there is room, but not in pieces that are large enough
+            self._sleep(session, self._clock())
+            return False
+        del self.wants[session.id]
+        if ledger.spare >= promised:
+            self._residents.promise(session, head, promised)
+        self._swapping.bring(session, stores, want.priority)
+        return False
+
+    def _arrived(self, session: Session) -> None:
+        """A session's memory is back: its next program can begin, or waits for its own room."""
+        if self._next_has_room(session):
+            self._dispatch.swapped_in(session)
+        else:
+            session.lacking = self._clock()
+            self._dispatch.swapped_out(session)  # it will be asked for again, for what its next program needs
+        self._proceed(session)
+
+    def _next_has_room(self, session: Session) -> bool:
+        """Whether the run that waits, which may have come after its session was asked for, has what it needs."""
+        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
+        if head is None or not head.need or head.reserved:
+            return True
+        if self._ledger.spare >= head.need:
+            self._residents.promise(session, head, head.need)
+            return True
+        return not self._residents.hopeful(session, head.need)

@@ -1,0 +1,54 @@
+"""Tables for people: numbers and ids are never cut, as long as the terminal has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Column, Table
+from rich.text import Text
+
+#: Characters between two columns, and those that a column which is cut keeps at least.
+GAP, LEAST = 2, 12
+
+
+def plain_table() -> Table:
+    """A table without lines. Columns that are `no_wrap` are cut at their end where there is no room; others are kept whole."""
+    return Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
+
+
+class Fitted:
+    """A table whose columns get their widths when it is drawn.
+
+    Where all of it does not fit, what has several words wraps, and what may be cut is.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = self._table.columns
+        room = options.max_width - GAP * (len(columns) - 1)
+        whole = [c for c in columns if not c.no_wrap]
+        cut = [c for c in columns if c.no_wrap]
+        for measured in (_line, _word):
+            for column in whole:
+                column.width = _widest(column, measured)
+            left = room - sum(c.width or 0 for c in whole)
+            if left >= sum(min(_widest(c, _line), LEAST) for c in cut):
+                break
+        for column in cut:
+            column.width = max(min(_widest(column, _line), left), LEAST)
+        yield self._table
+
+
+def _widest(column: Column, measured: Callable[[str], int]) -> int:
+    return max(measured(c.plain if isinstance(c, Text) else str(c)) for c in (column.header, *column.cells))
+
+
+def _line(text: str) -> int:
+    return len(text)
+
+
+def _word(text: str) -> int:
+    return max(map(len, text.split()), default=0)

@@ -1,0 +1,221 @@
+"""A recording that can be sent again: what comes from outside, what comes out, what lives inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from wooly import storage
+from wooly.devices import NAME
+from wooly.graphs.counters import counters
+from wooly.graphs.recording import NotOneProgramError, Recording
+from wooly.recorder import Recorder
+from wooly.storage import ID_SHIFT, Layout, address_of
+from wooly.torch_private import raw_device, reinterpret
+
+#: Per device, ids of buffers that live inside one program only. Every program gives them back, so all share them.
+_temporary: tuple[list[int], ...] = tuple([[] for _ in storage.heaps])
+
+
+class Out(NamedTuple):
+    """One tensor that comes out.
+
+    Attributes:
+        slot: its buffer's.
+        layout: of the buffer.
+        whole: the tensor is the buffer as `layout` says.
+        dtype: of the tensor.
+        sizes: its shape.
+        strides: its strides.
+        offset: its first element.
+        grad: whether it has a gradient.
+    """
+
+    slot: int
+    layout: Layout
+    whole: bool
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    grad: bool
+
+    @classmethod
+    def of(cls, t: Tensor, slot: int) -> Out:
+        nbytes = t.untyped_storage().nbytes()
+        layout = Layout(t.dtype, tuple(t.shape), t.stride())
+        whole = t.storage_offset() == 0 and layout.nbytes == nbytes
+        if not whole:
+            layout = Layout(torch.uint8, (nbytes,), (1,))
+        return cls(slot, layout, whole, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad)
+
+    def seen_in(self, base: Tensor) -> Tensor:
+        """This tensor on a storage that was made by `layout`."""
+        if self.whole:
+            return base
+        return storage.review(base, self.dtype, self.sizes, self.strides, self.offset)
+
+
+class Alias(NamedTuple):
+    """A result that is an argument, a view of one, or a constant."""
+
+    key: Any
+    constant: Tensor | None
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def seen_in(self, tensors: dict[Any, Tensor]) -> Tensor:
+        t = self.constant if self.constant is not None else tensors[self.key]
+        if t.shape == self.sizes and t.stride() == self.strides and t.storage_offset() == self.offset:
+            return t
+        return reinterpret(t, self.sizes, self.strides, self.offset - t.storage_offset())
+
+
+class Program:
+    """A recording with its slots sorted: what comes from outside, what comes out, what lives inside.
+
+    Args:
+        recorder: that of the device where it runs.
+        recorded: the recording.
+        tensors: tensor per key from outside; at a later run, `run` is told others by these keys.
+        constants: buffers from outside that stay the same.
+        results: tensors that come out; anything else among them is a constant.
+        buffers: key per buffer from outside that no tensor stands for.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        recorded: Recording,
+        tensors: dict[Any, Tensor],
+        constants: set[int],
+        results: Sequence[Any],
+        buffers: dict[int, Any] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._recorded = recorded
+        outside = (buffers or {}) | _by_id(tensors)
+        dtypes = {k: t.dtype for k, t in tensors.items()}
+        self.made = dict(recorded.made)
+        inside = {*recorded.made, *recorded.gone}
+        self.outside: list[tuple[int, Any]] = []
+        for slot, buffer in enumerate(recorded.bind):
+            if slot in inside:
+                continue
+            if buffer in outside:
+                self.outside.append((slot, outside[buffer]))
+            elif buffer not in constants:
+                raise NotOneProgramError("it uses a tensor that is not among its arguments")
+        slot_of = {buffer: slot for slot, buffer in enumerate(recorded.bind) if slot not in recorded.gone}
+        self.results = [self._result(t, slot_of, outside, dtypes, constants) for t in results]
+        self._made_here = list(dict.fromkeys(r.slot for r in self.results if isinstance(r, Out)))
+        #: Slots made inside whose buffers somebody may still want: for these, `run` can be given ids.
+        self.left = [s for s in recorded.made if s not in self._made_here]
+        self._template = list(recorded.bind)
+        self._settle(set())
+
+    def _result(
+        self,
+        t: Any,
+        slot_of: dict[int, int],
+        outside: dict[int, Any],
+        dtypes: dict[Any, torch.dtype],
+        constants: set[int],
+    ) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if raw_device(t).type != NAME:
+            raise NotOneProgramError("it computes on the host")
+        buffer = address_of(t) >> ID_SHIFT
+        if buffer in outside or buffer in constants:
+            key = outside.get(buffer)
+            if key is not None and dtypes[key] is not t.dtype:
+                raise NotOneProgramError("it returns an argument as another dtype")
+            return Alias(key, t if key is None else None, tuple(t.shape), t.stride(), t.storage_offset())
+        slot = slot_of.get(buffer)
+        if slot is None or slot not in self.made:
+            raise NotOneProgramError("it returns a tensor that it did not make")
+        return Out.of(t, slot)
+
+    def _settle(self, wanted: set[int]) -> None:
+        """Give every slot that nobody asks for a temporary id, and free those that the program does not free itself."""
+        recorded = self._recorded
+        unasked = [s for s in self.left if s not in wanted]
+        heap = self._recorder.heap
+        temporary = _temporary[heap.index]
+        while len(temporary) < len(unasked) + len(recorded.gone):
+            temporary.append(heap.reserve_id())
+        ids = iter(temporary)
+        for slot in recorded.gone:
+            self._template[slot] = next(ids)
+        self._frees = []
+        for slot in unasked:
+            self._template[slot] = buffer = next(ids)
+            self._frees.append(buffer)
+        self.wanted = [s for s in self.left if s in wanted]
+
+    def want(self, slots: set[int]) -> None:
+        """From now on, the buffers of these slots outlive the program: `run` must be given ids for `wanted`."""
+        self._settle({*self.wanted, *slots})
+
+    @property
+    def words(self) -> list[int]:
+        """What was recorded: equal words are equal programs."""
+        return self._recorded.work.words
+
+    @property
+    def written(self) -> list[Any]:
+        """Keys of what it writes outside."""
+        of = dict(self.outside)
+        return [of[s] for s in self._recorded.written if s in of]
+
+    def run(self, ids: dict[Any, int], kept: Sequence[int], tensors: dict[Any, Tensor]) -> list[Any]:
+        """Send it again.
+
+        Args:
+            ids: buffer id per key of `outside`.
+            kept: ids for the `wanted` slots.
+            tensors: tensor per key, for results that are arguments.
+        """
+        recorder, recorded = self._recorder, self._recorded
+        bind = list(self._template)
+        for slot, key in self.outside:
+            bind[slot] = ids[key]
+        for slot, buffer in zip(self.wanted, kept, strict=True):
+            bind[slot] = buffer
+        params = recorded.params
+        if recorded.random:
+            params = list(params)
+            for at in recorded.random:
+                params[at : at + 2] = recorder.generator.draw()
+        bases: dict[int, Tensor] = {}
+        results: list[Any] = []
+        with recorder.lock:
+            for r in self.results:
+                if isinstance(r, Out):
+                    base = bases.get(r.slot)
+                    if base is None:
+                        base, bind[r.slot] = r.layout.new(recorder.heap)
+                        bases[r.slot] = base
+                    results.append(r.seen_in(base))
+                else:
+                    results.append(r.seen_in(tensors) if isinstance(r, Alias) else r)
+            link = recorder.link
+            if link is not None and link.mirroring:
+                for slot in recorded.written:
+                    link.forget(bind[slot])
+            recorder.operations += recorded.operations
+            recorder.replay(recorded.work, bind, params, self._frees)
+        counters.operations += recorded.operations
+        return results
+
+
+def _by_id(tensors: dict[Any, Tensor]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for k, t in tensors.items():
+        found.setdefault(address_of(t) >> ID_SHIFT, k)
+    return found

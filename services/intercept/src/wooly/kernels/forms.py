@@ -1,0 +1,170 @@
+"""A call's arguments as WIS has them: views, params and constants, and the form that they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.dtypes import DType
+from wooly_wis.program import Attr, Form, Operand, OperandRef, ParamKind, ParamRef, Role, Symbol, View
+
+from wooly import storage
+from wooly.devices import mixed_devices
+from wooly.dtypes import DTYPES
+from wooly.kernels.opcodes import native_form
+from wooly.kernels.overlap import FILLS, once
+from wooly.kernels.schema import Call, OpFacts
+from wooly.torch_private import raw_device
+
+
+def form_of(facts: OpFacts, call: Call, fresh: Sequence[Tensor | None], dynamic: bool) -> tuple[Form, tuple[int, ...]]:
+    """The form of a call, and which of its operands it writes.
+
+    Args:
+        facts: the operator.
+        call: its arguments.
+        fresh: its results as tensors without memory; None where one is undefined.
+        dynamic: the far side says what comes out.
+    """
+    encoded = _Encoded(facts)
+    names = list(facts.positions)
+    args = tuple([encoded.attr(a, names[i], facts.scalar[i]) for i, a in enumerate(call.args)])
+    kwargs = tuple([(k, encoded.attr(v, k, k in facts.scalar_kw)) for k, v in call.kwargs.items()])
+    attrs: dict[str, Attr] = {"name": facts.name, "args": args, "kwargs": kwargs}
+    operands, params = encoded.operands, encoded.params
+    random = facts.draws(call)
+    if random:
+        attrs["rng"] = (ParamRef(len(params)), ParamRef(len(params) + 1))
+        params += [ParamKind.I64, ParamKind.I64]
+    special = encoded.special
+    for t in fresh:
+        if t is not None:
+            operands.append(Operand(Role.OUT, View(DTYPES[t.dtype], tuple(t.shape), t.stride(), 0)))
+    if dynamic:
+        operands.extend([Operand(Role.OUT, None)] * facts.n_returns)
+    written = tuple(encoded.written)
+    if not (random or dynamic or special):
+        native = native_form(facts.op, args, kwargs, tuple(operands), tuple(params))
+        if native is not None:
+            return native, written
+    return Form("extern", tuple(operands), tuple(params), tuple(sorted((attrs | special).items()))), written
+
+
+class _Encoded:
+    """What the arguments of one call become, gathered as they are gone through.
+
+    Attributes:
+        operands: tensors on the device.
+        params: numbers that are bound per run.
+        written: operands that the call writes.
+    """
+
+    def __init__(self, facts: OpFacts) -> None:
+        self._facts = facts
+        self.operands: list[Operand] = []
+        self.params: list[ParamKind] = []
+        self.written: list[int] = []
+        self._scalars: list[Attr] = []
+        self._seen: dict[str, list[Attr]] = {"conj": [], "neg": []}
+
+    @property
+    def special(self) -> dict[str, Attr]:
+        """Attributes that only operators of the library have: host scalars with a dtype, views that a kernel reads through."""
+        found: dict[str, Attr] = {"scalars": tuple(self._scalars)} if self._scalars else {}
+        return found | {k: tuple(refs) for k, refs in self._seen.items() if refs}
+
+    def attr(self, a: Any, name: str, lift: bool) -> Attr:
+        """One argument, or one part of it. `lift`: a number is bound per run."""
+        if isinstance(a, Tensor):
+            return self._operand(a, name) if raw_device(a).type == "wooly" else self._scalar(a)
+        if lift and isinstance(a, (bool, int, float, complex)):
+            return self._param(a)
+        if isinstance(a, (list, tuple)):
+            return tuple([self.attr(x, name, lift) for x in a])
+        return constant(a)
+
+    def _operand(self, a: Tensor, name: str) -> OperandRef:
+        role = Role.INOUT if name in self._facts.written else Role.IN
+        ref = OperandRef(len(self.operands))
+        if role is Role.INOUT:
+            self.written.append(ref.index)
+            if self._facts.name in FILLS:
+                a = once(a)
+        self.operands.append(Operand(role, view_of(a)))
+        self._seen["conj"] += [ref] * a.is_conj()
+        self._seen["neg"] += [ref] * a.is_neg()
+        return ref
+
+    def _scalar(self, a: Tensor) -> ParamRef:
+        value, dtype = number_of(a)
+        param = self._param(value)
+        if dtype is not None:
+            self._scalars.append((param, dtype))
+        return param
+
+    def _param(self, value: Any) -> ParamRef:
+        self.params.append(kind_of(value))
+        return ParamRef(len(self.params) - 1)
+
+
+def view_of(t: Tensor) -> View:
+    """The WIS view of a device tensor."""
+    return View(DTYPES[t.dtype], tuple(t.shape), t.stride(), storage.address_of(t) & storage.OFFSET_MASK)
+
+
+def number_of(t: Tensor) -> tuple[Any, DType | None]:
+    """A host scalar met among device tensors: its value, and its dtype unless PyTorch made it from a Python number.
+
+    Raises:
+        RuntimeError: `t` is not 0-dimensional; mixing devices is the error that CUDA gives.
+    """
+    if t.dim() != 0 or not t.is_cpu:
+        raise mixed_devices([t])
+    return t.item(), None if is_python_number(t) else DTYPES[t.dtype]
+
+
+_PROBE = {
+    torch.float64: torch.zeros((), dtype=torch.float16),
+    torch.int64: torch.zeros((), dtype=torch.int8),
+    torch.complex128: torch.zeros((), dtype=torch.complex64),
+}
+
+
+def is_python_number(t: Tensor) -> bool:
+    """Whether PyTorch made this 0-dimensional host tensor from a Python number (it then promotes like one)."""
+    if t.dtype is torch.bool:
+        return True  # a bool promotes alike either way
+    probe = _PROBE.get(t.dtype)
+    return probe is not None and torch.result_type(t, probe) is probe.dtype
+
+
+def kind_of(value: Any) -> ParamKind:
+    """The param kind of a Python number."""
+    if isinstance(value, bool):
+        return ParamKind.BOOL
+    if isinstance(value, int):
+        return ParamKind.I64
+    if isinstance(value, float):
+        return ParamKind.F64
+    return ParamKind.C128
+
+
+def constant(a: Any) -> Attr:
+    """The WIS form of a constant argument.
+
+    Raises:
+        NotImplementedError: no such constant exists in WIS.
+    """
+    if a is None or isinstance(a, (bool, int, float, complex, str)):
+        return a
+    if isinstance(a, torch.dtype):
+        return DTYPES[a]
+    if isinstance(a, torch.device):
+        return Symbol("device", "self")
+    if isinstance(a, torch.layout):
+        return Symbol("layout", str(a).removeprefix("torch."))
+    if isinstance(a, torch.memory_format):
+        return Symbol("memory_format", str(a).removeprefix("torch."))
+    raise NotImplementedError(f"an argument of type {type(a).__name__} cannot travel to the wooly device")

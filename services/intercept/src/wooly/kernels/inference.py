@@ -1,0 +1,281 @@
+"""What results look like, found without data: a call is made on meta tensors, or on the host's zeros where those say otherwise.
+
+PyTorch's own errors are raised on the way. What meta kernels say and the CPU's do not (layouts, dtypes of statistics, sizes of
+`out=`) is put right here, operator by operator.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
+from wooly.kernels.overlap import overlaps
+from wooly.kernels.schema import Call, OpFacts, tensors_of
+from wooly.storage import dense_strides
+from wooly.torch_private import raw_device, suggested_format
+
+#: Functions of two tensors, element by element, whose meta kernels are Python's and take the layout from another operand than
+#: ATen's iterator does.
+_ITERATED = frozenset(
+    f"aten.{name}_backward.default" for name in ("elu", "hardsigmoid", "hardswish", "hardtanh", "logit", "softplus")
+)
+#: Operators whose meta kernel says another shape than the CPU's (oneDNN's workspace, unused statistics) or another layout
+#: (LAPACK's columns, MKL's choice of axes): inferred on the host.
+INFERRED_ON_HOST = frozenset(
+    {
+        "aten.mkldnn_rnn_layer.default",
+        "aten.native_batch_norm.default",
+        "aten._native_batch_norm_legit.default",
+        "aten._native_batch_norm_legit.no_stats",
+        "aten._batch_norm_with_update.default",
+        "aten._histogramdd_bin_edges.default",
+        "aten._histogramdd_from_bin_cts.default",
+        "aten._embedding_bag.default",
+        "aten._embedding_bag_forward_only.default",
+        "aten._linalg_svd.default",
+        "aten.linalg_eig.default",
+        "aten._fft_r2c.default",
+        "aten._fft_c2r.default",
+        "aten.max_unpool2d.default",
+        "aten.native_batch_norm.out",
+        "aten.multilabel_margin_loss_forward.default",
+    }
+)
+
+#: Elements up to which a failing call is made again on the host for its error.
+_STAND_IN_LIMIT = 1 << 24
+
+#: Dtypes that meta kernels compute in a wider one.
+_WIDENED = frozenset({torch.float16, torch.bfloat16})
+
+#: Operators that return a result and its statistics.
+_NORMS = frozenset({"aten.native_layer_norm.default", "aten.native_group_norm.default"})
+
+
+class Inferences:
+    """How often calls were inferred rather than looked up. No device data is in any of them.
+
+    Attributes:
+        on_meta: on meta tensors, that is without memory.
+        on_host: on host tensors of zeros, for operators whose meta kernel is missing or says something else.
+        trials: on host tensors of zeros, for the errors that only a kernel knows of.
+    """
+
+    __slots__ = ("on_host", "on_meta", "trials")
+
+    def __init__(self) -> None:
+        self.on_meta = self.on_host = self.trials = 0
+
+
+class NoMetaKernelError(Exception):
+    """Internal signal: the result cannot be inferred from the arguments' kind."""
+
+
+def infer(facts: OpFacts, call: Call, counts: Inferences, *, on_host: bool = False) -> list[Tensor | None]:
+    """Fresh outputs as tensors without data, in order.
+
+    Args:
+        facts: the operator.
+        call: its arguments.
+        counts: where this is counted.
+        on_host: on the host's zeros, whatever the operator.
+
+    Raises:
+        NoMetaKernelError: there is no way to know without the values.
+        ResizeOutError: an `out=` argument has to be resized first.
+    """
+    on_host = on_host or facts.name in INFERRED_ON_HOST or _is_conv3d_channels_last(facts, call)
+    where = "cpu" if on_host else "meta"
+    if on_host:
+        counts.on_host += 1
+    else:
+        counts.on_meta += 1
+    args = [_without_data(a, where) for a in call.args]
+    kwargs = {k: _without_data(v, where) for k, v in call.kwargs.items()}
+    ask_host = facts.name in RESIZED_ON_HOST and not on_host
+    silently = bool(facts.out_args) and (ask_host or facts.op.overloadpacket.__name__ in RESIZE_SILENTLY)
+    try:
+        result = _result(facts, args, kwargs, where, silently)
+    except NotImplementedError as e:
+        if on_host:
+            raise
+        raise NoMetaKernelError from e
+    except Exception:
+        # Meta kernels word many errors in their own way, and some refuse what the CPU takes.
+        if on_host or not _small(call):
+            raise
+        return infer(facts, call, counts, on_host=True)
+    if facts.out_args:
+        try:
+            check_outs(facts, call, kwargs)
+        except ResizeOutError:
+            if ask_host and _small(call):
+                return infer(facts, call, counts, on_host=True)
+            raise
+    if facts.mutable and all(name is not None for name in facts.returns_written):
+        return []
+    fresh = _fresh_of(facts, result)
+    _put_right(facts, call, args, kwargs, where, fresh)
+    return fresh
+
+
+def infer_differentiated(
+    facts: OpFacts,
+    call: Call,
+    places: tuple[int, ...],
+    wanted: tuple[int, ...],
+    grads: tuple[Tensor | None, ...] | None,
+) -> list[Tensor]:
+    """Results, or gradients, as meta tensors: composites lay them out by what wants a gradient.
+
+    Args:
+        facts: the operator.
+        call: its arguments.
+        places: for each of its tensors, which of the different ones it is.
+        wanted: which of the different tensors want a gradient.
+        grads: gradients of its results, from which theirs are asked for; None: the results are.
+    """
+    place = iter(places)
+    distinct: dict[int, Tensor] = {}
+
+    def to_meta(a: Any) -> Any:
+        if isinstance(a, Tensor) and raw_device(a).type == "wooly":
+            k = next(place)
+            if k not in distinct:
+                m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device="meta")
+                distinct[k] = m.requires_grad_(k in wanted)
+            return distinct[k]
+        return [to_meta(x) for x in a] if isinstance(a, (list, tuple)) else a
+
+    with torch.enable_grad():
+        result = call_operator(
+            facts, [to_meta(a) for a in call.args], {k: to_meta(v) for k, v in call.kwargs.items()}, "meta"
+        )
+    results = list(result) if isinstance(result, (list, tuple)) else [result]
+    if grads is None:
+        return results
+    given = [
+        (t, torch.empty_strided(g.shape, g.stride(), dtype=g.dtype, device="meta"))
+        for t, g in zip(results, grads, strict=True)
+        if g is not None
+    ]
+    leaves = [distinct[k] for k in wanted]
+    found = torch.autograd.grad([t for t, _ in given], leaves, [g for _, g in given], allow_unused=True)
+    # Where nothing flows the executor gives zeros like the operand.
+    return [
+        leaf.detach().as_strided(leaf.shape, dense_strides(tuple(leaf.shape), leaf.stride())) if g is None else g
+        for leaf, g in zip(leaves, found, strict=True)
+    ]
+
+
+def _small(call: Call) -> bool:
+    return sum([t.numel() for t in tensors_of(call)]) <= _STAND_IN_LIMIT
+
+
+def _without_data(a: Any, where: str) -> Any:
+    """A call's argument as it is inferred with: zeros on the host, or meta tensors."""
+    if isinstance(a, Tensor):
+        if raw_device(a).type != "wooly":
+            return a
+        m = torch.empty_strided(a.shape, a.stride(), dtype=a.dtype, device=where)
+        return seen_as(a, m if where == "meta" else m.zero_())
+    if isinstance(a, (list, tuple)):
+        return [_without_data(x, where) for x in a]
+    if isinstance(a, torch.device):
+        return torch.device(where)
+    return a
+
+
+def _result(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str, silently: bool) -> Any:
+    if not silently:
+        return call_operator(facts, args, kwargs, where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call_operator(facts, args, kwargs, where)
+
+
+def _fresh_of(facts: OpFacts, result: Any) -> list[Tensor | None]:
+    """Of what an operator returns, what is not one of its arguments."""
+    flat = list(result) if isinstance(result, (list, tuple)) else [result]
+    fresh: list[Tensor | None] = []
+    names = facts.returns_written if len(flat) == facts.n_returns else (None,) * len(flat)
+    for t, name in zip(flat, names, strict=True):
+        if name is not None:
+            continue
+        if t is not None and not isinstance(t, Tensor):
+            raise NoMetaKernelError
+        fresh.append(t)
+    return fresh
+
+
+def _put_right(
+    facts: OpFacts, call: Call, args: list[Any], kwargs: dict[str, Any], where: str, fresh: list[Tensor | None]
+) -> None:
+    """Give results the layout and dtype that the CPU's kernel gives them, in place."""
+    if facts.name == "aten.convolution.default" and where == "meta" and fresh[0] is not None:
+        fresh[0] = fresh[0].contiguous(memory_format=_convolution_format(call))
+    if facts.name == "aten.nonzero_static.default" and fresh[0] is not None:
+        fresh[0] = fresh[0].contiguous()
+    if where == "meta" and torch.Tag.pointwise in facts.op.tags:
+        halves = [t for t in tensors_of(call) if t.dtype in _WIDENED]
+        if any(overlaps(t) for t in halves):  # meta kernels widen these first, and lay out what is expanded anew
+            wide = call_operator(facts, tree_map(_wide, args), tree_map(_wide, kwargs), where)
+            for t, w in zip(fresh, tree_leaves(wide), strict=False):
+                if t is not None and t.shape == w.shape:
+                    t.as_strided_(w.shape, w.stride())
+    if facts.name in _ITERATED and where == "meta" and fresh[0] is not None:
+        iterated = torch.add(*[a for a in args if isinstance(a, Tensor)])
+        fresh[0] = torch.empty_strided(iterated.shape, iterated.stride(), dtype=fresh[0].dtype, device=where)
+    if facts.name in _NORMS:
+        fresh[1:] = [t if t is None else t.to(_statistics_dtype(call)) for t in fresh[1:]]
+
+
+def _wide(a: Any) -> Any:
+    return a.to(torch.float32).as_strided(a.shape, a.stride()) if isinstance(a, Tensor) and a.dtype in _WIDENED else a
+
+
+def _convolution_format(call: Call) -> torch.memory_format:
+    """Layout of a convolution's result on the CPU: channels last where input or weight is. The meta kernel forgets that."""
+    formats = {suggested_format(t) for t in call.args[:2]}
+    return torch.channels_last if torch.channels_last in formats else torch.contiguous_format
+
+
+def _statistics_dtype(call: Call) -> torch.dtype:
+    """The CPU keeps statistics in float32 only where a half precision input has float32 weights. Meta kernels always do."""
+    found = tensors_of(call)
+    return found[0].dtype if all(t.dtype is found[0].dtype for t in found) else torch.float32
+
+
+def _is_conv3d_channels_last(facts: OpFacts, call: Call) -> bool:
+    """Convolutions over volumes that are not laid out plainly: the layout of the result depends on the library's choice."""
+    if not facts.name.startswith("aten.convolution"):
+        return False
+    return any(t.dim() == 5 and not t.is_contiguous() for t in tensors_of(call))
+
+
+def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where: str) -> Any:
+    """Call the operator. Some take Python numbers for tensors and some do not; for these they become tensors."""
+    if facts.host_at is not None:
+        args[facts.host_at] = torch.tensor(args[facts.host_at])
+    like = next((a for a in args if isinstance(a, Tensor)), None)
+    numbers = [i for i, a in enumerate(args) if isinstance(a, (bool, int, float, complex)) and facts.wants_tensor[i]]
+    try:
+        return facts.op(*args, **kwargs)
+    except RuntimeError:
+        if not numbers or like is None:
+            raise
+    for i in numbers:
+        dtype = torch.result_type(torch.empty((0,) * min(1, like.dim()), dtype=like.dtype), args[i])
+        args[i] = torch.tensor(args[i], dtype=dtype, device=where)
+    return facts.op(*args, **kwargs)
+
+
+def seen_as(a: Tensor, t: Tensor) -> Tensor:
+    """`t` as a conjugate or negative view where `a` is one."""
+    t = t.conj() if a.is_conj() else t
+    return torch._neg_view(t) if a.is_neg() else t

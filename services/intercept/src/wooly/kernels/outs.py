@@ -1,0 +1,112 @@
+"""Tensors that a caller gives for results, `out=`: which size and layout the CPU's kernels would give them, and how they warn."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+
+from wooly import storage
+from wooly.kernels.overlap import refuse_overlap
+from wooly.kernels.schema import SHAPED_BY_SCALARS, Call, OpFacts, unsupported
+
+#: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
+#: they solve from the left.
+_COLUMN_MAJOR = {
+    ("aten.linalg_ldl_factor_ex.out", "LD"): "always",
+    ("aten.linalg_ldl_solve.out", "out"): "always",
+    ("aten.linalg_lu_factor_ex.out", "LU"): "always",
+    ("aten.linalg_lu_solve.out", "out"): "from the left",
+    ("aten.linalg_qr.out", "Q"): "always",
+    ("aten.linalg_qr.out", "R"): "always",
+    ("aten._linalg_eigh.eigenvalues", "eigenvectors"): "always",
+    ("aten.cholesky_inverse.out", "out"): "empty",
+    ("aten.linalg_eig.out", "eigenvectors"): "empty",
+    ("aten.linalg_householder_product.out", "out"): "empty",
+    ("aten.ormqr.out", "out"): "empty",
+    ("aten.triangular_solve.X", "M"): "always",
+    ("aten.triangular_solve.X", "X"): "always",
+}
+
+#: Operators whose CPU kernels word the warning of a resized `out=`, or lay it out, in a way that meta kernels do not know.
+RESIZED_ON_HOST = frozenset(
+    {"aten._fft_c2c.out", "aten._fft_r2c.out", "aten.cat.out", "aten.conj_physical.out", "aten.kthvalue.values"}
+)
+
+#: Operators whose CPU kernels resize `out=` without the warning that their meta kernels give.
+RESIZE_SILENTLY = frozenset(
+    {
+        "addbmm",
+        "arange",
+        "bernoulli",
+        "eye",
+        "linspace",
+        "log_sigmoid_forward",
+        "logspace",
+        "multinomial",
+        "narrow_copy",
+    }
+)
+
+
+class ResizeOutError(Exception):
+    """Internal signal: an `out=` tensor must take another size before the call can be planned."""
+
+    def __init__(self, sizes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+        super().__init__("out tensors need another size")
+        self.sizes = sizes
+
+
+def check_outs(facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
+    """Compare a call's `out=` with what an inference made of stand-ins for them, `metas`.
+
+    Raises:
+        ResizeOutError: they must take another size first.
+        NotImplementedError: they are lists of tensors, of other sizes.
+        RuntimeError: one of them cannot take another size, as an expanded tensor.
+    """
+    name_of = facts.op.overloadpacket.__name__
+    wrong = {}
+    for name in facts.out_args:
+        real, meta = call.kwargs.get(name), metas.get(name)
+        listed = isinstance(real, (list, tuple))
+        for r, m in zip(real, meta, strict=True) if listed else [(real, meta)]:
+            if not isinstance(r, Tensor) or tuple(r.shape) == tuple(m.shape):
+                continue
+            if listed:
+                raise unsupported(facts.name, "a list of `out` tensors with other sizes; allocate them first")
+            if name_of in SHAPED_BY_SCALARS and r.numel() == m.numel():
+                continue  # these fill whatever holds as many
+            if name_of == "arange" and r.numel():
+                _warn_of_rounding(r, m)
+            refuse_overlap(r)
+            sizes = tuple(m.shape)
+            wrong[name] = (sizes, column_major(sizes) if _by_columns(facts, call, name, r) else m.stride())
+    if wrong:
+        raise ResizeOutError(wrong)
+
+
+def _warn_of_rounding(r: Tensor, m: Tensor) -> None:
+    warnings.warn(
+        f"The number of elements in the out tensor of shape {list(r.shape)} is {r.numel()} which does not "
+        f"match the computed number of elements {m.numel()}. Note that this may occur as a result of "
+        f"rounding error. The out tensor will be resized to a tensor of shape ({m.numel()},).",
+        stacklevel=3,
+    )
+
+
+def _by_columns(facts: OpFacts, call: Call, name: str, out: Tensor) -> bool:
+    """Whether the CPU's kernel lays out by columns what it resizes."""
+    when = _COLUMN_MAJOR.get((facts.name, name))
+    if when == "from the left":
+        return bool(call.kwargs.get("left", True))
+    return when == "always" or (when == "empty" and out.numel() == 0)
+
+
+def column_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a batch of matrices laid out by columns."""
+    if len(sizes) < 2:
+        return storage.contiguous_strides(sizes)
+    turned = storage.contiguous_strides((*sizes[:-2], sizes[-1], sizes[-2]))
+    return (*turned[:-2], turned[-1], turned[-2])

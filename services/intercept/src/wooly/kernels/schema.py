@@ -1,0 +1,112 @@
+"""What an operator's schema says of its arguments and results, looked up once, and one call's arguments."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+#: Scalars of these decide the output's size, so they stay in the signature.
+SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
+
+
+class Call(NamedTuple):
+    """One call's arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def tensors_of(call: Call) -> list[Tensor]:
+    """All tensors among a call's arguments, in order."""
+    return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+
+
+def host_tensor_at(op: torch._ops.OpOverload) -> int | None:
+    """Where, among its positional arguments, an operator takes the lengths of packed sequences, a tensor of the host."""
+    arguments = enumerate(op._schema.arguments)
+    return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
+
+
+class OpFacts:
+    """What the schema of one operator overload says, looked up once.
+
+    Attributes:
+        op: the overload.
+        name: ``aten.add.Tensor``.
+        wants_tensor: per positional argument, whether the schema wants a tensor there.
+        scalar: per positional argument, whether it is a number that may be bound per run.
+        scalar_kw: names of keyword-only arguments of that kind.
+        written: names of the arguments that the operator writes.
+        returns_written: for a mutable operator, per return the name of the argument that it is (None: a fresh tensor).
+        dynamic: the output's shape depends on data.
+        each_alone: the operator does the same to each tensor of a list, which may be on several devices.
+        random: the operator draws random numbers.
+        host_at: which positional argument is a tensor of the host: lengths that the operator looks at, constants of the form.
+        generator: where, among the positional arguments or behind them, it takes a generator; None: it takes none.
+    """
+
+    __slots__ = (
+        "_dropout",
+        "dynamic",
+        "each_alone",
+        "generator",
+        "host_at",
+        "list_return",
+        "mutable",
+        "n_returns",
+        "name",
+        "op",
+        "out_args",
+        "positions",
+        "random",
+        "returns_written",
+        "scalar",
+        "scalar_kw",
+        "wants_tensor",
+        "written",
+    )
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        schema = op._schema
+        self.op = op
+        self.name = str(op)
+        lift = op.overloadpacket.__name__ not in SHAPED_BY_SCALARS
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        self.host_at = host_tensor_at(op)
+        self.scalar = tuple([lift and _is_number(a) and i != self.host_at for i, a in enumerate(positional)])
+        self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
+        self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
+        self.positions = {a.name: i for i, a in enumerate(positional)}
+        self.written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.out_args = tuple(a.name for a in schema.arguments if a.is_out)
+        self.mutable = bool(self.written)
+        self.n_returns = len(schema.returns)
+        self.list_return = self.n_returns == 1 and str(schema.returns[0].type) == "List[Tensor]"
+        owner = {frozenset(a.alias_info.before_set): a.name for a in schema.arguments if a.alias_info is not None}
+        self.returns_written = tuple(
+            owner.get(frozenset(r.alias_info.before_set)) if r.alias_info is not None else None for r in schema.returns
+        )
+        self.each_alone = op.overloadpacket.__name__.startswith("_foreach_")
+        tags = op.tags
+        self.dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
+        self.random = torch.Tag.nondeterministic_seeded in tags
+        self.generator = next((i for i, a in enumerate(schema.arguments) if "Generator" in str(a.type)), None)
+        self._dropout = next((i for i, a in enumerate(positional) if a.name == "dropout_p"), None)
+
+    def draws(self, call: Call) -> bool:
+        """Whether this call draws random numbers: attention without dropout does not."""
+        i = self._dropout
+        return self.random and (i is None or (i < len(call.args) and call.args[i] != 0))
+
+
+def _is_number(argument: Any) -> bool:
+    # A Python number given where a tensor is expected arrives as a number, too.
+    return str(argument.type) in ("number", "Optional[number]", "List[number]", "Tensor", "Optional[Tensor]")
+
+
+def unsupported(name: str, why: str) -> NotImplementedError:
+    """The error for an operator that the device does not offer."""
+    return NotImplementedError(f"{name} is not supported on the wooly device: {why}; compute it on the CPU, x.cpu()")

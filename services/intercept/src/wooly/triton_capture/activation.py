@@ -1,0 +1,72 @@
+"""Puts our compiler and driver into Triton as soon as it is imported, and takes them out again."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from wooly.recorder import add_library_root
+
+if TYPE_CHECKING:
+    from wooly.kernels.launch import Launches
+
+
+def activate(launches: Launches) -> None:
+    """Make Triton launch through `launches`, now or as soon as it is imported."""
+    if "triton" in sys.modules:
+        _install(launches)
+    elif not any(isinstance(f, _Finder) for f in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(launches))
+
+
+def deactivate() -> None:
+    """Give Triton back to whatever drivers it finds."""
+    sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Finder)]
+    runtime = sys.modules.get("triton.runtime.driver")
+    if runtime is not None and getattr(runtime.driver, "_wooly", False):
+        runtime.driver._active = None
+        runtime.driver._wooly = False
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Waits for Triton to be imported."""
+
+    def __init__(self, launches: Launches) -> None:
+        self._launches = launches
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Triton's own, whose end of loading is heard of."""
+        if name != "triton":
+            return None
+        sys.meta_path[:] = [f for f in sys.meta_path if f is not self]
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and spec.loader is not None:
+            loader, launches = spec.loader, self._launches
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _install(launches)
+
+            loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _install(launches: Launches) -> None:
+    import triton
+    from triton.backends import Backend, backends
+
+    from wooly.triton_capture.compiler import NAME, WoolyBackend
+    from wooly.triton_capture.driver import WoolyDriver
+
+    add_library_root(str(Path(triton.__file__).parent))
+    backends[NAME] = Backend(compiler=WoolyBackend, driver=WoolyDriver)
+    triton.runtime.driver.set_active(WoolyDriver(launches))
+    triton.runtime.driver._wooly = True

@@ -1,0 +1,47 @@
+"""Tables keep numbers and ids whole where there is little room."""
+
+import io
+
+import pytest
+from rich.console import Console
+from wooly.cli.tables import Fitted, plain_table
+
+
+def shown(width, rows):
+    table = plain_table()
+    table.add_column("task")
+    table.add_column("core credits", justify="right")
+    table.add_column("name, reason", no_wrap=True, overflow="ellipsis")
+    for row in rows:
+        table.add_row(*row)
+    out = io.StringIO()
+    Console(file=out, width=width).print(Fitted(table))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [48, 80, 200])
+def test_fitted_table_cuts_only_what_may_be_cut(width):
+    rows = [("fd35ec9af87ff09c", "1,234.567"), ("775b347bbb34976e", "0.333")]
+    text = shown(
+        width, [(*row, "a script's name: and a long, long story of why it waits, and for whom") for row in rows]
+    )
+    assert all(word in text for row in rows for word in row)
+    lines = text.splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert len(lines) == 3
+    assert ("…" in text) == (width < 200)
+
+
+def test_table_without_room_for_its_lines_wraps_between_words():
+    text = shown(42, [("fd35ec9af87ff09c", "1,234.567", "a script")])
+    assert text.split() == [
+        "core",
+        "task",
+        "credits",
+        "name,",
+        "reason",
+        "fd35ec9af87ff09c",
+        "1,234.567",
+        "a",
+        "script",
+    ]

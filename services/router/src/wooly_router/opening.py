@@ -1,0 +1,367 @@
+"""Opens sessions: places each of its devices on another executor, the best that answer and do not refuse; all or none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from opentelemetry import trace
+from wooly_bus.channel.token import channel_token
+from wooly_bus.credentials import Issuer
+from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.tracing import step, trace_id_of
+from wooly_wis.messages import (
+    AdmitSessionRequest,
+    ExecutorHeartbeat,
+    HostSessionReply,
+    HostSessionRequest,
+    OpenSessionReply,
+    OpenSessionRequest,
+    SessionPart,
+    SessionPolicy,
+)
+
+from wooly_router.advice import Advice
+from wooly_router.core.cluster import overcommit_of
+from wooly_router.core.placement import Want, as_record, summary
+from wooly_router.core.queue import held_devices
+from wooly_router.core.registry import Registry
+from wooly_router.executors import Executors
+from wooly_router.settings import RouterSettings
+from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
+from wooly_router.state.world import World
+from wooly_router.traces import trace_of
+
+log = logging.getLogger("wooly.router")
+#: Seconds after which an opening client is answered in any case; it waits a little longer itself. Executors that were silent
+#: are asked again within them: a host that swaps, or writes much, may hold one up for longer than one answer may take.
+OPEN_BUDGET_S = 15.0
+#: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
+HEARTBEAT_GRACE_S = 2.0
+
+
+class Opening:
+    """Opens sessions.
+
+    Args:
+        settings: lease length; the keys of the installation.
+        world: what all routers share.
+        registry: the executors that were heard of.
+        executors: asks them to take sessions.
+        advice: asks other services before.
+        issuer: signs NATS credentials for sessions; None: NATS asks for none.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        world: World,
+        registry: Registry,
+        executors: Executors,
+        advice: Advice,
+        issuer: Issuer | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self._settings, self._world, self._registry, self._clock = settings, world, registry, clock
+        self._executors, self._advice, self._issuer = executors, advice, issuer
+        self._channel_key = settings.channel_signer()
+        self._started = clock()
+
+    async def open(self, request: OpenSessionRequest) -> OpenSessionReply:
+        """Open a session for the tenant that `request` names.
+
+        Raises:
+            RefusedError: it cannot be opened now; the message says why, with the numbers.
+        """
+        until = self._clock() + OPEN_BUDGET_S
+        await self._first_heartbeat()
+        task = TaskRecord(
+            id=secrets.token_hex(8),
+            kind="session",
+            tenant=request.tenant,
+            created_at=self._clock(),
+            name=request.client.program[:1024],
+            client_host=request.client.host,
+            priority=request.priority,
+            gpu_mode=request.gpu_mode,
+            required_vram=request.required_vram,
+            noswap=not request.swap,
+            wants={
+                "gpu_count": request.gpu_count,
+                "groups": list(request.node_groups),
+                "vendor": request.vendor,
+                "arch": request.arch,
+                "brings": {"name": _model(request), "dedup": request.dedup},
+                "weights": await self._expected(request),
+            },
+        )
+        async with trace_of(self._world.traces, task, request.model) as parent:
+            trace_id = trace_id_of(parent) if self._world.traces.keeps else ""
+            trace.get_current_span().set_attribute("task_id", task.id)
+            return await self._open_task(request, task, until, trace_id)
+
+    async def _expected(self, request: OpenSessionRequest) -> list[str]:
+        """The contents that a session will probably share: those that the tenant's last one of this model did."""
+        if request.dedup == "off":
+            return []
+        return await self._world.brought.of(request.tenant, _model(request), request.dedup)
+
+    async def _open_task(
+        self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
+    ) -> OpenSessionReply:
+        async with self._world.database.writing() as s:
+            await self._world.tasks.add(s, task)
+        failed: dict[str, BusError] = {}
+        token = secrets.token_urlsafe(32)
+        try:
+            if refusal := await self._advice.over_budget(task.tenant):
+                raise RefusedError("router.over_budget", f"no session is opened: {refusal}")
+            while True:
+                with step("router", "place") as span:
+                    executors, percents = await self._choose_again(task, failed, until)
+                    span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
+                with step("router", "host"):
+                    reply = await self._host_all(request, task, token, executors, percents, until, failed)
+                if reply is not None:
+                    return reply.model_copy(update={"trace_id": trace_id})
+                if self._clock() > until:
+                    raise _none_took_it(failed)
+        except BaseException as e:
+            async with self._world.database.writing() as s:
+                await self._world.tasks.move(
+                    s, task.id, "failed", str(e) or type(e).__name__, self._clock(), only_from=["pending"]
+                )
+            raise
+
+    async def _first_heartbeat(self) -> None:
+        while not self._registry.alive(self._clock()) and self._clock() - self._started < HEARTBEAT_GRACE_S:
+            await asyncio.sleep(0.05)
+
+    async def _choose_again(
+        self, task: TaskRecord, failed: dict[str, BusError], until: float
+    ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
+        """Choose among those that have not failed; where none is left, among those that were only silent, too."""
+        try:
+            return await self._choose(task, failed)
+        except RefusedError:
+            silent = [name for name, error in failed.items() if isinstance(error, BusTimeoutError)]
+            if not silent or self._clock() > until:
+                raise
+            for name in silent:
+                del failed[name]
+            return await self._choose(task, failed)
+
+    async def _choose(
+        self, task: TaskRecord, failed: dict[str, BusError]
+    ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
+        """Executors and the overcommit in force on each, with the session's claims on them noted: the next choice sees them."""
+        now = self._clock()
+        want = replace(task.want(), barred=frozenset(failed))
+        alive = {e.executor_id: e for e in self._registry.alive(now)}
+        if not alive:
+            raise RefusedError(
+                "router.no_executor",
+                "no executor is registered; start one with `wooly up`, or with `python -m wooly_executor` on a machine "
+                "that has the device",
+                retryable=True,
+            )
+        if want.gpu_count > len(alive):
+            have = "1 executor is alive" if len(alive) == 1 else f"{len(alive)} executors are alive"
+            raise RefusedError(
+                "router.too_few",
+                f"{want.gpu_count} devices were asked for, and {have}, one device each; start more (`wooly up --gpus "
+                f"{want.gpu_count}` for a local stack), or ask for fewer (WOOLYAI_GPU_COUNT)",
+                retryable=True,
+            )
+        async with self._world.database.deciding() as s:
+            await self._world.tasks.take_devices(s, task.id, ())
+            config, nodes, pool = await self._world.pool(s, self._registry, now)
+            queue = [t.waiting() for t in await self._world.tasks.queue(s)]
+            held = held_devices(queue, pool, now, config.patience())
+            placement = pool.place(want, held)
+            if not placement.gpus:
+                waits = {n: why for n, why in placement.waits.items() if n in alive}
+                if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
+                    raise _none_took_it(failed)
+                raise RefusedError(
+                    "router.no_fit", _no_fit(want, len(alive), placement.fitting, waits, failed), retryable=True
+                )
+            executors = tuple([alive[g.executor_id] for g in placement.gpus])
+            parts = [PartRecord(e.executor_id, e.node) for e in executors]
+            await self._world.tasks.take_devices(
+                s, task.id, parts, placement=as_record(want, placement), attempt=task.attempt
+            )
+        return executors, tuple([overcommit_of(nodes.get(e.node), config) for e in executors])
+
+    async def _host_all(
+        self,
+        request: OpenSessionRequest,
+        task: TaskRecord,
+        token: str,
+        executors: tuple[ExecutorHeartbeat, ...],
+        percents: tuple[int, ...],
+        until: float,
+        failed: dict[str, BusError],
+    ) -> OpenSessionReply | None:
+        """Have every executor take its part. None if one did not: it is in `failed` then, and the others have let go."""
+        policies = await self._admit_all(request, task.id, executors, percents, failed)
+        if policies is None:
+            return None
+        opaque = await self._world.tenants.opaque_kernels(request.tenant)
+        asks = [
+            (e.executor_id, self._ask(request, task.id, token, policy, percent, opaque))
+            for e, policy, percent in zip(executors, policies, percents, strict=True)
+        ]
+        answers = await self._executors.host(asks, until - self._clock())
+        parts, unexpected = self._parts(request.tenant, task.id, executors, answers, failed)
+        taken = [p.executor_id for p in parts]
+        if len(parts) < len(executors):
+            await self._executors.close(taken, task.id, "another executor did not take its part of the session")
+            if unexpected is not None:
+                raise unexpected
+            return None
+        await self._start(task.id, token, taken)
+        credentials = ""
+        if self._issuer is not None:
+            ttl_s = self._settings.session_credentials_s
+            credentials = self._issuer.session(request.tenant, task.id, taken, ttl_s=ttl_s).text()
+        lease = self._settings.lease_s
+        return OpenSessionReply(
+            session_id=task.id, token=token, lease_s=lease, parts=tuple(parts), credentials=credentials
+        )
+
+    def _ask(
+        self,
+        request: OpenSessionRequest,
+        session_id: str,
+        token: str,
+        policy: SessionPolicy | None,
+        percent: int,
+        opaque: bool,
+    ) -> HostSessionRequest:
+        return HostSessionRequest(
+            session_id=session_id,
+            token=token,
+            tenant=request.tenant,
+            priority=request.priority,
+            policy=policy,
+            quota=request.required_vram,
+            swap=request.swap,
+            dedup=request.dedup,
+            overcommit_vram_percent=percent,
+            model=_model(request),
+            opaque_kernels=opaque,
+            lease_s=self._settings.lease_s,
+            channel_key=self._channel_key.public,
+            at=self._clock(),
+        )
+
+    def _parts(
+        self,
+        tenant: str,
+        session_id: str,
+        executors: Sequence[ExecutorHeartbeat],
+        answers: Sequence[HostSessionReply | BaseException],
+        failed: dict[str, BusError],
+    ) -> tuple[list[SessionPart], BaseException | None]:
+        """The parts that were taken; who did not is in `failed`. The second: the first answer that nobody expected."""
+        parts: list[SessionPart] = []
+        unexpected: BaseException | None = None
+        for executor, answer in zip(executors, answers, strict=True):
+            name = executor.executor_id
+            if isinstance(answer, (NoResponderError, BusTimeoutError, RefusedError)):
+                log.warning("executor %s did not take a session: %s", name, answer)
+                failed[name] = answer
+            elif isinstance(answer, BaseException):
+                unexpected = unexpected or answer
+            else:
+                token = channel_token(
+                    self._channel_key, session_id=session_id, tenant=tenant, executor_id=name, now=self._clock()
+                )
+                part = SessionPart(
+                    executor_id=name,
+                    node=executor.node,
+                    endpoints=answer.endpoints,
+                    device=executor.device,
+                    token=token,
+                )
+                parts.append(part)
+        return parts, unexpected
+
+    async def _start(self, session_id: str, token: str, names: list[str]) -> None:
+        """All executors have taken it: the session lives from now on.
+
+        Raises:
+            RefusedError: it was cancelled meanwhile.
+        """
+        now = self._clock()
+        async with self._world.database.writing() as s:
+            opened = await self._world.tasks.move(s, session_id, "started", f"on {', '.join(names)}", now, attempt=0)
+            if opened:
+                await self._world.tasks.set_lease(s, Lease(session_id, token, now + self._settings.lease_s))
+        if not opened:
+            await self._executors.close(names, session_id, "the session was cancelled")
+            raise RefusedError("router.cancelled", f"session {session_id} was cancelled while it was being opened")
+
+    async def _admit_all(
+        self,
+        request: OpenSessionRequest,
+        session_id: str,
+        executors: tuple[ExecutorHeartbeat, ...],
+        percents: tuple[int, ...],
+        failed: dict[str, BusError],
+    ) -> list[SessionPolicy | None] | None:
+        """The session's policy on each executor. None if the scheduler refuses one: it is in `failed` then."""
+        asks = [
+            AdmitSessionRequest(
+                session_id=session_id,
+                executor_id=e.executor_id,
+                tenant=request.tenant,
+                priority=request.priority,
+                weight=request.weight,
+                service_ns=request.service_ns,
+                objective_ns=request.objective_ns,
+                interval_ns=request.interval_ns,
+                required_vram=request.required_vram or 0,
+                swappable=request.swap,
+                overcommit_vram_percent=percent,
+            )
+            for e, percent in zip(executors, percents, strict=True)
+        ]
+        replies = await asyncio.gather(*[self._advice.admit(ask) for ask in asks])
+        refused = {
+            e.executor_id: reply.reason for e, reply in zip(executors, replies, strict=True) if not reply.admitted
+        }
+        for executor_id, reason in refused.items():
+            log.warning("session %s is not admitted: %s", session_id, reason)
+            failed[executor_id] = RefusedError("scheduler.refused", f"not admitted: {reason}", retryable=True)
+        return None if refused else [reply.policy for reply in replies]
+
+
+def _model(request: OpenSessionRequest) -> str:
+    """What a session runs: as its client calls it, or the program's file."""
+    return request.model or request.client.program.replace("\\", "/").rpartition("/")[2][:256]
+
+
+def _no_fit(want: Want, alive: int, fitting: int, waits: Mapping[str, str], failed: Mapping[str, BusError]) -> str:
+    """Why a session fits nowhere, with the numbers."""
+    others = summary({n: why for n, why in waits.items() if n not in failed})
+    reasons = "; ".join(([others] if others else []) + [f"{n}: {e}" for n, e in failed.items()])
+    if want.gpu_count == 1:
+        return f"no executor fits: {reasons}"
+    return f"{want.gpu_count} devices were asked for, and {fitting} of {alive} executors fit: {reasons}"
+
+
+def _none_took_it(failed: dict[str, BusError]) -> RefusedError:
+    """Why no executor took a session: its own refusal if there is one."""
+    for error in failed.values():
+        if isinstance(error, RefusedError):
+            return RefusedError(error.code, str(error), retryable=error.retryable)
+    names = ", ".join(failed)
+    return RefusedError(
+        "router.executor_silent", f"executor {names} is registered but does not answer; see its log", retryable=True
+    )
