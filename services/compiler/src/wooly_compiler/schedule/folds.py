@@ -66,6 +66,18 @@ class Folds(Values):
             found[k] = values[at - 1]
         return found
 
+    def _reach(self, roots: Sequence[int]) -> set[int]:
+        """Values along the inner dimension that computing `roots` in a loop would compute."""
+        found: set[int] = set()
+        todo = [k for k in roots if self.nest.full[k]]
+        while todo:
+            k = todo.pop()
+            if k not in found:
+                found.add(k)
+                if k not in self.kept:
+                    todo += [a for a in self.graph.nodes[k].args if self.nest.full[a]]
+        return found
+
     def _edge(self, roots: Sequence[int]) -> list[int]:
         """The values that are the same for all iterations, and that computing `roots` in a loop would ask for."""
         todo, found = list(roots), set()

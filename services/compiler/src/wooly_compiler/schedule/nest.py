@@ -11,8 +11,8 @@ from wooly_compiler.dag import Graph, Place, Put
 
 #: Accumulators of a fold, at most: the order of every fold on every device follows from this number and the extent alone.
 LANES: Final = 128
-#: Columns of a point, at most, and bytes of its accumulators.
-COLUMNS: Final = 64
+#: Columns of a point, at most, and bytes of what their folds keep.
+COLUMNS: Final = 256
 COLUMN_BYTES: Final = 30 << 10
 #: Elements of a last dimension from which on an index for all of them is worth being looked at once.
 SPREAD: Final = 32
@@ -156,8 +156,8 @@ def _width(graph: Graph, needed: frozenset[int], layout: Layout) -> int:
         return 0
     folds = [n for k, n in enumerate(graph.nodes) if k in needed and n.kind == "fold"]
     size = sum(n.dtype.itemsize + 8 * n.op.startswith("arg") for n in folds)
-    lanes = lanes_of(layout.extent)
-    width = _divisor(layout.outer[-1], min(COLUMNS, COLUMN_BYTES // max(size * (lanes + lanes // 2), 1)))
+    kept = lanes_of(layout.extent).bit_length() + 1  # the accumulator whose turn it is, and one for each step of the pairing
+    width = _divisor(layout.outer[-1], min(COLUMNS, COLUMN_BYTES // max(size * kept, 1)))
     return width if width >= 4 else 0
 
 

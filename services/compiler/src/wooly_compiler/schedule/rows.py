@@ -39,18 +39,6 @@ class Rows(Folds):
         for put in rows:
             self._store(put)
 
-    def _reach(self, roots: Sequence[int]) -> set[int]:
-        """Values along the inner dimension that computing `roots` in a loop would compute."""
-        found: set[int] = set()
-        todo = [k for k in roots if self.nest.full[k]]
-        while todo:
-            k = todo.pop()
-            if k not in found:
-                found.add(k)
-                if k not in self.kept:
-                    todo += [a for a in self.graph.nodes[k].args if self.nest.full[a]]
-        return found
-
     def _dear(self, k: int) -> bool:
         todo = [k]
         while todo:
