@@ -331,6 +331,8 @@ def emit(graph: Graph, line: Line) -> None:
     ]  # of several, some may be empty: statistics, where there are none
     if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
         raise UnsupportedError("there is nothing to compute")
+    if graph.closed:
+        raise UnsupportedError("sums by index are a kernel of their own")
     e = Emitter(graph, line)
     if form.opcode == "copy":
         _copy(e)

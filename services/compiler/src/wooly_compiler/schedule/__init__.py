@@ -4,6 +4,6 @@ Without folds, points are elements. With folds, a point is a row and its lanes g
 other way round, so that rows are neighbours in memory, a point is a block of columns, its lanes are the columns, and what is
 folded is a sequential loop. Both have the same accumulators and combine them in the same order.
 
-`nest` decides on the loops; `values` writes what is computed in the innermost; `folds`, of `rows` and of `columns`, the loops
-around it; `kernel` chooses.
+`nest` decides on the loops; `values` writes what is computed in the innermost; `points`, `rows`, `columns` and `sums` write the
+loops around it; `kernel` chooses.
 """

@@ -9,9 +9,10 @@ from wooly_wis.kernel.ir import Kernel
 
 from wooly_compiler.dag import Graph, Put
 from wooly_compiler.schedule.columns import Columns
-from wooly_compiler.schedule.nest import nest_of
+from wooly_compiler.schedule.nest import Nest, nest_of
 from wooly_compiler.schedule.points import Points
 from wooly_compiler.schedule.rows import Rows
+from wooly_compiler.schedule.sums import Sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,14 @@ def schedule(graph: Graph, puts: Sequence[Put], name: str, origins: Sequence[int
         origins: the instructions of the group in order, as complaints count them.
     """
     nest = nest_of(graph, puts)
-    form = Points if not graph.folded else Columns if nest.width else Rows
-    made = form(graph, puts, nest, name, origins)
+    made = _form(graph, nest)(graph, puts, nest, name, origins)
     made.write()
     return Scheduled(made.k.finish(), tuple(made.slots), tuple(made.params))
+
+
+def _form(graph: Graph, nest: Nest) -> type[Points | Rows | Columns | Sums]:
+    if graph.closed:
+        return Sums
+    if not graph.folded:
+        return Points
+    return Columns if nest.width else Rows

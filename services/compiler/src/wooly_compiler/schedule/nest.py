@@ -73,7 +73,8 @@ def nest_of(graph: Graph, puts: Sequence[Put]) -> Nest:
     needed = _needed(graph, puts)
     layout = _layout(graph, places_of(graph, puts, needed), puts)
     depth, full = _levels(graph, layout)
-    return Nest(needed, layout, depth, full, _width(graph, needed, layout), _spreads(graph, needed, layout))
+    width = _columns_of_sums(layout) if graph.closed else _width(graph, needed, layout)
+    return Nest(needed, layout, depth, full, width, _spreads(graph, needed, layout))
 
 
 def places_of(graph: Graph, puts: Sequence[Put], needed: frozenset[int]) -> list[Place]:
@@ -84,7 +85,7 @@ def places_of(graph: Graph, puts: Sequence[Put], needed: frozenset[int]) -> list
 
 def _needed(graph: Graph, puts: Sequence[Put]) -> frozenset[int]:
     found: set[int] = set()
-    todo = [p.node for p in puts]
+    todo = [k for p in puts for k in p.nodes]
     while todo:
         k = todo.pop()
         if k not in found:
@@ -156,9 +157,16 @@ def _width(graph: Graph, needed: frozenset[int], layout: Layout) -> int:
         return 0
     folds = [n for k, n in enumerate(graph.nodes) if k in needed and n.kind == "fold"]
     size = sum(n.dtype.itemsize + 8 * n.op.startswith("arg") for n in folds)
-    kept = lanes_of(layout.extent).bit_length() + 1  # the accumulator whose turn it is, and one for each step of the pairing
+    kept = (
+        lanes_of(layout.extent).bit_length() + 1
+    )  # the accumulator whose turn it is, and one for each step of the pairing
     width = _divisor(layout.outer[-1], min(COLUMNS, COLUMN_BYTES // max(size * kept, 1)))
     return width if width >= 4 else 0
+
+
+def _columns_of_sums(layout: Layout) -> int:
+    """Columns of a point where elements are added up by index: neighbours, as the places that are added to are rows."""
+    return _divisor(layout.outer[-1], COLUMNS) if layout.outer else 0
 
 
 def _spreads(graph: Graph, needed: frozenset[int], layout: Layout) -> bool:

@@ -63,6 +63,10 @@ class Values:
         loaded = {n.place.slot for n in nodes if n.place is not None}
         ends: dict[tuple[int, DType], int] = {}
         beyond = {n.place: (n.size - 1) * n.step for n in nodes if n.kind == "pick" and n.place is not None}
+        for put in self.puts:
+            if put.target is not None:  # what is there is added to
+                beyond[put.place] = (put.target.size - 1) * put.target.step
+                loaded.add(put.place.slot)
         for p in places:
             if p.slot == NOWHERE:
                 continue
