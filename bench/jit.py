@@ -250,6 +250,48 @@ def bench_norm(args, scale):
     yield from result("layer norm + GELU + residual", compiled, eager, 3, args)
 
 
+def bench_columns(args, scale):
+    """Gradients of biases: sums over the rows of a batch."""
+    rows = 4096 // scale
+    for width in (384, 512, 1000, 4096):
+        t = Tape()
+        x = t.input(DType.F32, rows, width)
+        y = t.op("sum", x, (0,), False)
+        a = torch.randn(rows, width)
+        compiled = Compiled(t, [(x, a)])
+
+        def eager(a=a):
+            return a.sum(0)
+
+        torch.testing.assert_close(compiled.result(y), eager(), rtol=1e-4, atol=1e-3)
+        yield from result(f"sums of columns, {rows}x{width}", compiled, eager, None, args, fresh=False)
+
+
+def bench_embedding(args, scale):
+    """Gradients of embeddings: sums by index, of a language model's words and of a few kinds of segment."""
+    tokens = 4096 // scale
+    for words, width in ((32000, 512), (2, 768)):
+        t = Tape()
+        grad, index = t.input(DType.F32, tokens, width), t.input(DType.I64, tokens)
+        (y,) = t.extern(
+            "aten.embedding_dense_backward.default",
+            grad,
+            index,
+            words,
+            -1,
+            False,
+            results=[(DType.F32, (words, width))],
+        )
+        g, where = torch.randn(tokens, width), torch.randint(words, (tokens,))
+        compiled = Compiled(t, [(grad, g), (index, where)])
+
+        def eager(g=g, where=where, words=words):
+            return torch.ops.aten.embedding_dense_backward(g, where, words, -1, False)
+
+        assert torch.equal(compiled.result(y), eager())
+        yield from result(f"gradient of an embedding, {words}x{width}", compiled, eager, 1, args)
+
+
 def adamw(args, sizes, name, goal):
     """One step of AdamW over tensors of these sizes."""
     lr, decay, b1, b2, eps = 1e-3, 0.01, 0.9, 0.999, 1e-8
@@ -445,8 +487,8 @@ def bench_shares(args, scale):
 
 
 BENCHES = {
-    "gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "adamw": bench_adamw, "block": bench_block,
-    "llama": bench_llama, "first": bench_first, "shares": bench_shares,
+    "gelu": bench_gelu, "softmax": bench_softmax, "norm": bench_norm, "columns": bench_columns, "embedding": bench_embedding,
+    "adamw": bench_adamw, "block": bench_block, "llama": bench_llama, "first": bench_first, "shares": bench_shares,
 }  # fmt: skip
 
 

@@ -272,6 +272,36 @@ def test_index_out_of_range_complains_and_reads_nothing():
             LocalRun(plan).run(memory)
 
 
+@pytest.mark.parametrize("padding", [-1, 2])
+@pytest.mark.parametrize(("tokens", "width"), [((7, 40), 300), ((64,), 1), ((1, 3), 37)], ids=str)
+def test_gradient_of_an_embedding_is_summed_by_index(padding, tokens, width):
+    t = Tape()
+    grad, index = t.input(F32, *tokens, width), t.input(I64, *tokens)
+    (g,) = t.extern(
+        "aten.embedding_dense_backward.default", grad, index, 11, padding, False, results=[(F32, (11, width))]
+    )
+    where = classes(math.prod(tokens), 11).view(tokens)
+    where.view(-1)[0] = 11  # it counts nowhere, as in the library
+    check(t, [(grad, rand(*tokens, width)), (index, where)], [g], kernels=1)
+
+
+def test_gradient_of_an_embedding_in_strides_is_summed_by_index():
+    t = Tape()
+    grad = t.input(F32, 6, 5, 40).seen((5, 6, 20), (40, 200, 2))
+    index = t.input(I64, 6, 5).seen((5, 6), (1, 5))
+    (g,) = t.extern("aten.embedding_dense_backward.default", grad, index, 4, -1, False, results=[(F32, (4, 20))])
+    check(t, [(grad, rand(6, 5, 40)), (index, classes(30, 4).view(6, 5))], [g], kernels=1)
+
+
+def test_sums_by_index_are_a_kernel_of_their_own():
+    t = Tape()
+    grad, index = t.input(F32, 64, 32), t.input(I64, 64)
+    scaled = t.op("mul", grad, 2.0)
+    (g,) = t.extern("aten.embedding_dense_backward.default", scaled, index, 64, -1, False, results=[(F32, (64, 32))])
+    y = t.op("add", g, grad)
+    check(t, [(grad, rand(64, 32)), (index, classes(64, 64))], [g, y], kernels=3)
+
+
 def test_divisor_of_zero_complains():
     t = Tape()
     a, b = t.input(I64, 5), t.input(I64, 5)

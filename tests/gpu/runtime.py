@@ -16,7 +16,8 @@ import torch
 from wooly_compiler.build.toolchains import BUILDERS
 from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.dialects import CUDA
-from wooly_compiler.render.printer import Form, render
+from wooly_compiler.render.printer import render
+from wooly_compiler.render.source import Form
 from wooly_executor.errors import MissingDriverError
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer

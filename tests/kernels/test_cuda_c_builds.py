@@ -9,7 +9,7 @@ from wooly_compiler.build.toolchains import missing
 from wooly_compiler.build.worker import BuildWorker, Limits
 from wooly_compiler.cudac.dialects import DIALECTS
 from wooly_compiler.cudac.translate import translate
-from wooly_compiler.render.printer import Source
+from wooly_compiler.render.source import Source
 
 from tests.kernels import cuda_kernels as kernels
 

@@ -1,7 +1,9 @@
 """What `exact` says has the library's bits has them, on all sorts of bits; every row of the op table is asked."""
 
 import pytest
+import torch
 from wooly_compiler import exact
+from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import decide, decided_values
 from wooly_wis.dtypes import DType
@@ -105,3 +107,26 @@ def test_exact_conversions_have_the_librarys_bits(compiled, sample, source):
         for _ in range(3):
             t.copy(x, target)
         _same(compiled, t, {x.slot: sample(source, x.view.numel, 2)})
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda d: d.label)
+def test_sums_by_index_have_the_librarys_bits(compiled, sample, dtype):
+    """The gradient of an embedding: rows that come often, that do not count, that there are not."""
+    rows, width, tokens = 40, 96, (5, 200)
+    for padding, kind in ((-1, DType.I64), (3, DType.I64), (3, DType.I32)):
+        t = Tape()
+        grad, index = t.input(dtype, *tokens, width), t.input(kind, *tokens)
+        (g,) = t.extern(
+            "aten.embedding_dense_backward.default", grad, index, rows, padding, False, results=[(dtype, (rows, width))]
+        )
+        t.op("abs", g)
+        where = torch.randint(-2, rows + 2, tokens, generator=torch.Generator().manual_seed(1))
+        where[1] = 7
+        contents = {grad.slot: sample(dtype, grad.view.numel, 1), index.slot: where.to(TORCH_DTYPE[kind]).view(-1)}
+        program, slots = t.program()
+        prepared, plan = compiled.plan(program, t.params, "exact")
+        assert any("extern" in s.kernel.name for s in plan.steps if isinstance(s, KernelStep))
+        contents = {slots[s]: v for s, v in contents.items()}
+        assert compiled.run(prepared, contents, t.params) == compiled.run(
+            compiled.ready(program).prepared, contents, t.params
+        )

@@ -11,7 +11,8 @@ import pytest
 from wooly_compiler.build import opencl
 from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.dialects import CUDA, HIP, OPENCL
-from wooly_compiler.render.printer import Form, RenderError, render
+from wooly_compiler.render.printer import render
+from wooly_compiler.render.source import Form, RenderError
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel import interpreter

@@ -7,7 +7,8 @@ import pytest
 import torch
 from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.dialects import CUDA
-from wooly_compiler.render.printer import Form, render
+from wooly_compiler.render.printer import render
+from wooly_compiler.render.source import Form
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore

@@ -277,8 +277,10 @@ def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world,
     compiler = world.compiler()
     compiler.send_signal(signal.SIGSTOP)
     mine = Script(world.session(wis, "exact"))
-    for _ in range(40):  # the request is out, and nobody waits for it
+    for _ in range(40):
         mine.step()
+    waited(lambda: "compilers are asked" in world.log(), "nobody asks for a plan")
+    assert mine.work()["kernel_instructions"] == 0  # the request is out, and nobody waits for it
     compiler.kill()
     compiler.wait()
     waited(lambda: "no plans for now" in world.log(), "the executor does not notice")

@@ -60,7 +60,8 @@ def plan_of(
     cpu = _CPU.fullmatch(target)
     if mode == "full":
         params = _params(program, decided)
-        return _compiled(program, params=params, checks=True, biases=True, refuse=weigh.why_not, trace=trace)
+        left = weigh.why_not if cpu is not None else weigh.why_not_on_gpus
+        return _compiled(program, params=params, checks=True, biases=True, refuse=left, trace=trace)
     if cpu is None:
         raise CompilerError(f"which kernels have the library's own bits is known of CPUs alone, not of {target}")
 

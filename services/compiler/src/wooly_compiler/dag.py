@@ -76,12 +76,39 @@ NOWHERE: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """Where along a dimension a put adds its elements up, which only the run knows.
+
+    Attributes:
+        index: the node that says where, an i64; elements whose index is out of range are left out.
+        counts: the node that says which other elements are.
+        step: elements from one index to the next.
+        size: indices from 0 to below this are in range.
+    """
+
+    index: int
+    counts: int
+    step: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Put:
-    """A store: `rows` says that it has one element per row."""
+    """A store: `rows` says that it has one element per row.
+
+    With a `target`, it begins with zeros, and elements are added where the target says, in the order of the folded dimensions,
+    each sum rounded to the type of the place.
+    """
 
     place: Place
     node: int
     rows: bool
+    target: Target | None = None
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """What it is made of."""
+        return (self.node,) if self.target is None else (self.node, self.target.index, self.target.counts)
 
 
 @dataclass(slots=True)
@@ -131,6 +158,11 @@ class Graph:
     def loads(self, slot: int) -> set[Place]:
         """The places from which a slot is loaded."""
         return {n.place for n in self.nodes if n.place is not None and n.place.slot == slot}
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing else may be computed here: elements are added up by index."""
+        return any(p.target is not None for p in self.puts.values())
 
     def picks(self, slot: int) -> bool:
         """Whether a slot is read at places that only the run knows."""
@@ -209,6 +241,20 @@ class Emitter:
         if any(p != place for p in self.graph.loads(place.slot)) or self.graph.picks(place.slot):
             raise UnsupportedError(f"slot {place.slot} is read otherwise than it is written")
         self.graph.puts[place.slot] = Put(place, self.to(node, place.dtype), rows)
+
+    def add_up(self, k: int, strides: Sequence[int], node: int, target: Target) -> None:
+        """Operand `k` becomes the sums of this element by where it belongs; `strides` are those of its other dimensions.
+
+        It is the only store of its graph: in that order nothing else is computed.
+        """
+        view, slot = self.form.operands[k].view, self.line.slots[k]
+        assert view is not None
+        if view.dtype not in STORED:
+            raise UnsupportedError(f"kernels do not know {view.dtype.label}")
+        if self.graph.puts or self.graph.loads(slot):
+            raise UnsupportedError("sums by index are a kernel of their own")
+        place = Place(slot, view.dtype, tuple(strides), view.offset // view.dtype.itemsize)
+        self.graph.puts[slot] = Put(place, node, False, target)
 
     # -- values ------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from wooly_wis.kernel.ops import FLOATS, STORED
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role, View
 from wooly_wis.promotion import NumberKind, kind_of, opmath
 
-from wooly_compiler.dag import Emitter, Node, Place
+from wooly_compiler.dag import Emitter, Node, Place, Target
 from wooly_compiler.errors import UnsupportedError
 
 Space = tuple[tuple[int, ...], frozenset[int]]
@@ -29,10 +29,12 @@ class Extern:
     Attributes:
         space: the sizes that it goes over, and which dimensions it folds along.
         emit: adds its values to a graph.
+        calls: how many operations the library makes of it.
     """
 
     space: Callable[[Form], Space]
     emit: Callable[[Emitter], None]
+    calls: Callable[[Form], int] = lambda form: 1
 
 
 def space_of(form: Form) -> Space:
@@ -51,6 +53,15 @@ def emit(e: Emitter) -> None:
         UnsupportedError: it cannot be, or not in this graph.
     """
     _known(e.form).emit(e)
+
+
+def calls_of(form: Form) -> int:
+    """How many operations the library makes of one.
+
+    Raises:
+        UnsupportedError: kernels do not know it.
+    """
+    return _known(form).calls(form)
 
 
 def _known(form: Form) -> Extern:
@@ -500,6 +511,35 @@ def _dropout_backward(e: Emitter) -> None:
     e.write(to, e.to(found, view.dtype), view.sizes)
 
 
+# -- sums by index -------------------------------------------------------------------------------------------------------
+
+EMBEDDING_BACKWARD: Final = "aten.embedding_dense_backward.default"
+
+
+def _embedding_backward_space(form: Form) -> Space:
+    """Over the gradient's rows, one after the other."""
+    sizes = _tensor(form, 0)[1].sizes
+    if len(sizes) < 2 or _tensor(form, 1)[1].sizes != sizes[:-1]:
+        raise UnsupportedError("the library's sums by index")
+    return sizes, frozenset(range(len(sizes) - 1))
+
+
+def _embedding_backward(e: Emitter) -> None:
+    """The rows of the gradient, added up by index in their order. As in the library, an index out of range counts nowhere."""
+    ((to, view),) = _outs(e.form)
+    (g, grad), (at, index) = _tensor(e.form, 0), _tensor(e.form, 1)
+    padding, by_number = _arg(e.form, 3), _arg(e.form, 4)
+    if by_number or not isinstance(padding, int) or len(view.sizes) != 2:
+        raise UnsupportedError("the library's sums by index")
+    moving = [0 if n == 1 else s for n, s in zip(index.sizes, index.strides, strict=True)]
+    place = Place(e.line.slots[at], index.dtype, (*moving, 0), index.offset // index.dtype.itemsize)
+    where = e.to(e.graph.add(Node("load", index.dtype, place=place)), DType.I64)
+    counts = e.apply("ne", where, e.const(DType.I64, padding), dtype=DType.BOOL)
+    columns = 0 if view.sizes[1] == 1 else view.strides[1]
+    target = Target(where, counts, view.strides[0], view.sizes[0])
+    e.add_up(to, [*[0] * len(index.sizes), columns], e.to(e.read(g, grad.sizes), _floating(view)), target)
+
+
 EXTERNS: Final[dict[str, Extern]] = {
     "aten.arange.start_out": Extern(_over_out, _arange),
     "aten.where.self": Extern(_over_out, _where),
@@ -515,4 +555,5 @@ EXTERNS: Final[dict[str, Extern]] = {
     "aten._native_batch_norm_legit.default": Extern(_batch_norm_space, _batch_norm),
     "aten.native_batch_norm_backward.default": Extern(_batch_norm_backward_space, _batch_norm_backward),
     "aten.native_dropout_backward.default": Extern(_over_out, _dropout_backward),
+    EMBEDDING_BACKWARD: Extern(_embedding_backward_space, _embedding_backward, lambda form: _tensor(form, 1)[1].numel),
 }

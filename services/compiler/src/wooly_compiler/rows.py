@@ -21,144 +21,7 @@ from wooly_wis.scalar_expr import evaluate
 from wooly_compiler import externs
 from wooly_compiler.dag import MAX_NODES, MAX_SLOTS, Emitter, Graph, Node, Place
 from wooly_compiler.errors import UnsupportedError
-
-# -- primitives ----------------------------------------------------------------------------------------------------------
-
-
-def _primitives(e: Emitter) -> dict[str, Callable[..., int]]:
-    """The primitives of scalar expressions, as nodes."""
-
-    def both(a: int, b: int) -> DType:
-        if e.dtype(a) is not e.dtype(b):
-            raise UnsupportedError(f"{e.dtype(a).label} with {e.dtype(b).label}")
-        return e.dtype(a)
-
-    def arithmetic(op: str, truth: str | None) -> Callable[[int, int], int]:
-        def make(a: int, b: int) -> int:
-            if both(a, b) is DType.BOOL:
-                if truth is None:
-                    raise UnsupportedError(f"{op} of truth values")
-                return e.apply(truth, a, b)
-            return e.apply(op, a, b)
-
-        return make
-
-    def floats(op: str) -> Callable[..., int]:
-        def make(*args: int) -> int:
-            if e.dtype(args[0]) not in FLOATS:
-                raise UnsupportedError(f"{op} of {e.dtype(args[0]).label}")
-            return e.apply(op, *args)
-
-        return make
-
-    def whole(op: str) -> Callable[[int], int]:
-        return lambda a: e.apply(op, a) if e.dtype(a) in FLOATS else a
-
-    def compare(op: str) -> Callable[[int, int], int]:
-        def make(a: int, b: int) -> int:
-            both(a, b)
-            return e.apply(op, a, b, dtype=DType.BOOL)
-
-        return make
-
-    def test(op: str) -> Callable[[int], int]:
-        return lambda a: e.apply(op, a, dtype=DType.BOOL) if e.dtype(a) in FLOATS else e.const(DType.BOOL, False)
-
-    def bits(op: str) -> Callable[..., int]:
-        def make(*args: int) -> int:
-            if e.dtype(args[0]) in FLOATS:
-                raise UnsupportedError(f"{op} of floating point")
-            return e.apply(op, *args)
-
-        return make
-
-    def negative(a: int) -> int:
-        if e.dtype(a) is DType.BOOL:
-            raise UnsupportedError("neg of truth values")
-        return e.apply("neg", a)
-
-    def power(a: int, b: int) -> int:
-        """Small exponents that the program knows are products, as in the library."""
-        exponent = e.graph.nodes[b]
-        if e.dtype(a) not in FLOATS:
-            raise UnsupportedError("pow of integers")
-        if exponent.kind == "const":
-            square = e.apply("mul", a, a)
-            one = e.const(e.dtype(a), 1.0)
-            known: dict[float, Callable[[], int]] = {
-                1.0: lambda: a,
-                2.0: lambda: square,
-                3.0: lambda: e.apply("mul", square, a),
-                0.5: lambda: e.apply("sqrt", a),
-                -0.5: lambda: e.apply("div", one, e.apply("sqrt", a)),
-                -1.0: lambda: e.apply("div", one, a),
-                -2.0: lambda: e.apply("div", one, square),
-            }
-            if exponent.value in known:
-                return known[float(exponent.value)]()
-        return e.apply("pow", a, b)
-
-    def choose(c: int, a: int, b: int) -> int:
-        if e.dtype(c) is not DType.BOOL:
-            raise UnsupportedError("select by numbers")
-        both(a, b)
-        return e.apply("select", c, a, b)
-
-    def whole_quotient(op: str, a: int, b: int) -> int:
-        """Of integers; the library complains of a divisor of 0."""
-        divisor = e.graph.nodes[b]
-        if e.dtype(a) is DType.BOOL or e.dtype(b) is not e.dtype(a):
-            raise UnsupportedError(f"{op} of {e.dtype(a).label}")
-        if divisor.kind != "const" or not divisor.value:
-            b = e.guard(b, e.apply("eq", b, e.const(e.dtype(b), 0), dtype=DType.BOOL))
-        return e.apply(op, a, b)
-
-    def div_trunc(a: int, b: int) -> int:
-        return e.apply("trunc", e.apply("div", a, b)) if both(a, b) in FLOATS else whole_quotient("div_trunc", a, b)
-
-    def remainder(a: int, b: int) -> int:
-        return e.apply("fmod", a, b) if both(a, b) in FLOATS else whole_quotient("fmod", a, b)
-
-    def div_floor(a: int, b: int) -> int:
-        """The exact quotient rounded down, by way of the exact remainder; a rounded quotient may be one too large."""
-        dtype = both(a, b)
-        if dtype not in FLOATS:
-            return whole_quotient("div_floor", a, b)
-        zero, one = e.const(dtype, 0.0), e.const(dtype, 1.0)
-        left = e.apply("fmod", a, b)
-        quotient = e.apply("div", e.apply("sub", a, left), b)
-        signs = [e.apply("lt", n, zero, dtype=DType.BOOL) for n in (b, left)]
-        beyond = e.apply("and", e.apply("ne", left, zero, dtype=DType.BOOL), e.apply("xor", *signs))
-        quotient = e.apply("select", beyond, e.apply("sub", quotient, one), quotient)
-        down = e.apply("floor", quotient)
-        up = e.apply("gt", e.apply("sub", quotient, down), e.const(dtype, 0.5), dtype=DType.BOOL)
-        down = e.apply("select", up, e.apply("add", down, one), down)
-        none = e.apply("mul", e.apply("div", a, b), zero)
-        found = e.apply("select", e.apply("eq", quotient, zero, dtype=DType.BOOL), none, down)
-        return e.apply("select", e.apply("eq", b, zero, dtype=DType.BOOL), e.apply("div", a, b), found)
-
-    found: dict[str, Callable[..., int]] = {
-        "add": arithmetic("add", "or"),
-        "sub": arithmetic("sub", None),
-        "mul": arithmetic("mul", "and"),
-        "div_trunc": div_trunc,
-        "div_floor": div_floor,
-        "fmod": remainder,
-        "neg": negative,
-        "abs": lambda a: a if e.dtype(a) is DType.BOOL else e.apply("abs", a),
-        "conj": lambda a: a,
-        "pow": power,
-        "select": choose,
-    }
-    found |= {op: floats(op) for op in ("div", "atan2")}
-    unary = "sqrt exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh erf erfc"
-    found |= {op: floats(op) for op in unary.split()}
-    found |= {op: whole(op) for op in ("floor", "ceil", "round", "trunc")}
-    found |= {op: compare(op) for op in ("eq", "ne", "lt", "le", "gt", "ge")}
-    found |= {op: test(op) for op in ("isnan", "isinf")}
-    found |= {op: bits(op) for op in ("and", "or", "xor", "not")}
-    return found
-
+from wooly_compiler.primitives import primitives
 
 # -- lines ---------------------------------------------------------------------------------------------------------------
 
@@ -201,7 +64,7 @@ def _pointwise(e: Emitter, row: Row, found: Arguments) -> None:
             return e.const(DType.F32, n)
         return e.const(real_of(compute), n)
 
-    node = evaluate(row.expr, elements, _primitives(e), constant)
+    node = evaluate(row.expr, elements, primitives(e), constant)
     e.write(to, e.to(node, result), view.sizes)
 
 
@@ -468,6 +331,8 @@ def emit(graph: Graph, line: Line) -> None:
     ]  # of several, some may be empty: statistics, where there are none
     if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
         raise UnsupportedError("there is nothing to compute")
+    if graph.closed:
+        raise UnsupportedError("sums by index are a kernel of their own")
     e = Emitter(graph, line)
     if form.opcode == "copy":
         _copy(e)

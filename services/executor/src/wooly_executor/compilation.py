@@ -1,7 +1,8 @@
-"""Gets plans: from disk, or by asking the compilers over NATS; checked and loaded off the device's thread.
+"""Gets plans: from disk, from the bucket, or by asking the compilers over NATS; checked and loaded off the device's thread.
 
 Artifacts are kept in a folder under the name of their key. With no compiler in reach, those of the one last heard of are used.
-What is not there is asked for again later, and tier 0 goes on meanwhile.
+What is not there is asked for again later, and tier 0 goes on meanwhile. Where nobody waits for a plan, what would have to be
+compiled is asked for when that stands in nobody's way (`leisure`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompilePr
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
+from wooly_executor.leisure import Leisure
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import PlanRuntime
@@ -78,6 +80,7 @@ class PlanSource:
         self._id = executor_id
         self._cache = ArtifactCache(folder)
         self._turns = asyncio.Semaphore(AT_ONCE)
+        self._leisure = Leisure(lambda: loop.busy_ns, lambda: bool(loop.dispatch.state.flights))
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
@@ -90,6 +93,7 @@ class PlanSource:
     async def run(self) -> None:
         """Get what is wanted, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._leisure.run())
             while True:
                 while not self._tiers.wanted.empty():
                     entry = self._tiers.wanted.get_nowait()
@@ -138,13 +142,28 @@ class PlanSource:
         key = Key(entry.digest, self._target, entry.mode, entry.decided)
         compiler = self._cache.compiler
         if compiler:
-            prepared = await self._from_disk(entry, key, compiler)
+            prepared = await self._from_disk(entry, key, compiler) or await self._from_bucket(entry, key, compiler)
             if prepared is not None:
                 return prepared
         raw = await asyncio.to_thread(encode_program, entry.program)
         if len(raw) > LARGEST or digest(raw) != entry.digest:
             log.info("program %s stays at tier 0: it has %d bytes", entry.digest.hex()[:16], len(raw))
             return None
+        if entry.mode != "exact":
+            return await self._compiled(entry, key, raw)
+        async with contextlib.AsyncExitStack() as spell:
+            with step("executor", "leisure"):
+                await spell.enter_async_context(self._leisure.spell(entry.taken_ns))
+            return await self._compiled(entry, key, raw)
+
+    async def _compiled(self, entry: Wanted, key: Key, raw: bytes) -> PreparedProgram | None:
+        """What a compiler makes of a program; None if it refuses it.
+
+        Raises:
+            BusError: nobody answers, and a session waits.
+            ExecutorError: what was made cannot be used.
+        """
+        log.info("program %s: compilers are asked for its plan", entry.digest.hex()[:16])
         rejected = ""
         for _ in range(2):
             found = await self._from_compiler(key, raw, rejected, patient=entry.mode == "exact")
@@ -152,14 +171,21 @@ class PlanSource:
                 return None
             compiler, data = found
             try:
-                prepared = await asyncio.to_thread(self._load, data, key, compiler, entry)
+                return await self._kept(entry, key, compiler, data)
             except (ExecutorError, WisError) as e:
                 await self._reject(key, compiler, str(e))
                 rejected = compiler
-                continue
-            await asyncio.to_thread(self._cache.write, key.name(compiler), data)
-            return prepared
         raise BadArtifactError("what the compiler made is bad, twice")
+
+    async def _kept(self, entry: Wanted, key: Key, compiler: str, data: bytes) -> PreparedProgram:
+        """An artifact, ready to run and on disk.
+
+        Raises:
+            ExecutorError, WisError: it cannot be used.
+        """
+        prepared = await asyncio.to_thread(self._load, data, key, compiler, entry)
+        await asyncio.to_thread(self._cache.write, key.name(compiler), data)
+        return prepared
 
     async def _from_disk(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
         name = key.name(compiler)
@@ -171,6 +197,17 @@ class PlanSource:
         except (ExecutorError, WisError) as e:
             await self._reject(key, compiler, f"kept on disk: {e}")
             self._cache.drop(name)
+            return None
+
+    async def _from_bucket(self, entry: Wanted, key: Key, compiler: str) -> PreparedProgram | None:
+        """What was compiled for others, so that nobody need be asked. What is bad there, a compiler is asked for anew."""
+        try:
+            data = await self._store().get(key.name(compiler))
+            return await self._kept(entry, key, compiler, data) if data is not None else None
+        except BusError:
+            return None
+        except (ExecutorError, WisError) as e:
+            await self._reject(key, compiler, f"kept in the bucket: {e}")
             return None
 
     def _load(self, data: bytes, key: Key, compiler: str, entry: Wanted) -> PreparedProgram:

@@ -3,7 +3,7 @@
     executor.session     from its hello to its end; the others are its children
     executor.define      a program's definition, as long as there are spans left
     executor.first_run   the first run of each
-    executor.compile     waiting for a plan (`compilation`)
+    executor.compile     waiting for a plan (`compilation`); of that, executor.leisure until it was asked for
     executor.runs        what it ran in a while: sums, no span per run; the while grows with the session's age
     executor.swap_out, executor.swap_in
 

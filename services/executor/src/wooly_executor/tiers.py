@@ -22,13 +22,14 @@ from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.errors import NoCompilerError
+from wooly_executor.estimates import Cut, Estimate
 from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.spans import SessionSpans
 
 #: How a session wants its programs to run: as the library does, with kernels of the same bits, with all kernels.
 Jit = Literal["0", "exact", "full"]
-#: Runs after which a plan of mode `exact` is asked for: most programs are run once or twice.
+#: Runs after which a plan of mode `exact` is wanted: most programs are run once or twice. When it is asked for, `leisure` says.
 OFTEN = 16
 #: Programs of which it is known whether there is a plan.
 KEPT = 8192
@@ -49,6 +50,7 @@ class Wanted:
 
     Attributes:
         decided: values of the params on which the computation hangs, as words.
+        estimate: what a run of it takes.
         state: what is known.
         runs: how often it was run without.
         prepared: the plan, ready to run.
@@ -62,12 +64,21 @@ class Wanted:
     facts: ProgramFacts
     mode: Mode
     decided: tuple[tuple[int, bytes], ...]
+    estimate: Estimate
     state: State = State.NEW
     runs: int = 0
     prepared: PreparedProgram | None = None
     why: str = ""
     waiting: list[Callable[[], None]] = field(default_factory=list)
     trace: str = ""
+    _run: tuple[Cut | None, int] = (None, 0)
+
+    def taken_ns(self) -> int:
+        """The device time that it has taken so far without a plan, about. For one thread, whichever."""
+        cut = self.estimate.cut
+        if self._run[0] is not cut:
+            self._run = cut, sum(cut.kernels)
+        return self.runs * self._run[1]
 
 
 @dataclass(slots=True)
@@ -204,7 +215,7 @@ class Tiers:
         key = name, mode, decided
         entry = self._known.get(key)
         if entry is None:
-            entry = self._known[key] = Wanted(name, ready.prepared.program, ready.facts, mode, decided)
+            entry = self._known[key] = Wanted(name, ready.prepared.program, ready.facts, mode, decided, ready.estimate)
             if not ready.computing:
                 entry.state = State.NONE
             if len(self._known) > KEPT:

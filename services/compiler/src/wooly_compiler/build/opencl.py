@@ -18,7 +18,8 @@ from wooly_wis.kernel.ir import Kernel
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
-from wooly_compiler.render.printer import Form, Source, render
+from wooly_compiler.render.printer import render
+from wooly_compiler.render.source import Form, Source
 
 _NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DType.BOOL: np.uint8, DType.I32: np.int32}
 

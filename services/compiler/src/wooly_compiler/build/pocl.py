@@ -21,7 +21,8 @@ from wooly_wis.kernel.ir import Kernel
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
-from wooly_compiler.render.printer import Form, render
+from wooly_compiler.render.printer import render
+from wooly_compiler.render.source import Form
 
 if TYPE_CHECKING:  # whose module needs OpenCL, which where there are GPUs need not be
     from wooly_compiler.build import opencl

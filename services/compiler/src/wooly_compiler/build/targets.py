@@ -9,7 +9,7 @@ from wooly_wis.artifact import CUDA_CAPABILITIES
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import CUDA, HIP, OPENCL, Dialect
-from wooly_compiler.render.printer import Form
+from wooly_compiler.render.source import Form
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from wooly_wis.errors import WisError
 
 from wooly_compiler.build.targets import Target
 from wooly_compiler.errors import BuildError
-from wooly_compiler.render.printer import Source
+from wooly_compiler.render.source import Source
 
 __all__ = ["MAX_SOURCE", "BuildWorker", "Limits", "WorkerProcess", "serve"]
 

@@ -24,7 +24,7 @@ from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.passes import batch
 from wooly_compiler.passes.fuse import Group
 from wooly_compiler.rows import emit, folded_dims
-from wooly_compiler.schedule import schedule
+from wooly_compiler.schedule.kernel import schedule
 from wooly_compiler.unit import Unit
 
 NAME = "lower"

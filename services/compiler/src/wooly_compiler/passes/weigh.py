@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from wooly_wis.plan import Line
 
+from wooly_compiler import externs
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.passes.fuse import Group
 from wooly_compiler.rows import folded_dims
@@ -26,6 +27,7 @@ class Costs:
 
     Attributes:
         call: of a library call, besides its memory.
+        part: of each operation that the library makes of one call, beyond the first.
         launch: of a kernel, besides its memory, by the calling thread alone.
         argument: for each array of a kernel.
         everyone: to have all cores take part in a kernel.
@@ -34,15 +36,16 @@ class Costs:
     """
 
     call: int = 1_000
+    part: int = 200
     launch: int = 4_000
     argument: int = 400
     everyone: int = 45_000
     cores: int = 1
     bytes: int = 8
 
-    def library(self, nbytes: int) -> int:
+    def library(self, nbytes: int, parts: int = 1) -> int:
         """Of one call; the library's own threads cost it next to nothing."""
-        return self.call + nbytes // (self.bytes * (self.cores if nbytes > 256 << 10 else 1))
+        return self.call + (parts - 1) * self.part + nbytes // (self.bytes * (self.cores if nbytes > 256 << 10 else 1))
 
     def kernel(self, arrays: int, nbytes: int) -> tuple[int, int]:
         """Of a launch; and who runs it: 0 the calling thread, 1 all cores."""
@@ -73,6 +76,13 @@ def why_not(line: Line) -> str:
     return "a fold of few long rows" if folded and rows < ROWS and long > LONG else ""
 
 
+def why_not_on_gpus(line: Line) -> str:
+    """As `why_not`, where a loop that is as long as a batch keeps thousands of threads waiting."""
+    if line.form.opcode == "extern" and line.form.attr("name") == externs.EMBEDDING_BACKWARD:
+        return "rows are added one after the other"
+    return why_not(line)
+
+
 def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
     """The groups, those that are not worth a kernel taken apart."""
     users: dict[int, int] = {}
@@ -96,7 +106,8 @@ def _worth(unit: Unit, group: Group, users: dict[int, int], costs: Costs) -> boo
     calls = 0
     for line in group.lines:
         moved = [(a.slot, a.view.numel * a.view.dtype.itemsize) for a in line.accesses if a.view is not None]
-        calls += costs.library(sum(n for _, n in moved))
+        parts = externs.calls_of(line.form) if line.form.opcode == "extern" else 1
+        calls += costs.library(sum(n for _, n in moved), parts)
         for slot, n in moved:
             sizes[slot] = max(sizes.get(slot, 0), n)
     kept = {s: n for s, n in sizes.items() if users[s] > 1 or not unit.inner(s) or s not in group.writes}
