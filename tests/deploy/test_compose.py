@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from wooly_testkit import forks
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -115,11 +116,10 @@ def test_stack_with_the_keys_of_compose_runs_scripts_and_jobs_with_a_token_alone
         client = {**os.environ, "HOME": str(tmp_path), "WOOLYAI_CONTROLLER_URL": f"http://127.0.0.1:{port.read_text()}"}
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
-        argv = [sys.executable, "-m", "wooly", "run", str(script)]
-        refused = subprocess.run(argv, env=client, capture_output=True, text=True, timeout=100)
+        refused = forks.run("wooly", "run", str(script), env=client, timeout=100)
         assert refused.returncode and "a valid token is needed" in refused.stderr
         client["WOOLYAI_CREDENTIAL"] = SECRETS["WOOLY_ADMIN_TOKEN"]
-        assert "sum 48.0" in _patient(argv, client).stdout
+        assert "sum 48.0" in _patient(["run", str(script)], client).stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"], report
 
@@ -131,8 +131,7 @@ def _job(client, folder):
     export = ["export", folder / "work.py:build", "-o", folder / "work.wism"]
     submit = ["submit", folder / "work.wism", "-i", f"x={folder / 'x.npy'}", "-o", folder / "out", "--json"]
     for argv in (export, submit):
-        argv = [sys.executable, "-m", "wooly", *map(str, argv)]
-        ran = subprocess.run(argv, env=client, capture_output=True, text=True, timeout=100)
+        ran = forks.run("wooly", *map(str, argv), env=client, timeout=100)
         assert ran.returncode == 0, ran.stderr + ran.stdout
     return ran.stdout
 
@@ -221,7 +220,7 @@ def test_client_may_run_a_script_and_speak_for_no_service(channel, tmp_path):
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', (torch.ones(4, 4, device='cuda') * 3).sum().item())\n")
         client = {**env, "WOOLYAI_CONTROLLER_URL": outer, "WOOLYAI_CHANNEL": channel, "HOME": str(tmp_path)}
-        ran = _patient([sys.executable, "-m", "wooly", "run", str(script)], client)
+        ran = _patient(["run", str(script)], client)
         assert "sum 48.0" in ran.stdout
         report = json.loads(_job(client, tmp_path))
         assert report["state"] == "completed" and report["files"]
@@ -248,10 +247,10 @@ sys.exit(1 if errors else 0)
 
 
 def _patient(argv, env):
-    """Run until it succeeds: services may still be starting."""
+    """`wooly ARGV` until it succeeds: services may still be starting."""
     until = time.monotonic() + 240
     while True:
-        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
+        ran = forks.run("wooly", *argv, env=env, timeout=100)
         if ran.returncode == 0:
             return ran
         assert time.monotonic() < until and ("no " in ran.stderr or "answer" in ran.stderr), ran.stderr
@@ -329,10 +328,9 @@ def test_three_nats_servers_carry_on_without_one(tmp_path):
         env = {**os.environ, **client_of(host), "HOME": str(tmp_path)}
         script = tmp_path / "script.py"
         script.write_text("import torch\nprint('sum', torch.ones(4, 4, device='cuda').sum().item())\n")
-        argv = [sys.executable, "-m", "wooly", "run", str(script)]
-        assert "sum 16.0" in _patient(argv, env).stdout
+        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
         run("kill", "nats-2")
-        assert "sum 16.0" in _patient(argv, env).stdout
+        assert "sum 16.0" in _patient(["run", str(script)], env).stdout
     finally:
         print(run("logs", "--tail", "30", check=False).stdout)
         run("down", "--volumes", "--timeout", "5", check=False)
@@ -364,7 +362,7 @@ def test_restarts_of_every_service_lose_no_job(stack, tmp_path):
     run, env = stack
 
     def wooly(*argv):
-        return _patient([sys.executable, "-m", "wooly", *map(str, argv)], env).stdout
+        return _patient(list(map(str, argv)), env).stdout
 
     (tmp_path / "work.py").write_text(WORK)
     wooly("export", f"{tmp_path / 'work.py'}:build", "-o", tmp_path / "work.wism")

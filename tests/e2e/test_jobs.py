@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from wooly_bus import subjects
 from wooly_bus.errors import RefusedError
-from wooly_bus.rpc import ControlClient
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
+from wooly_testkit.control import ask
 from wooly_wis.messages import NodesReply, NodesRequest, TaskReply, TaskRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
@@ -75,15 +75,6 @@ def slow_module(tmp_path_factory):
     run("export", f"{folder / 'slow.py'}:build", "-o", folder / "slow.wism")
     np.save(folder / "x.npy", np.eye(600, dtype=np.float32))
     return folder
-
-
-def ask(stack, subject, request, reply):
-    """The router, asked without a process of its own."""
-    control = ControlClient(stack.access())
-    try:
-        return control.request(subject, request, reply, timeout=20)
-    finally:
-        control.close()
 
 
 def task(stack, name):

@@ -4,6 +4,9 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+from wooly_local.supervisor import Supervisor
+
 SERVICE = """
 import atexit, os, signal, sys, threading, time
 
@@ -64,3 +67,10 @@ def test_fork_is_as_a_process_of_its_own(tmp_path):
         "None True None",
         "False True True",
     ]
+
+
+@pytest.mark.parametrize(("ephemeral", "durable"), [(True, "0"), (False, "1")])
+def test_databases_of_a_stack_are_as_durable_as_the_stack(tmp_path, ephemeral, durable):
+    supervisor = Supervisor(tmp_path, 1, ephemeral=ephemeral)
+    told = supervisor._router(tmp_path).env | supervisor._metering(tmp_path).env
+    assert (told["WOOLY_ROUTER_DURABLE"], told["WOOLY_METERING_DURABLE"]) == (durable, durable)

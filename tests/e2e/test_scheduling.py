@@ -1,5 +1,6 @@
 """The scheduler in a real stack: it audits a real executor, admits, refuses, steers, dies and comes back."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,9 +8,13 @@ import subprocess
 import time
 
 import pytest
+from wooly_bus import subjects
+from wooly_bus.errors import BusError
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
+from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
+from wooly_wis.messages import GpusReply, GpusRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 WORK = """
@@ -38,9 +43,10 @@ def wooly(stack, *arguments):
 
 
 def gpu(stack):
-    done = wooly(stack, "top", "--json")
-    found = json.loads(done.stdout)["gpus"] if done.returncode == 0 else []
-    return found[0] if found else None
+    """What the scheduler says of the device, if it is there and says anything."""
+    with contextlib.suppress(BusError):
+        found = ask(stack, subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply).gpus
+        return found[0].model_dump(mode="json") if found else None
 
 
 def until(condition, seconds=60):
@@ -99,6 +105,8 @@ def test_sessions_are_admitted_refused_steered_and_audited_and_the_scheduler_may
             55,
             100_000_000,
         )
+        (shown,) = json.loads(wooly(stack, "top", "--json").stdout)["gpus"]
+        assert {s["session_id"] for s in shown["sessions"]} == {s["session_id"] for s in sessions.values()}
         assert (sessions["blue"]["policy"]["priority"], sessions["blue"]["policy"]["weight"]) == (3, 2)
 
         _, refused = Tenant(stack, tmp_path / "c.py", TENANT="late", LATENCY_OBJECTIVE_MS="200", **declared).end()

@@ -15,8 +15,9 @@ from wooly_bus import subjects
 from wooly_bus.access import options
 from wooly_bus.stream_reader import read_stream
 from wooly_testkit import forks
+from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
-from wooly_wis.messages import MemoryBorne
+from wooly_wis.messages import MemoryBorne, NodesReply, NodesRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 MIB = 1 << 20
@@ -107,8 +108,8 @@ def wooly(stack, *arguments, **settings):
 
 
 def memory(stack):
-    done = wooly(stack, "nodes", "--json")
-    found = json.loads(done.stdout)["nodes"][0]["memory"]
+    (node,) = ask(stack, subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply).nodes
+    found = node.memory.model_dump(mode="json")
     assert found["own"] + found["contents"] + found["slots"] + found["reserve"] + found["free"] == found["capacity"]
     return found
 
@@ -117,7 +118,7 @@ def until(stack, condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition(found := memory(stack)):
         assert time.monotonic() < deadline, f"it did not come: {found}"
-        time.sleep(0.2)
+        time.sleep(0.05)
     return found
 
 

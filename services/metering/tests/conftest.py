@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import shutil
 import socket
 import subprocess
 import time
 
 import pytest
+from sqlalchemy import make_url
 from wooly_metering.core.booking import Delivery
 from wooly_metering.ledger.database import Database, migrate
 from wooly_metering.ledger.reader import Reader
@@ -50,8 +52,7 @@ class Ledger:
 
     def __init__(self, url):
         self.url = url
-        migrate(url)
-        self.database = Database(url)
+        self.database = Database(url, durable=False)
         self.writer, self.reader = Writer(self.database), Reader(self.database)
         self.sequence = 0
 
@@ -71,8 +72,29 @@ def url(request, tmp_path):
     return request.getfixturevalue("postgres").database()
 
 
-@pytest.fixture
-def ledger(url):
+@pytest.fixture(scope="session")
+def schema_file(tmp_path_factory):
+    """A ledger that others are copied from: to migrate takes as long as most tests."""
+    path = tmp_path_factory.mktemp("schema") / "credits.db"
+    migrate(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def schema(postgres):
+    """The same on PostgreSQL."""
+    url = postgres.database()
+    migrate(url)
+    return make_url(url).database
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ledger(request, tmp_path):
+    if request.param == "postgresql":
+        url = request.getfixturevalue("postgres").database(request.getfixturevalue("schema"))
+    else:
+        shutil.copy(request.getfixturevalue("schema_file"), tmp_path / "credits.db")
+        url = f"sqlite:///{tmp_path}/credits.db"
     found = Ledger(url)
     yield found
     found.database.close()

@@ -17,6 +17,10 @@ from wooly_wis.credits import CreditsRequest, EntriesRequest, PricePlan, Quarant
 
 from .conftest import NOW, SECOND, Ledger, delivery, event, record
 
+#: Others, without what their start takes: one server imports, and forks them.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["alembic.command", "pytest", "wooly_metering.ledger.writer"])
+
 
 def entries(ledger, **which):
     found, more = ledger.reader.entries(EntriesRequest(limit=1000, **which))
@@ -59,13 +63,22 @@ def _migrate_and_die(url, at):
 
 @pytest.mark.parametrize("at", [4, 9, 20])
 def test_migration_that_is_killed_is_done_by_the_next(url, at):
-    killed = multiprocessing.get_context("spawn").Process(target=_migrate_and_die, args=(url, at))
+    killed = PROCESSES.Process(target=_migrate_and_die, args=(url, at))
     killed.start()
     killed.join(60)
     assert killed.exitcode == -signal.SIGKILL
+    migrate(url)
     ledger = Ledger(url)
     assert ledger.take(event(record())).entries == 1
     ledger.database.close()
+
+
+@pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 0)])
+def test_commits_wait_for_the_disk_where_the_ledger_is_durable(tmp_path, durable, synchronous):
+    database = Database(f"sqlite:///{tmp_path}/x.db", durable=durable)
+    with database.writing() as connection:
+        assert connection.execute(text("PRAGMA synchronous")).scalar() == synchronous
+    database.close()
 
 
 def test_usage_becomes_one_entry_each_and_sums(ledger):
@@ -241,15 +254,12 @@ def _race(url, worker, out):
     out.put(won)
 
 
-def test_two_processes_on_one_stream_book_everything_once(url):
-    ledger = Ledger(url)
-    context = multiprocessing.get_context("spawn")
-    out = context.Queue()
-    racers = [context.Process(target=_race, args=(url, n, out)) for n in range(2)]
+def test_two_processes_on_one_stream_book_everything_once(ledger):
+    out = PROCESSES.Queue()
+    racers = [PROCESSES.Process(target=_race, args=(ledger.url, n, out)) for n in range(2)]
     for racer in racers:
         racer.start()
     won = [out.get(timeout=60) for _ in racers]
     for racer in racers:
         racer.join(30)
     assert sum(won) == 60 and [e.id for e in entries(ledger)] == list(range(1, 61))
-    ledger.database.close()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import shutil
 
 import pytest
 from sqlalchemy import make_url
@@ -145,14 +146,22 @@ def ask(**wanted):
     return OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="train.py"), **wanted)
 
 
+def sqlite_url(folder):
+    directory = folder / "with space and 100%"
+    directory.mkdir()
+    return RouterSettings(state_dir=directory).database()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def stored_url(request, copy_of_schema):
+    """A database with our tables, of each kind that the router works with."""
+    return copy_of_schema(request.param)
+
+
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request, tmp_path):
     """An empty database, of each kind that the router works with."""
-    if request.param == "postgresql":
-        return request.getfixturevalue("postgres").database()
-    directory = tmp_path / "with space and 100%"
-    directory.mkdir()
-    return RouterSettings(state_dir=directory).database()
+    return request.getfixturevalue("postgres").database() if request.param == "postgresql" else sqlite_url(tmp_path)
 
 
 def pytest_generate_tests(metafunc):
@@ -177,13 +186,31 @@ def schema(postgres):
     return make_url(url).database
 
 
+@pytest.fixture(scope="session")
+def schema_file(tmp_path_factory):
+    """The same of SQLite."""
+    url = RouterSettings(state_dir=tmp_path_factory.mktemp("schema")).database()
+    migrate(url)
+    return make_url(url).database
+
+
 @pytest.fixture
-def settings(tmp_path, backend, request):
-    url = ""
-    if backend == "postgresql":
-        schema = request.getfixturevalue("schema")
-        url = request.getfixturevalue("postgres").database(schema)
-    return RouterSettings(state_dir=tmp_path, lease_s=9.0, database_url=url)
+def copy_of_schema(request, tmp_path):
+    """`copy_of_schema("sqlite")`: the URL of a new database with our tables. To migrate takes as long as most tests."""
+
+    def make(backend):
+        if backend == "postgresql":
+            return request.getfixturevalue("postgres").database(request.getfixturevalue("schema"))
+        url = sqlite_url(tmp_path)
+        shutil.copy(request.getfixturevalue("schema_file"), make_url(url).database)
+        return url
+
+    return make
+
+
+@pytest.fixture
+def settings(tmp_path, backend, copy_of_schema):
+    return RouterSettings(state_dir=tmp_path, lease_s=9.0, database_url=copy_of_schema(backend), durable=False)
 
 
 @pytest.fixture
@@ -192,8 +219,7 @@ def rig(nats_server, settings):
 
     @contextlib.asynccontextmanager
     async def make(*names, url=nats_server, auth="open"):
-        migrate(settings.database())
-        world, clock = World(Database(settings.database()), settings.cluster()), Clock()
+        world, clock = World(Database(settings.database(), durable=settings.durable), settings.cluster()), Clock()
         app = ServiceApp("test", url)
         actor = RouterActor(settings, app, world, Gate(world, auth, clock), clock)
         jobs = JobActor(app, actor)

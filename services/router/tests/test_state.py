@@ -30,9 +30,8 @@ def engine_of(url):
 
 
 @pytest.fixture
-async def database(database_url):
-    migrate(database_url)
-    database = Database(database_url)
+async def database(stored_url):
+    database = Database(stored_url, durable=False)
     yield database
     await database.close()
 
@@ -150,17 +149,25 @@ def test_every_migration_up_and_down_keeps_open_sessions(database_url):
     engine.dispose()
 
 
+@pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 0)])
+async def test_commits_wait_for_the_disk_where_the_database_is_durable(tmp_path, durable, synchronous):
+    database = Database(f"sqlite+aiosqlite:///{tmp_path}/x.sqlite", durable=durable)
+    async with database.writing() as s:
+        assert (await s.execute(text("PRAGMA synchronous"))).scalar() == synchronous
+    await database.close()
+
+
 # -- tasks -----------------------------------------------------------------------------------------------------------
 
 
-async def test_tasks_survive_a_new_store(tasks, database_url):
+async def test_tasks_survive_a_new_store(tasks, stored_url):
     rows = [
         task("1", created_at=2.0, required_vram=BIG, gpu_mode="exclusive", noswap=True, priority=0),
         task("2", "c b", name="ü" * 1024, wants={"gpu_count": 2, "groups": ["g"], "weights": ["d"], "barred": ["z"]}),
         task("3", kind="job", spec={"module": "d"}, deadline_at=9.0, retry_at=3.0, placement={"why": "waiting"}),
     ]
     await put(tasks, *rows)
-    again = TaskStore(Database(database_url))
+    again = TaskStore(Database(stored_url))
     assert [await again.get(r.id) for r in rows] == rows and await again.get("4") is None
     assert rows[0].want() == Want(required_vram=BIG, exclusive=True, swappable=False)
     assert (await again.get("2")).want() == Want(2, groups=("g",), weights=("d",), barred=frozenset("z"))
@@ -282,9 +289,9 @@ async def test_priority_changes_until_the_end(tasks):
     assert not await tasks.set_priority("1", 0) and not await tasks.set_priority("2", 0)
 
 
-async def test_decisions_of_several_routers_follow_one_another(tasks, database_url):
+async def test_decisions_of_several_routers_follow_one_another(tasks, stored_url):
     """Each reads all claims and adds one if there are fewer than three: never a fourth."""
-    others = [tasks, *[TaskStore(Database(database_url)) for _ in range(3)]]
+    others = [tasks, *[TaskStore(Database(stored_url)) for _ in range(3)]]
 
     async def decide(number):
         store = others[number % 4]
@@ -407,13 +414,13 @@ async def test_glance_has_what_lives_and_what_is_new(tasks):
 # -- tenants, config, audit ------------------------------------------------------------------------------------------
 
 
-async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(database, database_url):
+async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(database, stored_url):
     store = TenantStore(database)
     assert await store.add(TenantRecord("x", 1.0)) and not await store.add(TenantRecord("x", 2.0))
     token, secret = await store.add_token("x", "ci", "user", 1.0, ("tasks:read",), expires_at=9.0)
     assert await store.by_hash(hash_of(secret)) == (token, TenantRecord("x", 1.0))
     assert await store.by_hash(hash_of("no")) is None
-    engine = engine_of(database_url)
+    engine = engine_of(stored_url)
     with engine.connect() as connection:
         row = connection.execute(text("SELECT * FROM tokens")).one()
     engine.dispose()

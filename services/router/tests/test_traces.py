@@ -9,7 +9,7 @@ from wooly_bus.web import Buckets
 from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.state import traces as state_traces
-from wooly_router.state.database import Database, migrate
+from wooly_router.state.database import Database
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.tenants import TenantRecord
 from wooly_router.state.traces import TraceStore
@@ -26,9 +26,8 @@ def span(number=1, trace_id=A, start=10, end=20, **more):
 
 
 @pytest.fixture
-async def store(database_url):
-    migrate(database_url)
-    database = Database(database_url)
+async def store(stored_url):
+    database = Database(stored_url, durable=False)
     found = TraceStore(database)
     found.keeps = True
     yield found
@@ -257,7 +256,9 @@ async def test_database_that_is_away_costs_spans_and_nothing_else(rig):
         actor: TraceActor = r.traces
         await actor.on_spans(SpansRecorded(service="executor", spans=(span(1),)))
         real = actor.store
-        actor.store = TraceStore(Database("sqlite+aiosqlite:////no/such/folder/x.sqlite"))
+        away = Database("sqlite+aiosqlite:////no/such/folder/x.sqlite")
+        actor.store = TraceStore(away)
         await actor.write()
         actor.store = real
+        await away.close()
         assert actor.dropped == {("router", "database"): 1} and actor.kept == 0

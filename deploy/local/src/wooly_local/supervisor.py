@@ -67,6 +67,7 @@ class Supervisor:
         self.services: list[Service] = []
         self.nats_url = ""
         self.rest_url = ""
+        self._durable = "0" if ephemeral else "1"  # the files of an ephemeral stack go with it
         self._stopping = False
 
     def start(self) -> None:
@@ -106,6 +107,7 @@ class Supervisor:
             "wooly_router",
             {
                 "WOOLY_ROUTER_NATS_URL": self.nats_url,
+                "WOOLY_ROUTER_DURABLE": self._durable,
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_PORT": "0",
                 "WOOLY_ROUTER_SIGNING_KEY": str(self.keys.signing_seed),
@@ -132,6 +134,7 @@ class Supervisor:
             "wooly_metering",
             {
                 "WOOLY_METERING_NATS_URL": self.nats_url,
+                "WOOLY_METERING_DURABLE": self._durable,
                 "WOOLY_METERING_STATE_DIR": str(self.dir),
                 "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0"),
             },

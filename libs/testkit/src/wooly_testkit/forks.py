@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 #: Who imports PyTorch: it is loaded when the first of these is asked for.
 _WITH_TORCH = ("wooly", "wooly_executor", "wooly_local.supervisor")
+#: Whose own modules are loaded, too, when one of them is asked for first: to import them does nothing but take time.
+_SERVICES = ("wooly_executor", "wooly_router", "wooly_scheduler", "wooly_metering", "wooly_compiler")
+#: Those of a stack are forks of a fork.
+_OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
 _lock = threading.Lock()
 _parent: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
@@ -175,6 +179,8 @@ def _serve(way: socket.socket) -> None:
         if module in _WITH_TORCH and not threads:
             preload(["torch"])
             threads = sys.modules["torch"].get_num_threads()
+        if new := [f"{s}.app" for s in _OF_A_STACK.get(module, ()) if f"{s}.app" not in sys.modules]:
+            preload(new)
         status_fd, *standard = descriptors
         teller = socket.socket(fileno=status_fd)
         pid = os.fork()

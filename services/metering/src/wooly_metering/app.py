@@ -100,7 +100,7 @@ def main() -> int:
         setup_tracing("metering")
         settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         migrate(settings.ledger_url)
-        database = Database(settings.ledger_url)
+        database = Database(settings.ledger_url, durable=settings.durable)
         try:
             asyncio.run(serve(settings, database))
         finally:

@@ -22,6 +22,8 @@ class MeteringSettings(BaseSettings):
     Attributes:
         nats_url: where NATS is.
         database_url: SQLAlchemy's URL of the ledger; empty: SQLite in `state_dir`.
+        durable: whether a commit waits for the disk, where the ledger is SQLite: what was booked survives a power cut. 0 is for
+            stacks that end with their run.
         state_dir: where files are.
         http_host: where REST and `/metrics` listen.
         http_port: 0 takes any free port; empty: neither. The one taken is written to `state_dir`/metering.port.
@@ -35,6 +37,7 @@ class MeteringSettings(BaseSettings):
 
     nats_url: str = "nats://127.0.0.1:4222"
     database_url: str = ""
+    durable: bool = True
     state_dir: Path = Field(default_factory=_state_dir)
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=9430, ge=0, le=65535)

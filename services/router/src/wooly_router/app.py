@@ -56,7 +56,7 @@ async def serve(settings: RouterSettings) -> None:
         OSError: the REST port is taken.
         SQLAlchemyError: the database does not answer.
     """
-    world = World(Database(settings.database()), settings.cluster())
+    world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
     gate = Gate(world, settings.auth, time.time)
     actor = RouterActor(settings, app, world, gate)

@@ -30,6 +30,8 @@ class RouterSettings(BaseSettings):
     Attributes:
         nats_url: where NATS is.
         database_url: an SQLAlchemy URL (`sqlite+aiosqlite:///…`, `postgresql+psycopg://…`); empty: SQLite in `state_dir`.
+        durable: whether a commit waits for the disk, where the database is SQLite: what was acknowledged survives a power cut. 0
+            is for stacks that end with their run; a killed router loses nothing either way.
         state_dir: files of this router; only its user may read them, for they hold session tokens.
         http_host: where REST listens.
         http_port: 0 takes any free port; the one taken is written to `state_dir`/router.port.
@@ -67,6 +69,7 @@ class RouterSettings(BaseSettings):
 
     nats_url: str = "nats://127.0.0.1:4222"
     database_url: str = ""
+    durable: bool = True
     state_dir: Path = Field(default_factory=_state_dir)
     http_host: str = "127.0.0.1"
     http_port: int = Field(default=8420, ge=0, le=65535)

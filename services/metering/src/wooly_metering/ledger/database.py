@@ -34,8 +34,11 @@ def revert(url: str, revision: str) -> None:
     command.downgrade(_config(url), revision)
 
 
-def connect(url: str, begin: str = "BEGIN IMMEDIATE") -> Engine:
-    """A pool of connections. On SQLite, transactions begin with `begin`, unless an option `wooly_begin` says otherwise."""
+def connect(url: str, begin: str = "BEGIN IMMEDIATE", *, durable: bool = True) -> Engine:
+    """A pool of connections. On SQLite, transactions begin with `begin`, unless an option `wooly_begin` says otherwise.
+
+    Where it is `durable`, their commits wait for the disk.
+    """
     if make_url(url).get_backend_name() != "sqlite":
         return create_engine(url, pool_pre_ping=True)
     engine = create_engine(url, connect_args={"timeout": BUSY_S})
@@ -43,7 +46,10 @@ def connect(url: str, begin: str = "BEGIN IMMEDIATE") -> Engine:
     def begun(connection: Connection) -> None:
         connection.exec_driver_sql(connection.get_execution_options().get("wooly_begin", begin))
 
-    event.listen(engine, "connect", _tune_sqlite)
+    def connected(connection: Any, _: Any) -> None:
+        _tune_sqlite(connection, "FULL" if durable else "OFF")
+
+    event.listen(engine, "connect", connected)
     event.listen(engine, "begin", begun)
     return engine
 
@@ -53,10 +59,11 @@ class Database:
 
     Args:
         url: SQLAlchemy's (`sqlite:///…`, `postgresql+psycopg://…`).
+        durable: whether a commit waits for SQLite's disk.
     """
 
-    def __init__(self, url: str) -> None:
-        self._engine = connect(url, "BEGIN")
+    def __init__(self, url: str, *, durable: bool = True) -> None:
+        self._engine = connect(url, "BEGIN", durable=durable)
         self.sqlite = self._engine.dialect.name == "sqlite"
         self._writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
 
@@ -80,10 +87,10 @@ class Database:
         self._engine.dispose()
 
 
-def _tune_sqlite(connection: Any, _: Any) -> None:
-    """Transactions begin where we say, not at the first write. A commit waits for the disk."""
+def _tune_sqlite(connection: Any, synchronous: str) -> None:
+    """Transactions begin where we say, not at the first write."""
     connection.isolation_level = None
     cursor = connection.cursor()
-    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute(f"PRAGMA synchronous={synchronous}")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()

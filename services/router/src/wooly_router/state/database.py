@@ -43,14 +43,19 @@ class Database:
 
     Args:
         url: an async SQLAlchemy URL (`sqlite+aiosqlite:///…`, `postgresql+psycopg://…`).
+        durable: whether a commit waits for SQLite's disk: what was acknowledged survives a power cut.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, durable: bool = True) -> None:
         self._sqlite = make_url(url).get_backend_name() == "sqlite"
         options: dict[str, Any] = {"connect_args": {"timeout": BUSY_S}} if self._sqlite else {"pool_pre_ping": True}
         self._engine: AsyncEngine = create_async_engine(url, **options)
         if self._sqlite:
-            event.listen(self._engine.sync_engine, "connect", _tune_sqlite)
+
+            def connected(connection: Any, _: Any) -> None:
+                _tune_sqlite(connection, "FULL" if durable else "OFF")
+
+            event.listen(self._engine.sync_engine, "connect", connected)
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
         self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
         writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
@@ -79,14 +84,11 @@ class Database:
         await self._engine.dispose()
 
 
-def _tune_sqlite(connection: Any, _: Any) -> None:
-    """Transactions begin where we say (`_begin_sqlite`), not at the first write.
-
-    A commit waits for the disk: what was acknowledged survives a power cut.
-    """
+def _tune_sqlite(connection: Any, synchronous: str) -> None:
+    """Transactions begin where we say (`_begin_sqlite`), not at the first write."""
     connection.isolation_level = None
     cursor = connection.cursor()
-    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.execute(f"PRAGMA synchronous={synchronous}")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
 
