@@ -355,7 +355,7 @@ def _put_back(session: Session, flight: Flight, last: int) -> None:
 def overtaken(state: DispatchState) -> bool:
     """Whether a session waits for which what is in flight should be stopped, where it can be.
 
-    That is one of a higher class (P4's turn by its floor gives way to P0 and P1 only); where the launch was made longer than a piece
+    That is one of a higher class (P4's turn by its floor gives way to P0 and P1 only); where the launch is longer than a piece
     because nobody waited, also one of its own class.
     """
     for flight in state.flights.values():

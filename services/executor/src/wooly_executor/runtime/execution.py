@@ -41,8 +41,8 @@ class StepExecution:
     def advance(self, edges: Sequence[int]) -> list[int]:
         """See `Execution.advance`.
 
-        To stop at each edge and read the clock costs more than many small operators. Where it is known how the time was spread over
-        these edges, all of it is run at once.
+        To stop at each edge and read the clock costs more than many small operators. Where it is known how long the parts between
+        these edges take, all of them are run at once.
         """
         times: list[int] = []
         frame, prepared = self._frame, self._prepared
