@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import wooly_dispatch
-from wooly_dispatch.core import overtaken, step
+from wooly_dispatch.core import ALONE, overtaken, step
 from wooly_dispatch.decisions import DemoteDecision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
@@ -286,6 +286,48 @@ def test_what_was_stopped_is_next_of_its_session_and_waits_for_the_higher_class(
     rig.finish()
     assert [(d.session, d.program, d.first, d.last) for d in rig.drain()] == [("behind", 2, 3, 20), ("behind", 3, 0, 1)]
     assert rig.metrics.meters["behind"].run_ns == rig.run_ns["behind"]
+
+
+def test_launch_of_whom_nobody_waits_beside_is_several_pieces_long_whatever_its_stretch():
+    rig = Rig(config=STOPPABLE)
+    rig.open("a")
+    rig.open("b")
+    proven(rig, "a", "b")
+    rig.submit("a", 100 * US)
+    rig.finish(400 * US)  # its estimates are four times too small
+    (launch,) = rig.submit("a", *(500 * US,) * 20)
+    assert (launch.first, launch.last) == (0, 4 * ALONE)
+    rig.finish()
+    assert [(d.first, d.last) for d in rig.drain()] == [(4 * ALONE, 20)]
+
+
+def test_long_launch_is_stopped_for_an_equal_who_then_gets_turns_of_a_piece():
+    rig = Rig(config=STOPPABLE)
+    rig.open("a", 3)
+    rig.open("b", 3)
+    rig.open("below", 4)
+    proven(rig, "a", "b", "below")
+    (launch,) = rig.submit("a", *(500 * US,) * 40)
+    rig.submit("a", *(500 * US,) * 4)
+    rig.submit("below", 50 * MS)  # more than its floor owes it meanwhile
+    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # its own, and a lower class
+    rig.submit("b", *(500 * US,) * 8)
+    assert overtaken(rig.state)
+    rig.finish(3 * MS, last=6)
+    assert not overtaken(rig.state)
+    turns = [(d.session, d.first, d.last) for d in rig.drain()]
+    assert turns[:4] == [("b", 0, 4), ("b", 4, 8), ("a", 6, 10), ("a", 10, 14)]
+    assert rig.metrics.unjust_ns == 0
+
+
+def test_launch_of_one_piece_is_not_stopped_for_an_equal():
+    rig = Rig(config=STOPPABLE)
+    for name in ("a", "b"):
+        rig.open(name, 3)
+        proven(rig, name)
+    (launch,) = rig.submit("a", *(500 * US,) * 4)
+    rig.submit("b", 500 * US)
+    assert launch.last == 4 and not overtaken(rig.state)
 
 
 def test_what_was_stopped_is_charged_for_what_it_ran():

@@ -336,7 +336,7 @@ def test_stretches_that_are_run_over_edges_are_put_together(wis):
             assert run(2, (*edges, n)) == (None, [-2.0] * 4)
         assert len(prepared.hot) == 4 and [len(s.steps) for s in prepared.whole.values()] == [1]
         (known,) = prepared.whole.values()
-        assert len(known.took) == 4 and all(known.took) and not prepared.one_by_one
+        assert len(known.took) == 4 and all(known.took)
         assert run(9, (*edges, n)) == (19, "index out of range in self")
         assert run(9, (6,), (half,), (18,), (n,)) == (19, "index out of range in self")
         for _ in range(prepared_programs.STRETCH_OFTEN):  # interrupted elsewhere, what was put together does not serve

@@ -46,6 +46,8 @@ FLOOR = 4
 MIN_PIECE_NS = 1_000
 """What a launch counts for at least: also launches estimated at nothing fill a window."""
 MAX_STRETCH = STRETCH << 10
+ALONE = 4
+"""Pieces that one launch may have where launches can be stopped and nobody else waits: who comes has it stopped."""
 MAX_EARLY = 1024
 """Programs of one session that may wait for one before them."""
 
@@ -128,7 +130,11 @@ def _cut(state: DispatchState, session: Session) -> tuple[int, int, int]:
     begin, ends = program.next, program.ends
     done = ends[begin - 1] if begin else 0
     if session.proven:
-        longest = state.pieces[session.lane] * STRETCH // session.stretch
+        longest = state.pieces[session.lane]
+        if state.config.stoppable and sum([lane.size for lane in state.lanes]) == 1:
+            longest *= ALONE
+        else:
+            longest = longest * STRETCH // session.stretch
         last = bisect_right(ends, done + longest, begin + 1)  # at least one kernel
     else:
         last = begin + 1
@@ -347,13 +353,18 @@ def _put_back(session: Session, flight: Flight, last: int) -> None:
 
 
 def overtaken(state: DispatchState) -> bool:
-    """Whether a session of a higher class than what is in flight waits: what can be stopped should be.
+    """Whether a session waits for which what is in flight should be stopped, where it can be.
 
-    P4's turn by its floor gives way to P0 and P1 only.
+    That is one of a higher class (P4's turn by its floor gives way to P0 and P1 only); where the launch is longer than a piece
+    because nobody waited, also one of its own class.
     """
     for flight in state.flights.values():
         for priority in range(min(flight.priority, PROTECTED) if flight.floor else flight.priority):
             if state.lanes[priority].size:
+                return True
+        if flight.estimate > state.pieces[flight.priority]:
+            own = flight.session is not None and flight.session.lane == flight.priority
+            if state.lanes[flight.priority].size > own:
                 return True
     return False
 

@@ -532,7 +532,7 @@ class DeviceLoop:
                     self._poll(0)
                     if dispatch.overtaken() or conn.closed:
                         break
-                if not self._calls.empty():
+                if not self._calls.empty() or self.vram.due:
                     break
         return times
 

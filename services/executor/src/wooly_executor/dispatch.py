@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from wooly_dispatch.core import overtaken, step
+from wooly_dispatch.core import ALONE, overtaken, step
 from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
 from wooly_dispatch.events import (
     Config,
@@ -127,12 +127,17 @@ class Dispatch:
         self._feed(LaunchDoneEvent(self._clock(), launch.launch, gpu_ns, core_ns, last))
 
     def overtaken(self) -> bool:
-        """Whether the launch in flight is to be stopped: a session of a higher class waits."""
+        """Whether the launch in flight is to be stopped: see the core's `overtaken`."""
         return overtaken(self.state)
 
     def patience_ns(self) -> int:
-        """How long nobody need look for new frames: half of what may be in flight beside a session of a higher class."""
+        """How long nobody need look for new frames: half of what may be in flight beside a session of a higher class.
+
+        While one session is open, another comes by a call of the control plane first, and that is seen after each launch.
+        """
         windows, launch = self.state.windows, self._flying
+        if len(self.state.sessions) == 1 and not self._fifo:
+            return CONFIG.piece_ns * ALONE
         return (windows[launch.priority] if launch is not None else min(windows)) // 2
 
     # -- sessions ----------------------------------------------------------------------------------------------------

@@ -396,11 +396,12 @@ class Session:
             raise BindingError(f"{len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
         if len(set(bindings)) != len(bindings):
             raise BindingError("one buffer is bound to two slots")
-        buffers = self.buffers
-        dynamic = ready.dynamic
-        for slot, (buffer, need, size) in enumerate(zip(bindings, facts.slot_bytes, facts.slot_alloc, strict=True)):
-            known = buffers.get(buffer)
-            if size is not None or slot in dynamic:
+        get, made = self.buffers.get, facts.slot_alloc
+        if ready.dynamic:
+            made = tuple([0 if slot in ready.dynamic else size for slot, size in enumerate(made)])
+        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):  # hundreds, in each run
+            known = get(buffer)
+            if size is not None:
                 if known is not None:
                     if not known.poison:
                         raise BindingError(f"buffer {buffer} is allocated again")

@@ -283,7 +283,7 @@ def filler(
         if dtype is not None and device is not None:  # a fill, where a copy of a number would make the host wait
             return lambda r, p: torch.full((), p[index], dtype=dtype, device=device)
         if dtype is not None:
-            return lambda r, p: torch.tensor(p[index], dtype=dtype)
+            return lambda r, p: torch.scalar_tensor(p[index], dtype=dtype)
         return lambda r, p: p[index]
     if isinstance(value, tuple):
         if not refers(value):

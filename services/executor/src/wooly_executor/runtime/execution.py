@@ -11,7 +11,7 @@ from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
-from wooly_executor.runtime.prepared import PreparedProgram, Stretch
+from wooly_executor.runtime.prepared import PreparedProgram, Span, Stretch
 from wooly_executor.runtime.segments import SegmentError
 
 
@@ -39,12 +39,17 @@ class StepExecution:
         self.outcome = self._frame.outcome
 
     def advance(self, edges: Sequence[int]) -> list[int]:
-        """See `Execution.advance`."""
+        """See `Execution.advance`.
+
+        To stop at each edge and read the clock costs more than many small operators. Where it is known how long the parts between
+        these edges take, all of them are run at once.
+        """
         times: list[int] = []
-        frame, begin = self._frame, self._at
+        frame, prepared = self._frame, self._prepared
+        key = Span(self._steps is prepared.hot, self._at, tuple(edges))
         last = time.thread_time_ns()
         if len(edges) > 1 and not self.ended:
-            stretch = self._together(edges[-1])
+            stretch = self._together(key) or self._at_once(key)
             if stretch is not None:
                 total, frame.elsewhere_ns = time.thread_time_ns() - last + frame.elsewhere_ns, 0
                 return stretch.parts(total, len(edges))
@@ -55,7 +60,7 @@ class StepExecution:
             times.append(now - last + frame.elsewhere_ns)
             last, frame.elsewhere_ns = now, 0
         if len(edges) > 1 and self.outcome.failed_at is None:
-            self._prepared.took(begin, self._at, times)
+            prepared.took(key, times)
         return times
 
     @property
@@ -63,16 +68,23 @@ class StepExecution:
         """Device time of generated kernels so far."""
         return self._frame.kernel_ns
 
-    def _together(self, edge: int) -> Stretch | None:
-        """Run up to an edge, over those before it, if these steps have been put together; else nothing is done."""
-        prepared, begin = self._prepared, self._at
-        if self._steps is not prepared.hot:
+    def _together(self, span: Span) -> Stretch | None:
+        """Run up to the last edge, if these steps have been put together; else nothing is done."""
+        prepared, begin, edge = self._prepared, span.begin, span.edges[-1]
+        if not span.hot:
             return None
         whole = edge >= len(prepared.program.body)
         end = len(self._steps) if whole else bisect_left(self._places, edge, begin)
-        found = prepared.stretch(begin, end)
+        found = prepared.stretch(span, end)
         if found is not None:
             self._run(found.steps, found.begins, 0, end, whole)
+        return found
+
+    def _at_once(self, span: Span) -> Stretch | None:
+        """Run up to the last edge, if it is known how long each part takes; else nothing is done."""
+        found = self._prepared.known(span)
+        if found is not None:
+            self._go(span.edges[-1])
         return found
 
     def _go(self, edge: int) -> None:

@@ -18,13 +18,29 @@ from wooly_executor.runtime.segments import Gather, Trace, compile_steps, memory
 STRETCH_OFTEN = 8
 #: Stretches of one program that are put together so, and those whose runs are counted: they change with what is measured.
 STRETCHES, STRETCHES_SEEN = 6, 64
+#: So often the parts of what is run at once are measured one by one; and of so many spans they are known.
+MEASURED_EVERY, SPANS = 8, 64
+
+
+class Span(NamedTuple):
+    """Part of a run, over several edges.
+
+    Attributes:
+        hot: whether steps are counted among the hot ones.
+        begin: its first step.
+        edges: where kernels end within; the last is its end.
+    """
+
+    hot: bool
+    begin: int
+    edges: tuple[int, ...]
 
 
 class Stretch(NamedTuple):
-    """Hot steps between two edges, put together across those within.
+    """Steps of a span that are run at once.
 
     Attributes:
-        steps: what to do.
+        steps: what to do, where hot steps were put together across the edges within.
         begins: per step, the step of the program that it begins with.
         took: what lies between its edges took when it was last run one by one, in ns.
     """
@@ -130,7 +146,7 @@ class PreparedProgram:
         edges: instructions before which runs are likely to be stopped.
         places: per hot step, the instruction that it begins with.
         whole: stretches of hot steps, by their ends, that are run as a whole: put together, or how often they were run.
-        one_by_one: what these took between their edges before they were put together.
+        spans: what took how long between its edges when it was last run one by one.
         stretches: what a GPU knows of the hot steps between two edges.
         restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
         status: where its kernels complain, on a GPU.
@@ -159,7 +175,7 @@ class PreparedProgram:
     edges: Sequence[int] = ()
     places: list[int] = field(default_factory=list)
     whole: dict[tuple[int, int], Stretch | int] = field(default_factory=dict)
-    one_by_one: dict[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
     restless: set[int] = field(default_factory=set)
     status: Any = None
@@ -193,12 +209,13 @@ class PreparedProgram:
 
         return needed_after
 
-    def stretch(self, begin: int, end: int) -> Stretch | None:
-        """The hot steps from `begin` to before `end` as fewer ones; None before it was asked often.
+    def stretch(self, span: Span, end: int) -> Stretch | None:
+        """The hot steps of a span, which end before `end`, as fewer ones; None before it was asked often.
 
         An edge costs a call of the library's interpreter, and those are a fifth of a program of small operators. Who runs on
         over an edge anyway need not pay for it.
         """
+        begin = span.begin
         found = self.whole.get((begin, end), 0)
         if isinstance(found, Stretch):
             return found if found.steps else None
@@ -212,12 +229,18 @@ class PreparedProgram:
         last = self.begins[end] if end < len(self.hot) else len(self.steps)
         made = compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
         fewer = made is not None and len(made[1]) < end - begin
-        took = self.one_by_one.pop((begin, end), ())
+        measured = self.spans.get(span)
+        took = measured.took if measured is not None else ()
         known = Stretch(made[1], made[2], took) if made is not None and fewer else Stretch([], [])
         self.whole[begin, end] = known
         return known if known.steps else None
 
-    def took(self, begin: int, end: int, times: Sequence[int]) -> None:
-        """A stretch was run edge by edge."""
-        if isinstance(self.whole.get((begin, end)), int):
-            self.one_by_one[begin, end] = times
+    def known(self, span: Span) -> Stretch | None:
+        """How long the parts of a span take; None where it is to be measured (again)."""
+        return self.spans.get(span) if self.runs % MEASURED_EVERY else None
+
+    def took(self, span: Span, times: Sequence[int]) -> None:
+        """A span was run edge by edge."""
+        if len(self.spans) >= SPANS:  # they change with what is measured
+            self.spans.clear()
+        self.spans[span] = Stretch([], [], times)
