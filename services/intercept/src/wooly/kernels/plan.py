@@ -76,9 +76,13 @@ _INFERRED_ON_HOST = frozenset(
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
         "aten.native_batch_norm.out",
+        "aten._native_batch_norm_legit.out",
         "aten.multilabel_margin_loss_forward.default",
     }
 )
+
+#: Arguments that operators write though their schemas do not say so.
+_WRITES_UNSAID = {"aten.batch_norm_update_stats.default": ("running_mean", "running_var")}
 
 #: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
 #: they solve from the left.
@@ -214,7 +218,8 @@ class OpFacts:
         self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
         self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
         self.positions = {a.name: i for i, a in enumerate(positional)}
-        self.written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        said = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.written = said + _WRITES_UNSAID.get(self.name, ())
         self.out_args = tuple(a.name for a in schema.arguments if a.is_out)
         self.mutable = bool(self.written)
         self.n_returns = len(schema.returns)

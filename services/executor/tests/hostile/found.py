@@ -1,26 +1,26 @@
-"""Calls of operators on arguments that do not go together, each through both runtimes: `python hostile_calls.py`.
+"""Calls of operators on arguments that do not go together, each through both runtimes: `python found.py`.
 
 In a process of its own, for a call that is let through ends it. Prints a JSON object: per call, what either runtime said.
+`fuzz.py` prints what it finds as a line for here.
 """
 
 import json
+from dataclasses import replace
 
 import torch
-from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
+from call import call_of
+from trial import Trials
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_wis.codec import encode_program
-from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 #: Far out of everything.
 FAR = 1 << 40
 CALLS = []
 
 
-def call(name, *args, ok=False, **kwargs):
-    """A case: an operator, its arguments, whether it is to succeed."""
-    CALLS.append((name, args, kwargs, ok))
+def call(name, *args, ok=False, _unsaid=(), _late=False, _read=(), **kwargs):
+    """A case: an operator, its arguments, whether it is to succeed; and how it is said, see `Call`."""
+    CALLS.append((replace(call_of(name, args, kwargs, most=1 << 24), unsaid=_unsaid, late=_late, read=_read), ok))
 
 
 def f(*sizes):
@@ -153,46 +153,13 @@ call("aten._cummax_helper.default", f(100, 100), f(2), i(0, 0), 0)
 call("aten.rrelu_with_noise.default", f(1000), f(0), 0.1, 0.3, True)
 
 
-def said(runtime, name, args, kwargs):
-    """What a run of this one call ends with; empty: it succeeded."""
-    tensors, operands = [], []
-    schema = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])._schema
-    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-
-    def attribute(value, argument):
-        if isinstance(value, torch.Tensor):
-            view = View(WIS_DTYPE[value.dtype], tuple(value.shape), tuple(value.stride()), 0)
-            tensors.append(value)
-            operands.append(Operand(Role.INOUT if argument in written else Role.IN, view))
-            return OperandRef(len(operands) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple([attribute(v, argument) for v in value])
-        return WIS_DTYPE[value] if isinstance(value, torch.dtype) else value
-
-    given = tuple([attribute(v, a.name) for v, a in zip(args, schema.arguments, strict=False)])
-    named = tuple([(k, attribute(v, k)) for k, v in kwargs.items()])
-    results = sum(len(args) if "[]" in str(r.type) else 1 for r in schema.returns if r.alias_info is None)
-    operands += [Operand(Role.OUT, None)] * results
-    form = Form("extern", tuple(operands), (), tuple(sorted([("args", given), ("kwargs", named), ("name", name)])))
-    program = Program((form,), (Instruction(0, tuple(range(len(operands)))),))
-    ready = ProgramStore(runtime).define(encode_program(program))
-    buffers = {}
-    for k, t in enumerate(tensors):
-        view = operands[k].view
-        base = torch.zeros(max(view.end, 1), dtype=torch.uint8)
-        as_view(base, view).copy_(t)
-        buffers[k] = Buffer(base.nbytes, base)
-    return runtime.run(ready.prepared, buffers, list(range(len(operands))), []).error
-
-
 def main():
     torch.set_num_threads(1)
     found = []
-    with torch.inference_mode():
-        for name, args, kwargs, ok in CALLS:
-            print(name, flush=True)  # the last one is who ended the process
-            answers = [said(make(), name, args, kwargs) for make in (TorchCpuRuntime, ReferenceRuntime)]
-            found.append((name, ok, answers))
+    runtimes = [Trials(make()) for make in (TorchCpuRuntime, ReferenceRuntime)]
+    for each, ok in CALLS:
+        print(each.name, flush=True)  # the last one is who ended the process
+        found.append((each.name, ok, [trials.said(each) for trials in runtimes]))
     print(json.dumps(found))
 
 
