@@ -184,7 +184,7 @@ def program_of(call):
     declared = {a.name: a for a in call.schema.arguments}
     kwargs = tuple([(k, attribute(v, declared[k], True)) for k, v in call.kwargs if k in declared])
     lists = [len(v) for v in call.args if isinstance(v, tuple)] or [1]
-    results = sum([lists[0] if "[]" in str(r.type) else 1 for r in call.schema.returns if r.alias_info is None])
+    results = sum([lists[0] if "List" in str(r.type) else 1 for r in call.schema.returns if r.alias_info is None])
     operands += [Operand(Role.OUT, None)] * results
     slots += range(len(call.memories), len(call.memories) + results)
     attrs = {"args": args, "kwargs": kwargs, "name": call.name}

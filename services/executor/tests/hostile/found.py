@@ -152,6 +152,47 @@ call("aten._fused_sgd_.default", [f(100)], [f(0)], [f(100)], weight_decay=0.0, m
 call("aten._cummax_helper.default", f(100, 100), f(2), i(0, 0), 0)
 call("aten.rrelu_with_noise.default", f(1000), f(0), 0.1, 0.3, True)
 
+# Found by `fuzz.py`.
+call("aten.div.Tensor_mode", i(-(2**63)), i(-1), rounding_mode="trunc")
+call("aten.div.Tensor_mode", i(-(2**31)).int(), -1, rounding_mode="trunc", _late=True)
+call("aten.div_.Tensor_mode", i(-(2**31)).int(), i(-1).int(), rounding_mode="trunc")
+call("aten.div.Tensor_mode", i(-(2**63), 7), i(1, -1), rounding_mode="floor", ok=True)
+call("aten.div.Tensor_mode", i(7, 8), i(-1, 2), rounding_mode="trunc", ok=True)
+call("aten.special_laguerre_polynomial_l.default", f(1), torch.full((1,), 1e18))
+call("aten.special_legendre_polynomial_p.default", f(1), torch.full((1,), float("inf")))
+call("aten.special_legendre_polynomial_p.default", f(2), torch.tensor([float("nan"), 3.0]), ok=True)
+call("aten.binomial.default", torch.tensor([float("nan")]), torch.tensor([0.5]))
+call("aten._cdist_backward.default", f(1, 1), f(30, 2), f(40, 2), 2.0, f(30, 40))
+call("aten._cdist_backward.default", f(3, 4), f(3, 2), f(4, 2), 1.0, f())
+for scale in (1e-30, 1e-300):
+    call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, scale, scale)
+    call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, scale, scale, _late=True)
+    call("aten.upsample_bicubic2d_backward.default", f(1, 1, 8, 8), [8, 8], [1, 1, 4, 4], False, 2.0, scale)
+call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, 2.0, None, ok=True)
+call("aten.upsample_linear1d.default", f(1, 1, 4), [8], False, 2.0, ok=True)
+call("aten._stack.default", [])
+call("aten._foreach_copy.default", [], [f(2, 3)])
+call("aten._foreach_copy.default", [f(2), f(2)], [f(2), f(2), f(2)])
+call("aten._foreach_add.ScalarList", [f(2), f(2)], [1.0, 2.0], ok=True)
+call("aten.embedding_dense_backward.default", f(2, 3), i(-9, 5), 9, 0, True)
+call("aten.embedding_dense_backward.default", f(2, 3), i(1, 5), 9, 0, True, ok=True)
+call(
+    "aten.adaptive_avg_pool3d_backward.grad_input",
+    f(1, 1, 1, 1),
+    f(1, 2, 4, 4),
+    grad_input=f(32).as_strided((1, 2, 4, 4), (1, 1, 1, 1), 16),
+)
+ADAGRAD = {"lr": 1.0, "lr_decay": 1.0, "weight_decay": 0.0, "eps": 1.0, "maximize": False}
+call("aten._fused_adagrad_.default", [f(2, 2)], [f(19).as_strided((2, 2), (1, 1), 16)], [f(2, 2)], [f()], **ADAGRAD)
+call("aten._fused_adagrad_.default", [f(2, 2)], [f(2, 2).t()], [f(2, 2)], [f()], ok=True, **ADAGRAD)
+call("aten.neg.out", f(2), out=f(2), _unsaid=("out",))
+for dtype in (-1, 2**31 - 1):
+    call("aten.sum.dim_IntList", f(1, 1), [], dtype=dtype)
+    call("aten.sum.dim_IntList", f(1, 1), [], dtype=dtype, _late=True)
+    call("aten.nansum.default", f(1, 1), dtype=dtype)
+    call("aten._softmax_backward_data.default", f(2, 2), f(2, 2), 0, dtype)
+call("aten.sum.dim_IntList", f(1, 1), [], dtype=torch.float64, ok=True)
+
 
 def main():
     torch.set_num_threads(1)

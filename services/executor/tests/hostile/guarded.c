@@ -40,6 +40,7 @@ static size_t report_size, limit = 1ul << 31;
 
 /* What the Python side sets and reads. */
 int guard_armed;
+int guard_all;          /* every block, not only those that are asked for with an alignment, as tensors are */
 size_t guard_exact;   /* alignment of the next blocks; 0: what is asked for */
 int guard_at_start;   /* blocks begin at the page without permissions, they do not end there */
 size_t guard_refused; /* the largest block that was refused */
@@ -109,10 +110,10 @@ static void release(char *p) {
     mmap(was.pages, was.length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
 
-void *malloc(size_t n) { return guard_armed ? guarded(16, n) : __libc_malloc(n); }
+void *malloc(size_t n) { return guard_armed && guard_all ? guarded(16, n) : __libc_malloc(n); }
 
 void *calloc(size_t n, size_t size) {
-    if (!guard_armed) return __libc_calloc(n, size);
+    if (!guard_armed || !guard_all) return __libc_calloc(n, size);
     size_t whole;
     if (__builtin_mul_overflow(n, size, &whole)) {
         errno = ENOMEM;

@@ -49,11 +49,14 @@ class Guard:
         self._exact, self._refused, self._spoilt, self._slack = [
             ctypes.c_size_t.in_dll(library, f"guard_{name}") for name in sizes
         ]
-        self._at_start = ctypes.c_int.in_dll(library, "guard_at_start")
+        self._at_start, self._all = [ctypes.c_int.in_dll(library, f"guard_{name}") for name in ("at_start", "all")]
 
-    def place(self, *, at_start, slack):
-        """Where blocks lie from now on: at their pages' start, or at their end but for some bytes that may be read."""
-        self._at_start.value, self._slack.value = at_start, slack
+    def place(self, *, at_start=False, slack=0, small=False):
+        """Where blocks lie from now on: at their pages' start, or at their end but for some bytes that may be read.
+
+        `small`: not only tensors are guarded, which takes three times as long.
+        """
+        self._at_start.value, self._slack.value, self._all.value = at_start, slack, small
 
     @contextlib.contextmanager
     def armed(self, align=0):

@@ -82,7 +82,10 @@ _INFERRED_ON_HOST = frozenset(
 )
 
 #: Arguments that operators write though their schemas do not say so.
-_WRITES_UNSAID = {"aten.batch_norm_update_stats.default": ("running_mean", "running_var")}
+_WRITES_UNSAID = {
+    "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
+    "aten.mkldnn_rnn_layer_backward.default": ("workspace",),
+}
 
 #: Arguments of `out=` that LAPACK's kernels lay out by columns: whenever they give them a size, only to empty ones, or where
 #: they solve from the left.

@@ -22,15 +22,18 @@ from wooly_executor.runtime.fast_bindings import FAST
 from wooly_executor.runtime.guards import (
     layers,
     linalg,
+    lists,
     losses,
     normalisation,
     optimisers,
+    polynomials,
     pooling,
     segments,
     transforms,
 )
 from wooly_executor.runtime.guards.law import Law
-from wooly_executor.runtime.guards.writing import undeclared
+from wooly_executor.runtime.guards.symbols import mistaken
+from wooly_executor.runtime.guards.writing import misplaced, undeclared
 
 #: By the operator's name, for all its overloads.
 LAWS: dict[str, Law] = {
@@ -40,7 +43,9 @@ LAWS: dict[str, Law] = {
     **losses.LAWS,
     **segments.LAWS,
     **linalg.LAWS,
+    **lists.LAWS,
     **optimisers.LAWS,
+    **polynomials.LAWS,
     **transforms.LAWS,
 }
 
@@ -52,17 +57,21 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
         call: what a form means, on the device where it will run.
         form: whose operands and params it refers to.
     """
-    why = undeclared(call, form)
+    why = mistaken(call) or undeclared(call, form) or misplaced(call, form)
     if why:
         return replace(call, instead=_failing(why))
     law = LAWS.get(call.op.overloadpacket.__name__)
     if law is None:
         return call
     shapes = law.shapes
-    if shapes is not None:
+    if shapes is not None or law.applies is not None:
         try:
-            shapes(_arguments(call.op, *_sketch(call, form)))
-            shapes = None
+            sketch = _arguments(call.op, *_sketch(call, form))
+            if law.applies is not None and not law.applies(sketch):
+                return call
+            if shapes is not None:
+                shapes(sketch)
+                shapes = None
         except TypeError:
             pass  # it asks for a param, which only a run has
         except Exception as e:  # the law is broken, or an argument is nothing of which it can be asked
@@ -73,9 +82,8 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
 
 
 def looks_at_values(call: LibraryCall) -> bool:
-    """Whether a call's law reads tensors in every run: on a GPU the host waits for them."""
-    law = LAWS.get(call.op.overloadpacket.__name__)
-    return law is not None and law.values is not None
+    """Whether a guarded call reads tensors in every run: on a GPU the host waits for them."""
+    return getattr(call.instead, "looks_at_values", False)
 
 
 def _checking(call: LibraryCall, law: Law) -> Callable[..., Any]:
@@ -88,6 +96,7 @@ def _checking(call: LibraryCall, law: Law) -> Callable[..., Any]:
                 check(given)
         return do(*args, **kwargs)
 
+    checked.looks_at_values = law.values is not None  # type: ignore[attr-defined]
     return checked
 
 

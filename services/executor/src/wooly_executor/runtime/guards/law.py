@@ -21,10 +21,12 @@ class Law:
     Attributes:
         shapes: about shapes and numbers; the values of tensors are not looked at.
         values: about the values of tensors, once the shapes are right.
+        applies: whether it is a law for a form, asked once, of tensors that hold nothing; None: for all.
     """
 
     shapes: Check | None = None
     values: Check | None = None
+    applies: Callable[[Arguments], bool] | None = None
 
 
 def require(holds: bool, why: str) -> None:
@@ -61,6 +63,12 @@ def within(name: str, t: Tensor, low: int, high: int) -> None:
             int(least) >= low and int(most) < high,
             f"index out of range: {name} must lie between {low} and {high - 1}, it has {int(least)} to {int(most)}",
         )
+
+
+def spread(name: str, t: Tensor) -> None:
+    """No element lies on another, for kernels that take as much memory as there are elements from where the first one lies."""
+    end = 1 + sum([(n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)])
+    require(not t.numel() or end >= t.numel(), f"{name} must not overlap itself")
 
 
 def like(t: Tensor) -> Tensor:

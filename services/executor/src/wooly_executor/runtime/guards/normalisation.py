@@ -93,6 +93,7 @@ LAWS: dict[str, Law] = {
     "_log_softmax_backward_data": Law(same_shape("grad_output", "output")),
     "_masked_softmax": Law(_masked),
     "_masked_softmax_backward": Law(same_shape("grad_output", "output", "mask")),
+    "_cdist_backward": Law(backward_of(aten._cdist_forward.default, grad=0, cdist=0)),
     "_pdist_backward": Law(all_of(backward_of(aten._pdist_forward.default, grad=0, pdist=0), _some_rows)),
     "native_batch_norm": Law(_batch_norm),
     "_native_batch_norm_legit": Law(_batch_norm),

@@ -1,4 +1,4 @@
-"""Optimisers and scans: states of the shapes of the parameters."""
+"""Optimisers, scans, draws: states of the shapes of the parameters, numbers of trials that are numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from wooly_executor.runtime.guards.law import (
     require,
     same_shape,
     sized,
+    spread,
 )
 
 
 def _fused(*states: str) -> Check:
-    """Every parameter's gradient and state has its shape."""
+    """Every parameter's gradient and state has its shape, and none overlaps itself."""
 
     def check(given: Arguments) -> None:
         shapes = [t.shape for t in given["self"]]
@@ -23,6 +24,10 @@ def _fused(*states: str) -> Check:
             if name == "momentum_buffer_list" and not given[name]:
                 continue
             require([t.shape for t in given[name]] == shapes, f"{name} must have the shapes of the parameters")
+            for t in given[name]:
+                spread(name, t)
+        for t in given["self"]:
+            spread("self", t)
         for t in given.get("state_steps", ()):
             require(t.numel() == 1, "state_steps must have one element each")
         require(len(given.get("state_steps", shapes)) == len(shapes), "state_steps must be of all parameters")
@@ -36,7 +41,13 @@ def _noisy(given: Arguments) -> None:
         sized(given, "out", given["self"].shape)
 
 
+def _counted_trials(given: Arguments) -> None:
+    """How often to try is a number: the library tries until it is reached."""
+    require(not bool(given["count"].isnan().any()), "count must not be NaN")
+
+
 LAWS: dict[str, Law] = {
+    "binomial": Law(None, _counted_trials),
     "_fused_adam_": Law(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_adamw_": Law(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
     "_fused_sgd_": Law(_fused("grads", "momentum_buffer_list")),

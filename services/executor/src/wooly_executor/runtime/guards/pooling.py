@@ -60,7 +60,27 @@ def _unfolded(given: Arguments) -> None:
     sized(given, "grad_in", whole.unfold(given["dim"], given["size"], given["step"]).shape)
 
 
+def _scaled(given: Arguments) -> None:
+    """Where a kernel looks for what it reads is the place in its result by the scale, in 32 bits."""
+    sizes = given["output_size"]
+    scales = [given[n] for n in ("scales_d", "scales_h", "scales_w") if n in given] or [given.get("scales")]
+    for n, scale in zip(sizes[-len(scales) :], scales[-len(sizes) :], strict=False):
+        require(
+            scale is None or not scale > 0 or n / scale < 1 << 31, f"a scale of {scale} does not go with a size of {n}"
+        )
+
+
+#: Overloads with and without their gradients.
+_UPSAMPLED = (
+    *(
+        f"upsample_{n}"
+        for n in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    ),
+    *(f"_upsample_{n}" for n in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
+    *(f"_upsample_{n}2d_aa" for n in ("bilinear", "bicubic", "lanczos")),
+)
 LAWS: dict[str, Law] = {
+    **{name + ending: Law(_scaled) for name in _UPSAMPLED for ending in ("", "_backward")},
     "adaptive_max_pool2d_backward": Law(_pooled(2), _in_window(2)),
     "adaptive_max_pool3d_backward": Law(all_of(_pooled(3), _packed_indices), _in_window(3)),
     "_adaptive_avg_pool2d_backward": Law(_pooled(2)),

@@ -102,7 +102,16 @@ def _segment_values(given: Arguments) -> None:
     require(not lengths.numel() or int(lengths.sum(-1).max()) <= most, f"lengths must sum to {most}")
 
 
+def _by_frequency(given: Arguments) -> bool:
+    return given["scale_grad_by_freq"] is not False
+
+
+def _rows(given: Arguments) -> None:
+    within("indices", given["indices"], 0, given["num_weights"])
+
+
 LAWS: dict[str, Law] = {
+    "embedding_dense_backward": Law(None, _rows, _by_frequency),
     "_embedding_bag": Law(_bag_shapes, _bag_values),
     "_embedding_bag_forward_only": Law(_bag_shapes, _bag_values),
     "_embedding_bag_backward": Law(_bag_backward_shapes, _bag_backward_values),

@@ -1,8 +1,9 @@
-"""Fourier transforms, convolutions, integers."""
+"""Fourier transforms, convolutions, quotients of integers."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from wooly_executor.runtime.guards.law import (
     Arguments,
@@ -45,7 +46,36 @@ def _has_multiple(given: Arguments) -> None:
             )
 
 
+def _truncates_integers(given: Arguments) -> bool:
+    """Whether a quotient is one of integers, rounded to zero, whose divisor may be -1."""
+    if given.get("rounding_mode") != "trunc":
+        return False
+    values = (given["self"], given["other"])
+    if any(v.dtype.is_floating_point or v.dtype.is_complex for v in values if isinstance(v, Tensor)):
+        return False
+    return not isinstance(values[1], (int, float)) or values[1] == -1
+
+
+def _has_quotient(given: Arguments) -> None:
+    """The least integer divided by -1 is none, and ends the process."""
+    a, b = given["self"], given["other"]
+    dtype = torch.result_type(a, b)
+    if a.device.type != "cpu" or dtype not in (torch.int32, torch.int64):
+        return  # narrower ones are divided as wider ones
+    least = torch.iinfo(dtype).min
+    if _has(b, -1) and _has(a, least):
+        raise RuntimeError(f"the quotient of {least} and -1 is none that {dtype} holds")
+
+
+def _has(value: Tensor | int, number: int) -> bool:
+    if not isinstance(value, Tensor):
+        return int(value) == number
+    return value.dtype is not torch.bool and bool((value == number).any())
+
+
 LAWS: dict[str, Law] = {
+    "div": Law(None, _has_quotient, _truncates_integers),
+    "div_": Law(None, _has_quotient, _truncates_integers),
     "_fft_c2c": Law(_fourier),
     "_fft_r2c": Law(_fourier),
     "_fft_c2r": Law(_fourier),

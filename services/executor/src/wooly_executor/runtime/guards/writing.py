@@ -18,6 +18,7 @@ from wooly_executor.runtime.guards.law import Arguments
 UNSAID: dict[str, Callable[[Arguments], tuple[str, ...]]] = {
     "native_batch_norm": lambda given: ("running_mean", "running_var") if given["training"] is not False else (),
     "batch_norm_update_stats": lambda given: ("running_mean", "running_var"),
+    "mkldnn_rnn_layer_backward": lambda given: ("workspace",),
 }
 
 
@@ -38,6 +39,25 @@ def undeclared(call: LibraryCall, form: Form) -> str:
         for k in _operands(given[argument]):
             if form.operands[k].role is Role.IN:
                 return f"{call.op} writes {argument}, and operand {k} is only to be read"
+    return ""
+
+
+def misplaced(call: LibraryCall, form: Form) -> str:
+    """What is wrong with where a call's `out=` lies; empty: nothing.
+
+    Some kernels fill as much memory as there are elements. Where elements lie on each other there is less.
+    """
+    schema = call.op._schema
+    if not schema.is_mutable:
+        return ""
+    outs = {a.name for a in schema.arguments if a.is_out}
+    for name, value in call.kwargs:
+        for k in _operands(value) if name in outs else ():
+            view = form.operands[k].view
+            if view is None or not view.numel:
+                continue
+            if view.numel > 1 + sum([(n - 1) * step for n, step in zip(view.sizes, view.strides, strict=True)]):
+                return f"{call.op}: {name} overlaps itself"
     return ""
 
 
