@@ -91,6 +91,12 @@ every-float: setup ## our elementary functions against all 2**32 numbers: minute
 fuzz: setup ## decode a million mutated programs
 	WOOLY_FUZZ_COUNT=1000000 $(BIN)/python -m pytest libs/wis/tests/test_fuzz.py -p no:xdist --timeout 3600
 
+HOSTILE_OUT ?= .hostile
+
+.PHONY: hostile
+hostile: setup ## call every operator with arguments that do not fit, on guarded memory (an hour; HOSTILE="--calls N --seed S")
+	$(BIN)/python services/executor/tests/hostile/fuzz.py --out $(HOSTILE_OUT) $(HOSTILE)
+
 # For the machine with the GPU: not for this one. torch and what comes with it are there.
 GPU_PYTHON ?= 3.12
 GPU_WHEELS := .gpu-wheels

@@ -168,3 +168,13 @@ def test_gradient_has_the_shape_and_dtype_of_its_operand(result):
     form = extern(Operand(Role.IN, V), Operand(Role.IN, V), Operand(Role.OUT, result), **GRADIENT)
     with pytest.raises(VerifyError, match="same shape and dtype"):
         verify_program(program((form, 0, 1, 2)))
+
+
+@pytest.mark.parametrize(("sizes", "strides"), [((1 << 21, 1 << 20), (0, 0)), ((1 << 30,) * 64, (1,) * 64)])
+def test_view_with_more_elements_than_anybody_counts_is_refused(sizes, strides):
+    endless = program((extern(Operand(Role.IN, View(DType.F32, sizes, strides)), Operand(Role.OUT, V)), 0, 1))
+    with pytest.raises(VerifyError, match="elements") as caught:
+        verify_program(endless)
+    assert caught.value.law == "extent"
+    most = View(DType.F32, (1 << 20, 1 << 20), (0, 0))
+    verify_program(program((extern(Operand(Role.IN, most), Operand(Role.OUT, V)), 0, 1)))

@@ -201,3 +201,27 @@ def test_saved_tensor_that_changed_is_pytorch_s_own_error(cuda):
         x.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@pytest.mark.parametrize("way", ["native_batch_norm", "native_batch_norm.out", "batch_norm_update_stats"])
+def test_statistics_that_no_schema_says_are_written_are_the_cpus(cuda, way):
+    x, mean, var = torch.rand(6, 3, 5), torch.rand(3), torch.rand(3)
+
+    def statistics(where):
+        data, m, v = [t.clone().to(where) for t in (x, mean, var)]
+        if way == "batch_norm_update_stats":
+            found = torch.batch_norm_update_stats(data, m, v, 0.1)
+        elif way == "native_batch_norm":
+            found = torch.native_batch_norm(data, None, None, m, v, True, 0.1, 1e-5)
+        else:
+            outs = dict(
+                zip(
+                    ("out", "save_mean", "save_invstd"),
+                    [torch.empty(n, device=where) for n in ((6, 3, 5), 3, 3)],
+                    strict=True,
+                )
+            )
+            found = torch.ops.aten.native_batch_norm.out(data, None, None, m, v, True, 0.1, 1e-5, **outs)
+        return [t.cpu() for t in (*found, m, v)]
+
+    assert all(torch.equal(a, b) for a, b in zip(statistics("cpu"), statistics(cuda), strict=True))

@@ -15,6 +15,8 @@ from wooly_wis.optable import TABLE, check
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
 
 MAX_BYTES = 1 << 40
+#: Elements of a view: broadcasting repeats what few bytes hold, and neither a library nor an account counts beyond 64 bits.
+MAX_ELEMENTS = 1 << 40
 MAX_OPERANDS = 8192
 
 
@@ -104,6 +106,8 @@ def _view_extent(form: Form) -> str | None:
             return f"operand {k}: offset {view.offset} is not a multiple of the item size {view.dtype.itemsize}"
         if max(view.sizes, default=0) > MAX_BYTES or max(view.strides, default=0) > MAX_BYTES or view.end > MAX_BYTES:
             return f"operand {k} reaches beyond {MAX_BYTES} bytes"
+        if view.numel > MAX_ELEMENTS:
+            return f"operand {k} has more than {MAX_ELEMENTS} elements"
     return None
 
 
@@ -262,7 +266,7 @@ FORM_LAWS: tuple[Law, ...] = (
     Law("views", "Every operand has a view, but for `free` and for outputs of unknown shape.", _views_present),
     Law(
         "extent",
-        "Sizes and strides are not negative, offsets aligned, nothing reaches beyond 2^40 bytes.",
+        "Sizes and strides are not negative, offsets aligned, nothing reaches beyond 2^40 bytes or has more than 2^40 elements.",
         _view_extent,
     ),
     Law("no-overlap", "What is written does not overlap itself.", _outputs_distinct),

@@ -363,7 +363,7 @@ class DeviceLoop:
             jit = hello.get("jit", "exact")
             if jit not in ("0", "exact", "full"):
                 raise ProtocolError(f"WOOLYAI_JIT={jit} is not known here; 0, exact and full are")
-        except (ProtocolError, DecodeError) as e:
+        except (ProtocolError, DecodeError, ValueError) as e:
             log.warning("%s is turned away: %s", conn.peer, e)
             conn.send(Kind.ERROR, pack_json(Failure("executor.turned_away", str(e), seq, None).to_json()))
             self.server.flush()  # the last thing that it hears

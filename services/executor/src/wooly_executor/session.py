@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 PROGRAMS_KEPT = 1100
 #: Bytes of their definitions. No client reaches it with programs of the usual size.
 PROGRAM_BYTES_KEPT = 256 << 20
+#: Buffers of a session, lost ones among them: each takes memory of the host that is on no account.
+BUFFERS_KEPT = 1 << 20
 #: Contents of a session, the largest that it shared, that the router remembers of it.
 BROUGHT = 64
 
@@ -326,6 +328,8 @@ class Session:
                 if slot not in ready.written:
                     continue
             known = self.buffers.get(buffer)
+            if known is None and len(self.buffers) >= BUFFERS_KEPT:
+                continue  # whoever reads it is told that it does not exist
             if known is None:
                 self.buffers[buffer] = Buffer(0, None, None, why)
             else:
@@ -410,6 +414,8 @@ class Session:
                 raise BindingError(f"buffer {buffer} does not exist")
             elif known.nbytes < need and not known.poison:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
+        if len(buffers) + len(ready.kept) + len(dynamic) > BUFFERS_KEPT:
+            raise OutOfMemoryError(f"the session has {len(buffers)} buffers, at most {BUFFERS_KEPT}")
         if self.bytes + ready.peak_bytes > self.quota:
             raise self._out_of_memory(ready.peak_bytes, self.bytes)
 

@@ -130,8 +130,10 @@ class Device:
             kernel = self.generic.kernel(op)
         if name == "histc":
             kernel = composite.histc(kernel)
-        if name == "native_batch_norm":
-            kernel = composite.batch_norm(kernel, self.generic.kernel(aten._native_batch_norm_legit.default))
+        if bare == "native_batch_norm":
+            kernel = composite.batch_norm(
+                kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, op._overloadname))
+            )
         if bare in composite.INDEXED:
             kernel = composite.with_host_indices(kernel)
         return kernel

@@ -40,7 +40,7 @@ class SharedPass:
 
     def check(self, shown: str) -> None:
         """See `Pass`."""
-        if not hmac.compare_digest(self.secret.encode(), shown.encode()):
+        if not hmac.compare_digest(self.secret.encode(), shown.encode(errors="replace")):
             raise ProtocolError("the token is not the session's")
 
 

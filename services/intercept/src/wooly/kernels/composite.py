@@ -292,10 +292,16 @@ def batch_norm(record: Kernel, record_training: Kernel) -> Kernel:
     """
 
     def run(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, *rest: Any
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor | None,
+        var: Tensor | None,
+        *rest: Any,
+        **outs: Any,
     ) -> Any:
         updates = rest[0] and mean is not None and var is not None
-        return (record_training if updates else record)(x, weight, bias, mean, var, *rest)
+        return (record_training if updates else record)(x, weight, bias, mean, var, *rest, **outs)
 
     return run
 

@@ -43,6 +43,7 @@ INFERRED_ON_HOST = frozenset(
         "aten._fft_c2r.default",
         "aten.max_unpool2d.default",
         "aten.native_batch_norm.out",
+        "aten._native_batch_norm_legit.out",
         "aten.multilabel_margin_loss_forward.default",
     }
 )

@@ -80,7 +80,8 @@ class OpFacts:
         self.wants_tensor = tuple(["Tensor" in str(a.type) for a in positional])
         self.scalar_kw = frozenset(a.name for a in schema.arguments if a.kwarg_only and lift and _is_number(a))
         self.positions = {a.name: i for i, a in enumerate(positional)}
-        self.written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        said = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+        self.written = said + _WRITES_UNSAID.get(self.name, ())
         self.out_args = tuple(a.name for a in schema.arguments if a.is_out)
         self.mutable = bool(self.written)
         self.n_returns = len(schema.returns)

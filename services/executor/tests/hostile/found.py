@@ -1,26 +1,26 @@
-"""Calls of operators on arguments that do not go together, each through both runtimes: `python hostile_calls.py`.
+"""Calls of operators on arguments that do not go together, each through both runtimes: `python found.py`.
 
 In a process of its own, for a call that is let through ends it. Prints a JSON object: per call, what either runtime said.
+`fuzz.py` prints what it finds as a line for here.
 """
 
 import json
+from dataclasses import replace
 
 import torch
-from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
+from call import call_of
+from trial import Trials
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_wis.codec import encode_program
-from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 #: Far out of everything.
 FAR = 1 << 40
 CALLS = []
 
 
-def call(name, *args, ok=False, **kwargs):
-    """A case: an operator, its arguments, whether it is to succeed."""
-    CALLS.append((name, args, kwargs, ok))
+def call(name, *args, ok=False, _unsaid=(), _late=False, _read=(), **kwargs):
+    """A case: an operator, its arguments, whether it is to succeed; and how it is said, see `Call`."""
+    CALLS.append((replace(call_of(name, args, kwargs, most=1 << 24), unsaid=_unsaid, late=_late, read=_read), ok))
 
 
 def f(*sizes):
@@ -152,47 +152,55 @@ call("aten._fused_sgd_.default", [f(100)], [f(0)], [f(100)], weight_decay=0.0, m
 call("aten._cummax_helper.default", f(100, 100), f(2), i(0, 0), 0)
 call("aten.rrelu_with_noise.default", f(1000), f(0), 0.1, 0.3, True)
 
-
-def said(runtime, name, args, kwargs):
-    """What a run of this one call ends with; empty: it succeeded."""
-    tensors, operands = [], []
-    schema = getattr(getattr(torch.ops.aten, name.split(".")[1]), name.split(".")[2])._schema
-    written = {a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-
-    def attribute(value, argument):
-        if isinstance(value, torch.Tensor):
-            view = View(WIS_DTYPE[value.dtype], tuple(value.shape), tuple(value.stride()), 0)
-            tensors.append(value)
-            operands.append(Operand(Role.INOUT if argument in written else Role.IN, view))
-            return OperandRef(len(operands) - 1)
-        if isinstance(value, (list, tuple)):
-            return tuple([attribute(v, argument) for v in value])
-        return WIS_DTYPE[value] if isinstance(value, torch.dtype) else value
-
-    given = tuple([attribute(v, a.name) for v, a in zip(args, schema.arguments, strict=False)])
-    named = tuple([(k, attribute(v, k)) for k, v in kwargs.items()])
-    results = sum(len(args) if "[]" in str(r.type) else 1 for r in schema.returns if r.alias_info is None)
-    operands += [Operand(Role.OUT, None)] * results
-    form = Form("extern", tuple(operands), (), tuple(sorted([("args", given), ("kwargs", named), ("name", name)])))
-    program = Program((form,), (Instruction(0, tuple(range(len(operands)))),))
-    ready = ProgramStore(runtime).define(encode_program(program))
-    buffers = {}
-    for k, t in enumerate(tensors):
-        view = operands[k].view
-        base = torch.zeros(max(view.end, 1), dtype=torch.uint8)
-        as_view(base, view).copy_(t)
-        buffers[k] = Buffer(base.nbytes, base)
-    return runtime.run(ready.prepared, buffers, list(range(len(operands))), []).error
+# Found by `fuzz.py`.
+call("aten.div.Tensor_mode", i(-(2**63)), i(-1), rounding_mode="trunc")
+call("aten.div.Tensor_mode", i(-(2**31)).int(), -1, rounding_mode="trunc", _late=True)
+call("aten.div_.Tensor_mode", i(-(2**31)).int(), i(-1).int(), rounding_mode="trunc")
+call("aten.div.Tensor_mode", i(-(2**63), 7), i(1, -1), rounding_mode="floor", ok=True)
+call("aten.div.Tensor_mode", i(7, 8), i(-1, 2), rounding_mode="trunc", ok=True)
+call("aten.special_laguerre_polynomial_l.default", f(1), torch.full((1,), 1e18))
+call("aten.special_legendre_polynomial_p.default", f(1), torch.full((1,), float("inf")))
+call("aten.special_legendre_polynomial_p.default", f(2), torch.tensor([float("nan"), 3.0]), ok=True)
+call("aten.binomial.default", torch.tensor([float("nan")]), torch.tensor([0.5]))
+call("aten._cdist_backward.default", f(1, 1), f(30, 2), f(40, 2), 2.0, f(30, 40))
+call("aten._cdist_backward.default", f(3, 4), f(3, 2), f(4, 2), 1.0, f())
+for scale in (1e-30, 1e-300):
+    call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, scale, scale)
+    call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, scale, scale, _late=True)
+    call("aten.upsample_bicubic2d_backward.default", f(1, 1, 8, 8), [8, 8], [1, 1, 4, 4], False, 2.0, scale)
+call("aten.upsample_bicubic2d.default", f(1, 1, 4, 4), [8, 8], False, 2.0, None, ok=True)
+call("aten.upsample_linear1d.default", f(1, 1, 4), [8], False, 2.0, ok=True)
+call("aten._stack.default", [])
+call("aten._foreach_copy.default", [], [f(2, 3)])
+call("aten._foreach_copy.default", [f(2), f(2)], [f(2), f(2), f(2)])
+call("aten._foreach_add.ScalarList", [f(2), f(2)], [1.0, 2.0], ok=True)
+call("aten.embedding_dense_backward.default", f(2, 3), i(-9, 5), 9, 0, True)
+call("aten.embedding_dense_backward.default", f(2, 3), i(1, 5), 9, 0, True, ok=True)
+call(
+    "aten.adaptive_avg_pool3d_backward.grad_input",
+    f(1, 1, 1, 1),
+    f(1, 2, 4, 4),
+    grad_input=f(32).as_strided((1, 2, 4, 4), (1, 1, 1, 1), 16),
+)
+ADAGRAD = {"lr": 1.0, "lr_decay": 1.0, "weight_decay": 0.0, "eps": 1.0, "maximize": False}
+call("aten._fused_adagrad_.default", [f(2, 2)], [f(19).as_strided((2, 2), (1, 1), 16)], [f(2, 2)], [f()], **ADAGRAD)
+call("aten._fused_adagrad_.default", [f(2, 2)], [f(2, 2).t()], [f(2, 2)], [f()], ok=True, **ADAGRAD)
+call("aten.neg.out", f(2), out=f(2), _unsaid=("out",))
+for dtype in (-1, 2**31 - 1):
+    call("aten.sum.dim_IntList", f(1, 1), [], dtype=dtype)
+    call("aten.sum.dim_IntList", f(1, 1), [], dtype=dtype, _late=True)
+    call("aten.nansum.default", f(1, 1), dtype=dtype)
+    call("aten._softmax_backward_data.default", f(2, 2), f(2, 2), 0, dtype)
+call("aten.sum.dim_IntList", f(1, 1), [], dtype=torch.float64, ok=True)
 
 
 def main():
     torch.set_num_threads(1)
     found = []
-    with torch.inference_mode():
-        for name, args, kwargs, ok in CALLS:
-            print(name, flush=True)  # the last one is who ended the process
-            answers = [said(make(), name, args, kwargs) for make in (TorchCpuRuntime, ReferenceRuntime)]
-            found.append((name, ok, answers))
+    runtimes = [Trials(make()) for make in (TorchCpuRuntime, ReferenceRuntime)]
+    for each, ok in CALLS:
+        print(each.name, flush=True)  # the last one is who ended the process
+        found.append((each.name, ok, [trials.said(each) for trials in runtimes]))
     print(json.dumps(found))
 
 

@@ -1,0 +1,24 @@
+"""Orthogonal polynomials: the library adds up one degree after the other, for as long as the number says."""
+
+from __future__ import annotations
+
+import torch
+
+from wooly_executor.runtime.guards.law import Arguments, Law, require
+
+#: The highest degree that is computed.
+DEGREE = 1 << 16
+
+
+def _degree(given: Arguments) -> None:
+    n = given["n"]
+    if n.numel():
+        highest = float(n.to(torch.float64).nan_to_num(0.0).max())
+        require(highest <= DEGREE, f"n must be at most {DEGREE}, it is {highest:g}")
+
+
+#: The others know where to stop.
+LAWS: dict[str, Law] = {
+    "special_laguerre_polynomial_l": Law(None, _degree),
+    "special_legendre_polynomial_p": Law(None, _degree),
+}

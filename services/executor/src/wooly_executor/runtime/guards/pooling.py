@@ -1,0 +1,108 @@
+"""Pooling, sampling, padding: gradients of the size of what was pooled, indices within it."""
+
+from __future__ import annotations
+
+import torch
+
+from wooly_executor.runtime.guards.law import (
+    Arguments,
+    Check,
+    Law,
+    all_of,
+    backward_of,
+    require,
+    sized,
+    within,
+)
+
+aten = torch.ops.aten
+
+
+def _pooled(dims: int) -> Check:
+    """`grad_output` (and `indices`) are of `self` pooled over its last dimensions, to whatever size."""
+
+    def check(given: Arguments) -> None:
+        grad, whole = given["grad_output"], given["self"]
+        require(whole.dim() in (dims + 1, dims + 2), f"self must have {dims + 1} or {dims + 2} dimensions")
+        require(grad.dim() == whole.dim(), f"grad_output must have {whole.dim()} dimensions, it has {grad.dim()}")
+        sized(given, "grad_output", [*whole.shape[:-dims], *grad.shape[-dims:]])
+        require(whole.shape[-dims:].numel() > 0 or not grad.numel(), "self must have elements to pool")
+        if "indices" in given:
+            sized(given, "indices", grad.shape)
+
+    return check
+
+
+def _packed_indices(given: Arguments) -> None:
+    """The kernel takes the memory of `indices` as it lies."""
+    require(given["indices"].is_contiguous(), "indices must be contiguous")
+
+
+def _in_window(dims: int) -> Check:
+    """Indices of a pooling operator are places in the last dimensions of what was pooled."""
+    return lambda given: within("indices", given["indices"], 0, given["self"].shape[-dims:].numel())
+
+
+def _fractional(dims: int) -> Check:
+    def check(given: Arguments) -> None:
+        for name in ("kernel_size", "output_size"):
+            require(len(given[name]) == dims, f"{name} must have {dims} numbers")
+        whole = given["self"]
+        require(whole.dim() in (dims + 1, dims + 2), f"self must have {dims + 1} or {dims + 2} dimensions")
+        for name in ("grad_output", "indices"):
+            sized(given, name, [*whole.shape[:-dims], *given["output_size"]])
+
+    return check
+
+
+def _unfolded(given: Arguments) -> None:
+    whole = torch.empty(given["input_sizes"], device="meta")
+    sized(given, "grad_in", whole.unfold(given["dim"], given["size"], given["step"]).shape)
+
+
+def _scaled(given: Arguments) -> None:
+    """Where a kernel looks for what it reads is the place in its result by the scale, in 32 bits."""
+    sizes = given["output_size"]
+    scales = [given[n] for n in ("scales_d", "scales_h", "scales_w") if n in given] or [given.get("scales")]
+    for n, scale in zip(sizes[-len(scales) :], scales[-len(sizes) :], strict=False):
+        require(
+            scale is None or not scale > 0 or n / scale < 1 << 31, f"a scale of {scale} does not go with a size of {n}"
+        )
+
+
+#: Overloads with and without their gradients.
+_UPSAMPLED = (
+    *(
+        f"upsample_{n}"
+        for n in ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+    ),
+    *(f"_upsample_{n}" for n in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
+    *(f"_upsample_{n}2d_aa" for n in ("bilinear", "bicubic", "lanczos")),
+)
+LAWS: dict[str, Law] = {
+    **{name + ending: Law(_scaled) for name in _UPSAMPLED for ending in ("", "_backward")},
+    "adaptive_max_pool2d_backward": Law(_pooled(2), _in_window(2)),
+    "adaptive_max_pool3d_backward": Law(all_of(_pooled(3), _packed_indices), _in_window(3)),
+    "_adaptive_avg_pool2d_backward": Law(_pooled(2)),
+    "_adaptive_avg_pool3d_backward": Law(_pooled(3)),
+    "adaptive_avg_pool3d_backward": Law(_pooled(3)),
+    "avg_pool2d_backward": Law(backward_of(aten.avg_pool2d.default, grad_output=0)),
+    "avg_pool3d_backward": Law(backward_of(aten.avg_pool3d.default, grad_output=0)),
+    "max_pool2d_with_indices_backward": Law(
+        backward_of(aten.max_pool2d_with_indices.default, grad_output=0, indices=1), _in_window(2)
+    ),
+    "max_pool3d_with_indices_backward": Law(
+        backward_of(aten.max_pool3d_with_indices.default, grad_output=0, indices=1), _in_window(3)
+    ),
+    "fractional_max_pool2d_backward": Law(all_of(_fractional(2), _packed_indices), _in_window(2)),
+    "fractional_max_pool3d_backward": Law(all_of(_fractional(3), _packed_indices), _in_window(3)),
+    "grid_sampler_2d_backward": Law(backward_of(aten.grid_sampler_2d.default, grad_output=0)),
+    "grid_sampler_3d_backward": Law(backward_of(aten.grid_sampler_3d.default, grad_output=0)),
+    "reflection_pad1d_backward": Law(backward_of(aten.reflection_pad1d.default, grad_output=0)),
+    "reflection_pad2d_backward": Law(backward_of(aten.reflection_pad2d.default, grad_output=0)),
+    "reflection_pad3d_backward": Law(backward_of(aten.reflection_pad3d.default, grad_output=0)),
+    "replication_pad1d_backward": Law(backward_of(aten.replication_pad1d.default, grad_output=0)),
+    "replication_pad2d_backward": Law(backward_of(aten.replication_pad2d.default, grad_output=0)),
+    "replication_pad3d_backward": Law(backward_of(aten.replication_pad3d.default, grad_output=0)),
+    "unfold_backward": Law(_unfolded),
+}

@@ -1,0 +1,85 @@
+"""Fourier transforms, convolutions, quotients of integers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wooly_executor.runtime.guards.law import (
+    Arguments,
+    Law,
+    require,
+    results_of,
+    sized,
+)
+
+aten = torch.ops.aten
+
+
+def _fourier(given: Arguments) -> None:
+    t, dims = given["self"], given["dim"]
+    require(all(-t.dim() <= d < t.dim() for d in dims), f"dim must lie between {-t.dim()} and {t.dim() - 1}")
+    require(len({d % t.dim() for d in dims}) == len(dims), "dim must not name a dimension twice")
+    require(given["normalization"] in (0, 1, 2), "normalization must be 0, 1 or 2")
+    require(len(dims) > 0 or "forward" in given, "dim must name a dimension")
+    n = given.get("last_dim_size")
+    if n is not None:
+        require(n > 0 and t.shape[dims[-1]] == n // 2 + 1, f"self must have {n // 2 + 1} elements along the last dim")
+
+
+def _convolved(given: Arguments) -> None:
+    dims = given["input"].dim() - 2
+    for name in ("stride", "padding", "dilation", "output_padding"):
+        require(len(given[name]) in (1, dims), f"{name} must have {dims} numbers")
+        require(all(n >= 0 for n in given[name]), f"{name} must not be negative")
+    sized(given, "grad_output", results_of(aten.convolution.default, given, bias=None)[0].shape)
+
+
+def _has_multiple(given: Arguments) -> None:
+    """The least integer has no magnitude, and a division by -1 of it ends the process."""
+    for name in ("self", "other"):
+        t = given[name]
+        if t.numel() and t.dtype is not torch.bool:
+            least = torch.iinfo(t.dtype).min
+            require(
+                least == 0 or int(t.min()) > least, f"lcm: {name} has {least}, whose magnitude {t.dtype} does not hold"
+            )
+
+
+def _truncates_integers(given: Arguments) -> bool:
+    """Whether a quotient is one of integers, rounded to zero, whose divisor may be -1."""
+    if given.get("rounding_mode") != "trunc":
+        return False
+    values = (given["self"], given["other"])
+    if any(v.dtype.is_floating_point or v.dtype.is_complex for v in values if isinstance(v, Tensor)):
+        return False
+    return not isinstance(values[1], (int, float)) or values[1] == -1
+
+
+def _has_quotient(given: Arguments) -> None:
+    """The least integer divided by -1 is none, and ends the process."""
+    a, b = given["self"], given["other"]
+    dtype = torch.result_type(a, b)
+    if a.device.type != "cpu" or dtype not in (torch.int32, torch.int64):
+        return  # narrower ones are divided as wider ones
+    least = torch.iinfo(dtype).min
+    if _has(b, -1) and _has(a, least):
+        raise RuntimeError(f"the quotient of {least} and -1 is none that {dtype} holds")
+
+
+def _has(value: Tensor | int, number: int) -> bool:
+    if not isinstance(value, Tensor):
+        return int(value) == number
+    return value.dtype is not torch.bool and bool((value == number).any())
+
+
+LAWS: dict[str, Law] = {
+    "div": Law(None, _has_quotient, _truncates_integers),
+    "div_": Law(None, _has_quotient, _truncates_integers),
+    "_fft_c2c": Law(_fourier),
+    "_fft_r2c": Law(_fourier),
+    "_fft_c2r": Law(_fourier),
+    "convolution_backward": Law(_convolved),
+    "lcm": Law(None, _has_multiple),
+    "lcm_": Law(None, _has_multiple),
+}

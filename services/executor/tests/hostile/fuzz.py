@@ -1,0 +1,153 @@
+"""Calls every operator of the allow-list with arguments that do not fit, on memory between pages that nobody may touch.
+
+    python fuzz.py --out FOLDER [--workers 2] [--calls 400] [--seed 0] [--quick] [NAME ...]
+
+FOLDER keeps the lawful calls, and what was found, a JSON object per operator: run again, it goes on where it was ended. NAMEs are
+parts of operators' names. Ends with status 1 where a call crashed, wrote or read outside of its memory, or hung.
+"""
+
+import argparse
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import guarded
+
+HERE = Path(__file__).parent
+#: What does no harm to others: it is told apart.
+MILD = ("memory", "untidy")
+
+
+class Worker:
+    """A process that tries calls."""
+
+    def __init__(self, library, corpus):
+        environment = os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, str(HERE / "worker.py"), str(corpus)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, job):
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the worker ended with {self._process.wait()} at {job}")
+        return json.loads(answer)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def prepare(folder, quick):
+    """The guarded memory, and the lawful calls: made where they are not there. Returns their paths, and the operators."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library, corpus, names = guarded.build(folder), folder / "lawful.pickle", folder / "operators.txt"
+    if not corpus.exists():
+        print("collecting lawful calls" + ("" if quick else " (minutes)"), flush=True)
+        made = folder / "lawful.partial"
+        done = subprocess.run(
+            [sys.executable, str(HERE / "lawful.py"), str(made), *(["--quick"] if quick else [])],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"lawful.py ended with {done.returncode}")
+        print(done.stdout.splitlines()[-1], flush=True)
+        made.rename(corpus)
+        names.unlink(missing_ok=True)
+    if not names.exists():
+        show = "import pickle, sys; print(*pickle.load(open(sys.argv[1], 'rb')), sep='\\n')"
+        command = [sys.executable, "-c", show, str(corpus)]
+        names.write_text(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=HERE).stdout)
+    return library, corpus, names.read_text().split()
+
+
+def run(jobs, library, corpus, workers, told):
+    """Have jobs done by so many workers; `told` is given each answer."""
+    waiting = queue.SimpleQueue()
+    for job in jobs:
+        waiting.put(job)
+    lock = threading.Lock()
+
+    def work():
+        worker = Worker(library, corpus)
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return worker.close()
+            try:
+                answer = worker.ask(job)
+            except RuntimeError as e:
+                answer = {"name": job["name"], "seed": job.get("seed"), "tried": 0, "fine": 0,
+                          "found": [{"kind": "the worker ended", "wrong": str(e), "times": 1, "calls": []}]}  # fmt: skip
+                worker = Worker(library, corpus)
+            with lock:
+                told(answer)
+
+    threads = [threading.Thread(target=work) for _ in range(workers)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+
+
+def is_harm(found):
+    return not found["kind"].startswith(MILD)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--calls", type=int, default=400)
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
+    args = parser.parse_args()
+    library, corpus, operators = prepare(args.out, args.quick)
+    wanted = [n for n in operators if not args.names or any(part in n for part in args.names)]
+    kept = args.out / "found.jsonl"
+    done, harmful, tried, begun = {}, 0, 0, time.monotonic()
+    if kept.exists():
+        for line in kept.read_text().splitlines():
+            answer = json.loads(line)
+            if (answer["seed"], answer["calls"]) == (args.seed, args.calls):
+                done[answer["name"]] = answer
+    jobs = [{"name": n, "seed": args.seed, "count": args.calls} for n in wanted if n not in done]
+    print(f"{len(wanted)} operators, {args.calls} calls each; {len(wanted) - len(jobs)} were done before", flush=True)
+
+    with kept.open("a") as out:
+
+        def told(answer):
+            nonlocal tried
+            done[answer["name"]] = answer
+            tried += answer["tried"]
+            print(json.dumps(answer | {"calls": args.calls}), file=out, flush=True)
+            n = sum(name in done for name in wanted)
+            for found in answer["found"]:
+                if is_harm(found):
+                    print(f"{answer['name']}: {found['wrong']} ({found['times']} times)", flush=True)
+                    for call in found["calls"]:
+                        print(f"    {call}", flush=True)
+            if n % 25 == 0 or n == len(wanted):
+                rate = tried / (time.monotonic() - begun)
+                print(f"{n} of {len(wanted)} operators, {tried} calls, {rate:.0f} a second", flush=True)
+
+        run(jobs, library, corpus, args.workers, told)
+    for name in wanted:
+        harmful += any(is_harm(found) for found in done[name]["found"])
+    fine = sum(1 for name in wanted if done[name]["fine"])
+    print(f"{harmful} operators did harm; of {fine} at least one call succeeded")
+    return 1 if harmful else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""Lawful calls of every operator that sessions may name: `python lawful.py OUT [--quick]` writes them as a pickle, by operator.
+
+Most are what PyTorch's own operator database comes to when its samples run forward and backward. What no sample reaches is made
+from a sibling (an `out=` from the functional overload, a method in place from its function), or from the schema alone.
+"""
+
+import contextlib
+import itertools
+import os
+import pickle
+import sys
+import warnings
+
+import torch
+from call import UnfitError, call_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+from wooly_wis.externs import allowed
+
+#: Samples of an entry of the database that are run, per dtype, and calls of an operator that are kept.
+SAMPLES, KEPT = 12, 12
+DTYPES = (torch.float32, torch.int64, torch.complex64, torch.bool)
+
+
+class Lawful:
+    """What was found so far."""
+
+    def __init__(self):
+        self.calls = {}
+        self._shapes = {}
+
+    def add(self, name, args, kwargs):
+        """Keep a call, unless it is like those that are kept."""
+        kept = self.calls.setdefault(name, [])
+        if len(kept) >= KEPT:
+            return
+        with contextlib.suppress(UnfitError):
+            call = call_of(name, args, kwargs)
+            like = repr((call.args, call.kwargs))
+            if like not in self._shapes.setdefault(name, set()):
+                self._shapes[name].add(like)
+                kept.append(call)
+
+
+class _Listening(TorchDispatchMode):
+    def __init__(self, lawful):
+        super().__init__()
+        self._lawful, self._names = lawful, allowed()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func) in self._names:
+            self._lawful.add(str(func), args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def _entries():
+    from torch.testing._internal import common_methods_invocations as database  # takes seconds
+
+    lists = (
+        database.op_db,
+        database.foreach_unary_op_db,
+        database.foreach_binary_op_db,
+        database.foreach_pointwise_op_db,
+        database.foreach_reduce_op_db,
+        database.foreach_other_op_db,
+    )
+    return itertools.chain(*lists)
+
+
+def listen(lawful):
+    """Run the samples of the database, those of an entry in a child: some entries end their process."""
+    for op in list(_entries()):
+        tells, told = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(tells)
+            _listen_to(op, told)
+        os.close(told)
+        with os.fdopen(tells, "rb") as answers:
+            try:
+                for name, calls in pickle.load(answers).items():
+                    kept = lawful.calls.setdefault(name, [])
+                    kept += calls[: KEPT - len(kept)]
+            except EOFError:
+                print(f"{op.name}: its samples end the process", flush=True)
+        os.waitpid(child, 0)
+
+
+def _listen_to(op, told):
+    """Run the samples of one entry, say what they called, and end."""
+    lawful = Lawful()
+    with _Listening(lawful):
+        for dtype in DTYPES:
+            if dtype not in op.dtypes:
+                continue
+            torch.manual_seed(0)
+            with contextlib.suppress(Exception):
+                grads = dtype.is_floating_point and op.supports_autograd
+                extra = {"num_input_tensors": [3]} if op.name.startswith("_foreach_") else {}
+                for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grads, **extra), SAMPLES):
+                    with contextlib.suppress(Exception):
+                        _run(op, sample, grads)
+    with os.fdopen(told, "wb") as answers:
+        pickle.dump(lawful.calls, answers)
+    os._exit(0)
+
+
+def _run(op, sample, grads):
+    if op.inplace_variant is not None:
+        with contextlib.suppress(Exception), torch.no_grad():
+            own = tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, sample.input)
+            op.inplace_variant(own, *sample.args, **sample.kwargs)
+    found = op.op(sample.input, *sample.args, **sample.kwargs)
+    if grads:
+        results = [t for t in tree_flatten(found)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        torch.autograd.backward([t.sum() for t in results])
+
+
+# -- what no sample reaches ----------------------------------------------------------------------------------------------
+
+
+def by_hand(lawful):
+    """Composites that travel whole, layers, optimisers."""
+    add, f = lawful.add, torch.ones
+    x, cell = f(5, 2, 3), (f(16, 3), f(16, 4), f(16), f(16))
+    gru, rnn = (f(12, 3), f(12, 4), f(12), f(12)), (f(4, 3), f(4, 4), f(4), f(4))
+    h, c = f(1, 2, 4), f(1, 2, 4)
+    flags = (True, 1, 0.0, False, False)
+    add("aten.lstm.input", (x, [h, c], cell, *flags, False), {})
+    add("aten.lstm.data", (f(8, 3), torch.tensor([2, 2, 2, 1, 1]), [h, c], cell, *flags), {})
+    for name, weights in (("gru", gru), ("rnn_tanh", rnn), ("rnn_relu", rnn)):
+        add(f"aten.{name}.input", (x, h, weights, *flags, False), {})
+        add(f"aten.{name}.data", (f(8, 3), torch.tensor([2, 2, 2, 1, 1]), h, weights, *flags), {})
+        add(f"aten.{name}_cell.default", (f(2, 3), f(2, 4), *weights), {})
+    add("aten.lstm_cell.default", (f(2, 3), [f(2, 4), f(2, 4)], *cell), {})
+    layer = (False, [], 2, 4, 1, True, False, False)
+    add("aten.mkldnn_rnn_layer.default", (x, *cell, h[0], c[0], *layer, False), {})
+    with torch.enable_grad():
+        out = torch.ops.aten.mkldnn_rnn_layer.default(x, *cell, h[0], c[0], *layer, True)
+    y, hy, cy, workspace = out
+    states = (h[0], c[0], y, hy, cy, f(5, 2, 4), f(1, 2, 4), f(1, 2, 4))
+    number = (False, 2, 4, 1, True, True, False, [], False)
+    add("aten.mkldnn_rnn_layer_backward.default", (x, *cell, *states, *number, workspace), {})
+    add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
+    add("aten.rms_norm.default", (f(2, 3), [3], f(3), 1e-5), {})
+    add("aten.cross_entropy_loss.default", (f(2, 5), torch.tensor([1, 4]), f(5), 1, -100, 0.0), {})
+    q = f(1, 2, 3, 4)
+    add("aten._scaled_dot_product_attention_math.default", (q, q, q, None, 0.0, True), {})
+    add("aten._scaled_dot_product_attention_math.default", (q, q, q, f(3, 3), 0.0, False, None), {})
+    add("aten._fused_sdp_choice.default", (q, q, q, None, 0.0, True), {})
+    add("aten._native_multi_head_attention.default", (*[f(1, 2, 4)] * 3, 4, 2, f(12, 4), f(12), f(4, 4), f(4)), {})
+    encoder = (
+        4,
+        2,
+        f(12, 4),
+        f(12),
+        f(4, 4),
+        f(4),
+        True,
+        False,
+        1e-5,
+        f(4),
+        f(4),
+        f(4),
+        f(4),
+        f(8, 4),
+        f(8),
+        f(4, 8),
+        f(4),
+    )
+    add("aten._transformer_encoder_layer_fwd.default", (f(1, 2, 4), *encoder), {})
+    for first in ((f(3, 4),), (torch.eye(4),)):
+        add("aten.linalg_lstsq.default", (*first, f(first[0].shape[0], 2)), {})
+    add("aten.native_dropout.default", (f(3, 4), 0.5, True), {})
+    add("aten.range.step", (0, 5, 1), {})
+    add("aten.kaiser_window.beta", (7, True, 12.0), {})
+    add("aten._foobar.default", (f(2, 3), True, True), {"arg3": True})
+    indices, offsets = torch.tensor([1, 2, 4, 5, 4, 3]), torch.tensor([0, 3])
+    for mode in (0, 1, 2):
+        bag = (f(10, 4), indices, offsets, False, mode, False)
+        add("aten._embedding_bag.default", bag, {})
+        add("aten._embedding_bag_forward_only.default", bag, {})
+        _, to, size, most = torch.ops.aten._embedding_bag.default(*bag)
+        for weights in (None, f(6)) if not mode else (None,):
+            tail = (10, False, mode, weights)
+            add(
+                "aten._embedding_bag_backward.default",
+                (f(2, 4), indices, offsets, to, size, most, 10, False, mode, False, weights),
+                {},
+            )
+            add("aten._embedding_bag_dense_backward.default", (f(2, 4), indices, to, size, most, *tail), {})
+    add("aten._embedding_bag_per_sample_weights_backward.default", (f(2, 4), f(10, 4), indices, offsets, to, 0), {})
+    for names in (("lengths", torch.tensor([2, 4])), ("offsets", torch.tensor([0, 2, 6]))):
+        for how in ("sum", "max", "mean", "prod", "min"):
+            out = torch.segment_reduce(f(6, 2), how, axis=0, **dict([names]))
+            add("aten.segment_reduce.default", (f(6, 2), how), {names[0]: names[1], "axis": 0})
+            add("aten._segment_reduce_backward.default", (out, out, f(6, 2), how), {names[0]: names[1], "axis": 0})
+    _optimisers(add, f)
+
+
+def _optimisers(add, f):
+    def lists(n):
+        return [[f(3), f(2, 2)] for _ in range(n)]
+
+    steps = [f(()), f(())]
+    for ending, lr in (("default", 0.1), ("tensor_lr", f(()))):
+        for name in ("_fused_adam_", "_fused_adamw_"):
+            for most in (False, True):
+                numbers = {
+                    "lr": lr,
+                    "beta1": 0.9,
+                    "beta2": 0.99,
+                    "weight_decay": 0.1,
+                    "eps": 1e-8,
+                    "amsgrad": most,
+                    "maximize": False,
+                }
+                add(f"aten.{name}.{ending}", (*lists(4), lists(1)[0] if most else [], steps), numbers)
+        numbers = {
+            "weight_decay": 0.1,
+            "momentum": 0.9,
+            "lr": lr,
+            "dampening": 0.0,
+            "nesterov": False,
+            "maximize": False,
+        }
+        add(f"aten._fused_sgd_.{ending}", lists(3), numbers | {"is_first_step": False})
+        numbers = {"lr": lr, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-8, "maximize": False}
+        add(f"aten._fused_adagrad_.{ending}", (*lists(3), steps), numbers)
+    add("aten._amp_foreach_non_finite_check_and_unscale_.default", (lists(1)[0], f(()), f(())), {})
+    add("aten._amp_update_scale_.default", (f(()), torch.zeros((), dtype=torch.int32), f(()), 2.0, 0.5, 2000), {})
+
+
+def _tensors_of(call):
+    """The arguments of a call by name, tensors made."""
+    stores = [torch.frombuffer(bytearray(m.raw), dtype=torch.uint8) if m.raw else torch.empty(0, dtype=torch.uint8)
+              for m in call.memories]  # fmt: skip
+
+    def value(v):
+        if hasattr(v, "memory"):
+            return torch.empty(0, dtype=v.dtype).set_(stores[v.memory].untyped_storage(), v.offset, v.sizes, v.strides)
+        return [value(x) for x in v] if isinstance(v, tuple) else v
+
+    return {a.name: value(v) for a, v in call.named()}
+
+
+def _overload(name):
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def borrow(lawful, name):
+    """Calls of an operator from those of its siblings: the same arguments by name, `out=` what they return."""
+    op = _overload(name)
+    bare = op.overloadpacket.__name__
+    for sibling in (bare, bare.removesuffix("_"), f"{bare}_"):
+        packet = getattr(torch.ops.aten, sibling, None)
+        for kind in packet.overloads() if packet is not None else ():
+            for call in lawful.calls.get(f"aten.{sibling}.{kind}", ()):
+                with contextlib.suppress(Exception):
+                    _borrow(lawful, name, op, call)
+
+
+def _borrow(lawful, name, op, call):
+    known = _tensors_of(call)
+    made = None
+    given = {}
+    outs = iter(())
+    for a in op._schema.arguments:
+        if a.is_out:
+            if made is None:
+                functional_op = call.operator
+                keep = {x.name for x in functional_op._schema.arguments}
+                made = functional_op(**{k: v for k, v in known.items() if k in keep})
+                flat = [made] if isinstance(made, torch.Tensor) else list(made)
+                outs = iter([flat] if "[]" in str(a.type) or "List" in str(a.type) else flat)
+            given[a.name] = next(outs)
+        elif a.name in known:
+            given[a.name] = known[a.name]
+        elif not a.has_default_value():
+            return
+    positional = [a.name for a in op._schema.arguments if not a.kwarg_only]
+    while positional and positional[-1] not in given:
+        positional.pop()
+    if any(n not in given for n in positional):
+        return
+    kwargs = {k: v for k, v in given.items() if k not in positional}
+    op(*[_copied(given[n]) for n in positional], **{k: _copied(v) for k, v in kwargs.items()})
+    lawful.add(name, [given[n] for n in positional], kwargs)
+
+
+def _copied(v):
+    if isinstance(v, torch.Tensor):
+        return v.clone()
+    return [_copied(x) for x in v] if isinstance(v, list) else v
+
+
+#: What is given for arguments of a type, where nothing else is known.
+_GUESSES = {
+    "Tensor": (torch.ones(2, 3), torch.eye(3), torch.ones(1, 2, 4, 4), torch.tensor([[1, 0, 1]]), torch.ones(3)),
+    "int": (1, 0, 2),
+    "float": (0.5,),
+    "bool": (False, True),
+    "number": (1, 0.5),
+    "str": ("sum", "mean", "none"),
+}
+
+
+def guess(lawful, name):
+    """Calls from the schema alone, of a few likely values. Nobody knows whether they are lawful, so they are not tried here."""
+    op = _overload(name)
+    needed = [a for a in op._schema.arguments if not a.has_default_value()]
+    for k in range(5):
+        values = [_guessed(str(a.type), k) for a in needed]
+        kwargs = {a.name: v for a, v in zip(needed, values, strict=True) if a.kwarg_only}
+        lawful.add(name, [v for a, v in zip(needed, values, strict=True) if not a.kwarg_only], kwargs)
+
+
+def _guessed(kind, k):
+    if kind.startswith("Optional"):
+        return None
+    inner = kind.removeprefix("List[").removesuffix("]")
+    choices = _GUESSES.get(inner, (None,))
+    value = choices[k % len(choices)]
+    return [_copied(value), _copied(value)] if kind.startswith("List[") else _copied(value)
+
+
+def gather(*, database=True):
+    """Lawful calls by operator, and the operators that have none. `database`: with those of the samples."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    lawful = Lawful()
+    if database:
+        listen(lawful)
+    by_hand(lawful)
+    for _ in range(2):  # some siblings have only siblings
+        for name in sorted(allowed()):
+            if not lawful.calls.get(name):
+                borrow(lawful, name)
+    for name in sorted(allowed()):
+        if not lawful.calls.get(name):
+            guess(lawful, name)
+    calls = {name: found for name, found in sorted(lawful.calls.items()) if found}
+    return calls, sorted(allowed() - calls.keys())
+
+
+if __name__ == "__main__":
+    found, lacking = gather(database="--quick" not in sys.argv)
+    with open(sys.argv[1], "wb") as f:
+        pickle.dump(found, f)
+    print(
+        f"{sum(map(len, found.values()))} calls of {len(found)} operators; none of {len(lacking)}: {' '.join(lacking)}"
+    )

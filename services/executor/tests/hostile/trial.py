@@ -1,0 +1,96 @@
+"""One call, tried in this process as an executor runs it: verified, held against the laws, run, its results read."""
+
+import struct
+
+import torch
+from call import is_written, program_of, windows_of
+from wooly_executor.errors import ExecutorError
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_wis.errors import WisError
+
+#: Programs that a store keeps before it is made anew.
+STORE_KEPT = 500
+
+
+class Trials:
+    """Tries calls on a runtime.
+
+    Args:
+        runtime: which.
+        guard: the guarded memory; None: the library's own.
+    """
+
+    def __init__(self, runtime, guard=None):
+        self._runtime, self._guard, self._count = runtime, guard, 0
+
+    def said(self, call):
+        """What a run of a call ends with; empty: it succeeded.
+
+        Raises:
+            AssertionError: it left something behind that is not in order.
+        """
+        try:
+            raw, params, order = program_of(call)
+        except (WisError, struct.error, OverflowError, ValueError, KeyError) as e:
+            return f"no program: {e}"
+        if self._count % STORE_KEPT == 0:
+            self._store = ProgramStore(self._runtime)
+        self._count += 1
+        try:
+            ready = self._store.define(raw)
+        except ExecutorError as e:
+            return str(e)
+        with torch.inference_mode():
+            buffers, locked = self._buffers(call)
+            if any(k in buffers and buffers[k].nbytes < n for k, n in zip(order, ready.facts.slot_bytes, strict=True)):
+                return "a view reaches beyond its buffer"  # what a session checks before it runs anything
+            run = self._guarded_run if self._guard is not None else self._run
+            try:
+                return run(ready, buffers, order, params)
+            finally:
+                for address in locked:
+                    self._guard.writable(address)
+
+    def _guarded_run(self, *args):
+        with self._guard.armed():
+            return self._run(*args)
+
+    def _run(self, ready, buffers, order, params):
+        error = self._runtime.run(ready.prepared, buffers, order, params).error
+        for buffer in buffers.values():
+            if buffer.base is not None:
+                t = buffer.base
+                assert t.untyped_storage().nbytes() >= buffer.nbytes, "a buffer is shorter than it is said to be"
+                assert not t.storage_offset(), "a buffer does not begin where its memory does"
+                v = buffer.view
+                if v is not None:
+                    assert tuple(t.shape) == v.sizes and t.stride() == v.strides, "a buffer is not as its view says"
+                    assert t.untyped_storage().nbytes() >= v.end, "a buffer is shorter than its view"
+                if buffer.nbytes:
+                    bytes_of(t, 0, buffer.nbytes).max()
+        return error
+
+    def _buffers(self, call):
+        """The call's memories as buffers; and the addresses of those that nobody may write."""
+        written = set()
+        for argument, value in call.named():
+            if is_written(argument) and argument.name not in call.unsaid:
+                written |= {w.memory for w in windows_of(value)}
+        buffers, locked = {}, []
+        for k, memory in enumerate(call.memories):
+            n = len(memory.raw)
+            base = self._empty(n, memory.dtype.itemsize)
+            if n:
+                base.copy_(torch.frombuffer(bytearray(memory.raw), dtype=torch.uint8))
+                if self._guard is not None and k not in written:
+                    self._guard.read_only(base.data_ptr())
+                    locked.append(base.data_ptr())
+            buffers[k] = Buffer(n, base)
+        return buffers, locked
+
+    def _empty(self, n, align):
+        if self._guard is None or not n:
+            return torch.empty(n, dtype=torch.uint8)
+        with self._guard.armed(align):
+            return torch.empty(n, dtype=torch.uint8)

@@ -1,0 +1,208 @@
+"""Tries calls in children of this process, which is preloaded with `guarded.c`: `python worker.py CORPUS`.
+
+Jobs come on standard input and answers leave on standard output, a JSON object in a line each:
+
+    {"name": operator, "seed": any, "count": n}    tries so many mutants of its lawful calls
+
+A child tries one call after the other; when one ends it, or takes too long, another child goes on with the next.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import select
+import signal
+import struct
+import sys
+
+import torch
+from call import literal
+from guarded import FAULT, Guard
+from mutants import Corpus, mutant
+from shrink import simpler
+from trial import Trials
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+
+#: What does no harm to others: enough of it is written down, and then passed over.
+MILD = ("memory", "untidy")
+#: Seconds that a call may take.
+LIMIT_S = 10
+#: How often so many seconds are waited for one that has hardly computed in them.
+PATIENCE = 12
+#: Findings of one operator after which nobody looks for more, and those of a kind that are written down.
+ENOUGH, OF_A_KIND = 12, 2
+#: Times that a finding is tried to be made smaller.
+SHRINK = 60
+#: Characters of a literal at most.
+LONGEST = 4000
+#: Bytes that some kernels read behind an argument, and use nothing of (ADR 32).
+VECTOR = 64
+_REPORT, _PLACE = 512, 8
+_WRONG = 76
+
+
+class Children:
+    """Runs calls in children, and says how they end."""
+
+    def __init__(self):
+        self._shared = mmap.mmap(-1, mmap.PAGESIZE)
+        self._runtime = TorchCpuRuntime()
+        self._runtime.rates()
+
+    def go(self, calls, slack, ignore=(), first=0):
+        """Try calls in order, up to one that goes wrong, unless it does so in a way that is ignored.
+
+        `first`: the number of the first of them, on which hangs where blocks lie.
+
+        Returns:
+            How many were tried, what was wrong with the last one, and how many succeeded.
+        """
+        self._shared[:] = bytes(len(self._shared))
+        tells, told = os.pipe()
+        child = os.fork()
+        if not child:
+            try:
+                os.close(tells)
+                self._child(calls, slack, ignore, first, told)
+            finally:
+                os._exit(99)
+        os.close(told)
+        wrong = self._wait(child, tells)
+        os.close(tells)
+        tried, fine = struct.unpack_from("<QQ", self._shared, _REPORT)
+        return tried, wrong, fine
+
+    def _child(self, calls, slack, ignore, first, told):
+        guard = Guard(memoryview(self._shared)[:_REPORT])
+        trials = Trials(self._runtime, guard)
+        fine = 0
+        for k, call in enumerate(calls):
+            struct.pack_into("<QQ", self._shared, _REPORT, k + 1, fine)
+            os.write(told, b".")
+            guard.place(at_start=(first + k) % 4 == 3, slack=slack, small=(first + k) % 8 == 6)
+            wrong = ""
+            try:
+                fine += not trials.said(call)
+            except AssertionError as e:
+                wrong = f"buffer: {e}"
+            except Exception as e:
+                wrong = f"untidy: {type(e).__name__}: {e}"
+            spoilt, refused = guard.take_spoilt(), guard.take_refused()
+            if spoilt:
+                wrong = f"wrote beside a block: {spoilt} bytes"
+            if refused:
+                wrong = f"memory: asked for {refused} bytes"
+            if wrong and not wrong.startswith(ignore):
+                self._shared[:_REPORT] = wrong.encode()[: _REPORT - 1].ljust(_REPORT, b"\0")
+                os._exit(_WRONG)
+        struct.pack_into("<QQ", self._shared, _REPORT, k + 1, fine)
+        os._exit(0)
+
+    def _wait(self, child, tells):
+        begun, waited = 0.0, 0
+        while True:
+            ready, _, _ = select.select([tells], [], [], LIMIT_S)
+            if not ready:
+                taken = _cpu_s(child)
+                waited += 1
+                if taken - begun < LIMIT_S / 2 and waited < PATIENCE:  # a busy machine: it had no time
+                    continue
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return f"hung: more than {LIMIT_S} s"
+            if not os.read(tells, 4096):
+                break
+            begun, waited = _cpu_s(child), 0
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        report = self._shared[:_REPORT].rstrip(b"\0").decode(errors="replace")
+        if not status:
+            return ""
+        if status == _WRONG:
+            return report
+        return f"fault: {report}" if status == FAULT else f"ended: {_status(status)}"
+
+
+def _cpu_s(process):
+    with open(f"/proc/{process}/stat") as f:
+        user, system = f.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def _status(status):
+    return signal.Signals(-status).name if status < 0 else f"status {status}"
+
+
+def kind_of(wrong):
+    """What findings are told apart by: how the call ended, without its numbers."""
+    words = [w for w in wrong.replace(",", " ").split() if not w.lstrip("-").isdigit()]
+    return " ".join(words)
+
+
+def is_vector(wrong):
+    """Whether a fault is that of a vector which begins inside of a block and ends outside."""
+    words = wrong.split()
+    if words[:3] != ["fault:", "reads", "byte"] or "freed" in words or "locked" in words:
+        return False
+    at, size = int(words[3]), int(words[-2])
+    return size <= at < size + VECTOR
+
+
+def examine(children, corpus, job):
+    """All that a job asks for. Returns its findings: kind, times, the smallest literals."""
+    name = job["name"]
+    calls = [mutant(corpus, name, job["seed"], k) for k in range(job["count"])]
+    found, at, slack, fine = {}, 0, 0, 0
+    while at < len(calls) and sum([len(f["calls"]) for k, f in found.items() if not k.startswith(MILD)]) < ENOUGH:
+        seen = tuple([m for m in MILD if sum([k.startswith(m) for k in found]) >= OF_A_KIND])
+        tried, wrong, well = children.go(calls[at:], slack, seen, at)
+        at, fine = at + tried, fine + well
+        if not wrong:
+            continue
+        known = found.setdefault(kind_of(wrong), {"wrong": wrong, "calls": [], "slack": slack})
+        known["calls"].append((calls[at - 1], at - 1))
+        if is_vector(wrong) and not slack:
+            slack, at = VECTOR, at - 1  # the same call again: what else does it do?
+    told = []
+    for kind, each in found.items():
+        some = each["calls"][:OF_A_KIND]
+        if not kind.startswith(MILD):
+            some = [(smallest(children, call, kind, each["slack"], first), first) for call, first in some]
+        literals = [literal(call.tidy())[:LONGEST] for call, _ in some]
+        told.append({"kind": kind, "wrong": each["wrong"], "times": len(each["calls"]), "calls": literals})
+    return {"name": name, "seed": job["seed"], "tried": at, "fine": fine, "found": told}
+
+
+def smallest(children, call, kind, slack, first):
+    """A call that ends alike, and is as small as was found."""
+    tries, progress = 0, True
+    while progress and tries < SHRINK:
+        progress = False
+        for other in simpler(call):
+            tries += 1
+            if tries > SHRINK:
+                break
+            _, wrong, _ = children.go([other], slack, first=first)
+            if kind_of(wrong) == kind:
+                call, progress = other, True
+                break
+    return call
+
+
+def main():
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    with open(sys.argv[1], "rb") as f:
+        corpus = Corpus(pickle.load(f))
+    children = Children()
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            print(json.dumps(examine(children, corpus, json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

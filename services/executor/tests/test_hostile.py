@@ -1,0 +1,86 @@
+"""The tool that looks for calls that do harm: what it sees, and a small sample of what it tries."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "hostile"
+sys.path.insert(0, str(HERE))
+import guarded  # noqa: E402
+
+sys.path.remove(str(HERE))
+
+pytestmark = pytest.mark.skipif(
+    guarded.compiler() is None or os.uname().machine != "x86_64" or sys.platform != "linux",
+    reason="guarded memory needs a C compiler, and Linux on x86-64",
+)
+#: What is done to a block of 12 bytes, and what is told of it.
+DEEDS = {
+    "ctypes.string_at(at, 13)": "reads byte 12 of a block of 12 bytes",
+    "ctypes.memset(at + 12, 0, 1)": "writes byte 12 of a block of 12 bytes",
+    "guard.read_only(at); ctypes.memset(at, 0, 1)": "writes byte 0 of a locked block of 12 bytes",
+    "del t; ctypes.string_at(at, 1)": "reads byte 0 of a freed block of 12 bytes",
+    "ctypes.string_at(8, 1)": "reads at a null pointer",
+}
+SCRIPT = """
+import ctypes, mmap, os, sys
+sys.path.insert(0, {folder!r})
+import torch
+from guarded import Guard
+report = mmap.mmap(-1, 4096)
+if not os.fork():
+    guard = Guard(memoryview(report)[:512])
+    with guard.armed(4):
+        t = torch.empty(12, dtype=torch.uint8)
+    at = t.data_ptr()
+    {deed}
+    os._exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]), report[:512].rstrip(bytes(1)).decode())
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return guarded.build(tmp_path_factory.mktemp("guarded"))
+
+
+def preloaded(library, *command):
+    environment = os.environ | {"LD_PRELOAD": str(library)}
+    return subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_guarded_memory_tells_who_touched_it(library):
+    for deed, told in DEEDS.items():
+        found = preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=deed))
+        assert found == f"{guarded.FAULT} {told}\n"
+
+
+def test_block_in_its_bounds_is_left_alone_and_what_lies_beside_it_is_looked_at(library):
+    fine = "ctypes.memset(at, 0, 12); del t; os._exit(guard.take_spoilt())"
+    assert preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=fine)) == "0 \n"
+    beside = "ctypes.memset(at - 3, 0, 15); del t; os._exit(guard.take_spoilt())"
+    assert preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=beside)) == "3 \n"
+
+
+@pytest.mark.slow
+def test_sample_of_hostile_calls_does_no_harm(tmp_path):
+    names = ("_embedding_bag", "segment_reduce", "_fused_sgd", "lstm", "_foreach_norm", "nll_loss", "lcm", "gather")
+    command = [
+        sys.executable,
+        str(HERE / "fuzz.py"),
+        "--quick",
+        "--out",
+        str(tmp_path),
+        "--calls",
+        "150",
+        "--workers",
+        "2",
+    ]
+    done = subprocess.run([*command, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 operators did harm" in done.stdout
