@@ -42,7 +42,7 @@ def test_the_programs_of_a_loop_are_the_same_each_time_around(cuda, sent, layers
 
 
 def test_a_loop_that_the_timer_cuts_keeps_its_marks(cuda, sent):
-    """Cuts of the timer's are chance: the programs after one end where others did, and do not part the loop more finely for good."""
+    """A cut of the timer's is chance: the programs after it end where others did, and do not part the loop more finely."""
     recorder = device.current().devices.recorders[0]
     x = torch.ones(3, device=cuda)
 

@@ -414,8 +414,8 @@ class Session:
                 raise BindingError(f"buffer {buffer} does not exist")
             elif known.nbytes < need and not known.poison:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
-        if len(buffers) + len(ready.kept) + len(dynamic) > BUFFERS_KEPT:
-            raise OutOfMemoryError(f"the session has {len(buffers)} buffers, at most {BUFFERS_KEPT}")
+        if len(self.buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
+            raise OutOfMemoryError(f"the session has {len(self.buffers)} buffers, at most {BUFFERS_KEPT}")
         if self.bytes + ready.peak_bytes > self.quota:
             raise self._out_of_memory(ready.peak_bytes, self.bytes)
 

@@ -10,6 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 #: Scalars of these decide the output's size, so they stay in the signature.
 SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
+#: Arguments that operators write though their schemas do not say so.
+_WRITES_UNSAID = {
+    "aten.batch_norm_update_stats.default": ("running_mean", "running_var"),
+    "aten.mkldnn_rnn_layer_backward.default": ("workspace",),
+}
 
 
 class Call(NamedTuple):
