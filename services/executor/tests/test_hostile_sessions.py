@@ -113,7 +113,11 @@ def test_view_that_repeats_a_number_without_end_is_refused(device, wis):
 
 
 @pytest.mark.parametrize("field", ["token", "session_id", "jit", "protocol", "trace"])
-@pytest.mark.parametrize("value", ["\ud800", "x" * 10_000, None, {}, [[]], 1e400, -(10**60)])
+@pytest.mark.parametrize(
+    "value",
+    ["\ud800", "x" * 10_000, None, {}, [[]], 1e400, -(10**60)],
+    ids=["half a character", "long", "nothing", "table", "lists", "infinity", "huge"],
+)
 def test_hello_of_anything_is_answered_and_the_executor_goes_on(device, wis, field, value):
     other = device.open("other")
     device.admit("a")
