@@ -2,6 +2,7 @@
 
 import gc
 import struct
+import threading
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from wooly_testkit.tape import Tape
 from wooly_wis.artifact import Artifact, Code, key_of
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind
 from wooly_wis.kernel import text as kernel_text
 from wooly_wis.program import OperandRef, ParamKind, ParamRef
 
@@ -237,9 +239,13 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
     ended = []
     device.loop.on_ended = lambda: ended.append(device.loop.lost)
     driver.lost = "CUDA_ERROR_ECC_UNCORRECTABLE"
+    asked = threading.Event()
+    device.loop.call(asked.wait)  # the loop hears of the run and of who waits for it at once
+    a.run(wis.body().fill("x", wis.at(F32, 2), 0.0), {"x": 1})
+    a.channel.send(Kind.SYNC)
+    asked.set()
     with pytest.raises(wis.error, match="the context of fake GPU is lost: CUDA_ERROR_ECC_UNCORRECTABLE") as caught:
-        a.run(wis.body().fill("x", wis.at(F32, 2), 0.0), {"x": 1})
-        a.sync()
+        a.answer()
     assert caught.value.code == "executor.context_lost"
     device.wait_closed("a")
     device.wait_closed("b")

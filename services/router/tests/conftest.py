@@ -130,7 +130,7 @@ class Rig:
         other = RouterActor(
             self.actor.settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
         )
-        other._app = self.app
+        other._app = other.advice._app = other.executors._app = self.app
         return other
 
     def duties(self):

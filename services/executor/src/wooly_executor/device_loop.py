@@ -353,7 +353,7 @@ class DeviceLoop:
                 raise ProtocolError("the first frame must be HELLO")
             hello = unpack_json(payload)
             if hello.get("protocol") != PROTOCOL:
-                raise ProtocolError(f"protocol {hello.get('protocol')} is not spoken here, {PROTOCOL} is")
+                raise ProtocolError(f"protocol {hello.get('protocol')!r:.100} is not spoken here, {PROTOCOL} is")
             session = self._sessions.get(str(hello.get("session_id")))
             if session is None:
                 raise ProtocolError("the session is not open here")
@@ -362,7 +362,7 @@ class DeviceLoop:
                 raise ProtocolError("the session has its client already; a token opens one channel")
             jit = hello.get("jit", "exact")
             if jit not in ("0", "exact", "full"):
-                raise ProtocolError(f"WOOLYAI_JIT={jit} is not known here; 0, exact and full are")
+                raise ProtocolError(f"WOOLYAI_JIT={jit!r:.100} is not known here; 0, exact and full are")
         except (ProtocolError, DecodeError, ValueError) as e:
             log.warning("%s is turned away: %s", conn.peer, e)
             conn.send(Kind.ERROR, pack_json(Failure("executor.turned_away", str(e), seq, None).to_json()))
