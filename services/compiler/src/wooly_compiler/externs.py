@@ -29,12 +29,10 @@ class Extern:
     Attributes:
         space: the sizes that it goes over, and which dimensions it folds along.
         emit: adds its values to a graph.
-        calls: how many operations the library makes of it.
     """
 
     space: Callable[[Form], Space]
     emit: Callable[[Emitter], None]
-    calls: Callable[[Form], int] = lambda form: 1
 
 
 def space_of(form: Form) -> Space:
@@ -53,15 +51,6 @@ def emit(e: Emitter) -> None:
         UnsupportedError: it cannot be, or not in this graph.
     """
     _known(e.form).emit(e)
-
-
-def calls_of(form: Form) -> int:
-    """How many operations the library makes of one.
-
-    Raises:
-        UnsupportedError: kernels do not know it.
-    """
-    return _known(form).calls(form)
 
 
 def _known(form: Form) -> Extern:
@@ -555,5 +544,5 @@ EXTERNS: Final[dict[str, Extern]] = {
     "aten._native_batch_norm_legit.default": Extern(_batch_norm_space, _batch_norm),
     "aten.native_batch_norm_backward.default": Extern(_batch_norm_backward_space, _batch_norm_backward),
     "aten.native_dropout_backward.default": Extern(_over_out, _dropout_backward),
-    EMBEDDING_BACKWARD: Extern(_embedding_backward_space, _embedding_backward, lambda form: _tensor(form, 1)[1].numel),
+    EMBEDDING_BACKWARD: Extern(_embedding_backward_space, _embedding_backward),
 }

@@ -27,7 +27,6 @@ class Costs:
 
     Attributes:
         call: of a library call, besides its memory.
-        part: of each operation that the library makes of one call, beyond the first.
         launch: of a kernel, besides its memory, by the calling thread alone.
         argument: for each array of a kernel.
         everyone: to have all cores take part in a kernel.
@@ -36,16 +35,15 @@ class Costs:
     """
 
     call: int = 1_000
-    part: int = 200
     launch: int = 4_000
     argument: int = 400
     everyone: int = 45_000
     cores: int = 1
     bytes: int = 8
 
-    def library(self, nbytes: int, parts: int = 1) -> int:
+    def library(self, nbytes: int) -> int:
         """Of one call; the library's own threads cost it next to nothing."""
-        return self.call + (parts - 1) * self.part + nbytes // (self.bytes * (self.cores if nbytes > 256 << 10 else 1))
+        return self.call + nbytes // (self.bytes * (self.cores if nbytes > 256 << 10 else 1))
 
     def kernel(self, arrays: int, nbytes: int) -> tuple[int, int]:
         """Of a launch; and who runs it: 0 the calling thread, 1 all cores."""
@@ -61,12 +59,16 @@ ROWS = 8
 LONG = 16 << 10
 #: Bytes that an instruction reads and writes below which its kernel is more launch than work, even with some neighbours in it.
 SMALL = 16 << 10
+#: Bytes of an embedding's gradient from which on a kernel is a gain: the library adds as fast, but into memory that is new.
+FRESH = 1 << 20
 
 
 def why_not(line: Line) -> str:
     """Why an instruction is better left to the library, whatever is around it; empty if it is not."""
     if sum(a.view.numel * a.view.dtype.itemsize for a in line.accesses if a.view is not None) < SMALL:
         return "too small for a kernel"
+    if _few_sums(line):
+        return "sums by few indices"
     try:
         space, folded = folded_dims(line.form)
     except UnsupportedError:
@@ -78,9 +80,17 @@ def why_not(line: Line) -> str:
 
 def why_not_on_gpus(line: Line) -> str:
     """As `why_not`, where a loop that is as long as a batch keeps thousands of threads waiting."""
-    if line.form.opcode == "extern" and line.form.attr("name") == externs.EMBEDDING_BACKWARD:
-        return "rows are added one after the other"
-    return why_not(line)
+    return "rows are added one after the other" if _by_index(line) else why_not(line)
+
+
+def _by_index(line: Line) -> bool:
+    return line.form.opcode == "extern" and line.form.attr("name") == externs.EMBEDDING_BACKWARD
+
+
+def _few_sums(line: Line) -> bool:
+    """Whether it adds up by index into a small result."""
+    made = sum(a.view.numel * a.view.dtype.itemsize for a in line.writes() if a.view is not None)
+    return _by_index(line) and made < FRESH
 
 
 def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
@@ -102,12 +112,13 @@ def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
 
 
 def _worth(unit: Unit, group: Group, users: dict[int, int], costs: Costs) -> bool:
+    if _by_index(group.lines[0]):
+        return not _few_sums(group.lines[0])
     sizes: dict[int, int] = {}
     calls = 0
     for line in group.lines:
         moved = [(a.slot, a.view.numel * a.view.dtype.itemsize) for a in line.accesses if a.view is not None]
-        parts = externs.calls_of(line.form) if line.form.opcode == "extern" else 1
-        calls += costs.library(sum(n for _, n in moved), parts)
+        calls += costs.library(sum(n for _, n in moved))
         for slot, n in moved:
             sizes[slot] = max(sizes.get(slot, 0), n)
     kept = {s: n for s, n in sizes.items() if users[s] > 1 or not unit.inner(s) or s not in group.writes}
