@@ -44,6 +44,7 @@ INFERRED_ON_HOST = frozenset(
         "aten.max_unpool2d.default",
         "aten.native_batch_norm.out",
         "aten._native_batch_norm_legit.out",
+        "aten.batch_norm_update_stats.default",
         "aten.multilabel_margin_loss_forward.default",
     }
 )

@@ -64,14 +64,19 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
     if law is None:
         return call
     shapes = law.shapes
-    if shapes is not None or law.applies is not None:
+    if law.attributes is not None or law.applies is not None:
+        said = _arguments(call.op, call.args, dict(call.kwargs))
+        if law.applies is not None and not law.applies(said, form):
+            return call
         try:
-            sketch = _arguments(call.op, *_sketch(call, form))
-            if law.applies is not None and not law.applies(sketch):
-                return call
-            if shapes is not None:
-                shapes(sketch)
-                shapes = None
+            if law.attributes is not None:
+                law.attributes(said)
+        except RuntimeError as e:
+            return replace(call, instead=_failing(str(e)))
+    if shapes is not None:
+        try:
+            shapes(_arguments(call.op, *_sketch(call, form)))
+            shapes = None
         except TypeError:
             pass  # it asks for a param, which only a run has
         except Exception as e:  # the law is broken, or an argument is nothing of which it can be asked

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.program import Form
 
 #: Arguments of a call, by the names that the operator's schema has for them.
 Arguments = Mapping[str, Any]
@@ -21,12 +22,14 @@ class Law:
     Attributes:
         shapes: about shapes and numbers; the values of tensors are not looked at.
         values: about the values of tensors, once the shapes are right.
-        applies: whether it is a law for a form, asked once, of tensors that hold nothing; None: for all.
+        attributes: about what a form says of its arguments, tensors aside.
+        applies: whether it is a law for a form at all; given what the form says of its arguments. None: it is.
     """
 
     shapes: Check | None = None
     values: Check | None = None
-    applies: Callable[[Arguments], bool] | None = None
+    attributes: Check | None = None
+    applies: Callable[[Arguments, Form], bool] | None = None
 
 
 def require(holds: bool, why: str) -> None:

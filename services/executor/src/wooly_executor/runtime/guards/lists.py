@@ -17,10 +17,16 @@ def _as_many(given: Arguments) -> None:
 
 
 def _some(given: Arguments) -> None:
-    require(len(given["tensors"]) > 0, "there must be a tensor in the list")
+    require(
+        isinstance(given["tensors"], (list, tuple)) and len(given["tensors"]) > 0, "there must be a tensor in the list"
+    )
 
 
 LAWS: dict[str, Law] = {
-    **{n: Law(_as_many) for n in sorted({name.split(".")[1] for name in allowed()}) if n.startswith("_foreach_")},
-    "_stack": Law(_some),
+    **{
+        n: Law(attributes=_as_many)
+        for n in sorted({name.split(".")[1] for name in allowed()})
+        if n.startswith("_foreach_")
+    },
+    "_stack": Law(attributes=_some),
 }

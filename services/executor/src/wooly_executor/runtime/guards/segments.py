@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from wooly_wis.program import Form
 
 from wooly_executor.runtime.guards.law import (
     Arguments,
@@ -102,7 +103,7 @@ def _segment_values(given: Arguments) -> None:
     require(not lengths.numel() or int(lengths.sum(-1).max()) <= most, f"lengths must sum to {most}")
 
 
-def _by_frequency(given: Arguments) -> bool:
+def _by_frequency(given: Arguments, form: Form) -> bool:
     return given["scale_grad_by_freq"] is not False
 
 
@@ -111,7 +112,7 @@ def _rows(given: Arguments) -> None:
 
 
 LAWS: dict[str, Law] = {
-    "embedding_dense_backward": Law(None, _rows, _by_frequency),
+    "embedding_dense_backward": Law(None, _rows, applies=_by_frequency),
     "_embedding_bag": Law(_bag_shapes, _bag_values),
     "_embedding_bag_forward_only": Law(_bag_shapes, _bag_values),
     "_embedding_bag_backward": Law(_bag_backward_shapes, _bag_backward_values),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from wooly_wis.program import Form, OperandRef
 
 from wooly_executor.runtime.guards.law import (
     Arguments,
@@ -46,14 +47,16 @@ def _has_multiple(given: Arguments) -> None:
             )
 
 
-def _truncates_integers(given: Arguments) -> bool:
+def _truncates_integers(given: Arguments, form: Form) -> bool:
     """Whether a quotient is one of integers, rounded to zero, whose divisor may be -1."""
     if given.get("rounding_mode") != "trunc":
         return False
-    values = (given["self"], given["other"])
-    if any(v.dtype.is_floating_point or v.dtype.is_complex for v in values if isinstance(v, Tensor)):
-        return False
-    return not isinstance(values[1], (int, float)) or values[1] == -1
+    for value in (given["self"], given["other"]):
+        view = form.operands[value.index].view if isinstance(value, OperandRef) else None
+        if view is not None and view.dtype.kind not in ("int", "uint", "bool"):
+            return False
+    divisor = given["other"]
+    return not isinstance(divisor, (int, float)) or divisor == -1
 
 
 def _has_quotient(given: Arguments) -> None:
@@ -74,8 +77,8 @@ def _has(value: Tensor | int, number: int) -> bool:
 
 
 LAWS: dict[str, Law] = {
-    "div": Law(None, _has_quotient, _truncates_integers),
-    "div_": Law(None, _has_quotient, _truncates_integers),
+    "div": Law(None, _has_quotient, applies=_truncates_integers),
+    "div_": Law(None, _has_quotient, applies=_truncates_integers),
     "_fft_c2c": Law(_fourier),
     "_fft_r2c": Law(_fourier),
     "_fft_c2r": Law(_fourier),
