@@ -122,11 +122,9 @@ class Rig:
 
     def another(self):
         """A second router on the same database and NATS, that is asked by its methods only."""
-        other = RouterActor(
-            self.actor.settings, ServiceApp("other", self.app.url), self.actor.world, self.actor.gate, self.clock
-        )
-        other._app = self.app
-        return other
+        silent = ServiceApp("other", self.app.url)
+        silent.request = self.app.request
+        return RouterActor(self.actor.settings, silent, self.actor.world, self.actor.gate, self.clock)
 
     def duties(self):
         return Duties(self.app, self.actor, self.jobs, AlwaysLeader())
