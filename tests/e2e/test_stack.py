@@ -324,7 +324,14 @@ def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_pat
 def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
     starting = subprocess.Popen(
-        [*WOOLY, "up"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(None, env)
+        [*WOOLY, "up"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(None, env),
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # as at a terminal, also where tests run in the background
     )
     file = tmp_path / "wooly/stack.json"
     deadline = time.monotonic() + 60

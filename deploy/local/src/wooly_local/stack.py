@@ -170,6 +170,7 @@ class StartingStack:
             self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        stop_stack(self.state_dir)  # what a killed one left
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
 

@@ -71,13 +71,13 @@ class Vram:
         host = Pages(kept, device.host_memory)
         pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
         self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
-        self._mover = Mover(device)
-        self.contents = Contents(self.ledger, self.stowage, self._mover, clock, call, self._changed, proceed)
+        self.mover = Mover(device)
+        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, proceed)
         self._samples = Samples(self.ledger, clock)
         self.pins = Pins(self.ledger, self.contents, self._samples, clock)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
         self._sessions = self._residents.sessions
-        self._swapping = Swapping(self._residents, self.stowage, pages, self._mover, dispatch, call)
+        self._swapping = Swapping(self._residents, self.stowage, pages, self.mover, dispatch, call)
         self._victims = Victims(self._residents, self._swapping, self.stowage)
         patience = max(policy.idle_ns, settings.patience_ns)
         self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, proceed)
@@ -102,7 +102,7 @@ class Vram:
 
     def stop(self) -> None:
         """End the mover's thread."""
-        self._mover.stop()
+        self.mover.stop()
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class GuardWriter:
         self._new.append(f"{name} = {text}")
         return name
 
-    def constant(self, t: Type, value: str) -> str:
+    def _constant(self, t: Type, value: str) -> str:
         return self._put(constant(t, value))
 
     def _two(self, what: str, a: str, b: str, t: Type) -> str:
