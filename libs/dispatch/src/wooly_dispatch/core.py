@@ -47,7 +47,7 @@ MIN_PIECE_NS = 1_000
 """What a launch counts for at least: also launches estimated at nothing fill a window."""
 MAX_STRETCH = STRETCH << 10
 ALONE = 4
-"""Pieces that one launch may have where launches can be stopped and nobody else waits: who comes has it stopped."""
+"""Pieces that one launch may have where launches can be stopped and no other session is open: who comes has it stopped."""
 MAX_EARLY = 1024
 """Programs of one session that may wait for one before them."""
 
@@ -131,7 +131,7 @@ def _cut(state: DispatchState, session: Session) -> tuple[int, int, int]:
     done = ends[begin - 1] if begin else 0
     if session.proven:
         longest = state.pieces[session.lane]
-        if state.config.stoppable and sum([lane.size for lane in state.lanes]) == 1:
+        if state.config.stoppable and len(state.sessions) == 1:
             longest *= ALONE
         else:
             longest = longest * STRETCH // session.stretch
@@ -356,7 +356,7 @@ def overtaken(state: DispatchState) -> bool:
     """Whether a session waits for which what is in flight should be stopped, where it can be.
 
     That is one of a higher class (P4's turn by its floor gives way to P0 and P1 only); where the launch is longer than a piece
-    because nobody waited, also one of its own class.
+    because no other was open, also one of its own class.
     """
     for flight in state.flights.values():
         for priority in range(min(flight.priority, PROTECTED) if flight.floor else flight.priority):
