@@ -65,7 +65,7 @@ def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
         return [line.split("  ")[1] if line.startswith("epoch") else line for line in text.splitlines()[1:]]
 
     assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
-    assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly status" in ours.stderr
+    assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly top" in ours.stderr
     listed = run("tasks", "--json", stack=stack).stdout
     assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 

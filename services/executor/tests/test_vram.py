@@ -447,9 +447,9 @@ def test_content_written_once_is_dropped_without_a_copy_the_next_time(make_devic
         b.run(wis.body().alloc("x", 6 * MIB), {"x": 1}, frees=[1])
         b.sync()
         assert device.residence()["a"] == "away" and stowed(device) == (6 * MIB, 0)
-        moved = vram_of(device, lambda v: v._mover.moved)
+        moved = vram_of(device, lambda v: v.mover.moved)
         assert a.read(1, len(data)) == data
-        assert vram_of(device, lambda v: v._mover.moved) == moved + len(data)  # brought, not saved again
+        assert vram_of(device, lambda v: v.mover.moved) == moved + len(data)  # brought, not saved again
     device.check()
 
 
