@@ -1,7 +1,7 @@
 """When a plan is asked for: compiling takes cores, caches and memory from what runs on the same machine.
 
-So it is for times when the device has nothing to do, or for when programs have taken so much of its time that what compiling
-takes is little beside it, whatever they gain by it. One program at a time, that which took most first.
+So it is for times when the device has nothing to do, or for when programs have taken as much of its time as compiling takes.
+One program at a time, that which took most first.
 
     async with leisure.spell(taken_ns):      waits; while it lasts, nobody else is let in
 """
@@ -20,9 +20,9 @@ LOOK_S = 0.1
 QUIET_LOOKS = 10
 #: The share of the time between two looks that is next to nothing.
 NEXT_TO_NOTHING = 0.05
-#: Where the device never idles, programs must have taken so many times what compiling takes: what runs beside that is slower by a
-#: third at most, so all runs together are by a twentieth.
-WORTH = 5
+#: Where the device never idles, programs must have taken so many times what compiling takes. What plans save is not known before;
+#: to begin when as much was spent as they cost loses the least against who had known.
+WORTH = 1
 #: What compiling takes in seconds, as long as nobody knows; and at most: a compiler may be away for long.
 EXPECTED_S = 1.0
 MOST_S = 5.0
