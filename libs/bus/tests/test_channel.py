@@ -21,9 +21,9 @@ from wooly_bus.channel import (
     FrameReceived,
     ProtocolError,
 )
-from wooly_bus.channel.framing import ACK, HEADER, MAX_FRAME
+from wooly_bus.channel.framing import ACK, HEADER, MAX_FRAME, MAX_REASON
 
-ECHO, BULK, DATA, HOLD = 20, 21, 22, 23
+ECHO, BULK, DATA, HOLD, BYE = 20, 21, 22, 23, 24
 
 
 class EchoServer:
@@ -56,6 +56,8 @@ class EchoServer:
                     self.gone.append(event.reason)
                 elif isinstance(event, FrameReceived):
                     self.seen.append(event.kind)
+                    if event.kind == BYE:
+                        event.conn.close(event.payload.decode())
                     if event.kind == HOLD:
                         self.hold = True
                     if not self.hold:
@@ -107,6 +109,48 @@ def test_any_sizes_are_echoed(sizes):
         client.close()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("why", ["enough is enough", "ü" * MAX_REASON])
+def test_who_waits_is_told_why_the_other_end_closed(echo, why):
+    client = ChannelClient.connect(echo.endpoint)
+    client.send(ECHO, b"before")
+    client.send(BYE, why.encode())
+    assert client.recv(5).payload == b"before"
+    with pytest.raises(ChannelClosedError) as caught:
+        client.recv(5)
+    assert str(caught.value) == why.encode()[:MAX_REASON].decode()
+    client.close()
+
+
+def test_who_sends_is_told_why_the_other_end_closed(echo):
+    """What was on its way before the reason is taken in: acknowledgements, data that is expected, an answer nobody waits for."""
+    client = ChannelClient.connect(echo.endpoint)
+    into = bytearray(100)
+    expected = client.expect(memoryview(into), DATA)
+    client.send(DATA, len(into).to_bytes(8, "little"))
+    client.send(ECHO, b"nobody waits")
+    client.send(BYE, b"enough is enough")
+    deadline = time.monotonic() + 5
+    with pytest.raises(ChannelClosedError, match=r"^enough is enough$"):
+        while time.monotonic() < deadline:
+            client.send(ECHO, b"more")
+    assert expected.done and expected.other is None
+    with pytest.raises(ChannelClosedError):
+        client.send(ECHO, b"more")
+    client.close()
+
+
+def test_stranger_is_not_told_why(tmp_path):
+    server = ChannelServer()
+    endpoint = server.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
+    client = ChannelClient.connect(endpoint)
+    (event,) = server.poll(5)
+    event.conn.close("a secret")
+    with pytest.raises(ChannelClosedError, match="the other end closed the connection"):
+        client.recv(5)
+    client.close()
+    server.close()
 
 
 def test_bulk_lands_in_place_and_comes_back_in_place(echo):

@@ -1,7 +1,10 @@
 """What a client may make the executor hold, and for how long it may keep it busy."""
 
 import pytest
+from wooly_bus.channel import Endpoint
 from wooly_executor import device_loop, programs, session
+from wooly_testkit import forks
+from wooly_testkit.executor import executor_process
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import MAX_CHUNK
 
@@ -64,6 +67,24 @@ def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_
         a.sync()
     a.run(wis.body(), {}, frees=[2, 3, 10, 11, 12])
     assert a.sync() == {} and device.held() == {"a": (0, 0)}
+
+
+def test_operator_that_wants_more_than_the_host_has_fails_alone(wis):
+    """The result has 4 bytes, the copy that the library makes on its way there 4 GiB."""
+    limited = {"WOOLY_EXECUTOR_HOST_MEMORY": str(2 << 30)}
+    with executor_process(environment=limited, start=forks.Forked) as running:
+        client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
+        assert client.welcome["device"]["total_memory"] == (2 << 30) - (2 << 27)
+        client.make(1, 1.0)
+        wide, one = wis.at(DType.F32, 1 << 20, 1 << 10, strides=(0, 0)), wis.at(DType.F32)
+        body = wis.body().alloc("y", 4).call("aten.median.default", ("in", "x", wide), ("out", "y", one))
+        client.run(body, {"x": 1, "y": 2})
+        with pytest.raises(wis.error, match=r"out of memory. Tried to allocate 4096.00 MiB") as caught:
+            client.sync()
+        assert caught.value.code == "executor.out_of_memory"
+        client.run(wis.body().alloc("y", 4).fill("y", one, 3.0), {"y": 3})
+        assert client.floats(3, 1) == [3.0]
+        client.channel.close()
 
 
 def test_out_argument_that_would_grow_is_refused(device, wis):

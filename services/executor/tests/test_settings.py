@@ -90,6 +90,16 @@ def test_every_variable_is_in_the_readme():
     )
 
 
+def test_a_cpu_device_leaves_the_executor_some_of_the_hosts_memory(clean, monkeypatch):
+    monkeypatch.setenv("WOOLY_EXECUTOR_HOST_MEMORY", str(16 << 30))
+    settings = ExecutorSettings()
+    assert settings.device_memory(None) == 14 << 30 and settings.device_memory(1 << 40) == 1 << 40
+    assert settings.swap(14 << 30).host == 1 << 30
+    assert settings.swap(0).host == settings.swap(1 << 30).host == 4 << 30 and settings.swap(17 << 30).host == 0
+    monkeypatch.setenv("WOOLY_EXECUTOR_SWAP_HOST", "5")
+    assert ExecutorSettings().swap(14 << 30).host == 5
+
+
 def test_defaults_ask_for_all_memory(clean):
     assert ExecutorSettings().memory is None and ExecutorSettings().runtime == "auto"
 

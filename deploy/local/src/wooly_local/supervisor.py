@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from wooly_bus import host
 from wooly_bus.authority import make_authority
 
 from wooly_local.processes import Service, call_it, die_with_parent, preload
@@ -168,8 +169,8 @@ class Supervisor:
         }
         if self.gpus > 1:  # they share the host's memory and cores, unless the user says otherwise
             shares = {
-                "WOOLY_EXECUTOR_MEMORY": psutil.virtual_memory().total // self.gpus,
-                "OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // self.gpus),
+                "WOOLY_EXECUTOR_HOST_MEMORY": host.memory() // self.gpus,
+                "OMP_NUM_THREADS": max(1, host.cores() // self.gpus),
             }
             env |= {k: os.environ.get(k) or str(v) for k, v in shares.items()}
         return Service(name, "wooly_executor", env, logs / f"{name}.log")

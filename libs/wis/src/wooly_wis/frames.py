@@ -39,6 +39,7 @@ class Kind(IntEnum):
     SEAL = 15
     PIN = 16
     SOURCE = 17
+    END = 18
 
 
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from wooly_bus import host
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
@@ -179,9 +180,7 @@ def main(argv: list[str] | None = None) -> int:
             log.error("%s", line)
         return 2
     setup_tracing("executor")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if threads:
-        torch.set_num_threads(int(threads))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(torch.get_num_threads(), host.cores())))
     dispatch = Dispatch(fifo=settings.dispatch == "fifo")
     try:
         runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir, settings.device)
@@ -192,9 +191,12 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s
         tiers = None if args.standalone else Tiers(exact=runtime.exact)
-    memory = settings.memory or (runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
-    pace = settings.paced() if runtime.device.host else None  # a GPU's events tell what its own cores did
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(), tiers, pace, Collector())
+    memory = settings.device_memory(runtime.capacity() if isinstance(runtime, GpuRuntime) else None)
+    taken, pace = 0, None
+    if runtime.device.host:  # a GPU's events tell what its own cores did
+        taken, pace = memory, settings.paced()
+        host.bound(settings.host_memory)
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector())
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

@@ -22,8 +22,6 @@ from wooly_dispatch.events import Policy
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
-    ANSWER_COPIED,
-    MAX_CHUNK,
     PROTOCOL,
     WRITE_HEAD,
     Kind,
@@ -34,6 +32,7 @@ from wooly_wis.frames import (
     unpack_run,
 )
 
+from wooly_executor.answers import Answers, awaited
 from wooly_executor.collector import Collector
 from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
@@ -42,10 +41,10 @@ from wooly_executor.errors import (
     ContextLostError,
     ExecutorError,
     InternalError,
-    OutOfMemoryError,
     UnknownSessionError,
 )
 from wooly_executor.estimates import Cut, Definitions, turns
+from wooly_executor.landing import land, sink
 from wooly_executor.memory.book import Scope
 from wooly_executor.pace import FULL, Pace
 from wooly_executor.programs import ProgramStore
@@ -87,7 +86,9 @@ class DeviceLoop:
         self.pace = pace
         self.work = Work()
         self.dispatch = dispatch or Dispatch()
-        self.server = ChannelServer({int(Kind.WRITE): WRITE_HEAD.size}, self._sink)
+        self.server = ChannelServer(
+            {int(Kind.WRITE): WRITE_HEAD.size}, lambda conn, kind, prefix, nbytes: sink(self.vram, conn, prefix, nbytes)
+        )
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = Vram(
             self.memory, self.dispatch, swap or SwapSettings(), self.call, self._proceed, device=runtime.device
@@ -104,9 +105,8 @@ class DeviceLoop:
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
         self._sessions: dict[str, Session] = {}
-        self._lending: list[Session] = []
         self._polled = 0
-        self._answered = False
+        self._answers = Answers(self.server, self._proceed)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
 
@@ -208,9 +208,9 @@ class DeviceLoop:
             return
         for frame in session.queue:
             stuck = stuck or frame.kind in _WORK
-            if stuck and not frame.refused and _awaited(frame):
+            if stuck and not frame.refused and awaited(frame):
                 frame.refused = True
-                self._answer(conn, Failure("executor.held", session.hold, frame.seq, None).to_json(), Kind.ERROR)
+                self._answers.refuse(conn, frame, "executor.held", session.hold)
 
     def take_usage(self) -> list[Taken]:
         """What sessions used since the last time (in the loop's thread)."""
@@ -272,25 +272,17 @@ class DeviceLoop:
             conn = session.conn
             if conn is not None and not conn.closed:
                 for frame in session.queue:
-                    if not frame.refused and _awaited(frame):
-                        failure = Failure(ContextLostError.code, self.lost, frame.seq, None)
-                        self._answer(conn, failure.to_json(), Kind.ERROR)
-        self._flush()
+                    if not frame.refused and awaited(frame):
+                        self._answers.refuse(conn, frame, ContextLostError.code, self.lost)
+        self._answers.flush()
 
     def _poll(self, timeout: float | None) -> None:
         for event in self.server.poll(timeout):
             self._on_event(event)
-        if self._lending:
-            self._take_back()
-        self._flush()
+        if self._answers.lending:
+            self._answers.take_back()
+        self._answers.flush()
         self._polled = time.perf_counter_ns()
-
-    def _flush(self) -> None:
-        while self._answered:
-            self._answered = False
-            self.server.flush()
-            if self._lending:
-                self._take_back()
 
     def _run_calls(self) -> None:
         while not self._calls.empty():
@@ -312,7 +304,7 @@ class DeviceLoop:
                     self.pace.worked(gpu_ns)
             if last < work[3]:
                 stopped = (*work[:2], last)
-            self._flush()
+            self._answers.flush()
         if self._collector is not None:
             self._collector.worked()
         self._look()
@@ -377,11 +369,8 @@ class DeviceLoop:
         session.conn, conn.owner, conn.authenticated = conn, session, True
         conn.ack(seq)
         facts = self.runtime.facts() | {"total_memory": session.quota}
-        self._answered = True
-        conn.send(
-            Kind.WELCOME,
-            pack_json({"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}),
-        )
+        welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
+        self._answers.say(conn, welcome, Kind.WELCOME)
 
     # -- frames ------------------------------------------------------------------------------------------------------
 
@@ -552,11 +541,11 @@ class DeviceLoop:
             raise
         except (ExecutorError, DecodeError) as e:
             session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
-            self._answer_if_awaited(session, conn, frame)
+            self._answers.failure_if_awaited(session, conn, frame)
         except Exception as e:
             log.exception("session %s: frame %d failed", session.id, frame.seq)
             session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
-            self._answer_if_awaited(session, conn, frame)
+            self._answers.failure_if_awaited(session, conn, frame)
         conn.ack(frame.seq)
         if not session.queue:
             self.vram.idle(session)
@@ -578,35 +567,34 @@ class DeviceLoop:
             if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
                 for slot in running.ready.dynamic:
                     session.free(running.run.bindings[slot])
-            elif running.run.reply and not self._answer_failure(session, conn):
-                self._answer(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
+            elif running.run.reply and not self._answers.failure(session, conn):
+                self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
         elif kind == Kind.WRITE:
-            self._land(session)  # data is in place already, or on its way, or its failure is kept
+            land(session)  # data is in place already, or on its way, or its failure is kept
         elif kind == Kind.DEFINE or frame.refused:
             return
         elif kind == Kind.READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
-            if not self._answer_failure(session, conn):
-                self._send(
-                    session, conn, session.runtime.device.read(session.memory(buffer, offset, nbytes, writing=False))
-                )
+            if not self._answers.failure(session, conn):
+                memory = session.memory(buffer, offset, nbytes, writing=False)
+                self._answers.data(session, conn, session.runtime.device.read(memory))
         elif kind == Kind.SOURCE:
             session.take_source(bytes(frame.payload))
         elif kind == Kind.SYNC:
-            if not self._answer_failure(session, conn):
-                self._answer(conn, {})
+            if not self._answers.failure(session, conn):
+                self._answers.say(conn, {})
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
             stats |= {"bytes": session.bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
-            self._answer(conn, stats | self.vram.stats(session))
+            self._answers.say(conn, stats | self.vram.stats(session))
         elif kind == Kind.OFFER:
-            self._answer(conn, {"known": self._offer(session, frame)})
+            self._answers.say(conn, {"known": self._offer(session, frame)})
         elif kind == Kind.SEAL:
             buffer, nbytes, _, name = unpack_content(frame.payload)
             self.vram.contents.seal(session, buffer, nbytes, name)
         elif kind == Kind.PIN:
-            self._answer(conn, self._pin(session, unpack_json(frame.payload)))
+            self._answers.say(conn, self._pin(session, unpack_json(frame.payload)))
         elif kind == Kind.CLOSE:
             self.close_session(session.id, "")
         else:
@@ -631,93 +619,6 @@ class DeviceLoop:
         except ExecutorError as e:
             return {"error": str(e)}
         return {"pins": vram.pins.of(tenant)}
-
-    # -- answers -----------------------------------------------------------------------------------------------------
-
-    def _answer(self, conn: Connection, value: dict[str, Any], kind: Kind = Kind.RESULT) -> None:
-        conn.send(kind, pack_json(value))
-        self._answered = True
-
-    def _answer_failure(self, session: Session, conn: Connection) -> bool:
-        failure = session.take_failure()
-        if failure is None:
-            return False
-        self._answer(conn, failure.to_json(), Kind.ERROR)
-        return True
-
-    def _answer_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
-        if not frame.refused and _awaited(frame):
-            self._answer_failure(session, conn)
-
-    def _send(self, session: Session, conn: Connection, memory: memoryview) -> None:
-        """Answer a READ. What is large leaves straight from the buffer, which nothing may change until it is gone."""
-        session.counters.bytes_out += len(memory)
-        self._answered = True
-        if 0 < len(memory) <= ANSWER_COPIED:
-            conn.send(Kind.DATA, bytes(memory))
-            return
-        for at in range(0, len(memory), MAX_CHUNK):
-            conn.send(Kind.DATA, memory[at : at + MAX_CHUNK])
-        if len(memory):
-            session.lending = session.barred = True
-            self._lending.append(session)
-
-    def _take_back(self) -> None:
-        """Go on with the sessions whose answers are gone."""
-        lending, self._lending = self._lending, []
-        for session in lending:
-            conn = session.conn
-            if conn is None or conn.closed:
-                continue
-            if conn.queued_bytes:
-                self._lending.append(session)
-            else:
-                session.lending = session.barred = False
-                self._proceed(session)
-
-    # -- bulk data ---------------------------------------------------------------------------------------------------
-
-    def _sink(self, conn: Connection, kind: int, prefix: bytes, data_len: int) -> memoryview | None:
-        """Where the data of a WRITE belongs: straight in the buffer, once everything before it is done."""
-        session: Session | None = conn.owner
-        if session is None:
-            raise ProtocolError("data before the hello")
-        buffer, offset = WRITE_HEAD.unpack(prefix)
-        if session.queue or session.lending or not self.vram.writable(session, buffer):
-            return None
-        session.idle_since = None
-        try:
-            memory = session.memory(buffer, offset, data_len, writing=True)
-            into, session.landing = session.runtime.device.landing(memory)
-        except ContextLostError:
-            raise
-        except ExecutorError as e:
-            session.fail(e.code, str(e), 0)
-            return memoryview(bytearray(data_len))  # taken off the wire and dropped; the failure is kept
-        except (RuntimeError, MemoryError) as e:
-            session.fail(OutOfMemoryError.code, str(e), 0)
-            return memoryview(bytearray(data_len))
-        session.counters.bytes_in += data_len
-        return into
-
-    def _land(self, session: Session) -> None:
-        """Bring what was received to the device."""
-        land, session.landing = session.landing, None
-        if land is not None:
-            land()
-
-
-def _awaited(frame: Frame) -> bool:
-    """Whether the client waits for an answer."""
-    asks = (Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN)
-    return frame.kind in asks or (frame.kind == Kind.RUN and _wants_reply(frame.payload))
-
-
-def _wants_reply(payload: Any) -> bool:
-    try:
-        return unpack_run(payload).reply
-    except DecodeError:
-        return False
 
 
 def _json_values(values: list[Any]) -> list[Any]:

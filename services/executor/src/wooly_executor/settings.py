@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import psutil
 from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from wooly_bus import host
 from wooly_bus.channel import Endpoint
 from wooly_wis.messages import Id
 
@@ -21,14 +21,17 @@ from wooly_executor.vram import SwapSettings
 PREFIX = "WOOLY_EXECUTOR_"
 #: The cluster's percentage, until somebody configures another.
 DEFAULT_OVERCOMMIT = "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
+#: The part of the host's memory that is no CPU device's, but the executor's own and an operator's while it runs: one in so many.
+OWN_PART = 8
 ANY_ADDRESS = ("0.0.0.0", "::")
 
 
 class ExecutorSettings(BaseSettings):
     """What an executor needs to know. Memory in bytes, times in seconds.
 
-    `memory` is the device's, where it is not to be all of it. A large allocation leaves `reserve` free, if sessions idle for
-    `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host memory, then to `swap_disk` bytes in `swap_dir`.
+    `memory` is the device's, where it is not to be all of it. On a CPU the process may take `host_memory` in all. A large
+    allocation leaves `reserve` free, if sessions idle for `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host
+    memory, then to `swap_disk` bytes in `swap_dir`.
     `device` is the number of the GPU among those that the process sees: one executor serves one.
     `channel_key` is the public key of the router, if no other may open sessions here.
     """
@@ -47,11 +50,12 @@ class ExecutorSettings(BaseSettings):
     channel_key: str = ""
     state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
     memory: Annotated[int, Field(ge=256, lt=1 << 63)] | None = None
+    host_memory: int = Field(default_factory=host.memory, ge=256 << 20, lt=1 << 63)
     reserve: int = Field(default=2 << 30, ge=0)
     large_allocation: int = Field(default=16 << 20, ge=1)
     swap_idle_s: float = Field(default=300.0, ge=0)
     swap_patience_s: float = Field(default=10.0, ge=0)
-    swap_host: int = Field(default_factory=lambda: psutil.virtual_memory().total // 4, ge=0)
+    swap_host: Annotated[int, Field(ge=0)] | None = None
     swap_disk: int = Field(default=16 << 30, ge=0)
     swap_dir: Path | None = None
     overcommit_percent: int = Field(
@@ -63,11 +67,18 @@ class ExecutorSettings(BaseSettings):
     kernel_s: float = Field(default=10.0, gt=0)
     pace: Literal["best", "off"] | Annotated[int, Field(ge=1_000, le=1_000_000)] = "best"
 
-    def swap(self) -> SwapSettings:
-        """How memory is swapped."""
+    def device_memory(self, capacity: int | None) -> int:
+        """Bytes of the device: as configured, else its `capacity`, else what of the host's memory a CPU device gets."""
+        return self.memory or capacity or self.host_memory - self.host_memory // OWN_PART
+
+    def swap(self, taken: int = 0) -> SwapSettings:
+        """How memory is swapped, where the device itself has taken so many bytes of host memory."""
+        swap_host = self.swap_host
+        if swap_host is None:
+            swap_host = max(min(self.host_memory // 4, (self.host_memory - taken) // 2), 0)
         policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
         folder = self.swap_dir or self.state_dir / "swap"
-        return SwapSettings(policy, self.swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
+        return SwapSettings(policy, swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
 
     def paced(self) -> Pace | None:
         """How the pace of a CPU is measured; None: it is not."""

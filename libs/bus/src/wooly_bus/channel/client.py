@@ -17,6 +17,7 @@ from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import (
     ACK,
     DEFAULT_WINDOW,
+    END,
     HEADER,
     MAX_FRAME,
     SOCKET_BUFFER,
@@ -69,6 +70,7 @@ class ChannelClient:
         self._expected: deque[Expected] = deque()
         self._in_flight = 0
         self._owed = 0
+        self._leaving = False
         self._tls = isinstance(sock, ssl.SSLSocket)
         self.window = DEFAULT_WINDOW
         self.acked = 0
@@ -147,7 +149,7 @@ class ChannelClient:
                 size = sum(len(b) for b in buffers)
                 n = sock.sendmsg(buffers)
         except OSError as e:
-            raise self._gone(e) from e
+            raise self._left(e) from e
 
     def _wait_for_room(self, size: int) -> None:
         while self._in_flight and self._in_flight + size > self.window:
@@ -214,6 +216,10 @@ class ChannelClient:
         if kind == ACK:
             self._take_ack(seq)
             return None
+        if kind == END:
+            why = bytearray(length)
+            self._read_into(memoryview(why))
+            raise ChannelClosedError(why.decode(errors="replace"))
         if not self._expected:
             return header
         expected = self._expected[0]
@@ -294,6 +300,18 @@ class ChannelClient:
 
     def _gone(self, cause: OSError | None) -> ChannelError:
         return ChannelClosedError(f"the connection broke: {cause}" if cause else "the other end closed the connection")
+
+    def _left(self, cause: OSError) -> ChannelError:
+        """Nothing can be sent. The other end may have said why before it left: everything that came is taken in, to its end."""
+        if not self._leaving:
+            self._leaving = True
+            try:
+                while self._pending():
+                    if (header := self._take()) is not None:
+                        self._rest(*header)
+            except ChannelError as e:
+                return e
+        return self._gone(cause)
 
     def broken(self) -> bool:
         """Whether the other end is gone, though frames of its may still be unread. Any thread may ask."""

@@ -1,4 +1,4 @@
-"""The frame header of the data channel, its limits, and its errors. Kinds other than ACK mean nothing here."""
+"""The frame header of the data channel, its limits, and its errors. Kinds other than ACK and END mean nothing here."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 HEADER = struct.Struct("<IBBHQ")
 ACK = 1
+#: The last frame: why its sender closes the connection, as UTF-8 of at most `MAX_REASON` bytes. Not numbered.
+END = 18
+MAX_REASON = 4096
 MAX_FRAME = 16 << 20
 DEFAULT_WINDOW = 64 << 20
 SOCKET_BUFFER = 4 << 20
@@ -62,4 +65,6 @@ def parse_header(header: bytes | bytearray | memoryview) -> tuple[int, int, int,
         raise ProtocolError(f"frame of {length} bytes, at most {MAX_FRAME}")
     if kind == ACK and length:
         raise ProtocolError("ACK frame with a payload")
+    if kind == END and length > MAX_REASON:
+        raise ProtocolError(f"END frame of {length} bytes, at most {MAX_REASON}")
     return length, kind, flags, seq

@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from wooly_bus.channel.endpoint import Endpoint, tune
-from wooly_bus.channel.framing import ACK, HEADER, SOCKET_BUFFER, ChannelError, ProtocolError, parse_header
+from wooly_bus.channel.framing import (
+    ACK,
+    END,
+    HEADER,
+    MAX_REASON,
+    SOCKET_BUFFER,
+    ChannelError,
+    ProtocolError,
+    parse_header,
+)
 
 READ_PER_POLL = 4 << 20
 UNAUTHENTICATED_LIMIT = 64 << 10
@@ -140,7 +149,7 @@ class Connection:
         self.server._watch(self)
 
     def close(self, reason: str = "") -> None:
-        """Close at once; a `Disconnected` event follows."""
+        """Close at once; a `Disconnected` event follows. A peer that is known is told the reason, if there is room on the way."""
         self.server._close(self, reason)
 
 
@@ -338,6 +347,10 @@ class ChannelServer:
         if conn._out and not reason:
             self._writable(conn)
         conn.closed = True
+        if reason and conn.authenticated and not conn._handshaking:
+            why = reason.encode()[:MAX_REASON]
+            conn._out += [memoryview(HEADER.pack(len(why), END, 0, 0, 0)), memoryview(why)]
+            self._writable(conn)
         if conn._interest:
             self._selector.unregister(conn.sock)
             conn._interest = 0

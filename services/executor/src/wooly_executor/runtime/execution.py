@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any
 
-from wooly_executor.errors import OperationError, PoisonedError
+from wooly_executor.errors import OperationError, OutOfMemoryError, PoisonedError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.prepared import PreparedProgram, Span, Stretch
 from wooly_executor.runtime.segments import SegmentError
+
+#: What the library says where the host gives it no memory.
+_NO_MEMORY = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate|not enough) memory(?:: you tried to allocate (\d+) bytes)?|std::bad_alloc"
+)
 
 
 class StepExecution:
@@ -132,6 +138,11 @@ class StepExecution:
             outcome.error = str(cause)
         else:
             outcome.error = f"{type(cause).__name__}: {cause}"
+        refused = _NO_MEMORY.search(outcome.error)
+        if refused or isinstance(cause, MemoryError):
+            asked = f"Tried to allocate {int(refused[1]) / (1 << 20):.2f} MiB. " if refused and refused[1] else ""
+            outcome.code = OutOfMemoryError.code
+            outcome.error = f"CUDA out of memory. {asked}The executor's host has no more for an operator's own work."
         lost = {slot for writes in prepared.writes[at:] for slot in writes}
         for slot in lost:
             buffer = buffers.get(bindings[slot])

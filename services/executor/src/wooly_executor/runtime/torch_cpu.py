@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import torch
+from wooly_bus import host
 
 from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.protocol import Rates
@@ -34,7 +34,7 @@ class TorchCpuRuntime(TorchRuntime):
             "vendor": "cpu",
             "arch": platform.machine(),
             "runtime": "torch-cpu",
-            "total_memory": psutil.virtual_memory().total,
+            "total_memory": host.memory(),
             "cores": torch.get_num_threads(),
             "torch_version": torch.__version__.split("+")[0],
         }

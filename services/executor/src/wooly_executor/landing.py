@@ -1,0 +1,48 @@
+"""Where data of clients lands: straight in the buffer that it is meant for."""
+
+from __future__ import annotations
+
+from wooly_bus.channel import Connection, ProtocolError
+from wooly_wis.frames import WRITE_HEAD
+
+from wooly_executor.errors import ContextLostError, ExecutorError, OutOfMemoryError
+from wooly_executor.session import Session
+from wooly_executor.vram import Vram
+
+
+def sink(vram: Vram, conn: Connection, prefix: bytes, nbytes: int) -> memoryview | None:
+    """Where `nbytes` of a WRITE belong. None: not yet, as something before it is not done.
+
+    Args:
+        prefix: the frame's head.
+
+    Raises:
+        ProtocolError: the client has not said who it is.
+    """
+    session: Session | None = conn.owner
+    if session is None:
+        raise ProtocolError("data before the hello")
+    buffer, offset = WRITE_HEAD.unpack(prefix)
+    if session.queue or session.lending or not vram.writable(session, buffer):
+        return None
+    session.idle_since = None
+    try:
+        memory = session.memory(buffer, offset, nbytes, writing=True)
+        into, session.landing = session.runtime.device.landing(memory)
+    except ContextLostError:
+        raise
+    except ExecutorError as e:
+        session.fail(e.code, str(e), 0)
+        return memoryview(bytearray(nbytes))  # taken off the wire and dropped; the failure is kept
+    except (RuntimeError, MemoryError) as e:
+        session.fail(OutOfMemoryError.code, str(e), 0)
+        return memoryview(bytearray(nbytes))
+    session.counters.bytes_in += nbytes
+    return into
+
+
+def land(session: Session) -> None:
+    """Bring what was received to the device."""
+    bring, session.landing = session.landing, None
+    if bring is not None:
+        bring()
