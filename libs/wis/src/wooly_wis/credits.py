@@ -35,7 +35,8 @@ class UsageRecord(BaseModel):
         runs: programs that ended.
         gpu_ns: device time.
         core_ns: cores occupied times device time.
-        pace_ppm: how fast the device's cores were meanwhile, in millionths of the speed that is priced in full.
+        pace_ppm: the pace at which its times are priced, in millionths: how fast the device's cores were meanwhile, and on CPUs
+            what equal runs take on average.
         moved_bytes: read and written by the programs' instructions, by the op table.
         flops: of those instructions whose arithmetic the op table knows.
         resident_mib_us: MiB resident times microseconds of its own device time.

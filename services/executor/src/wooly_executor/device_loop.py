@@ -53,6 +53,7 @@ from wooly_executor.session import Failure, Frame, Session
 from wooly_executor.spans import spans_of
 from wooly_executor.tiers import Tiers, Work
 from wooly_executor.usage import Taken, UsageBook
+from wooly_executor.usual import UsualBook
 from wooly_executor.vram import SwapSettings, Vram
 
 log = logging.getLogger("wooly.executor")
@@ -101,6 +102,7 @@ class DeviceLoop:
         self.busy_ns = 0
         self.usage = UsageBook()
         self._collector = collector
+        self._usual = UsualBook()
         self._workers = WorkerClock()
         self._store = ProgramStore(runtime)
         self._definitions = Definitions()
@@ -299,7 +301,9 @@ class DeviceLoop:
             if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
                 core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
-                session.used.launched(gpu_ns, core_ns, self.vram.clock(), FULL if self.pace is None else self.pace.ppm)
+                session.used.launched(
+                    gpu_ns, core_ns, self.vram.clock(), self._pace_of(session, work[1], work[2], last, core_ns)
+                )
                 if self.pace is not None:
                     self.pace.worked(gpu_ns)
             if last < work[3]:
@@ -309,6 +313,21 @@ class DeviceLoop:
             self._collector.worked()
         self._look()
         self.dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _pace_of(self, session: Session, frame: Frame, first: int, last: int, core_ns: int) -> int:
+        """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
+        running, kernels = frame.running, frame.cut.kernels
+        if self.pace is None:
+            return FULL
+        if running is None or core_ns <= 0:
+            return self.pace.ppm
+        took = core_ns * self.pace.ppm // FULL
+        running.paced_ns += took
+        usual = self._usual.of(session.tenant, running.ready.digest, running.prepared)
+        counts = usual.price(took, sum(kernels[first:last]), sum(kernels))
+        if last == len(kernels) and running.execution.outcome.failed_at is None:
+            usual.ran(running.paced_ns)
+        return max(counts * FULL // core_ns, 1)
 
     def _look(self) -> None:
         """Take in what came, unless somebody looked just now."""

@@ -89,7 +89,12 @@ class Counters:
 
 @dataclass(slots=True)
 class Running:
-    """A program of a session that was begun and is not finished."""
+    """A program of a session that was begun and is not finished.
+
+    Attributes:
+        gpu_ns: device time so far.
+        paced_ns: time of cores so far, at full pace.
+    """
 
     run: Run
     seq: int
@@ -99,6 +104,7 @@ class Running:
     freed: int
     prepared: Any
     gpu_ns: int = 0
+    paced_ns: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,83 @@
+"""What a program's runs usually take, where the device is a CPU: that is what one more of them is priced at.
+
+The pace tells how fast the core is, but not how warm its caches are for what comes next, nor who else uses the memory just now:
+equal runs differ by a tenth or two from one second to the next. Who runs the same again should pay the same. So a run of a
+program that a tenant has run often is priced as its runs are on average, as long as it took about that. The sum over many runs
+stays what they took.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+#: Runs of a program that are not counted, as it is still prepared, and counted runs from which on the mean is used.
+FIRST, KNOWN = 40, 32
+#: A run is priced at its usual time where it took between two thirds and three halves of that, else at what is nearest to it.
+MORE, LESS = 1.5, 1 / 1.5
+#: Runs that the mean is taken over; later ones weigh as much as the last of these.
+MOST = 100_000
+#: Programs of tenants that are remembered.
+REMEMBERED = 8192
+
+
+class Usual:
+    """Of one program of one tenant. Times in ns of cores at full pace.
+
+    Attributes:
+        runs: how many were counted.
+        mean_ns: what they took on average.
+    """
+
+    __slots__ = ("_form", "_skipped", "mean_ns", "runs")
+
+    def __init__(self, form: int) -> None:
+        self._form = form
+        self._skipped = self.runs = 0
+        self.mean_ns = 0.0
+
+    def runs_as(self, form: int) -> None:
+        """What the program is run as, by its identity: where that has changed, nothing is known of it."""
+        if form != self._form:
+            self.__init__(form)  # type: ignore[misc]
+
+    def price(self, ns: int, part: int, whole: int) -> int:
+        """What a launch counts for that took `ns`, and was expected to be `part` of a run's `whole`."""
+        if self.runs < KNOWN or not whole:
+            return ns
+        return int(min(max(self.mean_ns * part / whole, ns * LESS), ns * MORE))
+
+    def ran(self, ns: int) -> None:
+        """A run took `ns` in all."""
+        if self._skipped < FIRST:
+            self._skipped += 1
+            return
+        self.runs = min(self.runs + 1, MOST)
+        if self.runs > KNOWN:
+            ns = int(min(max(ns, self.mean_ns * LESS), self.mean_ns * MORE))
+        self.mean_ns += (ns - self.mean_ns) / self.runs
+
+
+class UsualBook:
+    """Every tenant's own: nobody's runs change what another pays. Owned by the device loop's thread."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[str, bytes], Usual] = OrderedDict()
+
+    def of(self, tenant: str, digest: bytes, form: object) -> Usual:
+        """Of a program.
+
+        Args:
+            tenant: who runs it.
+            digest: its name.
+            form: what it is run as: itself, or its plan.
+        """
+        key = tenant, digest
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = Usual(id(form))
+            if len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        else:
+            self._known.move_to_end(key)
+            found.runs_as(id(form))
+        return found

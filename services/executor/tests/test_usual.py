@@ -1,0 +1,84 @@
+"""Equal runs cost the same, though a CPU does them in more or less time; what is not equal does not."""
+
+import random
+
+import pytest
+from wooly_executor import usual
+from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, Usual, UsualBook
+
+PLAIN, PLAN = object(), object()
+
+
+def known(*took, of=PLAIN):
+    found = UsualBook().of("t", b"p", of)
+    for ns in (9_000,) * FIRST + took:
+        found.ran(ns)
+    return found
+
+
+def test_a_program_costs_what_it_took_until_it_is_known():
+    found = known(*[1000] * (KNOWN - 1))
+    assert [found.price(ns, 1, 1) for ns in (900, 1000, 1300)] == [900, 1000, 1300]
+    found.ran(1000)
+    assert [found.price(ns, 1, 1) for ns in (900, 1000, 1300)] == [1000] * 3
+
+
+def test_a_run_that_took_much_more_or_less_costs_more_or_less():
+    found = known(*[1000] * KNOWN)
+    assert found.price(6000, 1, 1) == 4000 and found.price(300, 1, 1) == 450
+    assert found.price(0, 1, 1) == 0 and found.price(500, 0, 0) == 500
+
+
+def test_parts_cost_as_much_as_the_whole():
+    found = known(*[1000] * KNOWN)
+    assert [found.price(ns, part, 4) for ns, part in ((300, 1), (450, 2), (240, 1))] == [250, 500, 250]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_over_many_runs_what_is_paid_is_what_they_took(seed):
+    chance = random.Random(seed)
+    found = known()
+    paid = took = 0
+    for k in range(20_000):
+        ns = int(1000 * chance.uniform(0.8, 1.3) * (1.15 if k % 2000 < 1000 else 1.0))  # a neighbour comes and goes
+        paid, took = paid + found.price(ns, 1, 1), took + ns
+        found.ran(ns)
+    assert paid == pytest.approx(took, rel=0.01)
+
+
+def test_one_that_is_always_slower_from_some_day_on_is_soon_priced_so():
+    found = known(*[1000] * 500)
+    for _ in range(3000):
+        found.ran(1400)
+    assert found.price(1400, 1, 1) > 1300
+    for _ in range(3000):
+        found.ran(5000)  # each counts as no more than three halves
+    assert found.price(5000, 1, 1) >= int(5000 * LESS) and found.mean_ns < 5000 * MORE
+
+
+def test_one_disturbed_run_changes_little():
+    found = known(*[1000] * 100)
+    found.ran(10**9)
+    assert found.price(1000, 1, 1) <= 1005
+
+
+def test_tenants_have_their_own_and_a_plan_begins_anew():
+    book = UsualBook()
+    for _ in range(FIRST + KNOWN):
+        book.of("a", b"p", PLAIN).ran(1000)
+    assert book.of("a", b"p", PLAIN).price(900, 1, 1) == 1000
+    assert book.of("b", b"p", PLAIN).price(900, 1, 1) == 900
+    assert book.of("a", b"q", PLAIN).price(900, 1, 1) == 900
+    assert book.of("a", b"p", PLAN).price(900, 1, 1) == 900
+
+
+def test_books_do_not_grow(monkeypatch):
+    monkeypatch.setattr(usual, "REMEMBERED", 3)
+    book = UsualBook()
+    first = book.of("a", b"0", PLAIN)
+    for k in (1, 2):
+        book.of("a", b"%d" % k, PLAIN)
+    assert book.of("a", b"0", PLAIN) is first
+    book.of("a", b"3", PLAIN)
+    assert book.of("a", b"0", PLAIN) is first and len(book._known) == 3
+    assert isinstance(first, Usual)
