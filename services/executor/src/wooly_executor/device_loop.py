@@ -46,7 +46,7 @@ from wooly_executor.errors import (
 from wooly_executor.estimates import Cut, Definitions, turns
 from wooly_executor.landing import land, sink
 from wooly_executor.memory.book import Scope
-from wooly_executor.pace import FULL, Pace
+from wooly_executor.pace import FASTEST, FULL, Pace
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
 from wooly_executor.session import Failure, Frame, Session
@@ -302,7 +302,7 @@ class DeviceLoop:
                 core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
                 self.busy_ns += gpu_ns
                 session.used.launched(
-                    gpu_ns, core_ns, self.vram.clock(), self._pace_of(session, work[1], work[2], last, core_ns)
+                    gpu_ns, core_ns, self.vram.clock(), self._pace_of(session, work[1], last, core_ns)
                 )
                 if self.pace is not None:
                     self.pace.worked(gpu_ns)
@@ -314,20 +314,22 @@ class DeviceLoop:
         self._look()
         self.dispatch.done(gpu_ns, stopped, core_ns)
 
-    def _pace_of(self, session: Session, frame: Frame, first: int, last: int, core_ns: int) -> int:
+    def _pace_of(self, session: Session, frame: Frame, last: int, core_ns: int) -> int:
         """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
         running, kernels = frame.running, frame.cut.kernels
         if self.pace is None:
             return FULL
         if running is None or core_ns <= 0:
             return self.pace.ppm
-        took = core_ns * self.pace.ppm // FULL
-        running.paced_ns += took
+        running.core_ns += core_ns
+        running.paced_ns += core_ns * self.pace.ppm // FULL
         usual = self._usual.of(session.tenant, running.ready.digest, running.prepared)
-        counts = usual.price(took, sum(kernels[first:last]), sum(kernels))
+        price = usual.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
+        piece = max(price - running.priced_ns, 0)
+        running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:
-            usual.ran(running.paced_ns)
-        return max(counts * FULL // core_ns, 1)
+            usual.ran(running.paced_ns, running.core_ns)
+        return min(max(piece * FULL // core_ns, 1), FASTEST)
 
     def _look(self) -> None:
         """Take in what came, unless somebody looked just now."""

@@ -14,6 +14,8 @@ import torch
 
 #: A core that nothing slows, in millionths.
 FULL = 1_000_000
+#: No launch is priced faster: what metering hears beyond twice that is an error to it.
+FASTEST = 50 * FULL
 #: Device time between two looks: a look costs about one percent of it.
 EVERY_NS = 3_000_000
 #: Weight of the newest look in the mean: the last thirty milliseconds count.

@@ -93,7 +93,9 @@ class Running:
 
     Attributes:
         gpu_ns: device time so far.
-        paced_ns: time of cores so far, at full pace.
+        core_ns: time of cores so far.
+        paced_ns: the same at full pace.
+        priced_ns: what it counts for so far.
     """
 
     run: Run
@@ -104,7 +106,9 @@ class Running:
     freed: int
     prepared: Any
     gpu_ns: int = 0
+    core_ns: int = 0
     paced_ns: int = 0
+    priced_ns: int = 0
 
 
 @dataclass(eq=False, slots=True)

@@ -21,40 +21,53 @@ REMEMBERED = 8192
 
 
 class Usual:
-    """Of one program of one tenant. Times in ns of cores at full pace.
+    """Of one program of one tenant.
 
     Attributes:
         runs: how many were counted.
-        mean_ns: what they took on average.
+        mean_ns: what they took on average, in ns of cores at full pace.
+        mean_core_ns: the same as measured.
     """
 
-    __slots__ = ("_form", "_skipped", "mean_ns", "runs")
+    __slots__ = ("_form", "_skipped", "mean_core_ns", "mean_ns", "runs")
 
     def __init__(self, form: int) -> None:
         self._form = form
         self._skipped = self.runs = 0
-        self.mean_ns = 0.0
+        self.mean_ns = self.mean_core_ns = 0.0
 
     def runs_as(self, form: int) -> None:
         """What the program is run as, by its identity: where that has changed, nothing is known of it."""
         if form != self._form:
             self.__init__(form)  # type: ignore[misc]
 
-    def price(self, ns: int, part: int, whole: int) -> int:
-        """What a launch counts for that took `ns`, and was expected to be `part` of a run's `whole`."""
-        if self.runs < KNOWN or not whole:
-            return ns
-        return int(min(max(self.mean_ns * part / whole, ns * LESS), ns * MORE))
+    def price(self, ns: int, core_ns: int, part: int, whole: int) -> int:
+        """What a run counts for so far, which was expected to have done `part` of its `whole` by now.
 
-    def ran(self, ns: int) -> None:
-        """A run took `ns` in all."""
+        What it took is known in two ways, as the pace may err: by the pace just now, and by the pace of such runs on average.
+
+        Args:
+            ns: what it took so far, at full pace.
+            core_ns: the same as measured.
+            part: estimates of its kernels so far.
+            whole: of all its kernels.
+        """
+        if self.runs < KNOWN or not whole or not self.mean_core_ns:
+            return ns
+        other = core_ns * self.mean_ns / self.mean_core_ns
+        return int(min(max(self.mean_ns * part / whole, min(ns, other) * LESS), max(ns, other) * MORE))
+
+    def ran(self, ns: int, core_ns: int) -> None:
+        """A run took so much in all."""
         if self._skipped < FIRST:
             self._skipped += 1
             return
         self.runs = min(self.runs + 1, MOST)
-        if self.runs > KNOWN:
-            ns = int(min(max(ns, self.mean_ns * LESS), self.mean_ns * MORE))
-        self.mean_ns += (ns - self.mean_ns) / self.runs
+        self.mean_ns += (self._near(ns, self.mean_ns) - self.mean_ns) / self.runs
+        self.mean_core_ns += (self._near(core_ns, self.mean_core_ns) - self.mean_core_ns) / self.runs
+
+    def _near(self, ns: int, mean: float) -> float:
+        return min(max(ns, mean * LESS), mean * MORE) if self.runs > KNOWN else ns
 
 
 class UsualBook:
