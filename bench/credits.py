@@ -437,6 +437,10 @@ def bench_models(args):
                     _, aside, shared = mean[key]
                     found = row(f"{name}, {key} credits beside another tenant", "credits", shared, aside, 1.05)
                     rows.append(found | {"ok": abs(shared / aside - 1) <= 0.05})
+                    found = row(
+                        f"{name}, {key} credits beside another to alone", "credits", shared, mean[key][0], COMPARED
+                    )
+                    rows.append(found | {"goal": None})
                 found = row(f"{name}, time beside another tenant", "s", seconds[2], seconds[1], COMPARED)
                 rows.append(found | {"goal": None})
                 assert all(len(v) for v in (*core, *vram))

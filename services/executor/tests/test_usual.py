@@ -4,7 +4,9 @@ import random
 
 import pytest
 from wooly_executor import usual
+from wooly_executor.pace import FULL
 from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, Usual, UsualBook
+from wooly_wis.dtypes import DType
 
 PLAIN, PLAN = object(), object()
 
@@ -93,3 +95,39 @@ def test_books_do_not_grow(monkeypatch):
     book.of("a", b"3", PLAIN)
     assert book.of("a", b"0", PLAIN) is first and len(book._known) == 3
     assert isinstance(first, Usual)
+
+
+class Steady:
+    """A core whose pace does not change."""
+
+    ppm = FULL // 2
+
+    def begin(self):
+        pass
+
+    def worked(self, ns):
+        pass
+
+
+def test_the_device_prices_runs_so_whatever_each_took(device, wis):
+    device.call(lambda: setattr(device.loop, "pace", Steady()))
+    client, x = device.open("a", tenant="t"), wis.at(DType.F32, 1 << 10)
+    client.make(1, *[0.0] * (1 << 10))
+    body = wis.body()
+    for _ in range(8):
+        body.call("aten.add_.Tensor", ("inout", "x", x), ("in", "x", x))
+
+    def run():
+        client.run(body, {"x": 1})
+        client.sync()
+        ((used,),) = [device.call(device.loop.take_usage)]
+        return used.gpu_ns, used.pace * used.gpu_ns // FULL
+
+    taken, prices = zip(*[run() for _ in range(FIRST + KNOWN)], strict=True)
+    assert all(abs(price - ns // 2) <= 1 for ns, price in zip(taken, prices, strict=True))
+    *_, known = device.loop._usual._known.values()
+    for _ in range(20):
+        mean = known.mean_ns
+        ns, price = run()
+        assert price == pytest.approx(min(max(mean, ns / 2 * LESS), ns / 2 * MORE), rel=0.01)
+    assert known.runs == KNOWN + 20
