@@ -9,7 +9,7 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
-from wooly_router import executors
+from wooly_router import advice, executors
 from wooly_router.actor import ABANDONED_S, FRESH_S
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
@@ -617,7 +617,8 @@ async def scheduler_on(url, **answers):
 
 
 @pytest.fixture
-def own_rig(rig):
+def own_rig(rig, monkeypatch):
+    monkeypatch.setattr(advice, "SCHEDULER_TIMEOUT_S", 10.0)  # it answers, on a busy machine too
     with start_nats_server() as url:
 
         @contextlib.asynccontextmanager
