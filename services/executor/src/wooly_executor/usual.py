@@ -24,22 +24,18 @@ class Usual:
     """Of one program of one tenant.
 
     Attributes:
+        form: what it is run as, by its identity: where that changes, nothing is known of it.
         runs: how many were counted.
         mean_ns: what they took on average, in ns of cores at full pace.
         mean_core_ns: the same as measured.
     """
 
-    __slots__ = ("_form", "_skipped", "mean_core_ns", "mean_ns", "runs")
+    __slots__ = ("_skipped", "form", "mean_core_ns", "mean_ns", "runs")
 
     def __init__(self, form: int) -> None:
-        self._form = form
+        self.form = form
         self._skipped = self.runs = 0
         self.mean_ns = self.mean_core_ns = 0.0
-
-    def runs_as(self, form: int) -> None:
-        """What the program is run as, by its identity: where that has changed, nothing is known of it."""
-        if form != self._form:
-            self.__init__(form)  # type: ignore[misc]
 
     def price(self, ns: int, core_ns: int, part: int, whole: int) -> int:
         """What a run counts for so far, which was expected to have done `part` of its `whole` by now.
@@ -86,11 +82,9 @@ class UsualBook:
         """
         key = tenant, digest
         found = self._known.get(key)
-        if found is None:
+        if found is None or found.form != id(form):
             found = self._known[key] = Usual(id(form))
             if len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
-        else:
-            self._known.move_to_end(key)
-            found.runs_as(id(form))
+        self._known.move_to_end(key)
         return found
