@@ -158,7 +158,7 @@ PROMPT = "What is the capital of United States of America"
 MAX_LENGTH = 100
 #: Runs before those that count: programs are prepared at their first run, compiled and put together over the next, and until then
 #: each costs less than the one before.
-WARM = 10
+WARM = 16
 #: Runs alone for each run beside another tenant.
 ALONE = 4
 #: Seconds that the pace of the machine's cores is looked at, to have something to price against that stays.

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 from wooly import storage
 from wooly.api import attached_links
+from wooly.device import current_devices
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,34 @@ def test_copies_to_pinned_memory_come_in_order_and_whatever_waits_next_has_them(
     assert again.tolist() == [200] * 3
 
 
+def test_copy_to_pinned_memory_does_not_end_the_program(cuda):
+    link, recorder = attached_links()[0], current_devices().recorders[0]
+    host, fetched = torch.zeros(4, pin_memory=True), torch.cuda.Event()
+    x = torch.arange(4.0, device=cuda)
+    torch.cuda.synchronize()
+    programs, syncs = recorder.programs, link.syncs
+    with recorder.lock:  # nor does the timer
+        x += 1
+        host.copy_(x, non_blocking=True)
+        fetched.record()
+        x.zero_()
+        assert recorder.programs == programs
+        fetched.synchronize()
+    assert host.tolist() == [1, 2, 3, 4]  # as it was then
+    assert (recorder.programs, link.syncs) == (programs + 1, syncs + 1)
+    assert x.tolist() == [0, 0, 0, 0]
+
+
+def test_pinned_memory_that_is_still_being_filled_is_uploaded_full(cuda):
+    x, host = torch.ones(1, device=cuda), torch.zeros(1, pin_memory=True)
+    torch.cuda.synchronize()
+    with current_devices().recorders[0].lock:
+        x += 1
+        host.copy_(x, non_blocking=True)
+        again = host.to(cuda)
+    assert again.item() == 2
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -130,10 +159,10 @@ def test_other_copies_are_there_at_once(cuda, make):
 def test_failure_of_a_fetched_value_is_told_to_who_waits(cuda):
     good = torch.ones(2, device=cuda)
     torch.cuda.synchronize()
-    lost = torch.arange(3.0, device=cuda).gather(0, torch.tensor([7, 8], device=cuda))
     first, second, fetched = torch.zeros(2, pin_memory=True), torch.zeros(2, pin_memory=True), torch.cuda.Event()
-    first.copy_(lost, non_blocking=True)
     second.copy_(good, non_blocking=True)
+    lost = torch.arange(3.0, device=cuda).gather(0, torch.tensor([7, 8], device=cuda))
+    first.copy_(lost, non_blocking=True)
     fetched.record()
     with pytest.raises(RuntimeError, match=r"(?s)out of bounds.*test_pinned\.py"):
         fetched.synchronize()

@@ -16,9 +16,9 @@ import torch
 FULL = 1_000_000
 #: No launch is priced faster: what metering hears beyond twice that is an error to it.
 FASTEST = 50 * FULL
-#: Device time between two looks: a look costs about one percent of it.
-EVERY_NS = 3_000_000
-#: Weight of the newest look in the mean: the last thirty milliseconds count.
+#: Device time between two looks: a look costs one or two percent of it.
+EVERY_NS = 5_000_000
+#: Weight of the newest look in the mean: the last fifty milliseconds count.
 _NEWEST = 0.1
 #: A look that was disturbed counts as at most so many times the mean.
 _FAR = 3.0
@@ -64,7 +64,8 @@ class Pace:
             self.look()
 
     def look(self) -> None:
-        """Measure once."""
+        """Measure once. How far the program before it has driven the piece of work out of the caches is not to count."""
+        _took()
         self.measured(_took())
 
     def measured(self, ns: int) -> None:

@@ -280,6 +280,11 @@ class Link:
         seq = self._send(Kind.READ, READ_HEAD.pack(buffer, offset, len(into)))
         self._coming.append(_Coming(seq, len(into), self._channel.expect(into, Kind.DATA), owner))
 
+    @property
+    def fetching_many(self) -> bool:
+        """Whether so many answers to `fetch` are to come that it may have to wait for them before long."""
+        return len(self._coming) >= COMING_LIMIT // 2
+
     def settle(self, seq: int | None = None) -> None:
         """Wait for what `fetch` began, all of it or up to a frame.
 

@@ -13,7 +13,7 @@ import sys
 import threading
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -38,6 +38,8 @@ _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", P
 MARKS = 1024
 #: Programs that may end anywhere after the timer has cut one, before a mark is set for them.
 ASTRAY = 8
+#: Frames that wait behind an open program, after which it is closed.
+AFTERWARDS = 32
 
 
 #: One recorded instruction's origin: code object and instruction offset of the Python line.
@@ -87,11 +89,19 @@ class Work(NamedTuple):
     origins: list[Origin]
 
 
-class Mark(NamedTuple):
-    """A point of a device's work: a position of the link it went through; no link: what comes next cannot be told from it."""
+class Mark:
+    """A point of a device's work: a position of the link it went through.
 
-    link: Link | None
-    position: int
+    Attributes:
+        link: that link; None while the program that is open there is not sent, and for ever if it never is.
+        position: the last frame that was sent before it.
+    """
+
+    __slots__ = ("link", "position")
+
+    def __init__(self, link: Link | None = None, position: int = 0) -> None:
+        self.link = link
+        self.position = position
 
 
 #: Programs that a session may refer to by digest: both ends drop the least recently used beyond this, in the same order.
@@ -240,6 +250,8 @@ class Recorder:
         self._marks: set[int] = set()
         self._astray = 0
         self._restart(limit)
+        self._mark: Mark | None = None
+        self._afterwards: list[Callable[[Link], None]] = []
         self._sent: OrderedDict[bytes, SentProgram] = OrderedDict()
         self._frees: list[int] = []
         self._freed: list[int] = []
@@ -356,10 +368,31 @@ class Recorder:
         except NotConnectedError:
             self._abandon()
             raise
+        mark, afterwards = self._mark, self._afterwards
+        assert not (reply and afterwards), "an answer is awaited that others would come before"
         try:
-            return self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
+            seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
         finally:
             self._abandon()
+        for send in afterwards:
+            send(link)
+        if mark is not None:
+            mark.link, mark.position = link, link.position
+        return seq
+
+    def afterwards(self, send: Callable[[Link], None]) -> None:
+        """Have something sent behind the open program, or now if none is open. It must not wait for anything."""
+        if not self.words:
+            send(self.require_link())
+            return
+        self._afterwards.append(send)
+        if len(self._afterwards) >= AFTERWARDS:
+            self.flush()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something will be sent behind the open program."""
+        return bool(self._afterwards)
 
     def sync(self) -> None:
         """Send what is open and wait until everything has run.
@@ -373,8 +406,12 @@ class Recorder:
         self.idle()
 
     def mark(self) -> Mark:
-        """This point of the work, to be waited for with `reach`."""
-        return Mark(None, 0) if self.link is None or self.open else Mark(self.link, self.link.position)
+        """This point of the work, to be waited for with `reach`; where a program is open, its end."""
+        if self.link is not None and not self.open:
+            return Mark(self.link, self.link.position)
+        if self._mark is None:
+            self._mark = Mark()
+        return self._mark
 
     def reach(self, mark: Mark) -> None:
         """Wait until everything up to a mark has run; where no answer will tell that, until everything has.
@@ -383,6 +420,8 @@ class Recorder:
             RemoteOperationError: something failed.
             WoolyError: there is no session, or it is lost.
         """
+        if mark is self._mark:
+            self.flush()
         link = self.require_link()
         if mark.link is not link or not link.reach(mark.position):
             self.sync()
@@ -447,6 +486,8 @@ class Recorder:
         self.origins = []
         self._frees = []
         self._freed = []
+        self._mark = None
+        self._afterwards = []
         self.generation += 1
         self._restart(self.limit)
 

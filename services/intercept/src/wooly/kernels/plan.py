@@ -71,7 +71,7 @@ class PlanBuilder:
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """Fresh outputs without data, and whether the far side has to tell them instead."""
-        if (facts.dynamic and not facts.out_args) or _has_mask_index(facts, call):
+        if _depends_on_data(facts, call):
             return [], True
         try:
             return infer(facts, call, self.inferences), False
@@ -129,8 +129,8 @@ class PlanBuilder:
         return Plan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
 
 
-def _has_mask_index(facts: OpFacts, call: Call) -> bool:
-    if facts.op.overloadpacket.__name__ != "index" or len(call.args) < 2:
-        return False
-    indices = call.args[1]
-    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+def _depends_on_data(facts: OpFacts, call: Call) -> bool:
+    """Whether only the values of a call's operands tell the shape of its result: of an index, only where it is a mask."""
+    if facts.op.overloadpacket.__name__ == "index" and len(call.args) > 1:
+        return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in call.args[1])
+    return facts.dynamic and not facts.out_args

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from wooly_wis.frames import ANSWER_COPIED
-from wooly_wis.program import Form, Operand, Role
+from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
 from wooly.contents import WORTH, upload
 from wooly.devices import NAME, Devices
@@ -55,6 +55,12 @@ def _view_key(t: Tensor, at: int) -> ViewKey:
     return at & OFFSET_MASK, t.dtype, tuple(t.shape), t.stride()
 
 
+#: The param that holds any number of a dtype.
+_FILLS = (
+    dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), ParamKind.F64)
+    | dict.fromkeys((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8), ParamKind.I64)
+    | {torch.bool: ParamKind.BOOL}
+)
 #: How to make one kind of tensor on one device: its layout, the interned alloc, whose recorder.
 _New = tuple[Layout, int, Recorder]
 #: Bytes that a copy between devices holds on the client at a time.
@@ -69,6 +75,7 @@ class Transfer:
         self._forms = forms
         self._layouts: dict[tuple[Any, ...], _New] = {}
         self._copies: dict[tuple[Any, ...], int] = {}
+        self._fills: dict[tuple[Any, ...], int] = {}
         self._aranges: dict[tuple[Any, ...], Tensor] = {}
         #: How often device data was brought to the host, from the far side or from memory.
         self.reads = 0
@@ -309,16 +316,44 @@ class Transfer:
         recorder = self._recorder_at(at)
         with recorder.lock:
             recorder.operations += 1
-            recorder.flush()
             link = recorder.require_link()
+            if recorder.waiting:
+                recorder.flush()
             link.settle()  # what is uploaded may be what is being fetched
             buffer = at >> ID_SHIFT
             link.forget(buffer)
+            if host.numel() == 1 and not (recorder.recording or link.recording) and self._fill(dst, host):
+                return
+            recorder.flush()
             data = bytes_of(host)
             if link.sharing and len(data) >= WORTH and dst.untyped_storage().nbytes() == len(data):
                 upload(link, buffer, data)
             else:
                 link.write(buffer, at & OFFSET_MASK, data)
+
+    def _fill(self, dst: Tensor, host: Tensor) -> bool:
+        """Record one element's upload as a `fill` with that number, so that it does not end the open program.
+
+        Returns:
+            False where no param holds the number bit by bit; nothing is recorded then.
+        """
+        kind, value = _FILLS.get(dst.dtype), host.item()
+        if kind is None or value != value:  # of a NaN, which one it is would be lost
+            return False
+        at = address_of(dst)
+        recorder = self._recorder_at(at)
+        key = (dst.dtype, tuple(dst.shape), at & OFFSET_MASK)
+        form = self._fills.get(key)
+        if form is None:
+            if len(self._fills) > 65536:
+                self._fills.clear()
+            form = self._fills[key] = self._forms.intern(
+                Form("fill", (Operand(Role.OUT, view_of(dst)),), (kind,), (("value", ParamRef(0)),))
+            )
+        recorder.params.append(value)
+        recorder.emit(form, [at >> ID_SHIFT], origin())
+        self._limit(recorder, form)
+        return True
 
     def _fetch(self, dst: Tensor, src: Tensor) -> bool:
         """Begin to copy into pinned memory, as CUDA does; False where that has to wait.
@@ -336,8 +371,16 @@ class Transfer:
             if link.mirror(at >> ID_SHIFT, _view_key(src, at)) is not None:
                 return False
             self.reads += 1
-            recorder.flush()
-            link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, bytes_of(dst.detach()), dst)
+            into = bytes_of(dst.detach())
+            if recorder.recording or link.recording or link.fetching_many or not recorder.open:
+                recorder.flush()
+                link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, into, dst)
+                return True
+            # The open program goes on: what it does to `src` from here on must not be seen.
+            kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
+            self._copy(kept, src)
+            buffer = address_of(kept) >> ID_SHIFT
+            recorder.afterwards(lambda link, _kept=kept: link.fetch(buffer, 0, into, dst))
         return True
 
     def to_host(self, t: Tensor) -> Tensor:

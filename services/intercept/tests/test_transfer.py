@@ -1,0 +1,65 @@
+"""Copies from the host: what one number costs, and that its bits arrive."""
+
+import pytest
+import torch
+from wooly.device import current_devices
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(t):
+    return t.reshape(1).view(_BITS.get(t.element_size(), torch.int64)).tolist()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        *[torch.tensor(v) for v in (0.1, -0.0, float("inf"), -float("inf"), 1e-45, 3.4e38, float("nan"))],
+        torch.tensor([0x7FA00001], dtype=torch.int32).view(torch.float32),  # a NaN of somebody's own
+        *[torch.tensor([v], dtype=torch.float64) for v in (5e-324, 1 / 3, 1.7e308)],
+        *[torch.tensor(v, dtype=torch.float16) for v in (6e-8, 65504.0)],
+        *[torch.tensor(v, dtype=torch.bfloat16) for v in (1e-40, 3.38e38)],
+        *[torch.tensor([[v]]) for v in (-(2**63), 2**63 - 1, 2**53 + 1)],
+        *[torch.tensor(v) for v in (True, False, 1 + 2j)],
+        *[torch.tensor(v, dtype=d) for v, d in ((255, torch.uint8), (-128, torch.int8), (-(2**31), torch.int32))],
+    ],
+    ids=str,
+)
+def test_one_number_arrives_bit_by_bit(cuda, number):
+    there = number.to(cuda)
+    assert there.dtype is number.dtype and there.shape == number.shape
+    assert _bits(there.cpu()) == _bits(number)
+
+
+def test_one_number_goes_into_a_view_as_its_dtype(cuda):
+    x = torch.zeros(3, 4, dtype=torch.int32, device=cuda)
+    x[1, 2] = torch.tensor(7.9)
+    x[:, 1:2][2:].copy_(torch.tensor([[300]]))
+    x.T[3:, :1] = torch.tensor(True)
+    assert x.tolist() == [[0, 0, 0, 1], [0, 0, 7, 0], [0, 300, 0, 0]]
+
+
+def test_one_number_does_not_end_the_program(cuda):
+    recorder = current_devices().recorders[0]
+    x = torch.arange(12.0, device=cuda).reshape(3, 4)
+    torch.cuda.synchronize()
+
+    def step(k):
+        before = recorder.programs
+        with recorder.lock:  # nor does the timer
+            y = x[:, [k]].add_(torch.tensor(0.5, device=cuda))
+            torch.cuda.synchronize()
+        assert recorder.programs == before + 1
+        return y.tolist()
+
+    assert step(1) == [[1.5], [5.5], [9.5]]
+    defined = len(recorder._sent)
+    assert step(-1) == [[3.5], [7.5], [11.5]]
+    assert len(recorder._sent) == defined  # the number is no part of the program
+
+
+def test_a_number_read_before_is_not_taken_for_what_it_became(cuda):
+    x = torch.zeros(1, device=cuda)
+    assert x.item() == 0 and x.item() == 0
+    x.copy_(torch.tensor([3.0]))
+    assert x.item() == 3
