@@ -303,6 +303,37 @@ def test_item_twice_costs_one_round_trip(cuda):
     assert t.item() == 4 and api.session_stats()["syncs"] == before + 1
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        lambda x, i: x[i],
+        lambda x, i: x[:, i],
+        lambda x, i: x[..., [1, 0], :],
+        lambda x, i: x[i, 1, i],
+        lambda x, i: x.mT[i, :, i[:, None]],
+        lambda x, i: x[i.to(torch.int32)[None]],
+    ],
+)
+def test_index_of_integers_waits_for_nothing(cuda, index):
+    x, i = torch.arange(24.0).reshape(3, 4, 2), torch.tensor([1, 0])
+    there = x.to(cuda), i.to(cuda)
+    before = api.session_stats()["syncs"]
+    got = index(*there)
+    assert api.session_stats()["syncs"] == before
+    expected = index(x, i)
+    assert got.shape == expected.shape and got.stride() == expected.stride() and torch.equal(got.cpu(), expected)
+
+
+def test_index_out_of_range_is_told_at_the_next_wait(cuda):
+    x = torch.arange(3.0, device=cuda)
+    lost = x[torch.tensor([1, 7], device=cuda)]
+    with pytest.raises(RuntimeError, match=r"(?s)index 7 is out of bounds.*test_device\.py"):
+        lost.tolist()
+    assert x.tolist() == [0, 1, 2]
+    with pytest.raises(IndexError, match="could not be broadcast"):
+        x.reshape(1, 3)[torch.zeros(2, dtype=torch.long, device=cuda), torch.zeros(3, dtype=torch.long, device=cuda)]
+
+
 def test_storage_dies_with_its_last_view(cuda):
     before = storage.live_count()
     a = torch.zeros(8, device=cuda)

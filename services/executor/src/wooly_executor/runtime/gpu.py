@@ -26,13 +26,14 @@ from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.errors import ContextLostError, OperationError, OutOfMemoryError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.builds import WorkerBuilder
-from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.calls import LibraryCall, function_of
 from wooly_executor.runtime.device import TorchDevice, symbols_replaced
 from wooly_executor.runtime.driver import Driver
 from wooly_executor.runtime.execution import StepExecution
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign
 from wooly_executor.runtime.frame import Frame
 from wooly_executor.runtime.gpu_kernels import GpuKernels
+from wooly_executor.runtime.gpu_ranges import in_range
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.packing import Arguments
 from wooly_executor.runtime.page_locked import page_locked
@@ -71,10 +72,15 @@ class GpuDevice(TorchDevice):
         self._driver.seed(seed)
 
     def library(self, call: LibraryCall, form: Form) -> LibraryCall:
-        """See `TorchDevice`: the word for the device is this one; what the host's library alone has is done by others."""
+        """See `TorchDevice`.
+
+        The word for the device is this one; what the host's library alone has is done by others; operands that would end the
+        context do not reach the library.
+        """
         args = tuple([symbols_replaced(a, self.device) for a in call.args])
         kwargs = tuple([(k, symbols_replaced(v, self.device)) for k, v in call.kwargs])
-        return LibraryCall(call.op, args, kwargs, substitute(call.op))
+        instead = substitute(call.op)
+        return LibraryCall(call.op, args, kwargs, in_range(call.op, instead or function_of(call.op)) or instead)
 
     def result(self, t: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """See `TorchDevice`: what one library leaves for its own backward pass, another leaves empty."""
@@ -127,7 +133,7 @@ class StatusWords:
 
     Args:
         device: where.
-        acts: the acts, rising, with the exception that a word's value stands for.
+        acts: the acts, with the exception that a word's value stands for.
     """
 
     def __init__(
@@ -141,18 +147,22 @@ class StatusWords:
         """Of the `k`th."""
         return self._words.data_ptr() + 4 * k
 
+    def word(self, k: int) -> Tensor:
+        """The `k`th."""
+        return self._words[k]
+
     def fetch(self) -> None:
         """Have them come to the host, behind what was enqueued."""
         self._host.copy_(self._words, non_blocking=True)
 
     def complaint(self) -> tuple[int, Exception] | None:
         """What came: the first act that complained, and of what. The words are 0 again."""
-        for k, value in enumerate(self._host.tolist()):
-            if value:
-                self._words.zero_()
-                act, said = self._acts[k]
-                return act, said(value)
-        return None
+        found = [(*self._acts[k], value) for k, value in enumerate(self._host.tolist()) if value]
+        if not found:
+            return None
+        self._words.zero_()
+        act, said, value = min(found, key=lambda f: f[0])
+        return act, said(value)
 
 
 class GpuExecution(StepExecution):
@@ -288,6 +298,12 @@ class GpuRuntime(TorchRuntime):
         self.heat(prepared)
         return GpuExecution(self, prepared, buffers, bindings, params)
 
+    def prepare(self, program: Program, facts: ProgramFacts) -> PreparedProgram:
+        """See `Runtime.prepare`."""
+        prepared: PreparedProgram = super().prepare(program, facts)
+        self._give_words(prepared, [])
+        return prepared
+
     def load(self, artifact: Artifact, program: Program, facts: ProgramFacts) -> PreparedProgram:
         """See `PlanRuntime.load`."""
         plan = artifact.plan
@@ -303,22 +319,35 @@ class GpuRuntime(TorchRuntime):
                 self._functions[key] = known
             runs[name] = known
         asked: list[tuple[int, Callable[[int], Exception]]] = []
-        words: list[StatusWords] = []
 
         def asking(run: Run, where: int, forms: Sequence[Form], act: int) -> Run:
             k = len(asked)
             asked.append((act, lambda word: complaint(forms, word)))
-            return lambda at, given: run([*at[:where], words[0].address(k), *at[where:]], given)
+            return lambda at, given: run([*at[:where], prepared.status.address(k), *at[where:]], given)
 
         acts = acts_of_plan(plan, runs, asking)
         prepared = prepare_acts(program, facts, acts, self.foreign, self.device)
-        if asked:
-            with torch.inference_mode(), self.device.aside():
-                words.append(StatusWords(self.gpu, self.driver, asked))
-            prepared.status = words[0]
+        self._give_words(prepared, asked)
         count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)
         return prepared
+
+    def _give_words(self, prepared: PreparedProgram, asked: list[tuple[int, Callable[[int], Exception]]]) -> None:
+        """Give a program the words in which its kernels, and its calls of the library, complain.
+
+        Args:
+            prepared: the program.
+            asked: which acts of its are such kernels, and what their words mean; they have the first words.
+        """
+        calls = prepared.words
+        if not (asked or calls):
+            return
+        said = [*asked, *[(act, lambda _, why=word.why: why) for act, word in calls]]
+        with self.device.aside(), torch.inference_mode(False):  # calls whose gradients are wanted write words, too
+            status = StatusWords(self.gpu, self.driver, said)
+            for k, (_, word) in enumerate(calls, len(asked)):
+                word.memory = status.word(k)
+        prepared.status = status
 
     def _function(self, kernel: Kernel, code: Code) -> Run:
         """What runs a kernel's code.

@@ -32,6 +32,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
@@ -82,7 +83,7 @@ class _Preparation:
         self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
         self._based: dict[int, torch.dtype] = {}
-        self._first_param = 0
+        self._act = self._first_param = 0
         #: Per act whose `out=` nobody has seen yet: that operand, and the call that makes it.
         self._anew: dict[int, tuple[int, LibraryCall]] = {}
 
@@ -98,7 +99,7 @@ class _Preparation:
                 if freed:  # one step for several in a row: most operators are followed by some
                     self._free(freed)
                     freed = []
-                self._first_param = act.first_param
+                self._act, self._first_param = i, act.first_param
                 if act.launch is not None:
                     self._launch(act, act.launch)
                 else:
@@ -330,7 +331,11 @@ class _Preparation:
 
     def _compute(self, form: Form, slots: tuple[int, ...], anew: tuple[int, LibraryCall] | None) -> None:
         out, library = anew or (None, library_call(form))
-        library = guarded(self._device.library(library, form), form)
+        library = self._device.library(library, form)
+        word = word_of(library)
+        if word is not None:
+            self.out.words.append((self._act, word))
+        library = guarded(library, form)
         if looks_at_values(library):
             self._restless()
         registers: dict[int, int] = {}

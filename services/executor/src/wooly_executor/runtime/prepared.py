@@ -149,7 +149,8 @@ class PreparedProgram:
         spans: what took how long between its edges when it was last run one by one.
         stretches: what a GPU knows of the hot steps between two edges.
         restless: steps that no graph can hold: what they do is not the same each time, or not the device's alone.
-        status: where its kernels complain, on a GPU.
+        words: acts that call the library, on a GPU, and where they say that an operand was out of range.
+        status: where its kernels and these acts complain, on a GPU.
         kernel_permille: share of its time that is its kernels', as last measured, on a GPU.
     """
 
@@ -178,6 +179,7 @@ class PreparedProgram:
     spans: dict[Span, Stretch] = field(default_factory=dict)
     stretches: dict[tuple[int, int], Any] = field(default_factory=dict)
     restless: set[int] = field(default_factory=set)
+    words: list[tuple[int, Any]] = field(default_factory=list)
     status: Any = None
     kernel_permille: int = 0
 

@@ -8,7 +8,7 @@ about values (indices, lengths, pivots) is looked at in every run. A table per f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from wooly_executor.runtime.guards import (
     segments,
     transforms,
 )
-from wooly_executor.runtime.guards.law import Law
+from wooly_executor.runtime.guards.law import Law, arguments_of
 from wooly_executor.runtime.guards.symbols import mistaken
 from wooly_executor.runtime.guards.writing import misplaced, undeclared
 
@@ -65,7 +65,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
         return call
     shapes = law.shapes
     if law.attributes is not None or law.applies is not None:
-        said = _arguments(call.op, call.args, dict(call.kwargs))
+        said = arguments_of(call.op, call.args, dict(call.kwargs))
         if law.applies is not None and not law.applies(said, form):
             return call
         try:
@@ -75,7 +75,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
             return replace(call, instead=_failing(str(e)))
     if shapes is not None:
         try:
-            shapes(_arguments(call.op, *_sketch(call, form)))
+            shapes(arguments_of(call.op, *_sketch(call, form)))
             shapes = None
         except TypeError:
             pass  # it asks for a param, which only a run has
@@ -95,7 +95,7 @@ def _checking(call: LibraryCall, law: Law) -> Callable[..., Any]:
     op, do = call.op, call.instead or FAST.get(str(call.op)) or function_of(call.op)
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        given = _arguments(op, args, kwargs)
+        given = arguments_of(op, args, kwargs)
         for check in (law.shapes, law.values):
             if check is not None:
                 check(given)
@@ -110,14 +110,6 @@ def _failing(why: str) -> Callable[..., Any]:
         raise RuntimeError(why)
 
     return fail
-
-
-def _arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    declared = op._schema.arguments
-    given = {a.name: a.default_value if a.has_default_value() else None for a in declared}
-    given.update(zip([a.name for a in declared], args, strict=False))
-    given.update(kwargs)
-    return given
 
 
 class _Param:

@@ -32,6 +32,15 @@ class Law:
     applies: Callable[[Arguments, Form], bool] | None = None
 
 
+def arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments by the names of the operator's schema, with its defaults."""
+    declared = op._schema.arguments
+    given = {a.name: a.default_value if a.has_default_value() else None for a in declared}
+    given.update(zip([a.name for a in declared], args, strict=False))
+    given.update(kwargs)
+    return given
+
+
 def require(holds: bool, why: str) -> None:
     """It holds, or the call fails with why."""
     if not holds:

@@ -1,0 +1,177 @@
+"""Operands that a GPU's library would not survive, on the host's library, which raises if one of them still reaches it."""
+
+import inspect
+import math
+
+import pytest
+import torch
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.gpu_ranges import _RULES, in_range
+from wooly_testkit.tape import Tape
+from wooly_wis.dtypes import DType
+from wooly_wis.externs import allowed
+
+from services.executor.tests.fake_gpu import FakeDriver
+from services.executor.tests.test_gpu_runtime import Side, same
+
+aten, F32, I64, nan = torch.ops.aten, DType.F32, DType.I64, math.nan
+
+
+def ints(*values):
+    return torch.tensor(values)
+
+
+def x(*sizes):
+    return torch.arange(1.0, 1 + math.prod(sizes)).reshape(sizes)
+
+
+#: Operator, arguments, and which of them is replaced by what is out of range.
+CASES = [
+    (aten.index.Tensor, (x(3, 4), [None, ints(0, -4, 3)]), 1, [None, ints(0, 4)]),
+    (aten.index.Tensor, (x(3, 4), [ints(2, 0), ints(-1, 1)]), 1, [ints(2, -4), ints(-1, 1)]),
+    (aten.index.Tensor, (x(2, 3, 4), [torch.ones(2, 3, dtype=torch.bool), ints(3)]), 1, [x(2, 3) > 0, ints(-5)]),
+    (aten._index_put_impl_.default, (x(4), [ints(1)], x(1), True), 1, [ints(4)]),
+    (aten.index_select.default, (x(5, 3), -1, ints(0, 2)), 2, ints(0, 3)),
+    (aten.index_select.default, (torch.tensor(2.0), 0, ints(0)), 2, ints(-1)),
+    (aten.index_add_.default, (x(4), 0, ints(3, 0), x(2)), 2, ints(3, 4)),
+    (aten.index_copy.default, (x(4, 2), 0, ints(3), x(1, 2)), 2, ints(-1)),
+    (aten.index_reduce_.default, (x(4), 0, ints(3), x(1), "prod"), 2, ints(9)),
+    (aten.index_fill_.int_Scalar, (x(4), 0, ints(3, -4), 0.5), 2, ints(-5)),
+    (aten.gather.default, (x(2, 3), 1, ints([0, 2], [1, 1])), 2, ints([0, 3], [1, 1])),
+    (aten.scatter.src, (x(4), 0, ints(3, 1), x(2)), 2, ints(3, -1)),
+    (aten.scatter_.value, (x(4), 0, ints(3), 2.0), 2, ints(4)),
+    (aten.scatter_add.default, (x(4), 0, ints(3), x(1)), 2, ints(2**40)),
+    (aten.scatter_reduce.two, (x(4), 0, ints(3), x(1), "amax"), 2, ints(4)),
+    (aten.take.default, (x(2, 3), ints(5, -6)), 1, ints(6)),
+    (aten.put_.default, (x(4), ints(-4), x(1)), 1, ints(-5)),
+    (aten.embedding.default, (x(5, 2), ints([4, 0])), 1, ints([5, 0])),
+    (aten.embedding_renorm_.default, (x(5, 2), ints(4, 0), 1.0, 2.0), 1, ints(4, -1)),
+    (aten.embedding_dense_backward.default, (x(2, 3), ints(1, 4), 5, -1, False), 1, ints(1, 5)),
+    (aten.nll_loss_forward.default, (x(3, 4), ints(0, -100, 3), None, 1, -100), 1, ints(0, -100, 4)),
+    (aten.nll_loss_forward.default, (x(4), torch.tensor(3), None, 1, -100), 1, torch.tensor(-1)),
+    (aten.nll_loss2d_forward.default, (x(1, 4, 1, 2), ints([[0, 3]]), None, 0, -1), 1, ints([[0, 4]])),
+    (aten.cross_entropy_loss.default, (x(2, 4), ints(0, 3)), 1, ints(0, 4)),
+    (aten.cross_entropy_loss.default, (x(2, 4), x(2, 4)), None, None),
+    (aten.multi_margin_loss.default, (x(2, 4), ints(0, 3)), 1, ints(-1, 3)),
+    (aten.multilabel_margin_loss_forward.default, (x(1, 3), ints([2, -1, 0]), 1), 1, ints([3, -1, 0])),
+    (
+        aten.binary_cross_entropy.default,
+        (torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])),
+        0,
+        torch.tensor([0.5, 1.5]),
+    ),
+    (aten.binary_cross_entropy.default, (torch.tensor([0.5, 1.0]), torch.tensor([1.0, 0.5])), 1, x(2)),
+    (aten.bernoulli_.Tensor, (x(2), torch.tensor([0.0, 1.0])), 1, torch.tensor([0.5, nan])),
+    (aten.bernoulli_.float, (x(2), 0.5), None, None),
+    (aten.bernoulli.out, (torch.tensor([0.0, 1.0]),), 0, torch.tensor([-1.0, 0.0])),
+    (aten.poisson.default, (x(3),), 0, torch.tensor([-1.0, 2.0])),
+    (aten.multinomial.default, (torch.tensor([[0.0, 1.0]]), 1), 0, torch.tensor([[1.0, math.inf]])),
+    (aten.multinomial.default, (torch.tensor([[0.0, 1.0]]), 1), 0, torch.tensor([[1.0, 0.0], [0.0, 0.0]])),
+    (aten.max_unpool2d.default, (x(1, 1, 2), ints([[0, 3]]), [2, 2]), 1, ints([[0, 4]])),
+    (aten.max_unpool3d.default, (x(1, 1, 1, 2), ints([[[0, 7]]]), [2, 2, 2], [2] * 3, [0] * 3), 1, ints([[[0, -1]]])),
+    (aten.masked_scatter_.default, (x(3), torch.tensor([True, False, True]), x(2)), 1, torch.ones(3) > 0),
+    (aten.repeat_interleave.Tensor, (ints(0, 2),), 0, ints(-1, 2)),
+    (aten._functional_assert_async.msg, (torch.tensor(True), "no", x(1)), 0, torch.tensor(False)),
+]
+
+
+def run(op, args):
+    args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+    kwargs = {"out": torch.empty(2)} if op is aten.bernoulli.out else {}
+    do = in_range(op, op)
+    do.word.memory = word = torch.zeros((), dtype=torch.int32)
+    torch.manual_seed(0)
+    found = do(*args, **kwargs)
+    torch.manual_seed(0)
+    return found, word.item(), kwargs, do.word.why
+
+
+@pytest.mark.parametrize(("op", "args", "at", "bad"), CASES, ids=lambda v: str(v) if hasattr(v, "_schema") else "")
+def test_what_is_out_of_range_is_noted_and_does_not_reach_the_library(op, args, at, bad):
+    found, word, kwargs, _ = run(op, args)
+    expected = op(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args], **kwargs)
+    assert word == 0
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    if at is not None:
+        _, word, _, why = run(op, [bad if k == at else a for k, a in enumerate(args)])
+        assert word == 1 and str(why)
+
+
+def test_every_rule_is_tried_and_is_of_an_operator_that_programs_may_name():
+    tried = {op.overloadpacket.__name__ for op, *_ in CASES}
+    packets = {name.split(".")[1] for name in allowed()}
+    alike = {name.rstrip("_") for name in tried}
+    assert {name for name in _RULES if name.rstrip("_") not in alike and name in packets} <= {"index_put"}
+    assert tried <= set(_RULES) and inspect.isfunction(in_range)
+
+
+def test_index_into_nothing_is_refused_at_once():
+    do = in_range(aten.gather.default, aten.gather.default)
+    do.word.memory = torch.zeros((), dtype=torch.int32)
+    with pytest.raises(IndexError, match="index out of range"):
+        do(torch.empty(0, 2), 0, torch.zeros(1, 2, dtype=torch.long))
+    assert do(torch.empty(0, 2), 0, torch.zeros(0, 2, dtype=torch.long)).shape == (0, 2)
+
+
+@pytest.fixture
+def gpu():
+    return Side(GpuRuntime(FakeDriver()))
+
+
+def lookup():
+    """A table's rows, doubled, and the sum of them."""
+    t = Tape()
+    w, i = t.input(F32, 5, 3), t.input(I64, 4)
+    (rows,) = t.extern("aten.index_select.default", w, 0, i, results=[(F32, (4, 3))])
+    twice = t.op("add", rows, rows)
+    t.op("add", w, w, into=w)
+    program, slots = t.program()
+    contents = {slots[w.slot]: x(5, 3), slots[i.slot]: ints(0, 4, 2, 1)}
+    return program, contents, slots[i.slot], {slots[s.slot] for s in (rows, twice, w)}
+
+
+def test_call_of_the_library_fails_at_its_instruction_as_on_a_host(gpu):
+    program, contents, index, lost = lookup()
+    prepared = gpu.ready(program).prepared
+    good, outcome, *_ = gpu.run(prepared, contents)
+    assert outcome.failed_at is None
+    ours, outcome, *_ = gpu.run(prepared, contents | {index: ints(0, 5, 2, 1)})
+    at = next(k for k, i in enumerate(program.body) if program.forms[i.form].opcode == "extern")
+    assert (outcome.failed_at, outcome.error) == (at, "IndexError: index out of range in self")
+    assert {s for s, b in ours.items() if b.poison} == lost
+    again, outcome, *_ = gpu.run(prepared, contents)
+    assert outcome.failed_at is None
+    same(again, good)
+
+
+def test_replayed_call_notes_it_too(gpu, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.graphs.WORTH", 1)
+    program, contents, index, _ = lookup()
+    prepared = gpu.ready(program).prepared
+    buffers, *_ = gpu.run(prepared, contents)
+    for k in range(60):
+        for slot in [s for s in buffers if s not in contents]:
+            del buffers[slot]
+        with torch.inference_mode():
+            buffers[index].base.copy_(ints(0, 5 if k == 50 else 4, 2, 1))
+        before = gpu.runtime.graphs.replayed
+        buffers, outcome, *_ = gpu.run(prepared, buffers)
+        assert (outcome.failed_at is None) == (k != 50)
+        if k == 50:
+            assert gpu.runtime.graphs.replayed > before
+            buffers, *_ = gpu.run(prepared, contents)
+
+
+def test_word_is_written_with_gradients_and_without(gpu):
+    with torch.inference_mode():
+        prepared = gpu.ready(lookup()[0]).prepared
+    ((_, word),) = prepared.words
+    status = prepared.status
+    for mode in (torch.inference_mode(), torch.enable_grad()):
+        with mode:
+            word.note(torch.tensor(True))
+        with torch.inference_mode():
+            status.fetch()
+            assert str(status.complaint()[1]) == "index out of range in self"
+            status.fetch()
+            assert status.complaint() is None
