@@ -111,13 +111,16 @@ def test_copies_to_pinned_memory_come_in_order_and_whatever_waits_next_has_them(
     assert again.tolist() == [200] * 3
 
 
-def test_copy_to_pinned_memory_does_not_end_the_program(cuda):
+def test_copy_to_pinned_memory_does_not_end_a_program_behind_a_compiled_one(cuda):
     link, recorder = attached_links()[0], current_devices().recorders[0]
     host, fetched = torch.zeros(4, pin_memory=True), torch.cuda.Event()
     x = torch.arange(4.0, device=cuda)
+    double = torch.compile(lambda t: t * 2)
+    double(x), double(x)
     torch.cuda.synchronize()
-    programs, syncs = recorder.programs, link.syncs
     with recorder.lock:  # nor does the timer
+        double(x)
+        programs, syncs = recorder.programs, link.syncs
         x += 1
         host.copy_(x, non_blocking=True)
         fetched.record()
@@ -131,8 +134,11 @@ def test_copy_to_pinned_memory_does_not_end_the_program(cuda):
 
 def test_pinned_memory_that_is_still_being_filled_is_uploaded_full(cuda):
     x, host = torch.ones(1, device=cuda), torch.zeros(1, pin_memory=True)
+    double = torch.compile(lambda t: t * 2)
+    double(x), double(x)
     torch.cuda.synchronize()
     with current_devices().recorders[0].lock:
+        double(x)
         x += 1
         host.copy_(x, non_blocking=True)
         again = host.to(cuda)

@@ -18,6 +18,7 @@ def sent(cuda, monkeypatch):
         recorder.sync()
         recorder._astray = 0  # a cut of the timer's before this test
         recorder._marks.clear()
+        recorder._short.clear()
         monkeypatch.setattr(recorder.link, "run", lambda *args: found.append((args[0], len(args[5]))) or run(*args))
         yield found
 
@@ -65,6 +66,28 @@ def test_a_loop_that_the_timer_cuts_keeps_its_marks(cuda, sent):
     settled = len(sent)
     steps(5)
     assert len({name for name, _ in sent[settled:]}) <= (len(sent) - settled) // 5 + 1
+
+
+def test_a_mark_does_not_part_what_fits_into_one_program(cuda, sent):
+    """A loop that waits each time, after fewer instructions than a program may have, and one of them has a mark."""
+    recorder = device.current().devices.recorders[0]
+    x = torch.ones(3, device=cuda)
+
+    def step():
+        before = len(sent)
+        y = x
+        for width in range(1, 30):
+            y = torch.cat([x, y[:width]])
+        recorder.flush()
+        return [n for _, n in sent[before:]]
+
+    step()
+    (whole,) = step()
+    assert recorder.limit // 2 < whole < recorder.limit
+    recorder._marks.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
+    parts = step()
+    assert len(parts) == 2 and sum(parts) == whole
+    assert step() == [whole] and step() == [whole]
 
 
 def test_a_program_has_no_more_instructions_than_it_may(cuda, sent):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("wooly")
 #: Seconds after which all links of a session with several devices are looked at: one may break while only another is used.
 _LOOK_EVERY_S = 0.25
+#: Ticks of the timer for which a program that grows is let grow.
+_GROWING = 4
 _COUNTED = ("operations", "instructions", "programs", "bytes_sent", "bytes_received", "syncs")
 
 
@@ -388,7 +390,7 @@ def _start_flusher(device: Device, interval_s: float) -> None:
         return
 
     def watch() -> None:
-        seen, quiet, looked = [-1] * MAX_DEVICES, 0, 0.0
+        seen, held, quiet, looked = [(-1, 0)] * MAX_DEVICES, [0] * MAX_DEVICES, 0, 0.0
         while True:
             time.sleep(interval_s if quiet < 200 else interval_s * 10)
             quiet += 1
@@ -396,14 +398,18 @@ def _start_flusher(device: Device, interval_s: float) -> None:
             for index, recorder in enumerate(active):
                 if not recorder.open or recorder.link is None:
                     continue
-                if recorder.generation != seen[index]:
-                    seen[index], quiet = recorder.generation, 0
-                    continue
+                at = recorder.generation, len(recorder.origins)
+                new, grown = at[0] != seen[index][0], at != seen[index]
+                held[index] = 0 if new else held[index] + 1
+                if grown:
+                    seen[index], quiet = at, 0
+                    if new or held[index] < _GROWING:
+                        continue  # where a program that is being recorded is cut hangs on chance: others like it will not come
                 if not recorder.lock.acquire(blocking=False):
                     continue  # in use; and who waits for one device must not hide what happens to another
                 try:
                     link = recorder.link
-                    if link is not None and recorder.open and recorder.generation == seen[index] and link.poll():
+                    if link is not None and recorder.open and recorder.generation == at[0] and link.poll():
                         recorder.try_flush()
                 finally:
                     recorder.lock.release()

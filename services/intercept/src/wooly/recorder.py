@@ -34,7 +34,7 @@ EARLY = 12
 _PARAM_FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
 
 
-#: Forms that end programs; forgotten all at once when there are more.
+#: Forms that end programs, and programs that these should not end; forgotten all at once when there are more.
 MARKS = 1024
 #: Programs that may end anywhere after the timer has cut one, before a mark is set for them.
 ASTRAY = 8
@@ -223,6 +223,7 @@ class Recorder:
         limit: instructions after which a program is closed.
         room: instructions of the open program after which it may be closed: see `crowded`.
         recording: somebody keeps what is recorded now.
+        follows: the open program began behind one that was sent again: there it begins each time around.
         foreign_draws: random operators so far that drew from a generator of the user's.
         programs_dir: where new programs are written, as ``<digest>.wis``.
     """
@@ -235,7 +236,7 @@ class Recorder:
         self.limit = limit
         self.link: Link | None = None
         self.programs_dir: Path | None = None
-        self.recording = False
+        self.recording = self.follows = False
         self.foreign_draws = 0
         self.words: list[int] = []
         self.bind: list[int] = []
@@ -248,6 +249,9 @@ class Recorder:
         self.programs = 0
         self._forms = forms.known
         self._marks: set[int] = set()
+        #: The program that ended at a mark just now: its words, and how many instructions; and such that need not have ended there.
+        self._cut: tuple[bytes, int] | None = None
+        self._short: set[bytes] = set()
         self._astray = 0
         self._restart(limit)
         self._mark: Mark | None = None
@@ -283,7 +287,7 @@ class Recorder:
         Where the timer cuts hangs on how fast machines are just now. The programs after its cut lie across the loop in a way that
         will not come again: marks for them would only make the loop's programs more and shorter, so they have to find an old one.
         """
-        count = len(self.origins)
+        count, self._cut = len(self.origins), None
         if count >= self._most:
             if self._most == self.limit and form not in self._marks:
                 if self._astray:
@@ -292,7 +296,12 @@ class Recorder:
                     self._set_mark()
             self.flush()
         elif form in self._marks:
-            self.flush()
+            name = array("I", self.words).tobytes()
+            if name in self._short:
+                self.room = self._most
+            else:
+                self.flush()
+                self._cut = name, count
 
     def _set_mark(self) -> None:
         words, known, at = self.words, self._forms, 0
@@ -369,6 +378,11 @@ class Recorder:
             self._abandon()
             raise
         mark, afterwards = self._mark, self._afterwards
+        cut, self._cut = self._cut, None
+        if cut is not None and cut[1] + len(self.origins) <= self.limit:
+            if len(self._short) >= MARKS:
+                self._short.clear()
+            self._short.add(cut[0])
         assert not (reply and afterwards), "an answer is awaited that others would come before"
         try:
             seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
@@ -445,6 +459,7 @@ class Recorder:
         """
         self.flush()
         self._send(self.require_link(), work.key, work, bind, params, frees, reply=False)
+        self.follows = True
 
     def _send(
         self,
@@ -473,6 +488,7 @@ class Recorder:
         """Flush for the timer's thread: a lost executor is reported at the next call of the user's own thread."""
         if self._marks:
             self._astray = ASTRAY
+        self._cut = None
         with contextlib.suppress(WoolyError):
             self.flush()
 
@@ -488,6 +504,7 @@ class Recorder:
         self._freed = []
         self._mark = None
         self._afterwards = []
+        self.follows = False
         self.generation += 1
         self._restart(self.limit)
 

@@ -372,11 +372,11 @@ class Transfer:
                 return False
             self.reads += 1
             into = bytes_of(dst.detach())
-            if recorder.recording or link.recording or link.fetching_many or not recorder.open:
-                recorder.flush()
+            if recorder.recording or link.recording or link.fetching_many or not (recorder.open and recorder.follows):
+                recorder.flush()  # also where programs of a loop begin that nothing else aligns
                 link.fetch(at >> ID_SHIFT, at & OFFSET_MASK, into, dst)
                 return True
-            # The open program goes on: what it does to `src` from here on must not be seen.
+            # The open program goes on to the next one that is sent again: what it does to `src` until then must not be seen.
             kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
             self._copy(kept, src)
             buffer = address_of(kept) >> ID_SHIFT
