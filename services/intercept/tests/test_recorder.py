@@ -86,7 +86,7 @@ def test_a_mark_does_not_part_what_fits_into_one_program(cuda, sent):
     assert recorder.limit // 2 < whole < recorder.limit
     recorder._marks.update(f for f, known in enumerate(recorder.forms.known) if "cat" in known.name)
     parts = step()
-    assert len(parts) == 2 and sum(parts) == whole
+    assert len(parts) == 2 and whole - sum(parts) <= 1  # what dies between two programs takes no instruction
     assert step() == [whole] and step() == [whole]
 
 

@@ -249,7 +249,7 @@ class Recorder:
         self.programs = 0
         self._forms = forms.known
         self._marks: set[int] = set()
-        #: The program that ended at a mark just now: its words, and how many instructions; and such that need not have ended there.
+        #: The program that ended at a mark just now: its words, how many instructions; and such that need not have ended there.
         self._cut: tuple[bytes, int] | None = None
         self._short: set[bytes] = set()
         self._astray = 0
