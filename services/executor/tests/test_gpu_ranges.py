@@ -1,6 +1,5 @@
 """Operands that a GPU's library would not survive, on the host's library, which raises if one of them still reaches it."""
 
-import inspect
 import math
 
 import pytest
@@ -97,12 +96,10 @@ def test_what_is_out_of_range_is_noted_and_does_not_reach_the_library(op, args, 
         assert word == 1 and str(why)
 
 
-def test_every_rule_is_tried_and_is_of_an_operator_that_programs_may_name():
-    tried = {op.overloadpacket.__name__ for op, *_ in CASES}
-    packets = {name.split(".")[1] for name in allowed()}
-    alike = {name.rstrip("_") for name in tried}
-    assert {name for name in _RULES if name.rstrip("_") not in alike and name in packets} <= {"index_put"}
-    assert tried <= set(_RULES) and inspect.isfunction(in_range)
+def test_every_rule_for_what_programs_may_name_is_tried():
+    tried = {op.overloadpacket.__name__.rstrip("_") for op, *_ in CASES}
+    named = {name.split(".")[1] for name in allowed()}
+    assert {rule.rstrip("_") for rule in _RULES if rule in named} <= tried
 
 
 def test_index_into_nothing_is_refused_at_once():

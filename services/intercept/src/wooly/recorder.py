@@ -286,6 +286,8 @@ class Recorder:
 
         Where the timer cuts hangs on how fast machines are just now. The programs after its cut lie across the loop in a way that
         will not come again: marks for them would only make the loop's programs more and shorter, so they have to find an old one.
+
+        A mark that parts what one program could hold, as somebody waits soon behind it, is passed over the next time.
         """
         count, self._cut = len(self.origins), None
         if count >= self._most:
