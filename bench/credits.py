@@ -375,7 +375,7 @@ def bench_models(args):
         "model", "scale", "core", "sd", "CPU s, sd", "VRAM", "sd",
         "apart", "beside", "VRAM", "beside", "s", "apart", "beside", box=None,
     )  # fmt: skip
-    rows, console = [], Console(stderr=True)
+    rows, console = [], Console(stderr=True, width=None if sys.stderr.isatty() else 130)
     names = args.models.split(",") if args.models else list(MODELS)
     job = {"generations": args.generations, "length": args.length, "device": "cuda"}
     with local_stack() as (stack, client), Progress(*COLUMNS, console=console) as progress:

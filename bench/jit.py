@@ -510,7 +510,9 @@ def main():
     rows = []
     for name, bench in BENCHES.items():
         if args.only in (None, name):
-            rows += bench(args, 16 if args.quick else 1)
+            for found in bench(args, 16 if args.quick else 1):
+                rows.append(found)
+                print(f"{found['name']}: {found['ours']} {found['unit']}", file=sys.stderr, flush=True)
     figures.show(
         rows, args.json, title=f"{device.platform}, {device.name}, {torch.get_num_threads()} threads", baseline="torch"
     )

@@ -12,8 +12,9 @@ from collections import OrderedDict
 
 #: Runs of a program that are not counted, as it is still prepared, and counted runs from which on the mean is used.
 FIRST, KNOWN = 40, 32
-#: A run is priced at its usual time where it took between two thirds and three halves of that, else at what is nearest to it.
-MORE, LESS = 1.5, 1 / 1.5
+#: A run is priced at its usual time where it took between half of that and twice as much, else at what is nearest to it. A core
+#: does half as much while its other hardware thread is somebody else's.
+MORE, LESS = 2.0, 0.5
 #: Runs that the mean is taken over; later ones weigh as much as the last of these.
 MOST = 100_000
 #: Programs of tenants that are remembered.
