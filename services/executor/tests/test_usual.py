@@ -72,7 +72,7 @@ def test_one_that_is_always_slower_from_some_day_on_is_soon_priced_so():
 def test_one_disturbed_run_changes_little():
     found = known(*[1000] * 100)
     found.ran(10**9, 10**9)
-    assert price(found, 1000) <= 1005
+    assert price(found, 1000) <= 1010  # it counts as twice the mean
 
 
 def test_tenants_have_their_own_and_a_plan_begins_anew():

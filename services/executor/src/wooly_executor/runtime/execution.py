@@ -53,9 +53,16 @@ class StepExecution:
         times: list[int] = []
         frame, prepared = self._frame, self._prepared
         key = Span(self._steps is prepared.hot, self._at, tuple(edges))
+        several, stretch, end = len(edges) > 1 and not self.ended, None, self._end(edges[-1])
+        if several and key.hot:
+            # What puts steps together takes as long as several runs, and is no device time of the one that it happens in.
+            stretch = prepared.stretch(key, end)
         last = time.thread_time_ns()
-        if len(edges) > 1 and not self.ended:
-            stretch = self._together(key) or self._at_once(key)
+        if several:
+            if stretch is not None:
+                self._run(stretch.steps, stretch.begins, 0, end, self._is_end(edges[-1]))
+            elif (stretch := prepared.known(key)) is not None:
+                self._go(edges[-1])
             if stretch is not None:
                 total, frame.elsewhere_ns = time.thread_time_ns() - last + frame.elsewhere_ns, 0
                 return stretch.parts(total, len(edges))
@@ -74,33 +81,20 @@ class StepExecution:
         """Device time of generated kernels so far."""
         return self._frame.kernel_ns
 
-    def _together(self, span: Span) -> Stretch | None:
-        """Run up to the last edge, if these steps have been put together; else nothing is done."""
-        prepared, begin, edge = self._prepared, span.begin, span.edges[-1]
-        if not span.hot:
-            return None
-        whole = edge >= len(prepared.program.body)
-        end = len(self._steps) if whole else bisect_left(self._places, edge, begin)
-        found = prepared.stretch(span, end)
-        if found is not None:
-            self._run(found.steps, found.begins, 0, end, whole)
-        return found
+    def _is_end(self, edge: int) -> bool:
+        return edge >= len(self._prepared.program.body)
 
-    def _at_once(self, span: Span) -> Stretch | None:
-        """Run up to the last edge, if it is known how long each part takes; else nothing is done."""
-        found = self._prepared.known(span)
-        if found is not None:
-            self._go(span.edges[-1])
-        return found
+    def _end(self, edge: int) -> int:
+        """The step that an edge lies before."""
+        return len(self._steps) if self._is_end(edge) else bisect_left(self._places, edge, self._at)
 
     def _go(self, edge: int) -> None:
-        prepared, begin = self._prepared, self._at
-        whole = edge >= len(prepared.program.body)
-        steps = self._steps
+        prepared, begin, end = self._prepared, self._at, self._end(edge)
+        whole, steps = self._is_end(edge), self._steps
         if begin or not whole:
-            steps = steps[begin : None if whole else bisect_left(self._places, edge, begin)]
+            steps = steps[begin:end]
         begins = prepared.begins if self._steps is prepared.hot else range(len(self._steps))
-        self._run(steps, begins, begin, begin + len(steps), whole)
+        self._run(steps, begins, begin, end, whole)
 
     def _run(self, steps: Sequence[Step], begins: Sequence[int], begin: int, done: int, whole: bool) -> None:
         """Do some steps; the first is number `begin` in `begins`. Then so many are `done`; `whole`: all."""

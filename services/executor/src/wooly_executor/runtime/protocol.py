@@ -75,7 +75,8 @@ class Execution(Protocol):
 
         Returns:
             Device time up to each edge since the one before, in ns, by the runtime's own clock: a GPU's events, the CPU time of
-            the thread that computes. Never wall time, which counts others' work too. After the end and after a failure it is 0.
+            the thread that computes. Never wall time, which counts others' work too; nor what prepares the program for later
+            runs. After the end and after a failure it is 0.
         """
         ...
 
