@@ -63,3 +63,9 @@ def test_a_number_read_before_is_not_taken_for_what_it_became(cuda):
     assert x.item() == 0 and x.item() == 0
     x.copy_(torch.tensor([3.0]))
     assert x.item() == 3
+
+
+def test_one_number_may_have_more_dimensions_than_an_instruction_can_say(cuda):
+    number = torch.full([1] * 65, 2.5)
+    there = number.to(cuda)
+    assert there.shape == number.shape and there.cpu().item() == 2.5

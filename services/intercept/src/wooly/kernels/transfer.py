@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from wooly_wis.codec import MAX_DIMS
 from wooly_wis.frames import ANSWER_COPIED
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role
 
@@ -335,10 +336,10 @@ class Transfer:
         """Record one element's upload as a `fill` with that number, so that it does not end the open program.
 
         Returns:
-            False where no param holds the number bit by bit; nothing is recorded then.
+            False where no param holds the number bit by bit, or no form the dimensions; nothing is recorded then.
         """
         kind, value = _FILLS.get(dst.dtype), host.item()
-        if kind is None or value != value:  # of a NaN, which one it is would be lost
+        if kind is None or value != value or dst.dim() > MAX_DIMS:  # of a NaN, which one it is would be lost
             return False
         at = address_of(dst)
         recorder = self._recorder_at(at)
