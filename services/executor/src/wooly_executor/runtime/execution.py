@@ -12,7 +12,7 @@ from wooly_executor.errors import OperationError, OutOfMemoryError, PoisonedErro
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.graphs import Graphs
-from wooly_executor.runtime.prepared import PreparedProgram, Span, Stretch
+from wooly_executor.runtime.prepared import PreparedProgram, Span
 from wooly_executor.runtime.segments import SegmentError
 
 #: What the library says where the host gives it no memory.
