@@ -82,7 +82,7 @@ class Nats:
         self._process.wait()
 
     def batches(self):
-        """Everything in the stream."""
+        """Everything in the stream. Nothing, while the executor that it is for is still making it."""
 
         async def fetch():
             client = await nats.connect(self.url, max_reconnect_attempts=1)
@@ -91,6 +91,8 @@ class Nats:
                 state = (await js.stream_info(subjects.EXECUTOR_JOURNAL_STREAM)).state
                 numbers = range(max(state.first_seq, 1), state.last_seq + 1)  # an empty stream says 0 to 0
                 return [(await js.get_msg(subjects.EXECUTOR_JOURNAL_STREAM, n)).data for n in numbers]
+            except NotFoundError:
+                return []
             finally:
                 await client.close()
 
