@@ -24,17 +24,15 @@ import pytest
 from nats.aio.client import Client
 from wooly_bus import subjects
 from wooly_bus.access import Access, options
-from wooly_bus.authority import make_authority
 from wooly_bus.blobs import AskedBlobs, name_of
-from wooly_bus.channel import ChannelClient, Endpoint
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit import forks
+from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_testkit.forks import Forked
-from wooly_testkit.nats import nats_server
 from wooly_wis import credits
-from wooly_wis.frames import PROTOCOL, READ_HEAD, Kind, pack_json
+from wooly_wis.frames import READ_HEAD, Kind
 from wooly_wis.messages import (
     Blob,
     ClientFacts,
@@ -69,127 +67,10 @@ CREDENTIALS_S = 6
 ROOT = Path(__file__).parents[2]
 
 
-class Cluster:
-    """Where everything is, and its administrator's token."""
-
-    def __init__(self, folder, stack):
-        self.folder = folder
-        keys = make_authority(folder / "keys")
-        self.nats_url = stack.enter_context(nats_server("-c", str(keys.server_conf)))
-        self._stack, self._argv, self.processes = stack, {}, {}
-        shared = {**os.environ, "WOOLY_NATS_CREDS": str(keys.service_creds), "OMP_NUM_THREADS": "1"}
-        for service, settings in {
-            "router": {
-                "HTTP_PORT": "0",
-                "AUTH": "tokens",
-                "SIGNING_KEY": str(keys.signing_seed),
-                "CHANNEL_KEY": str(keys.channel_seed),
-                "CREDENTIALS_S": str(CREDENTIALS_S),
-                "RATE_LIMIT": "1000",
-                "BLOB_BYTES": str(4 << 20),
-                "TENANT_BLOB_BYTES": str(12 << 20),
-            },
-            "scheduler": {"METRICS_PORT": "0"},
-            "metering": {"HTTP_PORT": "0"},
-            "executor": {
-                "ID": "x",
-                "LISTEN": f"unix://{folder}/x.sock",
-                "CHANNEL_KEY": keys.channel_public,
-                "MEMORY": str(1 << 30),
-                "RUNTIME": "torch_cpu",
-            },
-        }.items():
-            prefix = f"WOOLY_{service.upper()}_"
-            settings |= {"NATS_URL": self.nats_url, "STATE_DIR": str(folder / service)}
-            self._argv[service] = shared | {prefix + k: v for k, v in settings.items()}
-            self.start(service)
-        self.find_router()
-        self.token = (folder / "router" / "admin.token").read_text()
-        self.wait(lambda: self.rest("GET", "nodes")["nodes"])
-
-    def start(self, service):
-        log = self._stack.enter_context((self.folder / f"{service}.log").open("a"))
-        process = Forked(f"wooly_{service}", env=self._argv[service], stdout=log, stderr=log)
-        self._stack.callback(process.wait)
-        self._stack.callback(process.terminate)
-        self.processes[service] = process
-
-    def find_router(self):
-        port = self.folder / "router" / "router.port"
-        self.wait(lambda: port.exists() and port.read_text())
-        self.url = f"http://127.0.0.1:{port.read_text()}"
-
-    def kill(self, service):
-        """As a crash would end it."""
-        self.processes[service].kill()
-        self.processes[service].wait()
-        (self.folder / "router" / "router.port").unlink(missing_ok=service != "router")
-
-    def wait(self, condition):
-        until = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < until, [p.read_text()[-500:] for p in self.folder.glob("*.log")]
-            time.sleep(0.05)
-
-    def rest(self, method, path, body=None, token=None):
-        """The answer, or the code with which it was refused."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/api/v1/{path}", data, headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=20) as answer:
-                return json.loads(answer.read() or b"null")
-        except urllib.error.HTTPError as e:
-            with e:
-                return json.loads(e.read())["code"]
-
-
-class Tenant:
-    """One tenant: its token, and what a client of its has."""
-
-    def __init__(self, cluster, name):
-        self.cluster, self.name = cluster, name
-        cluster.rest("PUT", f"tenants/{name}", {})
-        self.token = cluster.rest("POST", f"tenants/{name}/tokens", {})["secret"]
-        self.held = self.credentials()
-        self.control = ControlClient(Access(cluster.nats_url, self.credentials))
-
-    def credentials(self):
-        return Credentials.parse(self.cluster.rest("POST", "credentials", {}, self.token)["credentials"])
-
-    def ask(self, subject, message, reply):
-        return self.control.request(subject, message, reply)
-
-    def open(self, **wanted):
-        client = ClientFacts(host="h", pid=1, program=f"{self.name}.py")
-        request = OpenSessionRequest(client=client, **wanted)
-        return self.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
-
-    def close(self, opened):
-        request = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
-        return self.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply)
-
-    def env(self, **more):
-        settings = {"CONTROLLER_URL": self.cluster.url, "CREDENTIAL": self.token, **more}
-        home = self.cluster.folder / self.name
-        home.mkdir(exist_ok=True)
-        return os.environ | {"HOME": str(home)} | {f"WOOLYAI_{k}": v for k, v in settings.items()}
-
-    def wooly(self, *argv, code=0):
-        """What the command line says."""
-        env = self.env() | {"OMP_NUM_THREADS": "1"}
-        ran = forks.run("wooly", *map(str, argv), env=env, timeout=100)
-        assert ran.returncode == code, ran.stderr + ran.stdout
-        return ran.stdout if code == 0 else ran.stderr
-
-    def story(self, name):
-        return [s.state for s in self.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).story]
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     with contextlib.ExitStack() as stack:
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack)
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, router={"CREDENTIALS_S": str(CREDENTIALS_S)})
 
 
 @pytest.fixture(scope="module")
@@ -238,15 +119,6 @@ async def connected(tenant):
         yield client, errors
     finally:
         await client.close()
-
-
-def enter(opened, *, session_id=None, token=None):
-    """A data channel, and what the executor answered to the hello."""
-    (part,) = opened.parts
-    channel = ChannelClient.connect(Endpoint.parse(part.endpoints[0]))
-    hello = {"protocol": PROTOCOL, "session_id": session_id or opened.session_id, "token": token or part.token}
-    channel.send(Kind.HELLO, pack_json(hello))
-    return channel, channel.recv(20)
 
 
 # -- what a tenant can --------------------------------------------------------------------------------------------------

@@ -1,0 +1,5 @@
+"""The attacker is a tenant with its own credentials, on NATS."""
+
+import pytest
+
+pytestmark = pytest.mark.connected
