@@ -24,6 +24,8 @@ from wooly_bus.streams import replicas
 log = logging.getLogger("wooly.bus")
 BUCKET = "WOOLY_LEASES"
 TTL_S = 4.0
+#: Bytes that the bucket may take: a few hundred for each role that is led.
+BUCKET_BYTES = 1 << 20
 #: JetStream's codes for: not enabled, for the account or at all.
 _ABSENT = (10039, 10076)
 
@@ -96,7 +98,9 @@ class Leadership:
                 self._bucket = await js.key_value(BUCKET)
             except NotFoundError:
                 self._bucket = await js.create_key_value(
-                    KeyValueConfig(bucket=BUCKET, ttl=self._ttl_s, history=1, replicas=replicas())
+                    KeyValueConfig(
+                        bucket=BUCKET, ttl=self._ttl_s, history=1, max_bytes=BUCKET_BYTES, replicas=replicas()
+                    )
                 )
         return self._bucket
 

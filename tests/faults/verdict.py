@@ -1,0 +1,173 @@
+"""What a run showed: pure functions from what was recorded to rows of a table. A row that is not `ok` fails the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from schedule import Fault
+from work import Job, Run
+
+#: Seconds within which a script must end once the fault that ends it can be known.
+KNOWN_S = 5.0
+#: Seconds until an executor that says nothing is taken to be lost: a client's lease and a third of it, and two for an answer.
+LEASE_S = 22.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the verdict. `ok` None: it is only told."""
+
+    name: str
+    found: str
+    ok: bool | None
+    details: tuple[str, ...] = ()
+
+
+def scripts(runs: Sequence[Run], faults: Sequence[Fault], reference: Callable[[str, int], str]) -> list[Row]:
+    """Every script finished with the exact bits, or ended with a clear error soon after a fault."""
+    finished = [r for r in runs if r.code == 0]
+    wrong = [r for r in finished if r.result != reference(r.script, r.seed)]
+    failed = [r for r in runs if r.code != 0 and not r.hung]
+    unclear = [r for r in failed if not clear(r.error)]
+    late = [(r, behind(r, faults)) for r in failed if (behind(r, faults) or 0.0) > KNOWN_S]
+    causeless = [r for r in failed if behind(r, faults) is None]
+    counts = Counter(r.script for r in runs)
+    ways = sorted(b for r in failed if (b := behind(r, faults)) is not None)
+    return [
+        Row("scripts", ", ".join(f"{n} {name}" for name, n in sorted(counts.items())), len(finished) > 0),
+        Row(
+            "finished with the exact bits", f"{len(finished) - len(wrong)} of {len(finished)}", not wrong, _tell(wrong)
+        ),
+        Row(
+            "ended with an error", str(len(failed)), None, tuple(f"{r.ended_s:.0f} s: {_last(r.error)}" for r in failed)
+        ),
+        Row("errors that do not say what happened", str(len(unclear)), not unclear, _tell(unclear)),
+        Row(
+            f"errors later than {KNOWN_S:.0f} s after the fault was there to be known",
+            f"{len(late)}" + (f" (median {ways[len(ways) // 2]:.1f} s, largest {ways[-1]:.1f} s)" if ways else ""),
+            not late,
+            tuple(f"{b:.1f} s: {_last(r.error)}" for r, b in late),
+        ),
+        Row("errors without any fault before them", str(len(causeless)), not causeless, _tell(causeless)),
+        Row(
+            "scripts that hung",
+            str(sum(r.hung for r in runs)),
+            not any(r.hung for r in runs),
+            _tell(r for r in runs if r.hung),
+        ),
+    ]
+
+
+def clear(error: str) -> bool:
+    """Whether the last line of an error is one of Wooly's, with a reason; not a bare failure of Python's."""
+    last = _last(error)
+    return last.startswith("wooly") and ": " in last and len(last.split(": ", 1)[1]) > 20
+
+
+def behind(run: Run, faults: Iterable[Fault]) -> float | None:
+    """Seconds by which a script ended after the latest fault before its end could be known to end it; None: there was none.
+
+    A kill, restart, full disk or moved clock is known at once; a process that stands still, a link that is cut or slow when it
+    is over or has lasted for a lease.
+    """
+    ways = []
+    for fault in faults:
+        if fault.at_s > run.ended_s or fault.until_s + LEASE_S + KNOWN_S < run.began_s:
+            continue
+        if fault.kind in ("stop", "cut", "slow"):
+            known = min(fault.until_s, fault.at_s + LEASE_S)
+            ways.append(max(run.ended_s - max(known, run.began_s), 0.0))
+        else:
+            ways.append(max(run.ended_s - max(fault.until_s, run.began_s), 0.0))
+    return min(ways, default=None)
+
+
+def jobs(found: Sequence[Job], expected: Mapping[str, tuple[str, ...]]) -> list[Row]:
+    """No acknowledged job is lost, none has two results or another result than it should have."""
+    mine = [j for j in found if j.acknowledged_s is not None]
+    lost = [j for j in mine if j.state not in ("completed", "failed", "cancelled")]
+    failed = [j for j in mine if j.state in ("failed", "cancelled")]
+    twice = [j for j in mine if j.story.count("completed") > 1]
+    wrong = [j for j in mine if j.state == "completed" and j.outputs != expected[j.kind]]
+    again = sum(max(j.story.count("started") - 1, 0) for j in mine)
+    return [
+        Row("jobs acknowledged", f"{len(mine)} ({again} attempts more than jobs)", len(mine) > 0),
+        Row(
+            "acknowledged jobs that are lost",
+            str(len(lost)),
+            not lost,
+            tuple(f"{j.job_id}: {j.state or 'unknown'}" for j in lost),
+        ),
+        Row("jobs that failed", str(len(failed)), not failed, tuple(f"{j.job_id}: {j.reason}" for j in failed)),
+        Row("jobs with two results", str(len(twice)), not twice, tuple(f"{j.job_id}: {j.story}" for j in twice)),
+        Row("jobs with wrong results", str(len(wrong)), not wrong, tuple(j.job_id for j in wrong)),
+    ]
+
+
+#: session -> (entries, runs, gpu_ns, core_ns)
+Sums = Mapping[str, tuple[int, int, int, int]]
+
+
+def ledger(reported: Sums, booked: Sums) -> list[Row]:
+    """What executors reported is what was booked, to the nanosecond, per session."""
+    missing = sorted(s for s in reported if s not in booked and any(reported[s]))
+    strange = sorted(s for s in booked if s not in reported)
+    differ = sorted(s for s in booked if s in reported and booked[s] != reported[s])
+    seconds, entries = sum(sums[3] for sums in booked.values()) / 1e9, sum(sums[0] for sums in booked.values())
+    return [
+        Row(
+            "sessions booked",
+            f"{len(booked)}, {entries} entries, {seconds:.1f} core seconds",
+            bool(booked),
+        ),
+        Row("sessions reported and not booked", str(len(missing)), not missing, tuple(missing)),
+        Row("sessions booked and not reported", str(len(strange)), not strange, tuple(strange)),
+        Row(
+            "sessions whose sums differ (missing or double lines)",
+            str(len(differ)),
+            not differ,
+            tuple(f"{s}: reported {reported[s]}, booked {booked[s]}" for s in differ),
+        ),
+    ]
+
+
+def processes(ends: Mapping[str, Sequence[tuple[float, int]]], left: Sequence[str]) -> list[Row]:
+    """What ended by itself, and what is left."""
+    told = tuple(f"{name} at {at:.0f} s with status {code}" for name, found in ends.items() for at, code in found)
+    return [
+        Row("processes that ended by themselves", str(len(told)), None, told),
+        Row("processes left behind", str(len(left)), not left, tuple(left)),
+    ]
+
+
+def streams(found: Mapping[str, tuple[int, int, int]], queues: Iterable[str]) -> list[Row]:
+    """Every stream has a bound and keeps it, and no command waits for ever.
+
+    Args:
+        found: by name: messages, bytes, the most bytes that it may have.
+        queues: streams that must be empty.
+    """
+    unbounded = tuple(n for n, (_, size, most) in found.items() if most <= 0 or size > most)
+    waiting = tuple(f"{n}: {found[n][0]}" for n in queues if n in found and found[n][0])
+    told = tuple(
+        f"{n}: {messages} messages, {size:,} of {most:,} bytes" for n, (messages, size, most) in sorted(found.items())
+    )
+    return [
+        Row("streams", f"{len(found)}, {sum(s for _, s, _ in found.values()):,} bytes", len(found) > 0, told),
+        Row("streams without a bound", str(len(unbounded)), not unbounded, unbounded),
+        Row("commands that nobody worked off", str(len(waiting)), not waiting, waiting),
+    ]
+
+
+def _last(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("wooly", "torch.")) and ": " in line]
+    return (errors or lines or ["(said nothing)"])[-1]
+
+
+def _tell(runs: Iterable[Run]) -> tuple[str, ...]:
+    return tuple(
+        f"{r.script} {r.seed}, {r.began_s:.0f} to {r.ended_s:.0f} s, status {r.code}: {_last(r.error)}" for r in runs
+    )
