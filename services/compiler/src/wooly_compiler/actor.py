@@ -20,8 +20,8 @@ from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import StreamError
 from wooly_bus.tracing import step, tracer
-from wooly_wis.artifact import DIGEST_SIZE, Key
-from wooly_wis.codec import digest
+from wooly_wis.artifact import Key
+from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.errors import WisError
 from wooly_wis.foreign import KernelKey, decode_source
 from wooly_wis.messages import (

@@ -83,8 +83,9 @@ def compile_program(
     units.verify(unit)
     if trace is not None:
         trace.after("resolve-views", lambda: units.text(unit))
-    split = (split_bias.NAME, functools.partial(split_bias.run, refuse=refuse))
-    passes = (*UNIT_PASSES, split) if biases else UNIT_PASSES
+    passes: list[tuple[str, Callable[[Unit], Unit]]] = list(UNIT_PASSES)
+    if biases:
+        passes.append((split_bias.NAME, functools.partial(split_bias.run, refuse=refuse)))
     for name, run in passes:
         unit = run(unit)
         units.verify(unit)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # whose module needs OpenCL, which where there are GPUs need 
 
 #: Bytes of a kernel's largest array up to which it is launched here.
 LAUNCHED = 1 << 30
+#: What switches pyopencl's cache of builds off; its annotation does not allow for that.
+_NO_CACHE: Any = False
 
 
 def prepare(cache: Path) -> None:
@@ -96,7 +98,7 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
 
     device = units()[FOREIGN_UNIT]
     try:
-        program = cl.Program(device.context, text).build(options=opencl.OPTIONS, cache_dir=False)
+        program = cl.Program(device.context, text).build(options=opencl.OPTIONS, cache_dir=_NO_CACHE)
         kernel = cl.Kernel(program, entry)
         (chip,) = device.context.devices
         local = kernel.get_work_group_info(cl.kernel_work_group_info.LOCAL_MEM_SIZE, chip)
@@ -143,7 +145,7 @@ def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
     device = units()[unit]
     source = render(kernel, OPENCL, Form.LOOPS)
     try:
-        program = cl.Program(device.context, source.text).build(options=opencl.OPTIONS, cache_dir=False)
+        program = cl.Program(device.context, source.text).build(options=opencl.OPTIONS, cache_dir=_NO_CACHE)
         built = opencl.BuiltKernel(device, kernel, source, cl.Kernel(program, source.name))
         largest = max([a.numel * a.dtype.itemsize for a in kernel.arrays], default=1)
         if largest <= LAUNCHED:

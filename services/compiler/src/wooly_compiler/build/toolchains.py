@@ -80,7 +80,7 @@ def _nvrtc(source: str, arch: str) -> bytes:
             log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
             nvrtc.nvrtcGetProgramLog(program, log)
             raise BuildError(f"NVRTC refuses the source: {log.rstrip(bytes(1)).decode(errors='replace')[:2000]}")
-        cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+        cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
         check((*nvrtc.nvrtcGetCUBIN(program, cubin), cubin))
         return cubin
     finally:

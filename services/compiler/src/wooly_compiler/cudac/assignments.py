@@ -10,6 +10,7 @@ from wooly_wis.cudac.tree import (
 
 from wooly_compiler.cudac.accesses import PASS
 from wooly_compiler.cudac.arithmetic import WORDS, joined_root
+from wooly_compiler.cudac.context import FunctionContext
 from wooly_compiler.cudac.types import (
     B1,
     Array,
@@ -19,7 +20,7 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 
-class Assignments:
+class Assignments(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def _assign(self, node: Assign) -> Value:

@@ -27,10 +27,10 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 if TYPE_CHECKING:
-    from wooly_compiler.cudac.function import FunctionPrinter
+    from wooly_compiler.cudac.context import FunctionContext
 
 
-def call(printer: FunctionPrinter, node: Call) -> Value:
+def call(printer: FunctionContext, node: Call) -> Value:
     """What a call gives.
 
     Raises:
@@ -63,7 +63,7 @@ def call(printer: FunctionPrinter, node: Call) -> Value:
     raise CudaSourceError(f"there is no function {name}", node.line)
 
 
-def _arguments(printer: FunctionPrinter, node: Call, *counts: int) -> list[Value]:
+def _arguments(printer: FunctionContext, node: Call, *counts: int) -> list[Value]:
     if len(node.args) not in counts:
         wanted = " or ".join(str(n) for n in counts)
         raise CudaSourceError(f"{node.name.name} takes {wanted} arguments, {len(node.args)} were given", node.line)
@@ -72,7 +72,7 @@ def _arguments(printer: FunctionPrinter, node: Call, *counts: int) -> list[Value
     return [printer.value(a) for a in node.args]
 
 
-def _scalars(printer: FunctionPrinter, node: Call, *counts: int) -> list[tuple[Value, Scalar]]:
+def _scalars(printer: FunctionContext, node: Call, *counts: int) -> list[tuple[Value, Scalar]]:
     out = []
     for value in _arguments(printer, node, *counts):
         if not isinstance(value.type, Scalar):
@@ -81,7 +81,7 @@ def _scalars(printer: FunctionPrinter, node: Call, *counts: int) -> list[tuple[V
     return out
 
 
-def _math(printer: FunctionPrinter, node: Call, name: str, single: bool) -> Value:
+def _math(printer: FunctionContext, node: Call, name: str, single: bool) -> Value:
     given = _scalars(printer, node, builtins.MATH[name])
     kind = F32 if single else F64
     if not single and all(k == F32 or k.half for _, k in given):
@@ -92,7 +92,7 @@ def _math(printer: FunctionPrinter, node: Call, name: str, single: bool) -> Valu
     return Value(f"{called}({', '.join(v.text for v in values)})", kind, None, "", "", varying)
 
 
-def _abs(printer: FunctionPrinter, node: Call) -> Value:
+def _abs(printer: FunctionContext, node: Call) -> Value:
     ((value, kind),) = _scalars(printer, node, 1)
     if kind.real or node.name.name == "fabsf":
         return _math(printer, node, "fabs", single=kind == F32 or node.name.name == "fabsf")
@@ -102,7 +102,7 @@ def _abs(printer: FunctionPrinter, node: Call) -> Value:
     return printer.select(f"({x.text} < 0)", minus, x, kind)
 
 
-def _extreme(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _extreme(printer: FunctionContext, node: Call, name: str) -> Value:
     (a, ka), (b, kb) = _scalars(printer, node, 2)
     kind = common(ka, kb)
     what = builtins.EXTREMES[name]
@@ -122,7 +122,7 @@ def _extreme(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(f"{helper}({x.text}, {y.text})", kind, None, "", "", varying)
 
 
-def _plain(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _plain(printer: FunctionContext, node: Call, name: str) -> Value:
     kinds, result = builtins.PLAIN[name]
     given = _scalars(printer, node, len(kinds))
     values = [printer.converted(v, Scalar(k), node.line) for (v, _), k in zip(given, kinds, strict=True)]
@@ -150,14 +150,14 @@ def _plain(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(text, kind, None, "", "", any(v.varying for v in values))
 
 
-def _operator(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _operator(printer: FunctionContext, node: Call, name: str) -> Value:
     op, scalar = builtins.OPERATORS[name]
     given = _scalars(printer, node, 2)
     a, b = (printer.converted(v, Scalar(scalar), node.line) for v, _ in given)
     return printer.operate(op, a, b, node.line)
 
 
-def _asked(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _asked(printer: FunctionContext, node: Call, name: str) -> Value:
     ((value, kind),) = _scalars(printer, node, 1)
     if not kind.real or kind.half:
         kind = F32 if kind.half else F64
@@ -176,7 +176,7 @@ def _asked(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(text, B1, None, "", "", value.varying)
 
 
-def _load(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _load(printer: FunctionContext, node: Call, name: str) -> Value:
     (pointer,) = _arguments(printer, node, 1)
     return printer.loaded(printer.at(pointer, node.line), node.line)
 
@@ -184,7 +184,7 @@ def _load(printer: FunctionPrinter, node: Call, name: str) -> Value:
 # -- memory and other threads ----------------------------------------------------------------------------------------------
 
 
-def _atomic(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _atomic(printer: FunctionContext, node: Call, name: str) -> Value:
     what, kinds = builtins.ATOMICS[name]
     pointer, *given = _arguments(printer, node, 3 if what == "compare" else 2)
     to = printer.at(pointer, node.line)
@@ -207,7 +207,7 @@ def _atomic(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(text, to.type, None, "", "", True)
 
 
-def _barrier(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _barrier(printer: FunctionContext, node: Call, name: str) -> Value:
     counts = name not in ("__syncthreads", "__syncwarp")
     given = (
         _arguments(printer, node, 1)
@@ -237,12 +237,12 @@ def _barrier(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(text, I32)
 
 
-def _fence(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _fence(printer: FunctionContext, node: Call, name: str) -> Value:
     _arguments(printer, node, 0)
     return Value(printer.dialect.fence, VOID)
 
 
-def _half(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _half(printer: FunctionContext, node: Call, name: str) -> Value:
     """Functions of numbers of 16 bits: computed as floats, rounded once."""
     line = node.line
     if name in builtins.HALVES:
@@ -262,7 +262,8 @@ def _half(printer: FunctionPrinter, node: Call, name: str) -> Value:
     values = [printer.converted(v, kind, line) for v, _ in given]
     varying = any(v.varying for v in values)
     if name in builtins.HALF_OPERATORS:
-        return printer.operate(builtins.HALF_OPERATORS[name], *values, line)
+        left, right = values
+        return printer.operate(builtins.HALF_OPERATORS[name], left, right, line)
     if name == "__hfma":  # the product is exact in a double, and so, but for the smallest, is the sum
         a, b, c = [printer.converted(v, F64, line).text for v in values]
         return printer.converted(Value(f"({a} * {b} + {c})", F64, None, "", "", varying), kind, line)
@@ -277,7 +278,7 @@ def _half(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return printer.converted(Value(f"{called}({', '.join(singles)})", F32, None, "", "", varying), kind, line)
 
 
-def _folded(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _folded(printer: FunctionContext, node: Call, name: str) -> Value:
     """What threads of a warp have together, or which of them have the same."""
     given = _scalars(printer, node, 2)
     what = name.split("_")[3] if name.startswith("__reduce") else "match"
@@ -305,7 +306,7 @@ def _folded(printer: FunctionPrinter, node: Call, name: str) -> Value:
     return Value(f"{printer.helpers.folded(kind, what)}({PASS}, {masks}[w_t], {values})", result, None, "", "", True)
 
 
-def _warp(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _warp(printer: FunctionContext, node: Call, name: str) -> Value:
     if name.startswith(("__reduce", "__match")):
         return _folded(printer, node, name)
     shuffle = name.startswith("__shfl")
@@ -336,7 +337,7 @@ def _warp(printer: FunctionPrinter, node: Call, name: str) -> Value:
 
 
 def _shuffled(
-    printer: FunctionPrinter,
+    printer: FunctionContext,
     node: Call,
     name: str,
     given: list[tuple[Value, Scalar]],
@@ -363,14 +364,14 @@ def _shuffled(
     return Value(text, kind, None, "", "", True)
 
 
-def _assert(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _assert(printer: FunctionContext, node: Call, name: str) -> Value:
     (value,) = _arguments(printer, node, 1)
     truth = printer.as_truth(value, node.line)
     place = printer.whole.place(node.line, "an assertion")
     return Value(f"(void)({truth.text} ? 0 : (w_fault(w_status, {ASSERTION}, {place}), 0))", VOID)
 
 
-def _trap(printer: FunctionPrinter, node: Call, name: str) -> Value:
+def _trap(printer: FunctionContext, node: Call, name: str) -> Value:
     _arguments(printer, node, 0)
     place = printer.whole.place(node.line, "a trap")
     return Value(f"w_fault(w_status, {TRAP}, {place})", VOID)

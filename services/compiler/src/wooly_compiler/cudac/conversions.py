@@ -13,6 +13,7 @@ from wooly_wis.cudac.tree import (
 )
 
 from wooly_compiler.cudac.accesses import PASS
+from wooly_compiler.cudac.context import FunctionContext
 from wooly_compiler.cudac.scope import literal
 from wooly_compiler.cudac.types import (
     B1,
@@ -32,7 +33,7 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 
-class Conversions:
+class Conversions(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def loaded(self, value: Value, line: int) -> Value:

@@ -14,6 +14,7 @@ from wooly_wis.cudac.tree import (
 )
 
 from wooly_compiler.cudac.arithmetic import POINTER, held_size, is_readonly
+from wooly_compiler.cudac.context import FunctionContext
 from wooly_compiler.cudac.types import (
     Array,
     Pointer,
@@ -26,7 +27,7 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value, Variable
 
 
-class Declarations:
+class Declarations(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def _variable(self, node: Declare) -> None:

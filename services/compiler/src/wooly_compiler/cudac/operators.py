@@ -11,6 +11,7 @@ from wooly_wis.cudac.tree import (
 )
 
 from wooly_compiler.cudac.arithmetic import ASKS, joined_root, operation
+from wooly_compiler.cudac.context import FunctionContext
 from wooly_compiler.cudac.scope import folded_binary, folded_unary, literal
 from wooly_compiler.cudac.types import (
     B1,
@@ -25,7 +26,7 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 
-class Operators:
+class Operators(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def _unary(self, node: Unary) -> Value:

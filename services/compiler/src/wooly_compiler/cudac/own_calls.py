@@ -23,11 +23,11 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 if TYPE_CHECKING:
-    from wooly_compiler.cudac.function import FunctionPrinter
+    from wooly_compiler.cudac.context import FunctionContext
     from wooly_compiler.cudac.translate import Instance, Translation
 
 
-def call_own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -> Value:
+def call_own(printer: FunctionContext, node: Call, candidates: Sequence[Function]) -> Value:
     """What a call of a function of the source's gives: it is printed for these arguments, where it has not been yet.
 
     Raises:
@@ -54,7 +54,7 @@ def call_own(printer: FunctionPrinter, node: Call, candidates: Sequence[Function
     return Value(text, result, None, "", "", facts.result_varying, facts.result_root)
 
 
-def _chosen(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]) -> tuple[Function, list[Value]]:
+def _chosen(printer: FunctionContext, node: Call, candidates: Sequence[Function]) -> tuple[Function, list[Value]]:
     """The function that a call means, and what it is given, not yet loaded."""
     name, line = node.name.name, node.line
     fitting = [f for f in candidates if len(f.params) == len(node.args)]
@@ -74,7 +74,7 @@ def _chosen(printer: FunctionPrinter, node: Call, candidates: Sequence[Function]
 
 
 def _passed(
-    printer: FunctionPrinter, node: Call, function: Function, values: Sequence[Value], bound: Bound
+    printer: FunctionContext, node: Call, function: Function, values: Sequence[Value], bound: Bound
 ) -> tuple[list[Value], list[str]]:
     """What a function is given: as its body sees it, and as text."""
     name, line = node.name.name, node.line
@@ -103,7 +103,7 @@ def _passed(
 
 
 def _called_for_the_block(
-    printer: FunctionPrinter, instance: Instance, arguments: Sequence[Value], texts: Sequence[str]
+    printer: FunctionContext, instance: Instance, arguments: Sequence[Value], texts: Sequence[str]
 ) -> str:
     """Call a function with barriers, once for all threads of the block; the text of its result."""
     result = instance.result
@@ -122,7 +122,7 @@ def _called_for_the_block(
     return "" if isinstance(result, Void) else f"{passed[len(texts)]}[w_t]"
 
 
-def _exact(printer: FunctionPrinter, function: Function, given: Sequence[Type]) -> bool:
+def _exact(printer: FunctionContext, function: Function, given: Sequence[Type]) -> bool:
     for param, kind in zip(function.params, given, strict=True):
         written = param.type.to if isinstance(param.type, ReferenceTo) else param.type
         wanted = printer.types.of(written, Bound(), param.line)

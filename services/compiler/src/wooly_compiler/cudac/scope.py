@@ -175,10 +175,10 @@ class Types:
                 known = self.maybe_constant(c, bound)
                 return None if known is None else self.maybe_constant(then if known[1] else other, bound)
             case Cast(to=to, on=on) if on is not None:
-                kind = self.of(to, bound, node.line) if isinstance(to, Named) and to.name != "auto" else None
+                wanted = self.of(to, bound, node.line) if isinstance(to, Named) and to.name != "auto" else None
                 inner = self.maybe_constant(on, bound)
-                if isinstance(kind, Scalar) and inner is not None:
-                    return kind, wrapped(inner[1], kind)
+                if isinstance(wanted, Scalar) and inner is not None:
+                    return wanted, wrapped(inner[1], wanted)
             case SizeOf(of=of) if not isinstance(of, Node):
                 return Scalar("u64"), self.of(of, bound, node.line).size
         return None

@@ -24,6 +24,7 @@ from wooly_wis.cudac.tree import (
 )
 
 from wooly_compiler.cudac.arithmetic import FREE, FREE_TURNS, acts, changes, joined_root
+from wooly_compiler.cudac.context import FunctionContext
 from wooly_compiler.cudac.scope import literal
 from wooly_compiler.cudac.types import (
     Pointer,
@@ -35,7 +36,7 @@ from wooly_compiler.cudac.types import (
 from wooly_compiler.cudac.values import Value
 
 
-class Statements:
+class Statements(FunctionContext):
     """Part of `FunctionPrinter`."""
 
     def _block(self, block: Block) -> None:

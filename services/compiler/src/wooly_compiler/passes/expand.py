@@ -124,7 +124,8 @@ def _each(line: Line, bare: str) -> list[Line]:
     if opcode not in _ROWS or not isinstance(args, tuple) or not args or not isinstance(args[0], tuple):
         return []
     names = {a.name for a in TABLE[opcode].args}
-    named = dict(k for k in kwargs if isinstance(k, tuple)) if isinstance(kwargs, tuple) else {}
+    pairs = kwargs if isinstance(kwargs, tuple) else ()
+    named = {k[0]: k[1] for k in pairs if isinstance(k, tuple) and len(k) == 2}
     if not set(named) <= names:
         return []
     outs = [k for k, o in enumerate(form.operands) if o.role is Role.OUT]

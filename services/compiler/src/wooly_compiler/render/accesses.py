@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel.ir import Atomic, Const, Kernel, Load, Store, has_lanes, walk
+from wooly_wis.kernel.ir import Array, Atomic, Const, Kernel, Load, Scratch, Store, has_lanes, walk
 from wooly_wis.kernel.laws import Facts
 
 from wooly_compiler.render.dialects import Dialect
@@ -34,8 +34,9 @@ class Accesses(Operations):
         super().__init__(dialect, facts, kernel.body, {})
         self.kernel = kernel
         self.form = form
-        self.dtypes = {m.name: m.dtype for m in (*kernel.arrays, *kernel.scratch)}
-        self.numel = {m.name: m.numel for m in (*kernel.arrays, *kernel.scratch)}
+        memory: list[Array | Scratch] = [*kernel.arrays, *kernel.scratch]
+        self.dtypes = {m.name: m.dtype for m in memory}
+        self.numel = {m.name: m.numel for m in memory}
         self.loaded = {s.array for s in walk(kernel.body) if isinstance(s, (Load, Atomic))}
         self.grouped = has_lanes(kernel)
         self.in_lanes = False

@@ -83,4 +83,5 @@ class Rows(Folds):
             self.known.pop()
         self.lane = None
         self.kept |= scratch
-        self.known[-1] |= self._results(now, folding.results)
+        for key, value in self._results(now, folding.results).items():
+            self.known[-1][key] = value

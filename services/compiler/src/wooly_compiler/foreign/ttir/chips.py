@@ -198,7 +198,8 @@ class Compiler:
         Raises:
             BuildError: Triton refuses it.
         """
-        module, metadata, stages = self.read(text), {"target": self._target, **self.options.__dict__}, {}
+        module, metadata = self.read(text), {"target": self._target, **self.options.__dict__}
+        stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
         assembly = ""
         try:
             self._backend.add_stages(stages, self.options, self._language)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -164,8 +165,8 @@ class Memory(Writer):
                 self._out(f"if (run && {full}) {{ {begin} {loop} {{ {whole[1](at(index[row]))} }} }} else")
             self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
         else:  # a store: most rows are written as a whole
-            some, whole = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
-            asked = f"int all = 1; {loop} all &= {some};" if whole is None else f"const int all = {whole};"
+            some, every = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
+            asked = f"int all = 1; {loop} all &= {some};" if every is None else f"const int all = {every};"
             self._out(f"if (run) {{ {begin} {asked}")
             self._out(f"if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }} }}")
         self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(index[row]))} }} if (bad) {bad} }} }}")
@@ -194,7 +195,9 @@ class Memory(Writer):
         fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
         self._force(v.late)
         v = v if v.weight <= MAX_SINGLE_WEIGHT or v.uniform is not None else self._materialise(v)
-        gate = (lambda i: f"if ({mask.at(i)}) ") if mask is not None else (lambda i: "")
+
+        def gate(i: Index) -> str:
+            return f"if ({mask.at(i)}) " if mask is not None else ""
 
         def dense(i: Index) -> str:
             return f"r[{i[row]}] = {_put(elem, v.at(i))};"
@@ -236,8 +239,8 @@ class Memory(Writer):
             const = "" if x is p else "const "
             self._out(f"{const}global {memory} *{name} = {base} + (run ? {o0} : 0);")
         to, bytes_ = names[0], size_of(p.type.elem) * size
-        for name, x in zip(names[1:], v.late, strict=True):
-            there = size_of(x.pointer.type.elem) * size
+        for name, late in zip(names[1:], v.late, strict=True):
+            there = size_of(late.pointer.type.elem) * size
             same = f"(ulong){name} == (ulong){to} || " if there == bytes_ else ""
             self._out(
                 f"run = run && ({same}(ulong){name} + {there} <= (ulong){to} || (ulong){to} + {bytes_} <= (ulong){name});"
@@ -246,14 +249,14 @@ class Memory(Writer):
         for m in {id(m): m for m in masks}.values():
             whole = all_set(m, lambda n: tuple([str(n) if d == row else "0" for d in range(len(p.shape))]), row, size)
             self._out(f"run = run && {whole};" if whole is not None else f"if (run) {loop} run &= {m.at(index)};")
-        for name, x in zip(names[1:], v.late, strict=True):
-            x.text = lambda i, name=name, x=x: _held(x.pointer.type.elem, f"{name}[{i[row]}]")
+        for name, late in zip(names[1:], v.late, strict=True):
+            late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
         self._out(
             f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} {to}[{k}] = {_put(p.type.elem, v.at(index))};"
         )
         self._out("} else {")
-        for x in v.late:
-            x.text = None
+        for late in v.late:
+            late.text = None
         return 2
 
     def _tt_atomic_rmw(self, op: Op) -> None:
@@ -318,6 +321,11 @@ class Memory(Writer):
         self._close(len(index))
         if op.results:
             self._set(op, result)
+
+
+def _read_in_place(name: str, elem: str, row: int, index: Index) -> str:
+    """An element of a row that `name` points to, where a store reads it."""
+    return _held(elem, f"{name}[{index[row]}]")
 
 
 def _held(elem: str, text: str) -> str:

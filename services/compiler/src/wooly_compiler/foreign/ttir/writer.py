@@ -115,7 +115,7 @@ class Writer:
                 self._load_now(load)
         self._pending = [x for x in self._pending if x.text is None]
 
-    def _load_now(self, late: Late) -> None:
+    def _load_now(self, late: Late) -> Value:
         raise NotImplementedError
 
     def _of_array(self, type_: Type, name: str, buffer: int | None = None) -> Value:

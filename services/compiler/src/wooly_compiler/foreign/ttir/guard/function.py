@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -102,8 +102,8 @@ class _Guard(Accesses, Arithmetic, Loops):
         aligned = max(self.claims, default=1) > 1
         for k, unit in self._extra:
             multiple = WIDEST // unit if aligned else 1
-            claim = f" {{tt.divisibility = {multiple} : i32}}" if multiple > 1 else ""
-            parts.append(f"{self._length(k, unit)}: i64{claim}")
+            said = f" {{tt.divisibility = {multiple} : i32}}" if multiple > 1 else ""
+            parts.append(f"{self._length(k, unit)}: i64{said}")
         parts.append(f"{self._prefix}s: !tt.ptr<i32> {{tt.divisibility = {WIDEST} : i32}}")
         return f"  tt.func public @{self.function.name}({', '.join(parts)}) attributes {{noinline = false}} {{"
 
@@ -158,7 +158,7 @@ class _Guard(Accesses, Arithmetic, Loops):
         raise ForeignError(f"{op.place} cannot be checked on a GPU{why}")
 
 
-_RULES: Final = {
+_RULES: Final[dict[str, Callable[[_Guard, Op, Scope, str], str | None]]] = {
     "tt.load": _Guard._load,
     "tt.store": _Guard._store,
     "tt.atomic_rmw": _Guard._update,
