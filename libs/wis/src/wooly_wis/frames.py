@@ -125,7 +125,7 @@ def pack_json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def unpack_json(payload: bytes | memoryview) -> dict[str, Any]:
+def unpack_json(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The object in a JSON payload.
 
     Raises:

@@ -416,9 +416,8 @@ def _start_flusher(device: Device, interval_s: float) -> None:
             if len(active) > 1 and time.monotonic() - looked > _LOOK_EVERY_S:
                 looked = time.monotonic()
                 for recorder in active:
-                    link = recorder.link
-                    if link is not None:
-                        link.look()
+                    if recorder.link is not None:
+                        recorder.link.look()
 
     _flusher = threading.Thread(target=watch, name="wooly-flusher", daemon=True)
     _flusher.start()

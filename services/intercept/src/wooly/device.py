@@ -178,7 +178,7 @@ def _register_rest() -> torch.library.Library:
 
 
 def _short(op: torch._ops.OpOverload) -> str:
-    return op.name().removeprefix("aten::")
+    return str(op.name()).removeprefix("aten::")
 
 
 def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly import device as devices
+from wooly.device import current
+from wooly.devices import NAME
 from wooly.graphs import GraphFunction
 from wooly.torch_private import fake_device, fake_device_patches, inductor, never_trace
 
@@ -39,7 +40,7 @@ def compile_graph(
         for node in graph.graph.nodes
         if node.op == "get_attr" and isinstance(value := _attribute(graph, node.target), Tensor)
     ]
-    return GraphFunction(devices.current(), graph.forward, constants)
+    return GraphFunction(current(), graph.forward, constants)
 
 
 def _on_device(graph: torch.fx.GraphModule) -> bool:
@@ -47,7 +48,7 @@ def _on_device(graph: torch.fx.GraphModule) -> bool:
         value = node.meta.get("example_value")
         for t in value if isinstance(value, (tuple, list)) else (value,):
             place = fake_device(t) if isinstance(t, Tensor) else None
-            if place is not None and place.type == devices.NAME:
+            if place is not None and place.type == NAME:
                 return True
     return False
 
@@ -59,12 +60,13 @@ def _attribute(graph: Any, path: str) -> Any:
 def _default_backend(
     graph: torch.fx.GraphModule, example_inputs: Sequence[Any], mode: str | None, options: Any
 ) -> Callable[..., Any]:
-    return inductor(mode, options)(graph, list(example_inputs))
+    compiled: Callable[..., Any] = inductor(mode, options)(graph, list(example_inputs))
+    return compiled
 
 
 def patches() -> Iterator[tuple[Any, str, Any]]:
     """(owner, name, value) of what makes `torch.compile` use the device's backend by default."""
-    yield from fake_device_patches(devices.NAME, "cuda")
+    yield from fake_device_patches(NAME, "cuda")
     real = torch.compile
 
     @functools.wraps(real)

@@ -15,6 +15,7 @@ While no `Fallbacks` is entered none of this code runs.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +71,7 @@ class Fallbacks:
         self._replayed: int | None = None
         self._reads: Callable[[], int] = lambda: device.transfer.reads
         self._frames: list[_Frame] = []
-        self._functions = _Functions(self)
-        self._operators = _Operators(self)
+        self._modes = contextlib.ExitStack()
 
     @property
     def calls(self) -> int:
@@ -79,13 +79,12 @@ class Fallbacks:
         return self._seen + replayed - self._replayed_before
 
     def __enter__(self) -> Fallbacks:
-        self._functions.__enter__()
-        self._operators.__enter__()
+        self._modes.enter_context(_Functions(self))
+        self._modes.enter_context(_Operators(self))
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._operators.__exit__(*exc)
-        self._functions.__exit__(*exc)
+        self._modes.__exit__(*exc)
         self._replayed = graphs.counters.operations
 
     def call(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ class _Operators(TorchDispatchMode):
     """Sees every operator that the dispatcher runs, those of PyTorch's composite code and of its backward too."""
 
     def __init__(self, owner: Fallbacks) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -214,7 +214,7 @@ def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[s
     Raises:
         ControlError: NATS or the router does not answer, or refuses.
     """
-    contents = [file.raw, *file.constants, *inputs.values()]
+    contents: list[bytes | memoryview] = [file.raw, *file.constants, *inputs.values()]
 
     def job(names: list[str]) -> SubmitJob:
         given = names[len(names) - len(inputs) :]

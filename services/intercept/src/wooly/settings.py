@@ -127,7 +127,7 @@ def load() -> Settings:
         SettingsError: one of them is wrong.
     """
     try:
-        return Settings()
+        return Settings()  # type: ignore[call-arg] # every field has a default; Field's first argument is not seen as one
     except ValidationError as e:
         raise SettingsError("; ".join([_complaint(dict(problem)) for problem in e.errors()])) from e
     except (ValueError, OSError) as e:  # of the file as a whole

@@ -308,7 +308,7 @@ def dense_strides(sizes: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 
 def address_of(t: torch.Tensor) -> int:
     """``buffer id << 40 | byte offset`` of a device tensor, also of an empty one (whose `data_ptr` is 0)."""
-    return t.data_ptr() or (t.untyped_storage().data_ptr() + t.storage_offset() * t.element_size())
+    return t.data_ptr() or (t.untyped_storage().data_ptr() + int(t.storage_offset()) * t.element_size())
 
 
 def live_bytes(device: int = 0) -> int:

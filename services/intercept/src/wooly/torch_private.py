@@ -17,7 +17,7 @@ import torch
 import torch._meta_registrations as meta_registrations
 import torch._prims_common.wrappers as prims_wrappers
 from torch._C import DispatchKey, DispatchKeySet
-from torch._C._dynamo.guards import _reinterpret_tensor
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -71,7 +71,7 @@ def word_resizes_as_aten_does() -> None:
         return True
 
     for module in (prims_wrappers, meta_registrations):
-        module._resize_output_check = check
+        setattr(module, "_resize_output_check", check)  # noqa: B010 - the modules' stubs do not know it
 
 
 def spare_dynamo() -> None:
@@ -82,7 +82,7 @@ def spare_dynamo() -> None:
     """
     if "torch._dynamo" in sys.modules:
         return
-    asking = torch._disable_dynamo(spare_dynamo).__code__
+    asking = torch._disable_dynamo(spare_dynamo).__code__  # type: ignore[attr-defined]
     kernels = [n for n in sys.modules if n.startswith(("torch._refs", "torch._decomp"))]
     found = [f for name in kernels for f in vars(sys.modules[name]).values() if isinstance(f, FunctionType)]
     seen = set(found)
@@ -150,7 +150,7 @@ def set_generator_device(generator: torch._C.Generator, device: torch.device) ->
 
 def below_autocast(op: torch._ops.OpOverload) -> Callable[[Any, Any], Any]:
     """A callable `(args, kwargs)` that runs `op`, and all that it is made of, as if autocast were off."""
-    exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1
+    exclude, key = torch._C._dispatch_tls_set_dispatch_key_excluded, DispatchKey.AutocastPrivateUse1  # type: ignore[attr-defined]
 
     def run(args: Any, kwargs: Any) -> Any:
         exclude(key, True)
@@ -232,7 +232,7 @@ def inductor(mode: str | None, options: dict[str, Any] | None) -> Callable[..., 
     """What `torch.compile` makes of its default backend, for graphs of the host: a callable `(graph, example_inputs)`."""
     made = torch._TorchCompileInductorWrapper(mode, options, dynamic=None)
     made.config["triton.cudagraphs"] = False  # they would ask the CUDA of this build, which is not there
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def tell_dynamo(replaced: Iterable[tuple[Any, Any]]) -> None:

@@ -36,7 +36,7 @@ def deactivate() -> None:
     """Give Transformers its own check back."""
     sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, _Finder)]
     module = sys.modules.get(_MODULE)
-    ours = getattr(module, _CLASS, None)
+    ours: Any = getattr(module, _CLASS, None)
     if hasattr(ours, "wooly_replaces"):
         setattr(module, _CLASS, ours.wooly_replaces)
 

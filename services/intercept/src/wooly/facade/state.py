@@ -33,7 +33,8 @@ def patches() -> Iterator[Patch]:
 def _storage_patches() -> Iterator[Patch]:
     """A storage that says and takes "cuda": `torch.save` and `torch.load` need no more than that."""
     storage = torch.UntypedStorage
-    real_to, real_new = storage.to, storage.__new__
+    real_to: Any = storage.to
+    real_new: Any = storage.__new__
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
         target = to_wooly(kwargs.get("device"))
@@ -49,7 +50,8 @@ def _storage_patches() -> Iterator[Patch]:
         if raw_storage_device(self).type == NAME:
             return self if target == raw_storage_device(self) else _bytes(self).to(target).untyped_storage()
         if not isinstance(target, torch.device) or target.type != NAME:
-            return real_to(self, device=device, non_blocking=non_blocking)
+            moved: torch.UntypedStorage = real_to(self, device=device, non_blocking=non_blocking)
+            return moved
         return _bytes(self).to(target).untyped_storage()
 
     def cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False) -> torch.UntypedStorage:
@@ -76,7 +78,7 @@ def _storage_patches() -> Iterator[Patch]:
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """The whole storage as a tensor of bytes."""
     empty = torch.empty(0, dtype=torch.uint8, device=raw_storage_device(storage))
-    return empty.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload, no-any-return]
+    return empty.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class _GeneratorMeta(type):

@@ -120,7 +120,14 @@ class ExternalStream(Stream):
         return super().__new__(cls, stream_ptr=stream_ptr, **kwargs)  # type: ignore[return-value]
 
 
-_selected = threading.local()
+class _Selected(threading.local):
+    """The stream that each thread has set, by device."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}
+
+
+_selected = _Selected()
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -131,19 +138,24 @@ def default_stream(device: Any = None) -> Stream:
 def current_stream(device: Any = None) -> Stream:
     """`torch.cuda.current_stream`: that which this thread has set for the device, else the default stream."""
     index = _index(device)
-    stream = _selected.__dict__.get(index)
+    stream = _selected.streams.get(index)
     return default_stream(index) if stream is None else stream
 
 
 def set_stream(stream: Stream | None) -> None:
     """`torch.cuda.set_stream`: also makes the stream's device current."""
     if stream is not None:
-        _selected.__dict__[stream.device_index] = stream
+        _selected.streams[stream.device_index] = stream
         torch.cuda.set_device(stream.device_index)
 
 
 class Event(torch._C.Event):
     """`torch.cuda.Event`: to record one that times waits for the work before it."""
+
+    _timing: bool
+    _at: float
+    _mark: Mark
+    _device: torch.device | None
 
     def __new__(
         cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
@@ -152,7 +164,7 @@ class Event(torch._C.Event):
         self._timing = enable_timing
         self._at = 0.0
         self._mark = Mark(None, 0)
-        self._device: torch.device | None = None
+        self._device = None
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

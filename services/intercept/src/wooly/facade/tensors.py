@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # not in its __all__
 from torch.utils._device import DeviceContext
 
 from wooly.devices import NAME
@@ -106,8 +106,8 @@ def _resize_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedSt
     return storage
 
 
-_real_resize: Any = torch.UntypedStorage.resize_  # type: ignore[attr-defined]
-_real_byteswap = torch.UntypedStorage.byteswap
+_real_resize: Any = torch.UntypedStorage.resize_
+_real_byteswap: Any = torch.UntypedStorage.byteswap
 
 
 def _keeping_parameters(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,6 +250,7 @@ def _tensor_patches() -> Iterator[Patch]:
     def new_tensor(t: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") is None:  # PyTorch would take the index from its guard, which knows one only
             kwargs["device"] = t.device
-        return real_new_tensor(t, *args, **kwargs)
+        made: torch.Tensor = real_new_tensor(t, *args, **kwargs)
+        return made
 
     yield (tensor, "new_tensor", new_tensor)

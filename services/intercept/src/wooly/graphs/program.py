@@ -50,7 +50,7 @@ class Out(NamedTuple):
         whole = t.storage_offset() == 0 and layout.nbytes == nbytes
         if not whole:
             layout = Layout(torch.uint8, (nbytes,), (1,))
-        return cls(slot, layout, whole, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad)
+        return cls(slot, layout, whole, t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()), t.requires_grad)
 
     def seen_in(self, base: Tensor) -> Tensor:
         """This tensor on a storage that was made by `layout`."""
@@ -135,7 +135,7 @@ class Program:
             key = outside.get(buffer)
             if key is not None and dtypes[key] is not t.dtype:
                 raise NotOneProgramError("it returns an argument as another dtype")
-            return Alias(key, t if key is None else None, tuple(t.shape), t.stride(), t.storage_offset())
+            return Alias(key, t if key is None else None, tuple(t.shape), t.stride(), int(t.storage_offset()))
         slot = slot_of.get(buffer)
         if slot is None or slot not in self.made:
             raise NotOneProgramError("it returns a tensor that it did not make")

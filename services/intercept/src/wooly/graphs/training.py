@@ -36,7 +36,7 @@ class Training(Kind):
         self.backward_programs: dict[tuple[bool, ...], Program] = {}
 
     def __call__(self, inputs: Sequence[Any], of: dict[int, int]) -> Any:
-        leaves = _Call.apply(self, *inputs)
+        leaves = _Call.apply(self, *inputs)  # type: ignore[no-untyped-call]
         if self.spec is None:
             raise AssertionError("the first forward remembers the structure")
         return self.unflat(leaves)
@@ -181,7 +181,7 @@ class _Call(torch.autograd.Function):
         return kind.forward(ctx, inputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return (None, *ctx.kind.backward(ctx, grads))
 

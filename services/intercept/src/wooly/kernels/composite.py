@@ -319,8 +319,8 @@ KERNELS: dict[str, Kernel] = {
 
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_math = aten._scaled_dot_product_attention_math.default
-_FLASH = int(torch._C._SDPBackend.FLASH_ATTENTION)
-_MATH = int(torch._C._SDPBackend.MATH)
+_BACKENDS: Any = torch._C._SDPBackend
+_FLASH, _MATH = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.MATH)
 _choices: dict[tuple[Any, ...], int] = {}
 
 
@@ -360,10 +360,14 @@ def attention(
         if len(_choices) > 16384:
             _choices.clear()
         inputs = (query, key, value, attn_mask)
-        stand_ins = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
+        stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
         # On host tensors of the same kind, so that a wrong call raises PyTorch's own error here.
         choice = _choices[signature] = torch._fused_sdp_choice(
-            *stand_ins, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            *stand_ins,
+            dropout_p,
+            is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,  # type: ignore[misc]
         )
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)

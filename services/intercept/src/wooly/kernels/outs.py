@@ -69,7 +69,8 @@ def check_outs(facts: OpFacts, call: Call, metas: dict[str, Any]) -> None:
     name_of = facts.op.overloadpacket.__name__
     wrong = {}
     for name in facts.out_args:
-        real, meta = call.kwargs.get(name), metas.get(name)
+        real: Any = call.kwargs.get(name)
+        meta: Any = metas.get(name)
         listed = isinstance(real, (list, tuple))
         for r, m in zip(real, meta, strict=True) if listed else [(real, meta)]:
             if not isinstance(r, Tensor) or tuple(r.shape) == tuple(m.shape):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from wooly.devices import NAME, Devices
 from wooly.kernels.composite import plain
 from wooly.kernels.forms import view_of
 from wooly.kernels.overlap import refuse_overlap
-from wooly.link import MIRROR_ITEM_LIMIT, ViewKey
+from wooly.link import MIRROR_ITEM_LIMIT, Link, ViewKey
 from wooly.recorder import Forms, Recorder, origin
 from wooly.storage import (
     DEVICE_MASK,
@@ -42,7 +43,7 @@ def bytes_of(t: Tensor) -> memoryview:
     flat = torch.empty(0, dtype=torch.uint8).set_(
         t.untyped_storage(), t.storage_offset() * t.element_size(), (n,), (1,)
     )
-    return memoryview(flat.numpy())
+    return flat.numpy().data
 
 
 def is_dense(t: Tensor) -> bool:
@@ -66,6 +67,11 @@ _FILLS = (
 _New = tuple[Layout, int, Recorder]
 #: Bytes that a copy between devices holds on the client at a time.
 _HOP = 16 << 20
+
+
+def _fetch_kept(kept: Tensor, buffer: int, into: memoryview, dst: Tensor, link: Link) -> None:
+    """Fetch what a copy on the device holds; `kept` lives until then."""
+    link.fetch(buffer, 0, into, dst)
 
 
 class Transfer:
@@ -381,7 +387,7 @@ class Transfer:
             kept = torch.empty_strided(src.shape, src.stride(), dtype=src.dtype, device=raw_device(src))
             self._copy(kept, src)
             buffer = address_of(kept) >> ID_SHIFT
-            recorder.afterwards(lambda link, _kept=kept: link.fetch(buffer, 0, into, dst))
+            recorder.afterwards(partial(_fetch_kept, kept, buffer, into, dst))
         return True
 
     def to_host(self, t: Tensor) -> Tensor:
@@ -418,7 +424,7 @@ class Transfer:
     def resize(self, t: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> None:
         """Give `t` another size, keeping its leading bytes, as `resize_` does."""
         need = span(sizes, strides) * t.element_size()
-        here = t.storage_offset() * t.element_size()
+        here = int(t.storage_offset()) * t.element_size()
         have = t.untyped_storage().nbytes()
         if here + need <= have:
             _set_cpu(t, t.untyped_storage(), t.storage_offset(), sizes, strides)

@@ -6,6 +6,7 @@ their own short cut: they are called several times per layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def reshape_alias(t: Tensor, size: list[int], stride: list[int]) -> Tensor:
 
 
 #: Operators with a kernel of their own here.
-KERNELS = {
+KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
     aten.view.default: view,
     aten._reshape_alias.default: reshape_alias,

@@ -85,7 +85,7 @@ class Whole:
             tensors = [a for a in leaves if isinstance(a, Tensor)]
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             return self.record(*args, **kwargs)
-        return _WholeCall.apply(self, spec, *leaves)
+        return _WholeCall.apply(self, spec, *leaves)  # type: ignore[no-untyped-call]
 
 
 class _WholeCall(torch.autograd.Function):

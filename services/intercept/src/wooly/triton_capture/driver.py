@@ -100,7 +100,7 @@ class _Utils:
         facts = torch.cuda.get_device_properties(device)
         return {
             "max_shared_mem": 1 << 20,
-            "max_num_regs": facts.regs_per_multiprocessor,
+            "max_num_regs": facts.regs_per_multiprocessor,  # type: ignore[attr-defined] # its stub is not complete
             "multiprocessor_count": facts.multi_processor_count,
             "warpSize": 32,
             "sm_clock_rate": 1_000_000,
