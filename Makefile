@@ -50,13 +50,14 @@ format: setup ## let ruff put the code in order
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch, memory and placement, tenants against each other
+bench: setup ## the benchmarks: the client against local PyTorch, the cores of dispatch, memory and placement, tenants against each other, a thousand sessions
 	$(BIN)/python bench/client.py
 	$(BIN)/python bench/kernels.py
 	$(BIN)/python bench/dispatch.py
 	$(BIN)/python bench/memory.py
 	$(BIN)/python bench/sharing.py
 	$(BIN)/python bench/control.py
+	$(BIN)/python bench/scale.py
 
 .PHONY: bench-credits
 bench-credits: setup ## what metering takes, and ten models' bills alone and beside another tenant (an hour; --runs, --generations)
@@ -96,6 +97,14 @@ HOSTILE_OUT ?= .hostile
 .PHONY: hostile
 hostile: setup ## call every operator with arguments that do not fit, on guarded memory (an hour; HOSTILE="--calls N --seed S")
 	$(BIN)/python services/executor/tests/hostile/fuzz.py --out $(HOSTILE_OUT) $(HOSTILE)
+
+.PHONY: chaos
+chaos: setup ## twenty minutes of faults: processes killed and stopped, links cut, disks full, clocks moved (CHAOS="--minutes N --seed S")
+	$(BIN)/python tests/faults/chaos.py $(CHAOS)
+
+.PHONY: soak
+soak: setup ## half an hour of ordinary work: does anything grow? (SOAK="--minutes N")
+	$(BIN)/python tests/faults/soak.py $(SOAK)
 
 # For the machine with the GPU: not for this one. torch and what comes with it are there.
 GPU_PYTHON ?= 3.12
