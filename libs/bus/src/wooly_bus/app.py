@@ -18,6 +18,7 @@ from faststream.nats import NatsBroker
 from faststream.nats.annotations import NatsMessage
 from faststream.nats.security import NatsJWT, NatsSecurity
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 from wooly_wis.traces import SpansRecorded
@@ -41,6 +42,8 @@ CONCURRENT_REQUESTS = 64
 GRACE_S = 5.0
 #: Seconds between two messages with spans.
 SPANS_EVERY_S = 0.25
+#: The span of a message whose sender has no trace.
+_UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 
 
 class ServiceApp:
@@ -72,6 +75,7 @@ class ServiceApp:
         self._last_error = ""
         self._ending = False
         self._client: Client | None = None
+        self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._dropped_told = 0
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
@@ -173,16 +177,21 @@ class ServiceApp:
         )
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
-        """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better."""
+        """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better.
 
-        async def hear(body: bytes, message: NatsMessage) -> None:
-            with consumer_span(self.name, subject, message.headers):
-                failure = await _handled(handler, model, bytes(message.body))
+        NATS's client itself calls the handler: a thousand executors send a thousand heartbeats a second, and a broker's
+        middleware for each would take most of a core.
+        """
+
+        async def hear(message: Msg) -> None:
+            headers = message.headers or {}
+            with consumer_span(self.name, subject, headers) if "traceparent" in headers else _UNTRACED:
+                failure = await _handled(handler, model, message.data)
                 if isinstance(failure, ErrorReply):
                     log.warning("%s dropped: %s", subject, failure.message)
                     mark_failed(failure.code)
 
-        self.broker.subscriber(subject, decoder=_raw, no_reply=True)(hear)
+        self._heard.append((subject, hear))
 
     def jetstream(self) -> JetStreamContext:
         """JetStream by this service's connection; inside `running`."""
@@ -267,6 +276,8 @@ class ServiceApp:
         await self.broker.start()
         # The server has every subscription before anybody is told that the service is there.
         self._client = await self.broker.connect()
+        for subject, hear in self._heard:
+            await self._client.subscribe(subject, cb=hear)
         await settled(self._client)
 
     async def _stop(self) -> None:
