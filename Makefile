@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
 
 .DEFAULT_GOAL := help

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,15 @@ from wooly_testkit import forks
 from wooly_testkit.executor import RunningExecutor, executor_process
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
+
+
+#: Seconds that a test process may take to end after its last test.
+END_S = 120
+
+
+def pytest_sessionfinish() -> None:
+    """A test process that does not end after its tests says what its threads do, and ends: no test's time limit covers that."""
+    faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def pytest_unconfigure() -> None:
