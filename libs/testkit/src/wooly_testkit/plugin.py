@@ -12,7 +12,6 @@ from wooly_testkit.executor import RunningExecutor, executor_process
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
 
-
 #: Seconds that a test process may take to end after its last test.
 END_S = 120
 
