@@ -257,6 +257,8 @@ class RouterActor:
         """An executor lives."""
         if self.registry.hear(heartbeat, self.clock()):
             log.info("executor %s (%s) is there", heartbeat.executor_id, heartbeat.device.name)
+        elif heartbeat.ending:
+            log.warning("executor %s ends: %s", heartbeat.executor_id, heartbeat.ending)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
         """An executor ended its part of a session, and with it the session."""
@@ -310,6 +312,8 @@ class RouterActor:
         """
         now = self.clock()
         heard = max(self.registry.heard(executor_id) or 0.0, self._started)
+        if ended := self.registry.ended(executor_id):
+            return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:
             return f"executor {executor_id} is lost: nothing was heard of it for {now - heard:.0f} s"
         if now - since <= FRESH_S or self.registry.heard(executor_id) is None:
