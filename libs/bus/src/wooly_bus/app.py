@@ -29,6 +29,7 @@ from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.rpc import nats_errors, settled
+from wooly_bus.supervision import start_task
 from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
 
 log = logging.getLogger("wooly.bus")
@@ -237,7 +238,7 @@ class ServiceApp:
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         spans = handing_over()
-        handing = asyncio.create_task(self._hand_over(spans)) if spans is not None else None
+        handing = start_task(self._hand_over(spans), "spans") if spans is not None else None
         try:
             if self.knows_tenants:  # credentials that end close the connection for good: only a restart reads new ones
                 self.live["connection"] = lambda: self._client is not None and not self._client.is_closed

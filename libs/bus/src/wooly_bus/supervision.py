@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 log = logging.getLogger("wooly.bus")
 P = ParamSpec("P")
 T = TypeVar("T")
+Work = Callable[[], Coroutine[Any, Any, object]]
 #: Exit status of a service of which a thread or a task ended unexpectedly. Its log has the traceback.
 BROKEN: Final = 4
 #: Seconds from the unexpected end to the end of the process, for last words. The process is gone within a second.
@@ -48,8 +49,9 @@ class Failure:
 class _Service:
     """This process, if it is a service. Its watchdog exists from the start: after a failure there may be no room for a thread."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, expected: tuple[type[Exception], ...]) -> None:
         self.name = name
+        self.expected = expected
         self.failure: Failure | None = None
         self.listeners: list[Callable[[], object]] = []
         self._first = threading.Lock()
@@ -78,30 +80,52 @@ _service: _Service | None = None
 _errands: set[asyncio.Task[Any]] = set()
 
 
-def supervised(service: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
+def supervised(
+    service: str, expected: tuple[type[Exception], ...] = ()
+) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorates a service's `main`: its process ends, with the status of the failure, when one of its threads or tasks fails.
 
     Args:
         service: its name, for the log.
+        expected: what `main` may raise where the service cannot work here (a wrong setting, no NATS): logged without a
+            traceback, and the status is 1.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @functools.wraps(main)
         def run(*args: P.args, **kwargs: P.kwargs) -> int:
             global _service
-            _service = _Service(service)
+            _service = _Service(service, expected)
             threading.excepthook = _on_thread_exception
             status = 0
             try:
                 status = main(*args, **kwargs)
+            except expected as e:
+                log.error("the %s ends: %s", service, e)
+                status = 1
             except Exception as e:
-                fail("the main thread", e)
+                if failure() is None:
+                    fail("the main thread", e)
             failed = failure()
             return status if failed is None else failed.status
 
         return run
 
     return decorate
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, which after an unexpected error waits for threads no longer than the process may live."""
+
+    async def watched() -> None:
+        try:
+            await work
+        except Exception as e:
+            if _service is not None and not isinstance(e, _service.expected):
+                fail("the main thread", e)
+            raise
+
+    asyncio.run(watched())
 
 
 def failure() -> Failure | None:
@@ -160,8 +184,8 @@ def start_thread(target: Callable[[], object], name: str, *, daemon: bool = True
     return thread
 
 
-def start_call(function: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Call `function` in a thread of its own, and have its result in this event loop.
+def start_call(function: Callable[[], T], name: str) -> concurrent.futures.Future[T]:
+    """Call `function` in a thread of its own; whoever started it takes what it returns or raises.
 
     For what takes as long as a stranger wishes: the threads of `asyncio.to_thread` are few, and others wait for them.
     """
@@ -175,7 +199,7 @@ def start_call(function: Callable[[], T], name: str) -> asyncio.Future[T]:
             called.set_exception(e)
 
     start_thread(run, name)
-    return asyncio.wrap_future(called)
+    return called
 
 
 def start_task(work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
@@ -214,7 +238,7 @@ def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
     log.error("in the event loop: %s", context.get("message"), exc_info=error)
 
 
-async def run_for_ever(works: Mapping[str, Coroutine[Any, Any, object]], ending: Coroutine[Any, Any, object]) -> None:
+async def run_for_ever(works: Mapping[str, Work], ending: Work) -> None:
     """Run what a service lives on until `ending` returns (a signal came). Returns at once when anything of the process fails.
 
     Args:
@@ -235,8 +259,8 @@ async def run_for_ever(works: Mapping[str, Coroutine[Any, Any, object]], ending:
     on_failure(wake)
     if failure() is not None:
         failed.set()
-    running = [start_task(work, name) for name, work in works.items()]
-    waiting = [asyncio.create_task(ending), asyncio.create_task(failed.wait())]
+    running = [start_task(work(), name) for name, work in works.items()]
+    waiting = [asyncio.create_task(ending()), asyncio.create_task(failed.wait())]
     try:
         done, _ = await asyncio.wait((*waiting, *running), return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -22,7 +22,7 @@ from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.streams import StreamError
-from wooly_bus.supervision import BROKEN, fail, failure, run_for_ever, start_thread, supervised
+from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
@@ -111,13 +111,13 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         borne = BornePublisher(app.jetstream(), loop, settings.id)
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
-        works = actor.works() | {"journal": journal.run(), "memory borne": borne.run(), "usage": usage.run()}
+        works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
-            works["plans"] = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s).run()
+            works["plans"] = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s).run
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
-        await run_for_ever(works, until_signalled())
+        await run_for_ever(works, until_signalled)
         failed = failure()
         if failed is not None:
             await actor.say_end(failed.reason)
@@ -157,7 +157,7 @@ def _device_failed(error: BaseException) -> None:
     fail("the device's thread", error, LOST if isinstance(error, ContextLostError) else BROKEN)
 
 
-@supervised("executor")
+@supervised("executor", (BusError,))
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
@@ -213,10 +213,7 @@ def main(argv: list[str] | None = None) -> int:
             if thread.is_alive():
                 alone.wait()
         else:
-            asyncio.run(serve(settings, loop, bound, thread.is_alive))
-    except BusError as e:
-        log.error("%s", e)
-        return 1
+            run(serve(settings, loop, bound, thread.is_alive))
     finally:
         loop.stop()
         thread.join(5)

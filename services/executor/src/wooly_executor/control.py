@@ -8,10 +8,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from opentelemetry.trace import SpanContext
 from wooly_bus import subjects
@@ -20,6 +20,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
+from wooly_bus.supervision import Work
 from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     CloseSessionReply,
@@ -257,13 +258,13 @@ class ExecutorActor(Actor):
         self._leases.pop(session_id, None)
         return self._loop.call(lambda: self._loop.close_session(session_id, reason))
 
-    def works(self) -> dict[str, Coroutine[Any, Any, None]]:
+    def works(self) -> dict[str, Work]:
         """What goes on for ever, each beside the others: heartbeats, lapsed leases, sessions that closed, and spans."""
         return {
-            "heartbeats": self._beat(),
-            "leases": self._lapse(),
-            "closed sessions": self.report_closed(),
-            "samples": self._sample(),
+            "heartbeats": self._beat,
+            "leases": self._lapse,
+            "closed sessions": self.report_closed,
+            "samples": self._sample,
         }
 
     async def _beat(self) -> None:

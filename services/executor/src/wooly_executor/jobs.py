@@ -194,7 +194,8 @@ class Jobs:
                 raise JobLostError(str(e)) from e
             await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
             client = ChannelClient(near)
-            play = start_call(lambda: _play(client, request.session_id, secret, module, sources), "job")
+            playing = start_call(lambda: _play(client, request.session_id, secret, module, sources), "job")
+            play = asyncio.wrap_future(playing)
             try:
                 results = await asyncio.shield(play)
             except asyncio.CancelledError:

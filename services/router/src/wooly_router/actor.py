@@ -16,6 +16,7 @@ from typing import Any
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusTimeoutError, NoResponderError, RefusedError, shown
+from wooly_bus.supervision import start_errand
 from wooly_wis.messages import (
     CheckTokenReply,
     CheckTokenRequest,
@@ -83,7 +84,6 @@ class RouterActor:
         self._opening = Opening(settings, world, self.registry, self.executors, self.advice, self.issuer, clock)
         self.credentials_s = settings.credentials_s
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
-        self._closing: set[asyncio.Task[None]] = set()
         app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
         app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
@@ -221,11 +221,8 @@ class RouterActor:
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
         if lost and others:
-            closing = asyncio.create_task(
-                self.executors.close(others, record.id, f"it ended on executor {executor_id}")
-            )
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
+            start_errand(closing, f"closing of session {record.id}")
 
     async def _lose_soon(self, record: TaskRecord, executor_id: str, reason: str) -> None:
         """A client that leaves breaks its connection and says so to us: what it says comes first, if it comes."""
@@ -271,9 +268,7 @@ class RouterActor:
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                losing = asyncio.create_task(self._lose_soon(record, event.executor_id, why))
-                self._closing.add(losing)
-                losing.add_done_callback(self._closing.discard)
+                start_errand(self._lose_soon(record, event.executor_id, why), f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
