@@ -119,7 +119,15 @@ class ServiceApp:
         self._last_error = ""
         log.info("connected to NATS at %s again", self.url)
 
-    def serve(self, subject: str, model: type[Q], handler: HandlerFunction[Q], *, queue: str = "") -> None:
+    def serve(
+        self,
+        subject: str,
+        model: type[Q],
+        handler: HandlerFunction[Q],
+        *,
+        queue: str = "",
+        at_once: int = CONCURRENT_REQUESTS,
+    ) -> None:
         """Answer requests on `subject`: with the handler's reply, or with the `ErrorReply` of what it raised.
 
         Args:
@@ -127,15 +135,22 @@ class ServiceApp:
             model: what a request must be.
             handler: makes the reply; None sends none.
             queue: instances of the service with the same queue share the requests.
+            at_once: requests that may be in work at once; more of them wait for these.
         """
 
         async def answer(body: bytes, message: NatsMessage) -> None:
             await self._answer(subject, message, lambda: _handled(handler, model, bytes(message.body)))
 
-        self._subscribe(subject, queue, answer)
+        self._subscribe(subject, queue, answer, at_once)
 
     def serve_tenants(
-        self, subject: str, model: type[Q], handler: Callable[[Q, str], Awaitable[Message | None]], *, queue: str = ""
+        self,
+        subject: str,
+        model: type[Q],
+        handler: Callable[[Q, str], Awaitable[Message | None]],
+        *,
+        queue: str = "",
+        at_once: int = CONCURRENT_REQUESTS,
     ) -> None:
         """Answer what tenants' clients ask at `subjects.for_tenant(subject, tenant)`: the handler gets the tenant, too.
 
@@ -156,7 +171,7 @@ class ServiceApp:
 
             await self._answer(subject, message, lambda: _handled(bound, model, bytes(message.body)))
 
-        self._subscribe(f"{subject}.*", queue, answer)
+        self._subscribe(f"{subject}.*", queue, answer, at_once)
 
     async def _answer(
         self, subject: str, message: NatsMessage, handled: Callable[[], Awaitable[Message | None]]
@@ -172,10 +187,10 @@ class ServiceApp:
                 data, headers = _encoded(reply)
                 await self.broker.publish(data, message.reply_to, headers=headers)
 
-    def _subscribe(self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]]) -> None:
-        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS)(
-            answer
-        )
+    def _subscribe(
+        self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]], at_once: int
+    ) -> None:
+        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=at_once)(answer)
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
         """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better.

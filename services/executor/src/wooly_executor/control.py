@@ -343,7 +343,8 @@ class ExecutorActor(Actor):
     def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
         if lease is not None:
             self._forget(session_id, lease)
-        self._closed.put_nowait(closed)
+        if session_id not in self._leases:  # else the router asked for it anew meanwhile, and has it
+            self._closed.put_nowait(closed)
 
     async def report_closed(self) -> None:
         """Tell the router of sessions that ended, for ever."""

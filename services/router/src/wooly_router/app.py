@@ -98,6 +98,7 @@ async def serve(settings: RouterSettings) -> None:
                     "REST": http,
                     "leadership": leadership.run,
                     "duties": duties.run,
+                    "leases": actor.keep_leases,
                     "job commands": jobs.take_commands,
                     "job reports": jobs.take_reports,
                     "traces": traces.run,
