@@ -223,11 +223,12 @@ class RouterActor:
         while True:
             await asyncio.sleep(LEASES_EVERY_S)
             try:
-                await self._write_leases()
+                await self.write_leases()
             except SQLAlchemyError as e:
                 log.warning("leases cannot be written: %s; trying again", e)
 
-    async def _write_leases(self) -> None:
+    async def write_leases(self) -> None:
+        """Write down the leases that were prolonged so far."""
         if not self._prolonged:
             return
         leases = dict(self._prolonged)
@@ -321,7 +322,7 @@ class RouterActor:
         """End sessions whose lease is over, or that were never opened. Returns how many ended."""
         now = self.clock()
         self.registry.forget_old(now)
-        await self._write_leases()
+        await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
         ended = await asyncio.gather(
             *[self.end(r, "failed", "the session's lease lapsed") for r in records if r is not None]
