@@ -104,6 +104,19 @@ def test_process_that_was_told_to_end_returns_its_own_status():
     assert ran("asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))\nreturn 7")[0] == 7
 
 
+def test_thread_of_a_library_that_fails_while_the_service_stops_is_logged_alone():
+    body = """
+    asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))
+    thread = threading.Thread(target=fail, name='worker')
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    return 7
+    """
+    status, _, log = ran(body)
+    assert status == 7 and "WARNING thread worker ended while the tester stops" in log and "Traceback" in log
+
+
 def test_errand_that_fails_is_logged_and_ends_nothing():
     status, _, log = ran(
         """
@@ -148,6 +161,14 @@ REASONED = {
     "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),
     "services/router/src/wooly_router/app.py": (1, "uvicorn, which a supervised task waits for"),
 }  # fmt: skip
+
+
+def test_every_service_is_supervised():
+    services = [p for p in ROOT.glob("services/*/src/*/app.py") if "intercept" not in p.parts]
+    assert len(services) == 5
+    for path in services:
+        main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+        assert [getattr(getattr(d, "func", None), "id", "") for d in main.decorator_list] == ["supervised"], path
 
 
 def test_threads_and_tasks_are_started_by_supervision_alone():

@@ -53,6 +53,7 @@ class _Service:
         self.name = name
         self.expected = expected
         self.failure: Failure | None = None
+        self.stopping = False
         self.listeners: list[Callable[[], object]] = []
         self._first = threading.Lock()
         self._failed = threading.Event()
@@ -165,9 +166,14 @@ def fail(what: str, error: BaseException | None, status: int = BROKEN) -> None:
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
-    """The net below: a thread that some library started."""
-    if args.exc_type is not SystemExit:
-        fail(f"thread {args.thread.name if args.thread is not None else '?'}", args.exc_value)
+    """The net below: a thread that some library started. While the service stops, some find their event loop gone: no failure."""
+    if args.exc_type is SystemExit:
+        return
+    what = f"thread {args.thread.name if args.thread is not None else '?'}"
+    if _service is not None and _service.stopping:
+        log.warning("%s ended while the %s stops", what, _service.name, exc_info=args.exc_value)
+    else:
+        fail(what, args.exc_value)
 
 
 def start_thread(target: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
@@ -267,6 +273,8 @@ async def run_for_ever(works: Mapping[str, Work], ending: Work) -> None:
             if failure() is None:  # else it is logged already, and the process ends
                 task.result()
     finally:
+        if _service is not None:
+            _service.stopping = True
         for task in (*waiting, *running):
             task.cancel()
         await asyncio.gather(*waiting, *running, return_exceptions=True)
