@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 from wooly_bus import subjects
-from wooly_bus.app import ServiceApp
+from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
 from wooly_router import advice, executors
@@ -175,10 +175,114 @@ async def test_renewal_moves_the_lease_and_wants_the_token(rig):
         opened = await r.open()
         r.clock.now += 5
         await r.actor.on_renew_session(RenewSessionRequest(session_id=opened.session_id, token=opened.token))
+        await r.actor.write_leases()
         assert (await r.tasks.lease(opened.session_id)).lease_until == r.clock.now + 9.0
         for wrong in ({"token": "x"}, {"token": "schlüssel"}, {"session_id": "other"}):
             request = RenewSessionRequest(**{"session_id": opened.session_id, "token": opened.token} | wrong)
             assert (await refusal(r.actor.on_renew_session(request))).code == "router.no_session"
+
+
+async def test_renewal_waits_for_nobody_who_writes_and_counts_before_it_is_written(rig):
+    """With thousands of jobs in the queue, a round of placement has the database for seconds."""
+    async with rig("a") as r:
+        opened = await r.open()
+        request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        async with r.tasks.database.deciding():
+            others = [asyncio.create_task(r.tasks.prolong({str(n): 1.0})) for n in range(50)]  # more than connections
+            await asyncio.sleep(0.05)
+            r.clock.now += 8
+            async with asyncio.timeout(10):
+                await r.actor.on_renew_session(request)
+        r.clock.now += 8  # beyond the lease that is written down
+        await r.beat()
+        assert await r.actor.lapse() == 0 and await r.sessions() == [opened.session_id]
+        await asyncio.gather(*others)
+
+
+async def test_renewal_beside_another_of_the_same_session_takes_up_no_place(rig, monkeypatch):
+    async with rig("a") as r:
+        opened, answered = await r.open(), asyncio.Event()
+        renew = r.executors[0].on_renew
+
+        async def renew_late(names, request):
+            await answered.wait()
+            return [await renew(request)]
+
+        monkeypatch.setattr(r.actor.executors, "renew", renew_late)
+        request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
+        first = asyncio.create_task(r.actor.on_renew_session(request))
+        await asyncio.sleep(0.1)
+        error = await refusal(r.actor.on_renew_session(request))
+        assert error.code == "router.renewing" and error.retryable
+        answered.set()
+        assert (await first).lease_s == 9.0 and (await r.actor.on_renew_session(request)).lease_s == 9.0
+
+
+async def test_renewals_of_one_tenant_who_waits_for_a_silent_executor_keep_no_others_waiting(rig, monkeypatch):
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 20.0)
+    async with rig("a") as r:
+        held = asyncio.Event()
+        victim = await r.open()
+
+        async def renew(names, request):
+            if request.session_id != victim.session_id:
+                await held.wait()
+            return [RenewSessionReply(lease_s=9.0)]
+
+        monkeypatch.setattr(r.actor.executors, "renew", renew)
+        record = await r.tasks.get(victim.session_id)
+
+        async def found(session_id, token):
+            return dataclasses.replace(record, id=session_id)
+
+        monkeypatch.setattr(r.actor, "_open", found)  # so many sessions are open
+        waiting = []
+        for n in range(CONCURRENT_REQUESTS + 6):
+            request = RenewSessionRequest(session_id=f"s{n}", token="t")
+            ask = r.app.request(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply, timeout=20.0)
+            waiting.append(asyncio.create_task(ask))
+        await asyncio.sleep(0.2)
+        request = RenewSessionRequest(session_id=victim.session_id, token=victim.token)
+        renewed = await r.app.request(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply, timeout=5.0)
+        assert renewed.lease_s == 9.0 and not any(w.done() for w in waiting)
+        held.set()
+        await asyncio.gather(*waiting)
+
+
+async def test_executor_that_says_that_it_ends_loses_its_sessions_at_once(rig):
+    async with rig("a", "b") as r:
+        opened = await r.open()
+        name = opened.parts[0].executor_id
+        executor = next(e for e in r.executors if e.name == name)
+        await r.actor.on_heartbeat(executor.heartbeat(pid=2, ending="of another process of that name"))
+        assert await r.actor.reconcile() == 0
+        await r.actor.on_heartbeat(executor.heartbeat(ending="the device's thread ended unexpectedly", sessions=()))
+        assert await r.actor.reconcile() == 1
+        record = await r.tasks.get(opened.session_id)
+        assert (record.state, record.reason) == (
+            "failed",
+            f"executor {name} is lost: the device's thread ended unexpectedly",
+        )
+        again = await r.open()
+        assert again.parts[0].executor_id != name
+        await r.actor.on_heartbeat(executor.heartbeat(pid=3, sessions=()))  # whoever supervises it started another
+        states = {n.executor_id: n.state for n in (await r.actor.on_nodes(NodesRequest())).nodes}
+        assert states == {"a": "alive", "b": "alive"}
+
+
+async def test_executor_that_was_too_slow_to_take_a_session_is_told_to_let_it_go(rig, monkeypatch):
+    monkeypatch.setattr(executors, "EXECUTOR_TIMEOUT_S", 0.2)
+    async with rig("a", "b") as r:
+        for executor in r.executors:
+            executor.held_up = 1  # each is silent once: the first one that is asked again takes it
+        (taken,) = (await r.open()).parts
+        (other,) = [e for e in r.executors if e.name != taken.executor_id]
+        async with asyncio.timeout(10):
+            while not other.closed:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert [e.name for e in r.executors if e.closed] == [other.name]
+        assert len(await r.sessions()) == 1
 
 
 async def test_renewal_of_what_the_executor_lost_ends_the_session(rig):
@@ -539,6 +643,7 @@ async def test_renewal_reaches_every_part(rig):
         request = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         r.clock.now += 5
         assert (await r.actor.on_renew_session(request)).lease_s == 9.0
+        await r.actor.write_leases()
         assert (await r.tasks.lease(opened.session_id)).lease_until == r.clock.now + 9.0
         r.executors[1].sessions.clear()
         error = await refusal(r.actor.on_renew_session(request))

@@ -239,8 +239,8 @@ async def test_leases_move_and_lapse(tasks):
     assert await tasks.lapsed(6.0) == ["1"]
     await tasks.prolong_all(20.0)
     assert [(await tasks.lease(i)).lease_until for i in "12"] == [20.0, 50.0]
-    await tasks.prolong("1", 30.0)
-    await tasks.prolong("gone", 30.0)
+    await tasks.prolong({"1": 30.0, "gone": 30.0})
+    await tasks.prolong({"1": 29.0})
     assert await tasks.lease("1") == Lease("1", "t", 30.0) and await tasks.lease("3") is None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -63,19 +62,23 @@ async def serve(settings: OperatorSettings, login: Login = login, stop: threadin
         kubernetes = Kubernetes(login)
         reconciler = Reconciler(kubernetes, Controller(session, settings.controller_url), settings.reconcile_s)
         register(registry, settings, reconciler)
-        running = asyncio.create_task(reconciler.run())
+        watching = kopf.operator(
+            registry=registry,
+            standalone=True,
+            clusterwide=True,
+            liveness_endpoint=settings.health_url or None,
+            stop_flag=stop,
+        )
+        tasks = [asyncio.create_task(watching), asyncio.create_task(reconciler.run())]
         try:
-            await kopf.operator(
-                registry=registry,
-                standalone=True,
-                clusterwide=True,
-                liveness_endpoint=settings.health_url or None,
-                stop_flag=stop,
-            )
+            # Each is of no use without the other: the first one to end ends the process.
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            running.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await running
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await kubernetes.close()
 
 

@@ -29,6 +29,7 @@ from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
 from wooly_bus.rpc import nats_errors, settled
+from wooly_bus.supervision import start_task
 from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
 
 log = logging.getLogger("wooly.bus")
@@ -118,7 +119,15 @@ class ServiceApp:
         self._last_error = ""
         log.info("connected to NATS at %s again", self.url)
 
-    def serve(self, subject: str, model: type[Q], handler: HandlerFunction[Q], *, queue: str = "") -> None:
+    def serve(
+        self,
+        subject: str,
+        model: type[Q],
+        handler: HandlerFunction[Q],
+        *,
+        queue: str = "",
+        at_once: int = CONCURRENT_REQUESTS,
+    ) -> None:
         """Answer requests on `subject`: with the handler's reply, or with the `ErrorReply` of what it raised.
 
         Args:
@@ -126,15 +135,22 @@ class ServiceApp:
             model: what a request must be.
             handler: makes the reply; None sends none.
             queue: instances of the service with the same queue share the requests.
+            at_once: requests that may be in work at once; more of them wait for these.
         """
 
         async def answer(body: bytes, message: NatsMessage) -> None:
             await self._answer(subject, message, lambda: _handled(handler, model, bytes(message.body)))
 
-        self._subscribe(subject, queue, answer)
+        self._subscribe(subject, queue, answer, at_once)
 
     def serve_tenants(
-        self, subject: str, model: type[Q], handler: Callable[[Q, str], Awaitable[Message | None]], *, queue: str = ""
+        self,
+        subject: str,
+        model: type[Q],
+        handler: Callable[[Q, str], Awaitable[Message | None]],
+        *,
+        queue: str = "",
+        at_once: int = CONCURRENT_REQUESTS,
     ) -> None:
         """Answer what tenants' clients ask at `subjects.for_tenant(subject, tenant)`: the handler gets the tenant, too.
 
@@ -155,7 +171,7 @@ class ServiceApp:
 
             await self._answer(subject, message, lambda: _handled(bound, model, bytes(message.body)))
 
-        self._subscribe(f"{subject}.*", queue, answer)
+        self._subscribe(f"{subject}.*", queue, answer, at_once)
 
     async def _answer(
         self, subject: str, message: NatsMessage, handled: Callable[[], Awaitable[Message | None]]
@@ -171,10 +187,10 @@ class ServiceApp:
                 data, headers = _encoded(reply)
                 await self.broker.publish(data, message.reply_to, headers=headers)
 
-    def _subscribe(self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]]) -> None:
-        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=CONCURRENT_REQUESTS)(
-            answer
-        )
+    def _subscribe(
+        self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]], at_once: int
+    ) -> None:
+        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=at_once)(answer)
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
         """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better.
@@ -237,7 +253,7 @@ class ServiceApp:
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         spans = handing_over()
-        handing = asyncio.create_task(self._hand_over(spans)) if spans is not None else None
+        handing = start_task(self._hand_over(spans), "spans") if spans is not None else None
         try:
             if self.knows_tenants:  # credentials that end close the connection for good: only a restart reads new ones
                 self.live["connection"] = lambda: self._client is not None and not self._client.is_closed

@@ -10,7 +10,6 @@ import concurrent.futures
 import contextlib
 import logging
 import queue
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,6 +24,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.supervision import start_errand, start_task, start_thread
 
 if TYPE_CHECKING:
     from wooly_bus.credentials import Credentials
@@ -96,18 +96,16 @@ class ControlClient:
         self._closing = False
         self._ended, self._renewing = asyncio.Event(), asyncio.Lock()
         self._hears: dict[queue.SimpleQueue[bytes], tuple[str, Subscription]] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
         self._hold(None if self.access.credentials is None else self.access.credentials())
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="wooly-control", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "wooly-control")
         try:
             self._nc: Client = self._await(self._connect(self._held), timeout + 2)
         except BaseException:
             self._stop()
             raise
         if self._held is not None and self._held.expires_at is not None:
-            asyncio.run_coroutine_threadsafe(self._keep_valid(), self._loop)
+            self._loop.call_soon_threadsafe(lambda: start_task(self._keep_valid(), "renewal of credentials"))
 
     def _hold(self, held: Credentials | None) -> None:
         """Show these from now on. `_ends` is unknown where our clock is not the issuer's; at `_due` they are renewed."""
@@ -186,9 +184,7 @@ class ControlClient:
             old, self._nc = self._nc, connection
             self._hold(held)
             self._ended.clear()
-        leaving = asyncio.create_task(self._leave(old))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        start_errand(self._leave(old), "leaving of NATS")
 
     async def _leave(self, connection: Client) -> None:
         try:
@@ -205,9 +201,7 @@ class ControlClient:
                 if client.is_connecting:
                     raise error  # nats-py would try for ever
                 if client.is_reconnecting and held is not None:  # with what it showed before, it always will be refused
-                    closing = asyncio.create_task(client.close())
-                    self._leaving.add(closing)
-                    closing.add_done_callback(self._leaving.discard)
+                    start_errand(client.close(), "leaving of NATS")
 
         async def on_closed() -> None:
             if held is not None and held is self._held and not self._closing:

@@ -118,11 +118,17 @@ class Cluster:
         shared = {"WOOLY_NATS_CREDS": str(self.keys.service_creds), "OMP_NUM_THREADS": "1"}
         self._prepared[name] = service, {**os.environ, **shared, **{prefix + k: v for k, v in own.items()}}
 
-    def start(self, name: str) -> None:
-        """Start it, for the first time or again."""
+    def start(self, name: str, module: str = "", **more: str) -> None:
+        """Start it, for the first time or again.
+
+        Args:
+            name: of the process.
+            module: what it runs, where that is not the service as it is; it must be found by `PYTHONPATH`.
+            more: variables of its environment besides those that were prepared.
+        """
         service, environment = self._prepared[name]
         log = self._stack.enter_context((self.folder / f"{name}.log").open("a"))
-        process = Forked(f"wooly_{service}", env=environment, stdout=log, stderr=log)
+        process = Forked(module or f"wooly_{service}", env=environment | more, stdout=log, stderr=log)
         self._stack.callback(process.wait)
         self._stack.callback(process.terminate)
         self.processes[name] = process

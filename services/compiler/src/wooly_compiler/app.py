@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.supervision import run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 
 from wooly_compiler.actor import CompilerActor
@@ -32,20 +32,17 @@ async def serve(settings: CompilerSettings) -> None:
         actor.serve(families)
         async with app.running():
             log.info("compiler %s builds for %s", version(), ", ".join(families) or "nothing: no driver is installed")
-            await until_signalled()
+            await run_for_ever({}, until_signalled)
     finally:
         await actor.stop()
 
 
+@supervised("compiler", (BusError, CompilerError, ValidationError, OSError))
 def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        settings = CompilerSettings()
-        setup_tracing("compiler")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        asyncio.run(serve(settings))
-    except (BusError, CompilerError, ValidationError, OSError) as e:
-        log.error("the compiler ends: %s", e)
-        return 1
+    settings = CompilerSettings()
+    setup_tracing("compiler")
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run(serve(settings))
     return 0

@@ -22,6 +22,7 @@ from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
 from wooly_bus.streams import StreamError
+from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
@@ -30,7 +31,7 @@ from wooly_executor.compilation import KernelSource, PlanSource
 from wooly_executor.control import ExecutorActor
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.dispatch import Dispatch
-from wooly_executor.errors import MissingDriverError
+from wooly_executor.errors import ContextLostError, ExecutorError, MissingDriverError
 from wooly_executor.journal import JournalPublisher
 from wooly_executor.runtime import cuda, hip, opencl
 from wooly_executor.runtime.cuda import CudaRuntime
@@ -47,8 +48,11 @@ from wooly_executor.usage_publisher import UsagePublisher
 log = logging.getLogger("wooly.executor")
 #: Seconds that the end of the journal may take to be published.
 LAST_WORDS_S = 1.0
+#: The same when something has failed: the process ends within a second then (`wooly_bus.supervision`).
+LAST_WORDS_OF_FAILED_S = 0.4
 RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
-#: Exit status of an executor whose device is lost: whoever supervises it starts another.
+#: Exit status of an executor whose device is lost: whoever supervises it starts another. One whose code fails ends with
+#: `wooly_bus.supervision.BROKEN` (4).
 LOST = 3
 
 
@@ -107,34 +111,22 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         journal = JournalPublisher(app.jetstream(), loop, settings.id)
         borne = BornePublisher(app.jetstream(), loop, settings.id)
         usage = UsagePublisher(app.jetstream(), loop, settings.id)
-        publishing = (actor.watch(), journal.run(), borne.run(), usage.run())
-        watching = [asyncio.create_task(work) for work in publishing]
+        works = actor.works() | {"journal": journal.run, "memory borne": borne.run, "usage": usage.run}
         loop.runtime.foreign.remote = KernelSource(app, settings.compiler_timeout_s)
         if isinstance(loop.runtime, PlanRuntime) and loop.tiers is not None:
             folder, timeout_s = settings.state_dir / "artifacts", settings.compiler_timeout_s
-            plans = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s)
-            watching.append(asyncio.create_task(plans.run()))
+            works["plans"] = PlanSource(app, loop, loop.runtime, settings.id, folder, timeout_s).run
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
-        stopping = asyncio.create_task(until_signalled())
-        ended, events = asyncio.Event(), asyncio.get_running_loop()
-        loop.on_ended = lambda: events.call_soon_threadsafe(ended.set)
-        if not alive():
-            ended.set()
-        ending = asyncio.create_task(ended.wait())
-        await asyncio.wait((*watching, stopping, ending), return_when=asyncio.FIRST_COMPLETED)
-        if loop.lost:  # why its sessions have ended is still being told
-            await asyncio.sleep(LAST_WORDS_S)
-        stopping.cancel()
-        ending.cancel()
-        for task in watching:
-            if task.done():
-                task.result()
-            task.cancel()
-        await asyncio.wait(watching)
-        await actor.jobs.stop()
-        with contextlib.suppress(StreamError, TimeoutError):
-            last = asyncio.gather(journal.publish(), borne.publish(), usage.publish())
-            await asyncio.wait_for(last, LAST_WORDS_S)
+        await run_for_ever(works, until_signalled)
+        failed = failure()
+        if failed is not None:
+            await actor.say_end(failed.reason)
+        else:
+            await actor.jobs.stop()
+        last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
+        with contextlib.suppress(StreamError, ExecutorError, TimeoutError):
+            last = (journal.publish(), borne.publish(), usage.publish(), actor.report_closed())
+            await asyncio.wait_for(asyncio.gather(*last, return_exceptions=True), last_words_s)
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
@@ -161,6 +153,11 @@ def prepare_alone(loop: DeviceLoop, token: str, opaque: bool) -> threading.Event
     return stop
 
 
+def _device_failed(error: BaseException) -> None:
+    fail("the device's thread", error, LOST if isinstance(error, ContextLostError) else BROKEN)
+
+
+@supervised("executor", (BusError,))
 def main(argv: list[str] | None = None) -> int:
     """Run until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(prog="wooly_executor", description="Serve one device to Wooly clients.")
@@ -208,19 +205,16 @@ def main(argv: list[str] | None = None) -> int:
     except (ChannelError, EndpointError, OSError) as e:
         log.error("%s", e)
         return 2
-    thread = threading.Thread(target=loop.run, name="device-loop", daemon=True)
-    thread.start()
+    loop.on_failed = _device_failed
+    thread = start_thread(loop.run, "device-loop")
     try:
         if alone is not None:
             loop.on_ended = alone.set
             if thread.is_alive():
                 alone.wait()
         else:
-            asyncio.run(serve(settings, loop, bound, thread.is_alive))
-    except BusError as e:
-        log.error("%s", e)
-        return 1
+            run(serve(settings, loop, bound, thread.is_alive))
     finally:
         loop.stop()
         thread.join(5)
-    return LOST if loop.lost else 0
+    return 0

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeVar
 
 from opentelemetry.trace import SpanContext
@@ -18,6 +20,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import Pass, SharedPass, SignedPass
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
 from wooly_bus.errors import RefusedError
+from wooly_bus.supervision import Work
 from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     CloseSessionReply,
@@ -40,7 +43,7 @@ from wooly_wis.messages import (
 )
 
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.errors import ExecutorError
+from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
 from wooly_executor.settings import PREFIX, ExecutorSettings
@@ -60,8 +63,31 @@ def _policy(message: SessionPolicy) -> Policy:
     return Policy(**{f.name: getattr(message, f.name) for f in fields(Policy)})
 
 
+@dataclass(eq=False, slots=True)
+class _Lease:
+    """What keeps a session open here.
+
+    Attributes:
+        token: whoever shows it may prolong the lease.
+        length_s: how long the session lives without a word from the router.
+        until: when it lapses, on the actor's clock; infinity while the session is being opened.
+        opening: the session's way through the device's thread.
+        opened: set by the device's thread, which alone knows in which order a session was opened and closed.
+    """
+
+    token: str
+    length_s: float
+    until: float = math.inf
+    opening: asyncio.Future[None] = field(init=False)
+    opened: bool = False
+
+
 class ExecutorActor(Actor):
-    """Owns the leases of this executor's sessions; the sessions themselves belong to the device loop."""
+    """Owns the leases of this executor's sessions; the sessions themselves belong to the device loop.
+
+    The device's thread may be away for as long as an operator takes. So leases belong to the event loop alone: whatever keeps a
+    session alive is answered from them at once, and only what changes a session waits for the device, each request for itself.
+    """
 
     def __init__(
         self,
@@ -78,19 +104,21 @@ class ExecutorActor(Actor):
         self._loop = loop
         self._endpoints = tuple(endpoints)
         self._clock = clock
-        self._leases: dict[str, tuple[float, float, str]] = {}
+        self._facts = DeviceFacts(**{**loop.runtime.facts(), "total_memory": loop.memory})
+        self._leases: dict[str, _Lease] = {}
         self._closed: asyncio.Queue[tuple[str, str, tuple[str, ...]]] = asyncio.Queue()
-        events = asyncio.get_running_loop()
-        loop.on_closed = lambda *closed: events.call_soon_threadsafe(self._closed.put_nowait, closed)
-        self._asked: Future[tuple[list[str], MemoryState, list[str]]] | None = None
-        self._last: tuple[list[str], MemoryState, list[str]] = ([], MemoryState(capacity=loop.vram.capacity), [])
+        self._events = asyncio.get_running_loop()
+        loop.on_closed = self._on_closed
+        self._asked: Future[tuple[MemoryState, list[str]]] | None = None
+        self._last: tuple[MemoryState, list[str]] = (MemoryState(capacity=loop.vram.capacity), [])
         self._busy_ns = 0
         self._busy_at = clock()
-        app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.alone(self.on_host_session))
-        app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.alone(self.on_renew_session))
-        app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.alone(self.on_close_session))
-        app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.alone(self.on_steer_session))
-        app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.alone(self.on_end_epoch))
+        # Not `alone`: these share nothing but leases, which change between two waits, never across one.
+        app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.on_host_session)
+        app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.on_renew_session)
+        app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.on_close_session)
+        app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.on_steer_session)
+        app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.on_end_epoch)
         self.jobs = Jobs(loop, settings.id)
         app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
@@ -98,15 +126,44 @@ class ExecutorActor(Actor):
         app.serve_tenants(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
-        """Take a session. Asking twice for the same one changes nothing."""
-        known = self._leases.get(request.session_id)
-        if known is None or known[2] != request.token:
-            policy = _policy(request.policy or SessionPolicy(priority=request.priority))
-            entry = self._entry(request)
-            hosted = hosted_under()
-            await self._ask(lambda: self._open(request, entry, policy, hosted))
-        self._leases[request.session_id] = (self._clock() + request.lease_s, request.lease_s, request.token)
+        """Take a session. Asking twice for the same one changes nothing, also while the device keeps the first one waiting."""
+        lease = self._leases.get(request.session_id)
+        if lease is None:
+            lease = self._begin(request)
+        elif lease.token != request.token:
+            raise RefusedError(AdmissionError.code, f"session {request.session_id} is open already")
+        elif lease.opened:
+            lease.until = self._clock() + lease.length_s
+        with _refused():
+            await asyncio.shield(lease.opening)  # one who gives up takes nobody's session with it
+        if self._leases.get(request.session_id) is not lease:
+            raise RefusedError("executor.closed", f"session {request.session_id} was closed while it was being opened")
         return HostSessionReply(endpoints=self._endpoints)
+
+    def _begin(self, request: HostSessionRequest) -> _Lease:
+        """Have the device's thread open a session. Its lease begins when it is open, and lapses if the router gave it up."""
+        policy = _policy(request.policy or SessionPolicy(priority=request.priority))
+        entry, hosted = self._entry(request), hosted_under()
+        lease = self._leases[request.session_id] = _Lease(request.token, request.lease_s)
+
+        def open_it() -> None:
+            self._open(request, entry, policy, hosted)
+            lease.opened = True
+
+        def opened(opening: asyncio.Future[None]) -> None:
+            if opening.cancelled() or opening.exception() is not None:
+                self._forget(request.session_id, lease)
+            else:
+                lease.until = self._clock() + lease.length_s
+
+        lease.opening = asyncio.wrap_future(self._loop.call(open_it))
+        lease.opening.add_done_callback(opened)
+        return lease
+
+    def _forget(self, session_id: str, lease: _Lease) -> None:
+        """This lease is over. The id may have another one by now."""
+        if self._leases.get(session_id) is lease:
+            del self._leases[session_id]
 
     def _entry(self, request: HostSessionRequest) -> Pass:
         """What lets the session's client in.
@@ -177,45 +234,58 @@ class ExecutorActor(Actor):
         Raises:
             RefusedError: it raised an error of the executor's.
         """
-        try:
+        with _refused():
             return await asyncio.wrap_future(self._loop.call(function))
-        except ExecutorError as e:
-            raise RefusedError(e.code, str(e), retryable=e.retryable) from e
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
-        """Prolong a lease."""
-        known = self._leases.get(request.session_id)
-        if known is None or known[2] != request.token:
+        """Prolong a lease. This waits for nothing: not for the device, and for nobody else's request."""
+        lease = self._leases.get(request.session_id)
+        if lease is None or lease.token != request.token:
             raise RefusedError("executor.no_session", f"session {request.session_id} is not open here")
-        self._leases[request.session_id] = (self._clock() + known[1], known[1], known[2])
-        return RenewSessionReply(lease_s=known[1])
+        if lease.opened:
+            lease.until = self._clock() + lease.length_s
+        return RenewSessionReply(lease_s=lease.length_s)
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session, or a job."""
-        self.jobs.cancel(request.session_id)
-        closed = await self._close(request.session_id, request.reason or "closed by the router")
-        return CloseSessionReply(closed=closed)
+        """End a session, or a job. Where the device is busy, the session ends as soon as the device's thread is back."""
+        known = self.jobs.cancel(request.session_id) or request.session_id in self._leases
+        closing = asyncio.wrap_future(self._close(request.session_id, request.reason or "closed by the router"))
+        done, _ = await asyncio.wait((closing,), timeout=BUSY_S)
+        with _refused():
+            return CloseSessionReply(closed=closing.result() if done else known)
 
-    async def _close(self, session_id: str, reason: str) -> bool:
+    def _close(self, session_id: str, reason: str) -> Future[bool]:
         self._leases.pop(session_id, None)
-        return await asyncio.wrap_future(self._loop.call(lambda: self._loop.close_session(session_id, reason)))
+        return self._loop.call(lambda: self._loop.close_session(session_id, reason))
 
-    async def watch(self) -> None:
-        """Heartbeats, lapsed leases, sessions that closed, and spans, for ever."""
-        await asyncio.gather(self._beat(), self._lapse(), self._report_closed(), self._sample())
+    def works(self) -> dict[str, Work]:
+        """What goes on for ever, each beside the others: heartbeats, lapsed leases, sessions that closed, and spans."""
+        return {
+            "heartbeats": self._beat,
+            "leases": self._lapse,
+            "closed sessions": self.report_closed,
+            "samples": self._sample,
+        }
 
     async def _beat(self) -> None:
         while True:
-            await self._app.publish(subjects.EXECUTOR_HEARTBEAT, await self.heartbeat())
+            heartbeat = await self.heartbeat()
+            if not self._loop.lost:  # one that serves nobody must not be given sessions
+                await self._app.publish(subjects.EXECUTOR_HEARTBEAT, heartbeat)
             await asyncio.sleep(self._settings.heartbeat_s)
+
+    async def say_end(self, reason: str) -> None:
+        """The last heartbeat: this executor ends, and what it has can be begun elsewhere at once."""
+        last = self._heartbeat().model_copy(update={"ending": reason[:1024], "sessions": ()})
+        await self._app.publish(subjects.EXECUTOR_HEARTBEAT, last)
 
     async def _lapse(self) -> None:
         while True:
             now = self._clock()
-            for session_id, (until, lease, _) in list(self._leases.items()):
-                if now > until:
-                    log.warning("session %s: its lease of %.0f s lapsed", session_id, lease)
-                    await self._close(session_id, "the session's lease lapsed")
+            for session_id, lease in list(self._leases.items()):
+                if now > lease.until:
+                    log.warning("session %s: its lease of %.0f s lapsed", session_id, lease.length_s)
+                    self._close(session_id, "the session's lease lapsed")
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def _sample(self) -> None:
@@ -227,22 +297,29 @@ class ExecutorActor(Actor):
     async def heartbeat(self) -> ExecutorHeartbeat:
         """What this executor says of itself now.
 
-        While the device's thread is in one long operation it cannot be asked: then the sessions are those of the last time.
+        While the device's thread is in one long operation it cannot be asked: then its memory is as it was the last time.
         """
         if self._asked is None:
             self._asked = self._loop.call(self._look)
         done, _ = await asyncio.wait([asyncio.wrap_future(self._asked)], timeout=BUSY_S)
         if done:
-            self._last, self._asked = self._asked.result(), None
-        sessions, memory, weights = self._last
+            asked, self._asked = self._asked, None
+            with contextlib.suppress(LoopEndedError):
+                self._last = asked.result()
+        return self._heartbeat()
+
+    def _heartbeat(self) -> ExecutorHeartbeat:
+        memory, weights = self._last
         now, busy = self._clock(), self._loop.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
+        # By their leases: a session that was opened since the device's thread was last seen is missed by the router otherwise.
+        sessions = [session_id for session_id, lease in self._leases.items() if lease.opened]
         return ExecutorHeartbeat(
             executor_id=self._settings.id,
             node=self._settings.node,
             pid=os.getpid(),
-            device=DeviceFacts(**{**self._loop.runtime.facts(), "total_memory": self._loop.memory}),
+            device=self._facts,
             endpoints=self._endpoints,
             sessions=tuple(dict.fromkeys([*sessions, *self.jobs.sessions()])),
             memory_used=memory.own + memory.contents,
@@ -252,17 +329,39 @@ class ExecutorActor(Actor):
             work=WorkDone(**self._loop.work.to_json()),
         )
 
-    def _look(self) -> tuple[list[str], MemoryState, list[str]]:
+    def _look(self) -> tuple[MemoryState, list[str]]:
         vram = self._loop.vram
-        return [s.id for s in self._loop.sessions()], vram.state(), vram.contents.largest(WEIGHTS)
+        return vram.state(), vram.contents.largest(WEIGHTS)
 
-    async def _report_closed(self) -> None:
+    def _on_closed(self, session_id: str, reason: str, contents: tuple[str, ...]) -> None:
+        """A session has ended (in the loop's thread). A lease that was made since then is another session's of the same id."""
+        lease = self._leases.get(session_id)
+        ended = lease if lease is not None and lease.opened else None
+        with contextlib.suppress(RuntimeError):  # the event loop is over: nobody is left to be told
+            self._events.call_soon_threadsafe(self._note_closed, session_id, ended, (session_id, reason, contents))
+
+    def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
+        if lease is not None:
+            self._forget(session_id, lease)
+        if session_id not in self._leases:  # else the router asked for it anew meanwhile, and has it
+            self._closed.put_nowait(closed)
+
+    async def report_closed(self) -> None:
+        """Tell the router of sessions that ended, for ever."""
         while True:
             session_id, reason, contents = await self._closed.get()
-            self._leases.pop(session_id, None)
             await self._app.publish(
                 subjects.EXECUTOR_SESSION_CLOSED,
                 SessionClosed(
                     session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
                 ),
             )
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Errors of the executor's travel as refusals."""
+    try:
+        yield
+    except ExecutorError as e:
+        raise RefusedError(e.code, str(e), retryable=e.retryable) from e

@@ -6,6 +6,7 @@ the channel, and is processed as soon as the frames before it are. Other threads
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -41,6 +42,7 @@ from wooly_executor.errors import (
     ContextLostError,
     ExecutorError,
     InternalError,
+    LoopEndedError,
     UnknownSessionError,
 )
 from wooly_executor.estimates import Cut, Definitions, turns
@@ -61,6 +63,7 @@ T = TypeVar("T")
 QUEUE_FRAMES = 4096
 QUEUE_BYTES = 32 << 20
 WINDOW = 64 << 20
+STOPPING = "the executor is stopping"
 #: Frames that occupy the device.
 _WORK = frozenset((Kind.RUN, Kind.DEFINE))
 #: Frames behind which nothing is begun: what is defined decides what runs take, what is read must not change on its way.
@@ -96,8 +99,10 @@ class DeviceLoop:
         )
         #: Told of every session that ends, why (an empty reason: by its client, in order), and what contents it shared.
         self.on_closed: Callable[[str, str, tuple[str, ...]], None] = lambda session_id, reason, contents: None
-        #: Told that `run` has ended; and why, where that is the device.
+        #: Told what `run` ends of, where that is not `stop`, before anything else is done about it; and that `run` has ended.
+        self.on_failed: Callable[[BaseException], None] = lambda error: None
         self.on_ended: Callable[[], None] = lambda: None
+        #: Why no session can be served any more; empty while they can.
         self.lost = ""
         self.busy_ns = 0
         self.usage = UsageBook()
@@ -111,6 +116,7 @@ class DeviceLoop:
         self._answers = Answers(self.server, self._proceed)
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        self._ended = False
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
@@ -119,16 +125,24 @@ class DeviceLoop:
         return self.server.listen(endpoint)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the loop's thread run `function`."""
+        """Have the loop's thread run `function`, also when nobody waits for the result any more.
+
+        After the end of `run` the future has a `LoopEndedError`.
+        """
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # who waits for it may be cancelled, the call is not
 
         def job() -> None:
             try:
+                if self._ended:
+                    raise LoopEndedError(self.lost or STOPPING)
                 future.set_result(function())
             except Exception as e:
                 future.set_exception(e)
 
         self._calls.put(job)
+        if self._ended:
+            self._refuse_calls()
         self.server.wake()
         return future
 
@@ -234,49 +248,66 @@ class DeviceLoop:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until `stop` is called."""
+        """Serve until `stop` is called, or until it fails: then `on_failed` is told, and clients are, before it returns."""
+        try:
+            with torch.inference_mode():
+                self._serve()
+        except BaseException as e:
+            code = e.code if isinstance(e, ContextLostError) else LoopEndedError.code
+            self.lost = str(e) if isinstance(e, ContextLostError) else f"the executor failed: {type(e).__name__}: {e}"
+            self.on_failed(e)
+            for session in list(self._sessions.values()):
+                self._attempt(self._tell_lost, session, code)
+            self._attempt(self._answers.flush)
+        for session_id in list(self._sessions):
+            self._attempt(self.close_session, session_id, self.lost or STOPPING)
+        self._ended = True
+        for ending in (self._refuse_calls, self.vram.stop, self.server.close, self.on_ended):
+            self._attempt(ending)
+
+    def _attempt(self, step: Callable[..., object], *args: object) -> None:
+        """One step of the end: after a failure nothing is sure to work, and no step may keep the next ones from being done."""
+        try:
+            step(*args)
+        except BaseException:
+            log.exception("while the device's thread was ending")
+
+    def _serve(self) -> None:
         dispatch, vram = self.dispatch, self.vram
         self._workers.attach()
         if self._collector is not None:
             self._collector.begin()
         if self.pace is not None:
             self.pace.begin()
-        with torch.inference_mode():
-            try:
-                self.runtime.device.attach()
-                while not self._stopping.is_set():
-                    busy = dispatch.launch is not None or not self._calls.empty() or vram.due
-                    self._poll(0 if busy else self._timeout())
-                    self._run_calls()
-                    if dispatch.launch is None and self._collector is not None:
-                        self._collector.rest(alone=not self._sessions)
-                    while dispatch.launch is not None and not self._stopping.is_set():
-                        self._launch()
-                        self._run_calls()
-            except ContextLostError as e:
-                log.error("all sessions end, and this process: %s", e)
-                self.lost = str(e)
-                self._tell_lost()
-        for session_id in list(self._sessions):
-            self.close_session(session_id, self.lost or "the executor is stopping")
-        self.vram.stop()
-        self.server.close()
-        self.on_ended()
+        self.runtime.device.attach()
+        while not self._stopping.is_set():
+            busy = dispatch.launch is not None or not self._calls.empty() or vram.due
+            self._poll(0 if busy else self._timeout())
+            self._run_calls()
+            if dispatch.launch is None and self._collector is not None:
+                self._collector.rest(alone=not self._sessions)
+            while dispatch.launch is not None and not self._stopping.is_set():
+                self._launch()
+                self._run_calls()
+
+    def _refuse_calls(self) -> None:
+        """Answer the calls that nobody will run."""
+        with contextlib.suppress(queue.Empty):  # another thread refuses, too
+            while True:
+                self._calls.get_nowait()()
 
     def _timeout(self) -> float | None:
         """Seconds until there may be something to do though no event comes; None: there will not."""
         timeouts = [self.vram.timeout(), None if self._collector is None else self._collector.timeout()]
         return min([t for t in timeouts if t is not None], default=None)
 
-    def _tell_lost(self) -> None:
-        """Answer what clients wait for: the device is lost."""
-        for session in self._sessions.values():
-            conn = session.conn
-            if conn is not None and not conn.closed:
-                for frame in session.queue:
-                    if not frame.refused and awaited(frame):
-                        self._answers.refuse(conn, frame, ContextLostError.code, self.lost)
-        self._answers.flush()
+    def _tell_lost(self, session: Session, code: str) -> None:
+        """Answer what a client waits for: why its session is served no more."""
+        conn = session.conn
+        if conn is not None and not conn.closed:
+            for frame in session.queue:
+                if not frame.refused and awaited(frame):
+                    self._answers.refuse(conn, frame, code, self.lost)
 
     def _poll(self, timeout: float | None) -> None:
         for event in self.server.poll(timeout):

@@ -103,6 +103,13 @@ class ContextLostError(ExecutorError):
     retryable = True
 
 
+class LoopEndedError(ExecutorError):
+    """The thread that owns the device has ended, and this process ends."""
+
+    code = "executor.ended"
+    retryable = True
+
+
 class NoCompilerError(ExecutorError):
     """A session wants all its programs compiled, and that cannot be."""
 

@@ -24,6 +24,7 @@ from wooly_bus.channel import ChannelClient, ChannelError
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_queue, publish
+from wooly_bus.supervision import start_call, start_errand
 from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
 from wooly_wis.codec import digest
@@ -113,16 +114,15 @@ class Jobs:
         self._asked[key] = None
         while len(self._asked) > REMEMBERED:
             self._asked.popitem(last=False)
-        task = asyncio.create_task(self._serve(request, self._js), name=f"job {request.session_id}")
+        task = start_errand(self._serve(request, self._js), f"job {request.session_id}")
         self._running[request.session_id] = task
         task.add_done_callback(lambda _: self._running.pop(request.session_id, None))
         return RunJobReply()
 
-    def cancel(self, session_id: str) -> None:
-        """Stop a job, whatever it is at."""
+    def cancel(self, session_id: str) -> bool:
+        """Stop a job, whatever it is at. False if there is none of that session."""
         task = self._running.get(session_id)
-        if task is not None:
-            task.cancel()
+        return task is not None and task.cancel()
 
     async def stop(self) -> None:
         """Give up what runs: it is reported as lost."""
@@ -194,9 +194,8 @@ class Jobs:
                 raise JobLostError(str(e)) from e
             await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
             client = ChannelClient(near)
-            play = asyncio.get_running_loop().run_in_executor(
-                None, _play, client, request.session_id, secret, module, sources
-            )
+            playing = start_call(lambda: _play(client, request.session_id, secret, module, sources), "job")
+            play = asyncio.wrap_future(playing)
             try:
                 results = await asyncio.shield(play)
             except asyncio.CancelledError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
+from wooly_bus.supervision import start_thread
 
 from wooly_executor.errors import LostCopyError
 from wooly_executor.runtime.device import HOST, TorchDevice
@@ -155,8 +156,7 @@ class Mover:
             self._count += 1
             heapq.heappush(self._jobs, (job.priority, self._count, job, job.steps()))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="mover", daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, "mover")
             self._changed.notify()
 
     def stop(self) -> None:

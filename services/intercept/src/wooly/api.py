@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endpoint, client_context
+from wooly_bus.supervision import start_thread
 
 from wooly import children
 from wooly.device import Device, register
@@ -419,8 +420,7 @@ def _start_flusher(device: Device, interval_s: float) -> None:
                     if recorder.link is not None:
                         recorder.link.look()
 
-    _flusher = threading.Thread(target=watch, name="wooly-flusher", daemon=True)
-    _flusher.start()
+    _flusher = start_thread(watch, "wooly-flusher")
 
 
 def is_enabled() -> bool:

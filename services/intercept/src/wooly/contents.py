@@ -7,10 +7,10 @@ name decides. So content that is new costs no pass of its own, and content that 
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING
 
 from wooly_bus.contents import CHUNK, chunk_digest, content_id
+from wooly_bus.supervision import start_call
 
 if TYPE_CHECKING:
     from wooly.link import Link
@@ -40,10 +40,9 @@ def _hash_rest(data: memoryview, digests: list[bytes]) -> None:
 
 
 def _send_and_hash(link: Link, buffer: int, data: memoryview, digests: list[bytes]) -> None:
-    hashing = threading.Thread(target=_hash_rest, args=(data, digests), name="wooly-hashing")
-    hashing.start()
+    hashing = start_call(lambda: _hash_rest(data, digests), "wooly-hashing")
     try:
         link.write(buffer, 0, data)
     finally:
-        hashing.join()
+        hashing.result()  # of all the data, or the buffer would be known by another's name
     link.seal(buffer, len(data), content_id(digests, len(data)))

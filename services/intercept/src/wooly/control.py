@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import concurrent.futures
 import json
 import logging
 import os
@@ -20,6 +21,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access
 from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError, shown
 from wooly_bus.rpc import ControlClient
+from wooly_bus.supervision import start_call, start_thread
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
@@ -179,6 +181,10 @@ class Controller:
             self._stack.stop()
 
 
+#: A renewal that failed is tried again after this part of the lease, so that one lost answer costs no session.
+AGAIN = 12
+#: Seconds that the end of a session waits for spans that are being sent.
+SPANS_S = 2.0
 #: Seconds in which a session is opened: the router asks others, and writes it down, which a busy disk may put off.
 OPEN_S = 20.0
 #: A stack for this process alone that was begun, and which nobody has waited for yet.
@@ -267,26 +273,47 @@ class OpenedSession:
         self._controller = controller
         self._lease_s = opened.lease_s
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="wooly-lease", daemon=True)
-        self._thread.start()
+        self._sending: concurrent.futures.Future[None] | None = None
+        self._thread = start_thread(self._keep, "wooly-lease")
 
-    def _renew(self) -> None:
+    def _keep(self) -> None:
+        try:
+            over = self._renew()
+        except Exception as e:
+            over = f"its lease is renewed no more: {type(e).__name__}: {e}"
+            log.exception("session %s: its lease is renewed no more", self.session_id)
+        if over and self.on_lost is not None:
+            self.on_lost(over)
+
+    def _renew(self) -> str:
+        """Renew the lease until the session is closed. This thread waits for the router's answers, and for nothing else.
+
+        Returns:
+            Why the session is over; empty if it was closed here.
+        """
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
-        renewed = time.monotonic()
-        while not self._closing.wait(self._lease_s / 3):
+        renewed, pause = time.monotonic(), self._lease_s / 3
+        while not self._closing.wait(pause):
+            asked, pause = time.monotonic(), self._lease_s / 3
             try:
                 self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
                 renewed = time.monotonic()
-                self._send_spans()
+                self._begin_sending()
             except ControlError as e:
                 if self._closing.is_set():
-                    return
+                    return ""
                 log.warning("the session's lease could not be renewed: %s", e)
                 silent = e.code == "router.executor_lost" and time.monotonic() - renewed >= self._lease_s
                 if silent or e.code == "router.no_session":
-                    if self.on_lost is not None:
-                        self.on_lost(str(e))
-                    return
+                    return str(e)
+                pause = self._lease_s / AGAIN
+            pause = max(asked + pause - time.monotonic(), 0.01)
+        return ""
+
+    def _begin_sending(self) -> None:
+        """Have spans sent by another thread: the next renewal does not wait for them."""
+        if self.traced and (self._sending is None or self._sending.done()):
+            self._sending = start_call(self._send_spans, "wooly-spans")
 
     def _send_spans(self) -> None:
         if self.traced:
@@ -299,7 +326,8 @@ class OpenedSession:
         self._closing.set()
         request = CloseSessionRequest(session_id=self.session_id, token=self.token)
         self.trace.end()
-        self._send_spans()
+        if self._sending is None or concurrent.futures.wait((self._sending,), SPANS_S).done:
+            self._send_spans()
         try:
             with self.trace.current():
                 self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
+from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 from wooly_bus.web import Buckets
 
@@ -48,24 +49,18 @@ async def serve(settings: MeteringSettings, database: Database) -> None:
     """
     app = ServiceApp("metering", settings.nats_url)
     actor = MeteringActor(app, database)
-    async with _http(settings, app, actor), app.running():
+    async with _http(settings, app, actor) as http, app.running():
         follower = Follower(app.jetstream(), actor.writer, settings.batch_events, actor.on_booked)
         log.info("metering books %s", settings.ledger_url.partition("@")[0])
-        works = (until_signalled(), follower.run(), actor.watch(settings.budgets_s))
-        tasks = [asyncio.create_task(work) for work in works]
-        done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        for task in done:
-            task.result()
+        works = http | {"follower": follower.run, "budgets": lambda: actor.watch(settings.budgets_s)}
+        await run_for_ever(works, until_signalled)
 
 
 @contextlib.asynccontextmanager
-async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActor) -> AsyncIterator[None]:
-    """REST and `/metrics` inside the block; the port is in a file."""
+async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActor) -> AsyncIterator[dict[str, Work]]:
+    """REST and `/metrics` inside the block; the port is in a file. Yields what goes on for as long, by name."""
     if settings.http_port is None:
-        yield
+        yield {}
         return
     registry = CollectorRegistry(auto_describe=False)
     registry.register(CreditsCollector(actor))
@@ -79,33 +74,34 @@ async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActo
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
+
+        async def served() -> None:
+            await asyncio.shield(task)
+
         try:
             port = listener.getsockname()[1]
             port_file.write_text(str(port))
             scheme = "http" if tls is None else "https"
             log.info("metering: %s://%s:%d/api/v1/credits", scheme, settings.http_host, port)
-            yield
+            yield {"REST": served}
         finally:
             port_file.unlink(missing_ok=True)
             server.should_exit = True
             await task
 
 
+@supervised("metering", (BusError, ChannelError, ValidationError, OSError, sqlalchemy.exc.SQLAlchemyError))
 def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     logging.getLogger("alembic").setLevel(logging.WARNING)
+    settings = MeteringSettings()
+    setup_tracing("metering")
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    migrate(settings.ledger_url)
+    database = Database(settings.ledger_url, durable=settings.durable)
     try:
-        settings = MeteringSettings()
-        setup_tracing("metering")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        migrate(settings.ledger_url)
-        database = Database(settings.ledger_url, durable=settings.durable)
-        try:
-            asyncio.run(serve(settings, database))
-        finally:
-            database.close()
-    except (BusError, ChannelError, ValidationError, OSError, sqlalchemy.exc.SQLAlchemyError) as e:
-        log.error("metering ends: %s", e)
-        return 1
+        run(serve(settings, database))
+    finally:
+        database.close()
     return 0

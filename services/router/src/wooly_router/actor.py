@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusTimeoutError, NoResponderError, RefusedError, shown
+from wooly_bus.supervision import start_errand
 from wooly_wis.messages import (
     CheckTokenReply,
     CheckTokenRequest,
@@ -45,6 +47,10 @@ from wooly_router.state.world import World
 log = logging.getLogger("wooly.router")
 #: Seconds in which a client whose connection broke may still say that it closed its session.
 ORDERLY_S = 0.5
+#: Renewals in work at a time. Each may wait for an executor that is silent, and must not keep those of other sessions waiting.
+RENEWALS = 4096
+#: Seconds between two writes of the leases that were prolonged since: far below a third of a lease.
+LEASES_EVERY_S = 0.5
 #: A session younger than this may be missing in a heartbeat that was on its way when it was opened.
 FRESH_S = 5.0
 #: A session that is still being opened after this long belongs to a router that died.
@@ -82,15 +88,18 @@ class RouterActor:
         self.executors = Executors(app)
         self._opening = Opening(settings, world, self.registry, self.executors, self.advice, self.issuer, clock)
         self.credentials_s = settings.credentials_s
+        #: Leases that were prolonged and are not written down yet, and sessions whose lease is being prolonged.
+        self._prolonged: dict[str, float] = {}
+        self._renewing: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
-        self._closing: set[asyncio.Task[None]] = set()
         app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
-        app.serve(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_session, queue="router")
+        renew = subjects.ROUTER_SESSION_RENEW
+        app.serve(renew, RenewSessionRequest, self.on_renew_session, queue="router", at_once=RENEWALS)
         app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
         app.serve(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes, queue="router")
         app.serve(subjects.ROUTER_TOKEN_CHECK, CheckTokenRequest, self.on_check_token, queue="router")
         app.serve_tenants(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_tenants, queue="router")
-        app.serve_tenants(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest, self.on_renew_tenants, queue="router")
+        app.serve_tenants(renew, RenewSessionRequest, self.on_renew_tenants, queue="router", at_once=RENEWALS)
         app.serve_tenants(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_tenants, queue="router")
         app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes_of, queue="router")
         app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
@@ -168,10 +177,26 @@ class RouterActor:
         return await self.on_close_session(request)
 
     async def on_renew_session(self, request: RenewSessionRequest) -> RenewSessionReply:
-        """Prolong a lease, on all executors of the session and here."""
+        """Prolong a lease, on all executors of the session and here.
+
+        Raises:
+            RefusedError: there is no such session, an executor of it is silent, or the lease is being prolonged already: a
+                client that asks often takes up no more of the requests in work than one that does not.
+        """
         record = await self._open(request.session_id, request.token)
         if record is None:
             raise RefusedError("router.no_session", await self._why_over(request.session_id))
+        if record.id in self._renewing:
+            raise RefusedError(
+                "router.renewing", f"the lease of session {record.id} is being renewed already", retryable=True
+            )
+        self._renewing.add(record.id)
+        try:
+            return await self._renew(record, request)
+        finally:
+            self._renewing.discard(record.id)
+
+    async def _renew(self, record: TaskRecord, request: RenewSessionRequest) -> RenewSessionReply:
         names = [p.executor_id for p in record.parts]
         answers = await self.executors.renew(names, request)
         leases: list[float] = []
@@ -190,8 +215,27 @@ class RouterActor:
                     "router.executor_lost", f"executor {name} does not answer", retryable=True
                 ) from problem
             raise problem
-        await self.world.tasks.prolong(record.id, self.clock() + min(leases))
+        self._prolonged[record.id] = self.clock() + min(leases)
         return RenewSessionReply(lease_s=min(leases))
+
+    async def keep_leases(self) -> None:
+        """Write down leases that were prolonged, for ever. No renewal waits for it: others may have the database for long."""
+        while True:
+            await asyncio.sleep(LEASES_EVERY_S)
+            try:
+                await self.write_leases()
+            except SQLAlchemyError as e:
+                log.warning("leases cannot be written: %s; trying again", e)
+
+    async def write_leases(self) -> None:
+        """Write down the leases that were prolonged so far."""
+        if not self._prolonged:
+            return
+        leases = dict(self._prolonged)
+        await self.world.tasks.prolong(leases)
+        for session_id, until in leases.items():
+            if self._prolonged.get(session_id) == until:
+                del self._prolonged[session_id]
 
     async def _why_over(self, session_id: str) -> str:
         task = await self.world.tasks.get(session_id)
@@ -221,11 +265,8 @@ class RouterActor:
         async with self.world.database.writing() as s:
             lost = await self.world.tasks.move(s, record.id, state, reason, self.clock(), only_from=["started"])
         if lost and others:
-            closing = asyncio.create_task(
-                self.executors.close(others, record.id, f"it ended on executor {executor_id}")
-            )
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            closing = self.executors.close(others, record.id, f"it ended on executor {executor_id}")
+            start_errand(closing, f"closing of session {record.id}")
 
     async def _lose_soon(self, record: TaskRecord, executor_id: str, reason: str) -> None:
         """A client that leaves breaks its connection and says so to us: what it says comes first, if it comes."""
@@ -257,6 +298,8 @@ class RouterActor:
         """An executor lives."""
         if self.registry.hear(heartbeat, self.clock()):
             log.info("executor %s (%s) is there", heartbeat.executor_id, heartbeat.device.name)
+        elif heartbeat.ending:
+            log.warning("executor %s ends: %s", heartbeat.executor_id, heartbeat.ending)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
         """An executor ended its part of a session, and with it the session."""
@@ -269,9 +312,7 @@ class RouterActor:
         if record is not None and record.kind == "session" and record.state == "started":
             if event.reason:
                 why = f"it ended on executor {event.executor_id}: {event.reason}"
-                losing = asyncio.create_task(self._lose_soon(record, event.executor_id, why))
-                self._closing.add(losing)
-                losing.add_done_callback(self._closing.discard)
+                start_errand(self._lose_soon(record, event.executor_id, why), f"end of session {record.id}")
             else:
                 await self.lose_part(record, event.executor_id, "closed by its client", "completed")
 
@@ -281,6 +322,7 @@ class RouterActor:
         """End sessions whose lease is over, or that were never opened. Returns how many ended."""
         now = self.clock()
         self.registry.forget_old(now)
+        await self.write_leases()
         records = [await self.world.tasks.get(task_id) for task_id in await self.world.tasks.lapsed(now)]
         ended = await asyncio.gather(
             *[self.end(r, "failed", "the session's lease lapsed") for r in records if r is not None]
@@ -310,6 +352,8 @@ class RouterActor:
         """
         now = self.clock()
         heard = max(self.registry.heard(executor_id) or 0.0, self._started)
+        if ended := self.registry.ended(executor_id):
+            return f"executor {executor_id} is lost: {ended}"
         if now - heard > LOST_AFTER_S:
             return f"executor {executor_id} is lost: nothing was heard of it for {now - heard:.0f} s"
         if now - since <= FRESH_S or self.registry.heard(executor_id) is None:

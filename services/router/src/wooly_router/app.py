@@ -8,8 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
 
 import uvicorn
 from pydantic import ValidationError
@@ -18,6 +17,7 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
+from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import handing_over, setup_tracing
 from wooly_bus.web import Buckets
 
@@ -36,6 +36,8 @@ from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
 
 log = logging.getLogger("wooly.router")
+#: Seconds that answers of REST have to be finished when the router ends.
+LAST_ANSWERS_S = 3.0
 
 
 class _Server(uvicorn.Server):
@@ -91,15 +93,17 @@ async def serve(settings: RouterSettings) -> None:
             log.info(
                 "router: REST on %s://%s:%d, NATS at %s", scheme, settings.http_host, port, shown(settings.nats_url)
             )
-            await _first_end(
-                server,
-                listener,
-                leadership.run(),
-                duties.run(),
-                jobs.take_commands(),
-                jobs.take_reports(),
-                traces.run(),
-            )
+            async with _rest(server, listener) as http:
+                works: dict[str, Work] = {
+                    "REST": http,
+                    "leadership": leadership.run,
+                    "duties": duties.run,
+                    "leases": actor.keep_leases,
+                    "job commands": jobs.take_commands,
+                    "job reports": jobs.take_reports,
+                    "traces": traces.run,
+                }
+                await run_for_ever(works, until_signalled)
     finally:
         port_file.unlink(missing_ok=True)
         listener.close()
@@ -125,32 +129,30 @@ async def first_token(settings: RouterSettings, world: World, now: float) -> Non
     log.info("the first administrator's token is in %s", path)
 
 
-async def _first_end(server: _Server, listener: socket.socket, *others: Coroutine[Any, Any, None]) -> None:
-    """Run REST and the rest until a signal comes or one of them fails."""
+@contextlib.asynccontextmanager
+async def _rest(server: _Server, listener: socket.socket) -> AsyncIterator[Work]:
+    """Serve REST inside the block. Yields what goes on for as long; at the end of the block, answers are finished."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
-    running = [asyncio.create_task(work) for work in others]
-    stopping = asyncio.create_task(until_signalled())
-    done, _ = await asyncio.wait((http, *running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    server.should_exit = True
-    server.closing()
-    for task in (*running, stopping):
-        task.cancel()
-    await asyncio.wait((http, *running), timeout=3)
-    for task in done:
-        task.result()
+
+    async def served() -> None:
+        await asyncio.shield(http)
+
+    try:
+        yield served
+    finally:
+        server.should_exit = True
+        server.closing()
+        await asyncio.wait((http,), timeout=LAST_ANSWERS_S)
 
 
+@supervised("router", (BusError, ChannelError, ValidationError, SQLAlchemyError, OSError))
 def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        settings = RouterSettings()
-        setup_tracing("router")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        os.umask(0o077)
-        migrate(settings.database())
-        asyncio.run(serve(settings))
-    except (BusError, ChannelError, ValidationError, SQLAlchemyError, OSError) as e:
-        log.error("the router ends: %s", e)
-        return 1
+    settings = RouterSettings()
+    setup_tracing("router")
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.umask(0o077)
+    migrate(settings.database())
+    run(serve(settings))
     return 0

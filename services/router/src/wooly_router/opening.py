@@ -12,6 +12,7 @@ from opentelemetry import trace
 from wooly_bus.channel.token import channel_token
 from wooly_bus.credentials import Issuer
 from wooly_bus.errors import BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.supervision import start_errand
 from wooly_bus.tracing import step, trace_id_of
 from wooly_wis.messages import (
     AdmitSessionRequest,
@@ -116,6 +117,7 @@ class Opening:
         async with self._world.database.writing() as s:
             await self._world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
+        silent: set[str] = set()
         token = secrets.token_urlsafe(32)
         try:
             if refusal := await self._advice.over_budget(task.tenant):
@@ -126,7 +128,9 @@ class Opening:
                     span.set_attribute("executors", ", ".join([e.executor_id for e in executors]))
                 with step("router", "host"):
                     reply = await self._host_all(request, task, token, executors, percents, until, failed)
+                silent |= {name for name, error in failed.items() if isinstance(error, BusTimeoutError)}
                 if reply is not None:
+                    silent -= {part.executor_id for part in reply.parts}
                     return reply.model_copy(update={"trace_id": trace_id})
                 if self._clock() > until:
                     raise _none_took_it(failed)
@@ -136,6 +140,10 @@ class Opening:
                     s, task.id, "failed", str(e) or type(e).__name__, self._clock(), only_from=["pending"]
                 )
             raise
+        finally:
+            if silent:  # they may take the session yet, for nobody
+                closing = self._executors.close(sorted(silent), task.id, "it was opened elsewhere, or not at all")
+                start_errand(closing, f"closing of session {task.id}")
 
     async def _first_heartbeat(self) -> None:
         while not self._registry.alive(self._clock()) and self._clock() - self._started < HEARTBEAT_GRACE_S:

@@ -8,6 +8,7 @@ import logging
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 
 from wooly_scheduler.actor import SchedulerActor
@@ -35,34 +36,21 @@ async def serve(settings: SchedulerSettings) -> None:
             if metrics is not None:
                 port_file.write_text(str(metrics.port))
                 log.info("scheduler: metrics on http://%s:%d/metrics", settings.metrics_host, metrics.port)
-            await _first_end(actor)
+            works: dict[str, Work] = {"follower": actor.follow, "checkpoints": actor.keep, "forgetting": actor.forget}
+            await run_for_ever(works, until_signalled)
+            await actor.stop()
     finally:
         port_file.unlink(missing_ok=True)
         if metrics is not None:
             await asyncio.to_thread(metrics.close)
 
 
-async def _first_end(actor: SchedulerActor) -> None:
-    """Follow, keep and forget until a signal comes or one of them fails."""
-    tasks = [asyncio.create_task(work) for work in (until_signalled(), actor.follow(), actor.keep(), actor.forget())]
-    done, left = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in left:
-        task.cancel()
-    await asyncio.gather(*left, return_exceptions=True)
-    await actor.stop()
-    for task in done:
-        task.result()
-
-
+@supervised("scheduler", (BusError, ValidationError, OSError))
 def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    try:
-        settings = SchedulerSettings()
-        setup_tracing("scheduler")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        asyncio.run(serve(settings))
-    except (BusError, ValidationError, OSError) as e:
-        log.error("the scheduler ends: %s", e)
-        return 1
+    settings = SchedulerSettings()
+    setup_tracing("scheduler")
+    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run(serve(settings))
     return 0

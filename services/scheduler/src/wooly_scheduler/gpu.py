@@ -14,6 +14,7 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import Kept
+from wooly_bus.supervision import start_task
 from wooly_dispatch.metrics import Meter
 from wooly_dispatch.overcommit import Commitment
 from wooly_wis.messages import (
@@ -85,7 +86,8 @@ class GpuActor:
         self._told: tuple[int, float] | None = None
         self._complaint = ""
         self._gap_since: float | None = None
-        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._epochs())]
+        works = (self._work(), f"journal of {executor_id}"), (self._epochs(), f"epochs of {executor_id}")
+        self._tasks = [start_task(work, name) for work, name in works]
 
     async def stop(self) -> None:
         """End its tasks."""

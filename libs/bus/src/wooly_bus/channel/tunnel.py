@@ -46,6 +46,7 @@ from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, Channel
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
 from wooly_bus.rpc import nats_errors, settled
+from wooly_bus.supervision import start_errand, start_thread
 
 log = logging.getLogger("wooly.tunnel")
 
@@ -228,7 +229,7 @@ class _Tunnel:
 
     async def run(self) -> str:
         """Pump until either side ends it or it breaks. Returns why it broke, or nothing."""
-        tasks = [asyncio.create_task(part()) for part in (self._up, self._down, self._beat)]
+        tasks = [start_errand(part(), "a tunnel") for part in (self._up, self._down, self._beat)]
         for task in tasks:
             task.add_done_callback(self._on_part_done)
         try:
@@ -243,7 +244,6 @@ class _Tunnel:
 
     def _on_part_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (fault := task.exception()) is not None:
-            log.error("a tunnel failed", exc_info=fault)
             self._fate.reason = f"the tunnel broke: {type(fault).__name__}: {fault}"
             self._over.set()
 
@@ -431,12 +431,7 @@ def open_tunnel(there: str | Access, subject: str, *, timeout: float = OPEN_TIME
         ChannelError: the other side refuses.
     """
     opened: concurrent.futures.Future[TunnelSocket] = concurrent.futures.Future()
-    thread = threading.Thread(
-        target=lambda: asyncio.run(_client_end(Access.of(there), subject, timeout, opened)),
-        name="wooly-tunnel",
-        daemon=True,
-    )
-    thread.start()
+    thread = start_thread(lambda: asyncio.run(_client_end(Access.of(there), subject, timeout, opened)), "wooly-tunnel")
     try:
         return opened.result()
     except BaseException:
@@ -547,7 +542,7 @@ class TunnelListener:
         finally:
             self._opening -= 1
         near = tunnel.join(request.inbox, request.window)
-        self._tunnels[tunnel] = asyncio.create_task(self._serve(tunnel, request.inbox))
+        self._tunnels[tunnel] = start_errand(self._serve(tunnel, request.inbox), "a tunnel")
         self._deliver(near, f"tunnel {request.inbox}")
         return OpenTunnelReply(inbox=tunnel.inbox, window=WINDOW)
 

@@ -43,7 +43,7 @@ class ExecutorHeartbeat(Message):
 
     `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` name contents that lie in its
     memory and that a further session could share, the largest first, each by its content and circle
-    (`wooly_bus.contents.name_in_circle`).
+    (`wooly_bus.contents.name_in_circle`). `ending` is empty but in the last one of a process: why it ends.
     """
 
     executor_id: Id
@@ -57,6 +57,7 @@ class ExecutorHeartbeat(Message):
     weights: tuple[Digest, ...] = Field(default=(), max_length=1024)
     memory: MemoryState | None = None
     work: WorkDone = WorkDone()
+    ending: str = Field(default="", max_length=1024)
 
 
 class NodesRequest(Message):

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from wooly_bus.supervision import start_thread
 from wooly_bus.worker import Limits, WorkerError, WorkerProcess
 from wooly_wis.artifact import compiler_version
 from wooly_wis.foreign import KernelKey, Source
@@ -125,7 +126,7 @@ class Turns(Generic[T]):
             self._put += 1
             if self._put > self._idle and self._threads < AT_ONCE:
                 self._threads += 1
-                threading.Thread(target=self._serve, name="foreign-kernels", daemon=True).start()
+                start_thread(self._serve, "foreign-kernels")
             self._changed.notify()
 
     def _serve(self) -> None:

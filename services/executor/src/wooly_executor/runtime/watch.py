@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from wooly_bus.supervision import start_thread
+
 #: Seconds between two looks at what runs.
 TICK_S = 0.02
 #: Looks without anything running after which the thread sleeps until it is woken.
@@ -21,7 +23,7 @@ class Watch:
         self._running: tuple[float, Any] | None = None
         self._asleep = True
         self._wake = threading.Event()
-        threading.Thread(target=self._look, name="kernel-watch", daemon=True).start()
+        start_thread(self._look, "kernel-watch")
 
     @contextlib.contextmanager
     def over(self, word: Any, seconds: float) -> Iterator[None]:

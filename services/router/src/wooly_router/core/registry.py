@@ -14,10 +14,15 @@ LISTED = 50
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The last that was heard of an executor."""
+    """The last that was heard of an executor. `ended`: why its process ended, if it said so."""
 
     heartbeat: ExecutorHeartbeat
     at: float
+    ended: str = ""
+
+    def lives(self, now: float) -> bool:
+        """Whether it is to be given work."""
+        return not self.ended and now - self.at <= LOST_AFTER_S
 
 
 class Registry:
@@ -27,10 +32,15 @@ class Registry:
         self._seen: dict[str, Seen] = {}
 
     def hear(self, heartbeat: ExecutorHeartbeat, now: float) -> bool:
-        """Take in a heartbeat. True if the executor was not known, or lost, before."""
+        """Take in a heartbeat. True if the executor was not known, or lost, before, and lives now."""
         before = self._seen.get(heartbeat.executor_id)
-        self._seen[heartbeat.executor_id] = Seen(heartbeat, now)
-        return before is None or now - before.at > LOST_AFTER_S
+        if not heartbeat.ending:
+            self._seen[heartbeat.executor_id] = Seen(heartbeat, now)
+            return before is None or not before.lives(now)
+        # Its successor may have been heard of before: then the last word of the old process says nothing of the executor.
+        if before is not None and before.heartbeat.pid == heartbeat.pid:
+            self._seen[heartbeat.executor_id] = Seen(before.heartbeat, before.at, heartbeat.ending)
+        return False
 
     def forget_old(self, now: float) -> None:
         """Drop executors that have been silent for an hour."""
@@ -39,8 +49,8 @@ class Registry:
                 del self._seen[executor_id]
 
     def alive(self, now: float) -> list[ExecutorHeartbeat]:
-        """Executors heard of within the last five seconds, by id."""
-        return [s.heartbeat for _, s in sorted(self._seen.items()) if now - s.at <= LOST_AFTER_S]
+        """Executors heard of within the last five seconds that did not say that they end, by id."""
+        return [s.heartbeat for _, s in sorted(self._seen.items()) if s.lives(now)]
 
     def all(self) -> list[ExecutorHeartbeat]:
         """The last word of everybody who was not forgotten, by id."""
@@ -50,6 +60,11 @@ class Registry:
         """When an executor was last heard of."""
         seen = self._seen.get(executor_id)
         return None if seen is None else seen.at
+
+    def ended(self, executor_id: str) -> str:
+        """Why an executor's process has ended; empty if it did not say that it does."""
+        seen = self._seen.get(executor_id)
+        return "" if seen is None else seen.ended
 
     def has(self, executor_id: str, session_id: str) -> bool:
         """Whether an executor said last that it has a session."""
@@ -66,7 +81,7 @@ class Registry:
             NodeInfo(
                 executor_id=k,
                 node=s.heartbeat.node,
-                state="alive" if now - s.at <= LOST_AFTER_S else "lost",
+                state="alive" if s.lives(now) else "lost",
                 age_s=round(now - s.at, 3),
                 device=s.heartbeat.device,
                 sessions=len(s.heartbeat.sessions),

@@ -25,6 +25,7 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 from wooly_bus.errors import RefusedError
+from wooly_bus.supervision import start_task
 
 from wooly_router.actor import RouterActor
 from wooly_router.core.cluster import ClusterConfig
@@ -97,7 +98,7 @@ class Hub:
         follower = Follower(caller)
         self._followers.add(follower)
         if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
+            self._watching = start_task(self._watch(), "events")
         return follower
 
     def leave(self, follower: Follower) -> None:

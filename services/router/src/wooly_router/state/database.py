@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -57,6 +58,8 @@ class Database:
 
             event.listen(self._engine.sync_engine, "connect", connected)
             event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+        # Who waits for another writer must not keep a connection meanwhile: readers would find none left.
+        self._turn, self._decision = asyncio.Lock(), asyncio.Lock()
         self._reading = async_sessionmaker(self._engine, expire_on_commit=False)
         writer = self._engine.execution_options(wooly_begin="BEGIN IMMEDIATE")
         self._writing = async_sessionmaker(writer, expire_on_commit=False)
@@ -68,13 +71,13 @@ class Database:
     @contextlib.asynccontextmanager
     async def writing(self) -> AsyncIterator[AsyncSession]:
         """A transaction that is committed at the end of the block, or undone where the block raises."""
-        async with self._writing.begin() as session:
+        async with self._turn if self._sqlite else contextlib.nullcontext(), self._writing.begin() as session:
             yield session
 
     @contextlib.asynccontextmanager
     async def deciding(self) -> AsyncIterator[AsyncSession]:
         """`writing`, of which one is open at a time in all routers: what it reads stays true until it is committed."""
-        async with self._writing.begin() as session:
+        async with self._turn if self._sqlite else self._decision, self._writing.begin() as session:
             if not self._sqlite:
                 await session.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": PLACEMENT_LOCK})
             yield session

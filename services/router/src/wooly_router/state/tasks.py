@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -267,10 +267,13 @@ class TaskStore:
         async with self.database.reading() as s:
             return list(await s.scalars(select(LeaseRow.task_id).where(LeaseRow.lease_until < now)))
 
-    async def prolong(self, task_id: str, until: float) -> None:
-        """Move a session's lease."""
+    async def prolong(self, leases: Mapping[str, float]) -> None:
+        """Move sessions' leases: by session, until when it lives."""
         async with self.database.writing() as s:
-            await s.execute(update(LeaseRow).where(LeaseRow.task_id == task_id).values(lease_until=until))
+            for task_id, until in leases.items():
+                # Another router may have prolonged it further meanwhile.
+                mine = LeaseRow.task_id == task_id, LeaseRow.lease_until < until
+                await s.execute(update(LeaseRow).where(*mine).values(lease_until=until))
 
     async def prolong_all(self, until: float) -> None:
         """Move every lease that would end before `until`."""

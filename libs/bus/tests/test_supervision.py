@@ -1,0 +1,187 @@
+"""A service of which a thread or task ends unexpectedly is gone within a second, whatever its other threads do."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from wooly_bus.supervision import BROKEN, STUCK_S
+
+ROOT = Path(__file__).parents[3]
+#: Seconds beyond those of a quiet machine.
+PATIENCE_S = 20.0
+HEAD = """
+import asyncio, ctypes, logging, os, threading, time
+from wooly_bus import supervision
+from wooly_bus.supervision import run_for_ever, start_call, start_errand, start_task, start_thread, supervised, run
+
+logging.basicConfig(format="%(levelname)s %(message)s")
+broken = []
+supervision.os._exit, real_exit = lambda status: (print(time.monotonic() - broken[0], flush=True), real_exit(status)), os._exit
+
+def fail():
+    broken.append(time.monotonic())
+    raise KeyError("left")
+
+async def fail_soon():
+    fail()
+
+async def for_ever():
+    await asyncio.Event().wait()
+"""
+
+
+def ran(body, head=HEAD):
+    """What a service's process does whose `main` is `body`: its status, what it printed, and what it logged."""
+    main = f"@supervised('tester')\ndef main() -> int:\n{textwrap.indent(textwrap.dedent(body), '    ')}\nreal_exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", head + main], capture_output=True, text=True, timeout=60 + PATIENCE_S, check=False
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("thread worker", "start_thread(fail, 'worker'); threading.Event().wait()"),
+        ("thread worker", "threading.Thread(target=fail, name='worker').start(); threading.Event().wait()"),
+        ("thread worker", "start_thread(lambda: (broken.append(time.monotonic()), exit(0)), 'worker'); time.sleep(60)"),
+        (
+            "task reader",
+            "asyncio.run(run_for_ever({'reader': fail_soon, 'other': for_ever}, for_ever)); time.sleep(60)",
+        ),
+        (
+            "task reader",
+            """
+            async def works():
+                start_task(fail_soon(), 'reader')
+                await asyncio.sleep(0.1)
+                time.sleep(60)  # the event loop hangs
+            asyncio.run(works())
+            """,
+        ),
+        (
+            "the main thread",
+            """
+            async def works():
+                asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)  # which the end of a loop waits for
+                fail()
+            run(works())
+            """,
+        ),
+    ],
+    ids=["thread", "thread of a library", "thread that exits", "task", "task beside a loop that hangs", "main"],
+)
+def test_unexpected_end_ends_the_process_within_a_second(what, body):
+    status, out, log = ran(body)
+    assert status == BROKEN
+    assert f"CRITICAL {what} ended unexpectedly: " in log and "the tester's process ends with status 4" in log
+    assert "Traceback" in log
+    assert float(out) < 1 + PATIENCE_S / 10
+
+
+def test_task_that_returns_has_failed_as_well():
+    status, _, log = ran("asyncio.run(run_for_ever({'reader': lambda: asyncio.sleep(0)}, for_ever))\nreturn 0")
+    assert status == BROKEN and "task reader ended unexpectedly: it returned" in log
+
+
+def test_process_ends_even_where_a_library_holds_the_interpreter():
+    begun = time.monotonic()
+    status, _, log = ran(
+        """
+        start_thread(lambda: (time.sleep(0.2), fail()), 'worker')
+        time.sleep(0.4)
+        ctypes.PyDLL(None).sleep(60)
+        """
+    )
+    assert status == 1 and "Timeout" in log and time.monotonic() - begun < STUCK_S + PATIENCE_S
+
+
+def test_process_that_was_told_to_end_returns_its_own_status():
+    assert ran("asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))\nreturn 7")[0] == 7
+
+
+def test_thread_of_a_library_that_fails_while_the_service_stops_is_logged_alone():
+    body = """
+    asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))
+    thread = threading.Thread(target=fail, name='worker')
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    return 7
+    """
+    status, _, log = ran(body)
+    assert status == 7 and "WARNING thread worker ended while the tester stops" in log and "Traceback" in log
+
+
+def test_errand_that_fails_is_logged_and_ends_nothing():
+    status, _, log = ran(
+        """
+        async def works():
+            start_errand(fail_soon(), 'the closing of s')
+            await asyncio.sleep(0.1)
+        asyncio.run(works())
+        return 7
+        """
+    )
+    assert status == 7 and "ERROR the closing of s failed: KeyError: 'left'" in log and "Traceback" in log
+
+
+def test_call_in_a_thread_gives_its_result_or_its_error():
+    body = """
+    assert start_call(lambda: 5, 'sum').result(9) == 5
+    try:
+        start_call(fail, 'sum').result(9)
+    except KeyError:
+        return 7
+    """
+    assert ran(body)[0] == 7
+
+
+def test_thread_of_a_process_that_is_no_service_is_logged_alone():
+    script = HEAD + "thread = start_thread(fail, 'worker')\nthread.join()\ntime.sleep(0.1)\nprint('goes on')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "goes on" in done.stdout and "ERROR thread worker ended unexpectedly: KeyError: 'left'" in done.stderr
+
+
+# -- all of ours are started so ----------------------------------------------------------------------------------------
+
+#: What starts a thread or a task of which nobody might hear that it ended.
+STARTERS = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
+#: Files that may, with the number of places, and why.
+REASONED = {
+    "libs/bus/src/wooly_bus/supervision.py": (6, "is what starts all others"),
+    "deploy/operator/src/wooly_operator/app.py": (2, "knows no bus; both tasks are waited for, and the first to end ends it"),
+    "services/compiler/src/wooly_compiler/actor.py": (2, "whoever asked takes the result"),
+    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: what they raise ends the supervised task around it"),
+    "services/metering/src/wooly_metering/app.py": (1, "uvicorn, which a supervised task waits for"),
+    "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),
+    "services/router/src/wooly_router/app.py": (1, "uvicorn, which a supervised task waits for"),
+}  # fmt: skip
+
+
+def test_every_service_is_supervised():
+    services = [p for p in ROOT.glob("services/*/src/*/app.py") if "intercept" not in p.parts]
+    assert len(services) == 5
+    for path in services:
+        main = next(n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name == "main")
+        assert [getattr(getattr(d, "func", None), "id", "") for d in main.decorator_list] == ["supervised"], path
+
+
+def test_threads_and_tasks_are_started_by_supervision_alone():
+    found = {}
+    for path in sorted(p for part in ("libs", "services", "deploy") for p in ROOT.glob(f"{part}/*/src/**/*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        text = path.read_text()
+        if name.startswith("libs/testkit/") or not any(starter in text for starter in STARTERS):
+            continue
+        calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
+        names = [getattr(c.func, "attr", getattr(c.func, "id", "")) for c in calls]
+        if count := sum(n in STARTERS for n in names):
+            found[name] = count
+    assert found == {name: count for name, (count, _) in REASONED.items()}, (
+        "start threads and tasks by wooly_bus.supervision, or say here why not"
+    )

@@ -1,0 +1,77 @@
+"""The device's thread ends of something that nobody expected: clients are told, all is let go, and no call waits for ever."""
+
+import threading
+
+import pytest
+from wooly_bus.channel import ChannelClosedError
+from wooly_executor.errors import LoopEndedError
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind
+
+
+def wait_for_a_run(wis, client):
+    """A client submits work, and asks for an answer that comes after it."""
+    client.run(wis.body().alloc("x", 8).fill("x", wis.at(DType.F32, 2), 0.0), {"x": 1})
+    client.channel.send(Kind.SYNC)
+
+
+def broken(device, error, meanwhile):
+    """Have the device's thread raise before it begins what clients submit `meanwhile`. Returns what was told of it, in order."""
+    told = []
+    device.may_end = True
+    device.loop.on_failed = lambda e: told.append(e)
+    device.loop.on_ended = lambda: told.append("ended")
+
+    def fail():
+        raise error
+
+    held, asked = threading.Event(), threading.Event()
+    device.loop.call(lambda: (held.set(), asked.wait(), setattr(device.loop, "_run_calls", fail)))
+    held.wait(30)
+    meanwhile()
+    asked.set()
+    return told
+
+
+@pytest.mark.parametrize("error", [KeyError("left"), SystemExit(0)], ids=["exception", "exit"])
+def test_whatever_ends_the_thread_is_told_to_clients_and_to_callers(device, wis, error):
+    a, b = device.open("a"), device.open("b")
+    told = broken(device, error, lambda: wait_for_a_run(wis, a))
+    with pytest.raises(wis.error, match=f"the executor failed: {type(error).__name__}") as caught:
+        a.answer()
+    assert caught.value.code == "executor.ended"
+    device.wait_closed("a")
+    device.wait_closed("b")
+    with pytest.raises(ChannelClosedError):
+        b.sync()
+    device.thread.join(30)
+    assert told == [error, "ended"] and device.loop.lost.startswith("the executor failed")
+    with pytest.raises(LoopEndedError, match="the executor failed"):
+        device.loop.call(device.loop.sessions).result(5)
+
+
+def test_second_failure_while_clients_are_told_does_not_keep_the_others_from_being_told(device, wis):
+    a, b = device.open("a"), device.open("b")
+    tell = device.loop._tell_lost
+
+    def fail_for_a(session, code):
+        if session.id == "a":
+            raise MemoryError
+        tell(session, code)
+
+    device.loop._tell_lost = fail_for_a
+    told = broken(device, KeyError("left"), lambda: [wait_for_a_run(wis, client) for client in (a, b)])
+    with pytest.raises(wis.error, match="the executor failed"):
+        b.answer()
+    with pytest.raises(ChannelClosedError):
+        a.answer()
+    device.thread.join(30)
+    assert told[-1] == "ended" and set(device.closed) == {"a", "b"}
+
+
+def test_call_after_an_orderly_end_is_refused_at_once(device):
+    device.may_end = True
+    device.loop.stop()
+    device.thread.join(30)
+    with pytest.raises(LoopEndedError, match="stopping"):
+        device.loop.call(device.loop.sessions).result(5)

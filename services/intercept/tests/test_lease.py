@@ -1,0 +1,111 @@
+"""The thread that keeps a session alive: it waits for the router's answers alone, and never ends without a word."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from wooly import control
+from wooly.control import AGAIN, ControlError, OpenedSession
+from wooly_bus import subjects
+
+LEASE_S = 0.6
+WAIT_S = 30.0
+
+
+class Controller:
+    """Answers to renewals by `answer`, and notes when it was asked."""
+
+    ephemeral, reach, access = False, {}, None
+
+    def __init__(self, answer=lambda: None):
+        self.answer, self.asked, self.changed = answer, [], threading.Condition()
+
+    def ask(self, subject, message, reply, timeout=4.0):
+        if subject != subjects.ROUTER_SESSION_RENEW:
+            return
+        with self.changed:
+            self.asked.append(time.monotonic())
+            self.changed.notify_all()
+        self.answer()
+
+    def wait_asked(self, count):
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.asked) >= count, WAIT_S)
+
+    def close(self):
+        pass
+
+
+class Trace:
+    trace_id = "1"
+
+    def __init__(self, send=lambda *_: None):
+        self.send = send
+
+    def end(self):
+        pass
+
+    def flush(self):
+        pass
+
+    def current(self):
+        return threading.Lock()
+
+
+@pytest.fixture
+def opened():
+    sessions = []
+
+    def make(controller, trace=None):
+        reply = SimpleNamespace(
+            session_id="s", token="t", parts=(), lease_s=LEASE_S, trace_id="1" if trace else "", credentials=""
+        )
+        sessions.append(OpenedSession(controller, reply, trace or Trace()))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def test_renewals_go_on_while_spans_cannot_be_sent(opened):
+    released, controller = threading.Event(), Controller()
+    sending = []
+    opened(controller, Trace(lambda *_: (sending.append(1), released.wait(WAIT_S))))
+    controller.wait_asked(4)
+    assert sending == [1]  # and no second thread waits beside the first
+    released.set()
+
+
+def test_renewal_that_failed_is_tried_again_before_its_next_turn(opened, monkeypatch):
+    pauses = []
+
+    class Event(threading.Event):
+        def wait(self, timeout=None):
+            pauses.append(timeout)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(control, "threading", SimpleNamespace(Event=Event))
+    left = [ControlError("no answer")] * 2
+
+    def answer():
+        if left:
+            raise left.pop()
+
+    controller = Controller(answer)
+    opened(controller)
+    controller.wait_asked(3)
+    assert pauses[0] == LEASE_S / 3 and all(0 < pause <= LEASE_S / AGAIN for pause in pauses[1:3])
+
+
+def test_whatever_ends_the_thread_is_told_to_the_session(opened):
+    told, heard = [], threading.Event()
+
+    def fail():
+        raise KeyError("left")
+
+    session = opened(Controller(fail))
+    session.on_lost = lambda why: (told.append(why), heard.set())
+    assert heard.wait(WAIT_S)
+    assert told == ["its lease is renewed no more: KeyError: 'left'"]

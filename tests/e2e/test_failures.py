@@ -1,0 +1,92 @@
+"""A part of a service that fails takes its process with it, at once, and others take over: nothing of a cluster is half alive."""
+
+import contextlib
+import os
+import time
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.channel import ChannelClosedError
+from wooly_bus.supervision import BROKEN
+from wooly_testkit.cluster import Cluster, Tenant, enter
+from wooly_wis.messages import TaskReply, TaskRequest
+
+pytestmark = pytest.mark.connected
+#: An executor that works until the file exists: then its device's thread, or its journal, meets a fault of our own code.
+FAULTY = """
+import os, sys
+from wooly_executor import app, device_loop, journal
+
+def faulty(method):
+    def run(self, *arguments):
+        if os.path.exists(os.environ["FAULT"]):
+            raise KeyError("injected")
+        return method(self, *arguments)
+    return run
+
+if os.environ["FAULTY"] == "device":
+    device_loop.DeviceLoop._run_calls = faulty(device_loop.DeviceLoop._run_calls)
+else:
+    journal.JournalPublisher.publish = faulty(journal.JournalPublisher.publish)
+sys.exit(app.main())
+"""
+#: Seconds that the end of a process takes at most (1 s) on a machine that others use, too.
+ENDED_S = 4.0
+FAILED_OVER_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with contextlib.ExitStack() as stack:
+        folder = tmp_path_factory.mktemp("cluster")
+        (folder / "faulty_executor.py").write_text(FAULTY)
+        cluster = Cluster(folder, stack, executors=("a", "b"), executor={"HEARTBEAT_S": "0.2"})
+        for name in "ab":
+            cluster.wait(lambda name=name: states(cluster).get(name) == "alive")
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alice(cluster):
+    alice = Tenant(cluster, "alice")
+    yield alice
+    alice.control.close()
+
+
+def states(cluster):
+    nodes = cluster.rest("GET", "nodes")["nodes"]
+    return {g["executor_id"]: g["state"] for n in nodes for g in n["gpus"]}
+
+
+@pytest.mark.parametrize("part", ["device", "journal"])
+def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluster, alice, part):
+    fault = cluster.folder / f"fault-{part}"
+    for name in "ab":  # only the one that will fail is there to be chosen
+        cluster.kill(name)
+    path = os.pathsep.join((str(cluster.folder), os.environ.get("PYTHONPATH", "")))
+    cluster.start("a", "faulty_executor", FAULT=str(fault), FAULTY=part, PYTHONPATH=path)
+    cluster.wait(lambda: states(cluster) == {"a": "alive", "b": "lost"})
+    opened = alice.open()
+    channel, _ = enter(opened)
+    cluster.start("b")
+    cluster.wait(lambda: states(cluster)["b"] == "alive")
+
+    begun = time.monotonic()
+    fault.touch()
+    assert cluster.processes["a"].wait(60) == BROKEN
+    ended = time.monotonic() - begun
+    cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
+    failed_over = time.monotonic() - begun
+    assert states(cluster) == {"a": "lost", "b": "alive"}
+    again = alice.open()
+    assert [p.executor_id for p in again.parts] == ["b"]
+    assert ended < ENDED_S and failed_over < FAILED_OVER_S
+    with pytest.raises(ChannelClosedError):
+        channel.recv(20)
+    channel.close()
+    alice.close(again)
+    log = cluster.log("a")
+    assert "ended unexpectedly: KeyError: 'injected'" in log and "Traceback" in log
+    last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
+    assert "KeyError: 'injected'" in last.reason, last.reason
+    print(f"{part}: ended after {ended:.2f} s, failed over after {failed_over:.2f} s")
