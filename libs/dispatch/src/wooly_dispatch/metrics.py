@@ -19,17 +19,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from wooly_dispatch.events import PRIORITIES, EpochEndedEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, Work
+from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
 
 _STEPS = 16
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of times in buckets 1/16 of a power of two wide: quantiles to 6 %, any range, integers only."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.buckets: dict[int, int] = {}
+    count: int = 0
+    buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, value: int) -> None:
         """Count `value` (not negative)."""
@@ -79,6 +79,23 @@ class ShareError:
     epochs: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """`Metrics` as plain data, by the names of its attributes."""
+
+    ledger: LedgerRecord
+    meters: dict[str, Meter]
+    wall_ns: int
+    executing_ns: int
+    starving_ns: int
+    run_ns: int
+    shares: list[ShareError]
+    ready_since: dict[str, int]
+    wronged: dict[str, int]
+    epoch_run: dict[str, int]
+    epoch_began: int
+
+
 class Metrics(Ledger):
     """Meters of every session that was ever open, and of the device."""
 
@@ -124,6 +141,30 @@ class Metrics(Ledger):
             ):
                 setattr(total, name, getattr(total, name) + getattr(meter, name))
         return found
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def metrics_record(self) -> MetricsRecord:
+        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        return MetricsRecord(
+            self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.run_ns, self.shares,
+            self._ready_since, self._wronged, self._epoch_run, self._epoch_began,
+        )  # fmt: skip
+
+    def take_up_metrics(self, record: MetricsRecord) -> None:
+        """Be what `record` describes.
+
+        Raises:
+            LookupError: the record contradicts itself.
+        """
+        self.take_up(record.ledger)
+        if len(record.shares) != PRIORITIES:
+            raise LookupError(f"the record has {len(record.shares)} classes, not {PRIORITIES}")
+        self.meters, self.shares = record.meters, record.shares
+        self.wall_ns, self.executing_ns = record.wall_ns, record.executing_ns
+        self.starving_ns, self.run_ns = record.starving_ns, record.run_ns
+        self._ready_since, self._wronged = record.ready_since, record.wronged
+        self._epoch_run, self._epoch_began = record.epoch_run, record.epoch_began
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 

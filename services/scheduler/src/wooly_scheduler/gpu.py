@@ -29,6 +29,7 @@ from wooly_wis.messages import (
     SessionPolicy,
 )
 
+from wooly_scheduler.checkpoint import encode_follower
 from wooly_scheduler.core.admission import Demand, Verdict, admit, policed
 from wooly_scheduler.core.book import Book
 from wooly_scheduler.core.epochs import decide
@@ -106,7 +107,7 @@ class GpuActor:
     async def checkpoint(self) -> tuple[int, bytes]:
         """Its follower as of a whole batch, and that batch's number in the stream."""
         async with self._turn:
-            return self.sequence, self.follower.checkpoint()
+            return self.sequence, encode_follower(self.follower)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
