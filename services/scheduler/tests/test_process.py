@@ -1,6 +1,7 @@
 """`python -m wooly_scheduler` as a process: journals, admission, steering, epochs, audit, `/metrics`, restarts."""
 
 import asyncio
+import pickle
 import signal
 import socket
 
@@ -139,6 +140,25 @@ async def test_checkpoint_stands_in_for_what_the_stream_discarded(executor, star
         after = await followed(e)
         assert not after.lost and after.entries > before.entries
         assert {s.programs for s in after.sessions} == {40}
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(print), b"", b"[99,1,[]]\n"], ids=["pickle", "empty", "another version"]
+)
+async def test_checkpoint_that_cannot_be_read_counts_as_none(executor, start_scheduler, content):
+    first = start_scheduler()
+    async with executor() as e:
+        e.populate()
+        await e.publish()
+        before = await followed(e)
+        first.terminate()
+        await asyncio.to_thread(first.communicate, timeout=20)
+        await (await e.app.jetstream().object_store("WOOLY_SCHEDULER")).put("checkpoint", content)
+        second = start_scheduler()
+        assert lasting(await followed(e)) == lasting(before)
+        second.terminate()
+        _, log = await asyncio.to_thread(second.communicate, timeout=20)
+        assert "the last checkpoint cannot be used (not a checkpoint of this version); replaying the stream" in log
 
 
 async def test_missing_entries_are_said_and_the_next_journal_is_followed(executor, start_scheduler, tmp_path):
