@@ -8,6 +8,7 @@ import logging
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.tracing import setup_tracing
 
 from wooly_compiler.actor import CompilerActor
@@ -43,7 +44,7 @@ def main() -> int:
     try:
         settings = CompilerSettings()
         setup_tracing("compiler")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        keep_private(settings.state_dir)
         asyncio.run(serve(settings))
     except (BusError, CompilerError, ValidationError, OSError) as e:
         log.error("the compiler ends: %s", e)

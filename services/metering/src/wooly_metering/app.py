@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.tracing import setup_tracing
-from wooly_bus.web import Buckets
+from wooly_bus.web import Buckets, refuse_open
 
 from wooly_metering.access import Access
 from wooly_metering.actor import MeteringActor
@@ -69,13 +70,18 @@ async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActo
         return
     registry = CollectorRegistry(auto_describe=False)
     registry.register(CreditsCollector(actor))
-    access = Access(app, Buckets(RATE, 4 * RATE))
+    closed = refuse_open("METERING", settings.http_host, settings.open_to_network)
+    access = Access(app, Buckets(RATE, 4 * RATE), closed=closed)
+    scraper = "" if settings.metrics_token is None else settings.metrics_token.read_text().strip()
     port_file = settings.state_dir / "metering.port"
     with socket.create_server((settings.http_host, settings.http_port)) as listener:
         tls = settings.tls()
         factory = None if tls is None else lambda config, default: tls
         config = uvicorn.Config(
-            create_rest(actor, registry, access), log_level="warning", lifespan="off", ssl_context_factory=factory
+            create_rest(actor, registry, access, scraper),
+            log_level="warning",
+            lifespan="off",
+            ssl_context_factory=factory,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -98,7 +104,7 @@ def main() -> int:
     try:
         settings = MeteringSettings()
         setup_tracing("metering")
-        settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        keep_private(settings.state_dir, "credits.db*")
         migrate(settings.ledger_url)
         database = Database(settings.ledger_url, durable=settings.durable)
         try:

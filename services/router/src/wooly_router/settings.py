@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +19,8 @@ from wooly_bus.credentials import CredentialsError, Issuer
 from wooly_bus.keys import Key
 
 from wooly_router.core.cluster import ClusterConfig
+from wooly_router.owner import Owner
+from wooly_router.state.tenants import SECRET_PREFIX
 
 
 def _state_dir() -> Path:
@@ -42,6 +46,11 @@ class RouterSettings(BaseSettings):
         admin_token: the first administrator's token, for who wants to know it beforehand: made at the first start, while there
             is no tenant. At least 32 characters, random.
         operator_token: likewise, one with the role `operator`; empty: none is made.
+        owner_token: file with a token that is always an administrator's, of the tenant `default`: that of a local stack's owner,
+            whose NATS has keys that nobody else can read. A file that is not there is made. With it, browsers log in by codes
+            (`POST /api/v1/login/code`).
+        open_to_network: where `auth` is "open" and `http_host` is not a loopback address, this must be "everyone who reaches this
+            address is administrator", or the router does not start.
         channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
             makes one); without, each router has its own, which executors take from whoever may open sessions on them.
         signing_key: file with the seed of the key that signs NATS credentials (`python -m wooly_bus.authority` makes it); with
@@ -77,6 +86,8 @@ class RouterSettings(BaseSettings):
     auth: Literal["open", "tokens"] = "open"
     admin_token: SecretStr | None = Field(default=None, min_length=32)
     operator_token: SecretStr | None = Field(default=None, min_length=32)
+    owner_token: Path | None = None
+    open_to_network: str = ""
     channel_key: Path | None = None
     signing_key: Path | None = None
     credentials_s: float = Field(default=3600.0, ge=1)
@@ -102,6 +113,21 @@ class RouterSettings(BaseSettings):
             OSError: it cannot be read.
         """
         return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
+
+    def owner(self, clock: Callable[[], float]) -> Owner | None:
+        """Whose router this is, if it is one person's. Makes their token where there is none.
+
+        Raises:
+            OSError: the file cannot be read or made.
+        """
+        if self.owner_token is None:
+            return None
+        with os.fdopen(os.open(self.owner_token, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+            token = file.read().strip()
+            if not token:
+                token = SECRET_PREFIX + secrets.token_urlsafe(32)
+                file.write(token)
+        return Owner(token, clock)
 
     def tls(self) -> ssl.SSLContext | None:
         """What REST shows; None: it is not encrypted.

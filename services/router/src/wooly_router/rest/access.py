@@ -32,7 +32,7 @@ class Access:
 
     def __init__(self, gate: Gate, buckets: Buckets) -> None:
         self._gate, self._buckets = gate, buckets
-        self.auth = gate.auth
+        self.auth, self.owner = gate.auth, gate.owner
 
     def refuse_others(self, request: Request) -> None:
         """Let no page of another origin's in.
@@ -51,9 +51,9 @@ class Access:
             RefusedError: no valid token, or too many requests of this caller's, or from this address where tokens are asked for.
         """
         if self._gate.auth == "tokens":
-            self._take(f"from {address}")  # so that secrets are not guessed
+            self.take(f"from {address}")  # so that secrets are not guessed
         caller = await self._gate.caller(secret, address)
-        self._take(caller.actor)
+        self.take(caller.actor)
         return caller
 
     async def still(self, secret: str, address: str) -> Caller:
@@ -64,7 +64,12 @@ class Access:
         """
         return await self._gate.caller(secret, address)
 
-    def _take(self, name: str) -> None:
+    def take(self, name: str) -> None:
+        """Count one request.
+
+        Raises:
+            RefusedError: too many.
+        """
         if not self._buckets.take(name):
             raise RefusedError("router.too_many", "too many requests; slow down", retryable=True)
 
