@@ -254,7 +254,7 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         raise StackError(f"a stack is being started in {state_dir} already; wait for it, or stop it with `wooly down`")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
-    with _log(state_dir).open("wb", opener=_private) as log:
+    with os.fdopen(os.open(_log(state_dir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
             [*argv, "--die-with-stdin"] if ephemeral else argv,
             stdin=subprocess.PIPE if ephemeral else subprocess.DEVNULL,
@@ -272,10 +272,6 @@ def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         StackError: one runs there already, or it did not come up.
     """
     return begin_stack(state_dir, ephemeral=ephemeral, gpus=gpus).wait()
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def _log(state_dir: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import ssl
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,9 @@ from wooly_bus.keys import Key
 
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.owner import Owner
-from wooly_router.state.tenants import SECRET_PREFIX
+
+#: Characters that a token which somebody chose has at least: random ones are not guessed then.
+MIN_TOKEN = 32
 
 
 def _state_dir() -> Path:
@@ -47,7 +48,7 @@ class RouterSettings(BaseSettings):
             is no tenant. At least 32 characters, random.
         operator_token: likewise, one with the role `operator`; empty: none is made.
         owner_token: file with a token that is always an administrator's, of the tenant `default`: that of a local stack's owner,
-            whose NATS has keys that nobody else can read. A file that is not there is made. With it, browsers log in by codes
+            whose NATS has keys that nobody else can read. With it, browsers log in by codes
             (`POST /api/v1/login/code`).
         open_to_network: where `auth` is "open" and `http_host` is not a loopback address, this must be "everyone who reaches this
             address is administrator", or the router does not start.
@@ -84,8 +85,8 @@ class RouterSettings(BaseSettings):
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
-    admin_token: SecretStr | None = Field(default=None, min_length=32)
-    operator_token: SecretStr | None = Field(default=None, min_length=32)
+    admin_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)
+    operator_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)
     owner_token: Path | None = None
     open_to_network: str = ""
     channel_key: Path | None = None
@@ -115,18 +116,18 @@ class RouterSettings(BaseSettings):
         return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
 
     def owner(self, clock: Callable[[], float]) -> Owner | None:
-        """Whose router this is, if it is one person's. Makes their token where there is none.
+        """Whose router this is, if it is one person's.
 
         Raises:
-            OSError: the file cannot be read or made.
+            OSError: the file cannot be read, or has no token of at least 32 characters.
         """
         if self.owner_token is None:
             return None
-        with os.fdopen(os.open(self.owner_token, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
-            token = file.read().strip()
-            if not token:
-                token = SECRET_PREFIX + secrets.token_urlsafe(32)
-                file.write(token)
+        token = self.owner_token.read_text().strip()
+        if len(token) < MIN_TOKEN:
+            raise OSError(
+                f"{self.owner_token} has no token of at least {MIN_TOKEN} characters: write a random one to it"
+            )
         return Owner(token, clock)
 
     def tls(self) -> ssl.SSLContext | None:

@@ -11,6 +11,7 @@ from wooly_bus.errors import RefusedError
 from wooly_bus.web import Buckets, from_elsewhere
 
 from wooly_router.gate import Caller, Gate
+from wooly_router.owner import Owner
 from wooly_router.state.config import AuditRecord
 
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
@@ -32,7 +33,12 @@ class Access:
 
     def __init__(self, gate: Gate, buckets: Buckets) -> None:
         self._gate, self._buckets = gate, buckets
-        self.auth, self.owner = gate.auth, gate.owner
+        self.auth = gate.auth
+
+    @property
+    def owner(self) -> Owner | None:
+        """Of a local stack; None: there is no such person."""
+        return self._gate.owner
 
     def refuse_others(self, request: Request) -> None:
         """Let no page of another origin's in.
