@@ -51,11 +51,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class Meter:
-    """What one session used, waited for and got. Times in ns."""
+    """What one session used, waited for and got. Times in ns; `paid_ns`: device time of launches that occupied cores."""
 
     tenant: str
     run_ns: int = 0
     core_ns: int = 0
+    paid_ns: int = 0
     ready_ns: int = 0
     unjust_ns: int = 0
     launches: int = 0
@@ -132,6 +133,7 @@ class Metrics(Ledger):
             for name in (
                 "run_ns",
                 "core_ns",
+                "paid_ns",
                 "ready_ns",
                 "unjust_ns",
                 "launches",
@@ -197,6 +199,7 @@ class Metrics(Ledger):
         meter = self._meter(flight.account)
         meter.run_ns += event.gpu_ns
         meter.core_ns += event.core_ns
+        meter.paid_ns += event.gpu_ns if event.core_ns else 0
         self.run_ns += event.gpu_ns
         run = self._epoch_run
         run[flight.account.id] = run.get(flight.account.id, 0) + event.gpu_ns

@@ -14,12 +14,14 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import Kept
+from wooly_bus.streams import StreamError
 from wooly_dispatch.metrics import Meter
 from wooly_dispatch.overcommit import Commitment
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
     AuditViolated,
+    DeviceFacts,
     EndEpochReply,
     EndEpochRequest,
     ExecutorHeartbeat,
@@ -36,6 +38,7 @@ from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
 from wooly_scheduler.core.vram import VramBook
 from wooly_scheduler.settings import SchedulerSettings
+from wooly_scheduler.totals import messages, tell
 
 log = logging.getLogger("wooly.scheduler")
 #: Entries that are replayed before anybody else has a turn: some milliseconds.
@@ -49,6 +52,10 @@ EPOCH_PATIENCE_S = 2.0
 MAX_EVENTS = 16
 #: Seconds for which a gap may be closed by entries that come late.
 GAP_PATIENCE_S = 2.0
+#: Seconds of silence after which an executor is taken to be gone, and what its journal says is told to metering.
+GONE_S = 10.0
+#: Seconds between looks at whether there is something to tell metering.
+TELL_S = 0.5
 #: Silence in which the device is still taken to do what it did.
 FRESH_NS = 2_000_000_000
 MAX_LISTED = 1000
@@ -86,7 +93,9 @@ class GpuActor:
         self._told: tuple[int, float] | None = None
         self._complaint = ""
         self._gap_since: float | None = None
-        self._tasks = [asyncio.create_task(self._work()), asyncio.create_task(self._epochs())]
+        self._device: DeviceFacts | None = None
+        self._counted = ("", 0)  # journal and entries that metering was told of
+        self._tasks = [asyncio.create_task(work) for work in (self._work(), self._epochs(), self._totals())]
 
     async def stop(self) -> None:
         """End its tasks."""
@@ -165,6 +174,31 @@ class GpuActor:
         if len(found) > MAX_EVENTS:
             log.error("GPU %s: %d more violations in the same batch", self.executor_id, len(found) - MAX_EVENTS)
 
+    # -- totals ------------------------------------------------------------------------------------------------------
+
+    async def _totals(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            try:
+                await self._tell_totals()
+            except StreamError as e:
+                if str(e) != self._complaint:
+                    log.warning("GPU %s: metering was not told what its journal says: %s", self.executor_id, e)
+                self._complaint = str(e)
+
+    async def _tell_totals(self) -> None:
+        """Tell metering what journals that are over say, and this one's while nothing is heard of the executor."""
+        follower, at_us = self.follower, int((self.entered or self._clock()) * 1e6)
+        while follower.finished:
+            totals = follower.finished[0]
+            await tell(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
+            follower.finished = [other for other in follower.finished if other is not totals]
+        now = (follower.journal, follower.entries)
+        silent = self._clock() - self.heard > min(GONE_S, self._settings.silence_s / 2)
+        if silent and self.caught_up and follower.journal and now != self._counted:
+            await tell(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
+            self._counted = now
+
     # -- epochs ------------------------------------------------------------------------------------------------------
 
     async def _epochs(self) -> None:
@@ -212,7 +246,7 @@ class GpuActor:
 
     def hear(self, heartbeat: ExecutorHeartbeat) -> None:
         """Its executor lives, and says what its memory is used for."""
-        self.heard = self._clock()
+        self.heard, self._device = self._clock(), heartbeat.device
         memory = self.memory = heartbeat.memory
         if memory is not None:
             sessions = [Commitment(s.session_id, s.promised, s.swappable) for s in memory.sessions]

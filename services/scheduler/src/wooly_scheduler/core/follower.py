@@ -17,6 +17,8 @@ from wooly_dispatch.state import DispatchState
 
 from wooly_scheduler.core.meters import GpuMeters, GpuMetersRecord
 
+MAX_FINISHED = 16
+"""Journals whose totals may wait to be told: an executor that restarts in a circle does not fill memory."""
 MAX_EARLY = 64
 """Batches that may wait for one before them; then it is taken to be gone for good."""
 
@@ -32,6 +34,26 @@ class Violation:
 
 
 @dataclass(frozen=True, slots=True)
+class Ran:
+    """What a session ran in all by a journal, in ns of the device and of its cores; its class at the end."""
+
+    session: str
+    tenant: str
+    priority: int
+    gpu_ns: int
+    core_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all sessions ran in a journal's first `entries` entries. Of a later number they are the same or more."""
+
+    journal: str
+    entries: int
+    ran: tuple[Ran, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class FollowerRecord:
     """A `Follower` as plain data, by the names of its attributes; `early`: batches, a character per byte."""
 
@@ -43,6 +65,7 @@ class FollowerRecord:
     last: Violation | None
     past: list[str]
     early: list[str]
+    finished: list[Totals]
     meters: GpuMetersRecord
     auditor: AuditorRecord
 
@@ -56,6 +79,7 @@ class Follower:
         gaps: journals of which entries were missing.
         counts: violations by law, over all journals.
         last: the latest violation.
+        finished: of journals that another one followed, until somebody took note; the newest `MAX_FINISHED`.
     """
 
     def __init__(self, executor_id: str) -> None:
@@ -64,6 +88,7 @@ class Follower:
         self.gaps = 0
         self.counts: Counter[str] = Counter()
         self.last: Violation | None = None
+        self.finished: list[Totals] = []
         self._past: dict[str, None] = {}
         self._early: dict[int, Batch] = {}
         self._begin("")
@@ -102,6 +127,8 @@ class Follower:
             self._past[self.journal] = None
             for old in list(self._past)[:-16]:
                 del self._past[old]
+            if self.journal:
+                self.finished = [*self.finished, self.totals()][-MAX_FINISHED:]
             self._begin(batch.journal)
         if self.lost:
             return
@@ -110,6 +137,16 @@ class Follower:
             yield from self._replay(ready)
         if len(self._early) > MAX_EARLY:
             self._lose(GapError(self.replayer.next, min(self._early)))
+
+    def totals(self) -> Totals:
+        """What the sessions of this journal ran so far: those that are open, and those that ended in its last ten minutes."""
+        sessions = self.state.sessions
+        ran = [
+            Ran(name, m.tenant, sessions[name].policy.priority if name in sessions else 2, m.paid_ns, m.core_ns)
+            for name, m in self.meters.meters.items()
+            if m.core_ns
+        ]
+        return Totals(self.journal, self.entries, tuple(ran))
 
     def _next(self) -> Batch | None:
         first = min(self._early, default=None)
@@ -164,6 +201,7 @@ class Follower:
         return FollowerRecord(
             self.executor_id, self.journal, self.lost, self.gaps, dict(self.counts), self.last, list(self._past),
             [batch.encode().decode("latin-1") for batch in self._early.values()],
+            self.finished,
             self.meters.gpu_record(), self.auditor.auditor_record(),
         )  # fmt: skip
 
@@ -181,7 +219,7 @@ class Follower:
             raise LookupError(f"the books are of another entry than {replayer.next - 1} of journal {replayer.name}")
         found.journal, found.lost, found.gaps = record.journal, record.lost, record.gaps
         found.counts, found.last = Counter(record.counts), record.last
-        found._past = dict.fromkeys(record.past)
+        found._past, found.finished = dict.fromkeys(record.past), record.finished
         found._early = {b.first: b for b in (Batch.decode(text.encode("latin-1")) for text in record.early)}
         found.replayer = replayer
         found.meters.take_up_gpu(record.meters)

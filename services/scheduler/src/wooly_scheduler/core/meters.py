@@ -250,5 +250,15 @@ class GpuMeters(Metrics):
 
 
 def _add(total: Meter, meter: Meter) -> None:
-    for name in ("run_ns", "core_ns", "ready_ns", "unjust_ns", "launches", "programs", "on_time", "with_objective"):
+    for name in (
+        "run_ns",
+        "core_ns",
+        "paid_ns",
+        "ready_ns",
+        "unjust_ns",
+        "launches",
+        "programs",
+        "on_time",
+        "with_objective",
+    ):
         setattr(total, name, getattr(total, name) + getattr(meter, name))
