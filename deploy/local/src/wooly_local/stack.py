@@ -38,6 +38,9 @@ OURS = (
     "jetstream",
     "keys",
     "compiler",
+    "artifacts",
+    "pocl",
+    "swap",
 )
 
 
