@@ -39,7 +39,7 @@ test-all: setup ## all tests, the slow ones too
 	WOOLY_THOROUGH=1 $(PYTEST) -m "not gpu and not docker"
 
 .PHONY: lint
-lint: setup ## ruff, mypy (strict for libs), import contracts
+lint: setup ## ruff (with a ban on pickle, marshal, eval, exec), mypy (strict for libs), import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

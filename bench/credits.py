@@ -462,7 +462,8 @@ def both_ways(stack, client):
 
     time.sleep(2)
     port = (stack.state_dir / "scheduler.port").read_text()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    owner = {"Authorization": f"Bearer {stack.token}"}
+    with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=owner)) as answer:
         lines = answer.read().decode().splitlines()
     journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
     reply = client.request(subjects.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000), CreditsReply)

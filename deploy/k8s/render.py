@@ -22,6 +22,7 @@ NOTE = "# Rendered from deploy/helm by deploy/k8s/render.py (`make manifests`).\
 GPU_POOLS = {"cuda": "nvidia.com/gpu", "rocm": "amd.com/gpu"}
 VALUES: dict[str, Any] = {
     "existingSecret": "wooly-credentials",
+    "openToNetwork": "everyone who reaches this address is administrator",  # or "keysSecret": REST with tokens
     "operator": {"admission": {"existingSecret": "wooly-operator-tls"}},
     "metrics": {"serviceMonitor": {"enabled": True}, "dashboard": {"enabled": True}},
     "executors": {

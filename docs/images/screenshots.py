@@ -113,7 +113,8 @@ def until(true: Callable[[], object], what: str) -> None:
 
 def fill(running: Stack, directory: Path) -> list[subprocess.Popen[bytes]]:
     """Groups, budgets, sessions and jobs."""
-    rest = httpx.Client(base_url=f"{running.rest_url}/api/v1/", trust_env=False)
+    owner = {"Authorization": f"Bearer {running.token}"}
+    rest = httpx.Client(base_url=f"{running.rest_url}/api/v1/", headers=owner, trust_env=False)
     until(lambda: len([g for n in rest.get("nodes").json()["nodes"] for g in n["gpus"]]) == 3, "third device")
     exporting = client(running, directory, "export", str(ROOT / "examples/job.py:build"), "-o", "job.wism")
     rest.put("groups/archive", json={"description": "old cards, for whoever asks for them", "nodes": []})
@@ -210,7 +211,7 @@ def main() -> None:
             page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
             page.set_default_timeout(20_000)
             clients += fill(running, Path(name))
-            page.goto(f"{running.rest_url}/ui/")
+            page.goto(running.ui_url())
             page.get_by_label("Span of the charts").select_option("1 min")
             page.wait_for_timeout(1000 * WORK_S)
             picture(page)

@@ -152,7 +152,7 @@ def check_state(info, given, dtype, device):
         forms = {
             "moved": moved,
             "copied": copy.deepcopy(moved),
-            "pickled": pickle.loads(pickle.dumps(moved)),
+            "pickled": pickle.loads(pickle.dumps(moved)),  # noqa: S301  # scripts pickle modules
             "loaded": again,
             "back": copy.deepcopy(moved).cpu(),
         }

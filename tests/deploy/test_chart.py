@@ -10,6 +10,7 @@ import helm_python as helm
 import kubernetes_validate
 import pytest
 import yaml
+from wooly_bus import web
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "wooly"
@@ -64,8 +65,13 @@ VALUES = {
 }
 
 
+OPEN = "everyone who reaches this address is administrator"
+
+
 def rendered(values):
     """All objects of a release called `w` in namespace `ns`."""
+    if "keysSecret" not in values:
+        values = {"openToNetwork": OPEN, **values}
     with helm.Chart.load(str(CHART)) as chart:
         chart.validate_schema(values)
         files = chart.render(values, name="w", namespace="ns")
@@ -104,6 +110,16 @@ def test_chart_is_clean():
     findings = helm.lint(str(CHART))
     assert findings["errors"] == []
     assert [m for m in findings["messages"] if m["severity"] > 1] == []
+
+
+@pytest.mark.parametrize("said", ["", "true"])
+def test_open_rest_on_the_network_must_be_said_in_words(said):
+    with pytest.raises(Exception, match="REST asks nobody for a token: set keysSecret"):
+        rendered({"openToNetwork": said})
+    env = {e["name"]: e.get("value") for c in containers(rendered({})) for e in c["env"]}
+    assert env["WOOLY_ROUTER_OPEN_TO_NETWORK"] == env["WOOLY_METERING_OPEN_TO_NETWORK"] == web.OPEN == OPEN
+    keyed = {e["name"] for c in containers(rendered(VALUES["keys"])) for e in c["env"]}
+    assert not any("OPEN_TO_NETWORK" in name for name in keyed)
 
 
 def test_every_object_is_valid(objects):

@@ -1,20 +1,27 @@
 """Credits in a real stack: a run's bill, what the device was busy, budgets that stop and let go, an executor that is killed."""
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
+from collections import Counter
 
+import nats
 import pytest
 from wooly_bus import subjects
 from wooly_bus.errors import BusError
+from wooly_bus.stream_reader import read_stream
+from wooly_dispatch.decisions import LaunchDecision
+from wooly_dispatch.events import LaunchDoneEvent
+from wooly_dispatch.journal import Batch, decode_entry
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
-from wooly_wis.credits import CreditsReply, CreditsRequest
+from wooly_wis.credits import CreditsReply, CreditsRequest, EntriesReply, EntriesRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 RUN = """
@@ -151,12 +158,33 @@ def test_hard_limit_stops_a_tenant_with_an_error_and_nothing_is_lost(stack, tmp_
         other.close()
 
 
-def test_executor_that_is_killed_bills_what_it_told_of_and_begins_anew(stack, tmp_path):
+async def _journalled(stack):
+    """Core time by session, as the journals in the stream have it."""
+    connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
+    found, of = Counter(), {}
+    try:
+        stream, subject = subjects.EXECUTOR_JOURNAL_STREAM, subjects.EXECUTOR_JOURNALS
+        async for kept in read_stream(connection.jetstream(), stream, subject):
+            if kept is None:
+                return found
+            batch = Batch.decode(kept.data)
+            for event, decisions in map(decode_entry, batch.lines()):
+                if isinstance(event, LaunchDoneEvent):
+                    found[of[batch.journal, event.launch]] += event.core_ns
+                of.update({(batch.journal, d.launch): d.session for d in decisions if isinstance(d, LaunchDecision)})
+    finally:
+        await connection.close()
+
+
+def test_executor_that_is_killed_bills_what_its_journal_has_and_begins_anew(stack, tmp_path):
     worker = Worker(stack, tmp_path / "k.py", "killed")
     try:
         for _ in range(20):
             worker.ask("work")
         before = until(lambda: [r for r in booked(stack, "killed").rows if r.runs >= 20])
+        worker.process.stdin.write("work\n" * 3000)  # it is at work when it is killed
+        worker.process.stdin.flush()
+        time.sleep(1.3)
         os.kill(read_stack(stack.state_dir).services["executor-0"], signal.SIGKILL)
         time.sleep(1)
         os.kill(read_stack(stack.state_dir).services["metering"], signal.SIGKILL)
@@ -164,6 +192,12 @@ def test_executor_that_is_killed_bills_what_it_told_of_and_begins_anew(stack, tm
         worker.close()
     again = until(lambda: booked(stack, "killed"))
     assert again.rows[0].core_ucr >= before[0].core_ucr and again.quarantined == 0
+    session = before[0].name
+    journal = asyncio.run(_journalled(stack))[session]
+    (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= journal])
+    own = ask(stack, subjects.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000), EntriesReply).entries
+    usage = sum(e.core_ns for e in own if "journal" not in e.reason)
+    assert row.core_ns == max(journal, usage) and journal > before[0].core_ns
     worker = until(lambda: _begun(stack, tmp_path), 60)
     try:
         worker.ask("work")

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -162,11 +161,8 @@ def test_example_in_plain_nats_py_reads_its_result(stack, classifier, tmp_path):
     module = run("export", f"{ROOT / 'examples/job.py'}:build", "--blobs", tmp_path / "job").stdout.strip()
     assert (tmp_path / "job" / module).exists()
     x.tofile(tmp_path / "x.bin")
-    url, me = f"{stack.rest_url}/api/v1/credentials", tmp_path / "me.json"
-    with urllib.request.urlopen(
-        urllib.request.Request(url, b"{}", {"Content-Type": "application/json"}), timeout=20
-    ) as said:
-        me.write_bytes(said.read())
+    me = tmp_path / "me.json"
+    me.write_text(json.dumps(stack.request("POST", "credentials", {"role": "user"})))
     argv = [sys.executable, ROOT / "examples/job_over_nats.py", me, tmp_path / "job", module, tmp_path / "x.bin"]
     done = subprocess.run([str(a) for a in argv], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

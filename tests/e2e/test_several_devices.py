@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import urllib.request
 
 import psutil
 import pytest
@@ -44,8 +43,7 @@ def script(tmp_path, text):
 
 
 def sessions(stack):
-    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/sessions") as answer:
-        return json.load(answer)["sessions"]
+    return stack.request("GET", "sessions")["sessions"]
 
 
 KEEPS = """
@@ -61,8 +59,7 @@ KEEPS = """
 
 def test_session_goes_to_the_executor_that_has_its_weights_and_says_so(stack, tmp_path):
     def tasks():
-        with urllib.request.urlopen(f"{stack.rest_url}/api/v1/tasks?text=weights.py") as answer:
-            return json.load(answer)["tasks"]
+        return stack.request("GET", "tasks?text=weights.py")["tasks"]
 
     def until(condition):
         deadline = time.monotonic() + 30

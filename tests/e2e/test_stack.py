@@ -244,8 +244,7 @@ def test_nodes_and_status_in_json_and_rest(stack):
     assert [n["executor_id"] for n in nodes] == ["local-0"] and nodes[0]["state"] == "alive"
     status = json.loads(soon("status", "--json", stack=stack).stdout)
     assert status["state"] == "up"
-    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/nodes") as answer:
-        assert json.load(answer)["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
+    assert stack.request("GET", "nodes")["nodes"][0]["gpus"][0]["executor_id"] == "local-0"
     with urllib.request.urlopen(f"{stack.rest_url}/healthz") as answer:
         assert json.load(answer) == {"status": "ok", "executors": 1}
 
@@ -293,8 +292,7 @@ def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
 
 
 def _sessions(stack):
-    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/sessions") as answer:
-        return json.load(answer)["sessions"]
+    return stack.request("GET", "sessions")["sessions"]
 
 
 def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_path):

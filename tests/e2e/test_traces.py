@@ -50,8 +50,7 @@ def run(stack, *argv, code=0):
 
 
 def rest(stack, path):
-    with urllib.request.urlopen(f"{stack.rest_url}/api/v1/{path}", timeout=10) as answer:
-        return json.load(answer)
+    return stack.request("GET", path)
 
 
 def trace_with(stack, task_id, *names):

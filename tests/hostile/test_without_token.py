@@ -1,5 +1,184 @@
 """The attacker is without a token: it reaches the ports, and has nothing else."""
 
+import http.client
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
 import pytest
+from wooly_bus import subjects
+from wooly_bus.rpc import ControlClient
+from wooly_testkit import forks
+from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
 
 pytestmark = pytest.mark.connected
+
+
+# -- another user of a machine on which somebody has a local stack --------------------------------------------------------
+
+ASKED = (
+    *(
+        "/",
+        "/healthz",
+        "/metrics",
+        "/openapi.json",
+        "/ui/",
+        "/varz",
+        "/connz",
+        "/api/v1/me",
+        "/api/v1/tasks",
+        "/api/v1/nodes",
+    ),
+    *("/api/v1/sessions", "/api/v1/tenants", "/api/v1/config", "/api/v1/audit", "/api/v1/events", "/api/v1/traces"),
+    *(
+        "/api/v1/overview",
+        "/api/v1/metrics/gpus",
+        "/api/v1/metrics/history",
+        "/api/v1/credits",
+        "/api/v1/credits/entries",
+    ),
+)
+#: Run by another user: opens every file below a folder and connects to every socket; prints what it could.
+READS = """
+import os, socket, sys
+os.setgroups([]), os.setgid(65534), os.setuid(65534)
+print(os.listdir(sys.argv[1] + "/..") != [], file=sys.stderr)
+for path, folders, names in os.walk(sys.argv[1]):
+    for name in names + folders:
+        one = os.path.join(path, name)
+        try:
+            if name.endswith(".sock"):
+                socket.socket(socket.AF_UNIX).connect(one)
+            elif os.path.isdir(one):
+                os.listdir(one)
+            else:
+                open(one, "rb").close()
+        except PermissionError:
+            continue
+        print(one)
+"""
+
+
+@pytest.fixture(scope="module")
+def local():
+    """A local stack in a folder that its owner left open to all, with a session of theirs."""
+    folder = Path(tempfile.mkdtemp(prefix="wooly-open-"))
+    folder.chmod(0o755)
+    before = os.umask(0o022)
+    try:
+        stack = forks.start_stack(folder / "state", ephemeral=True)
+    finally:
+        os.umask(before)
+    control = ControlClient(stack.access())
+    try:
+        client = ClientFacts(host="h", pid=1, program="secret-script.py")
+        control.request(
+            subjects.ROUTER_SESSION_OPEN, OpenSessionRequest(client=client, tenant="victim"), OpenSessionReply
+        )
+        yield stack
+    finally:
+        control.close()
+        stack.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def ports_of(stack):
+    """Everything that the processes of a stack listen on, by port."""
+    listening = {}
+    for name, pid in stack.services.items():
+        for process in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True)):
+            for c in process.net_connections("inet"):
+                if c.status == psutil.CONN_LISTEN:
+                    assert c.laddr.ip in ("127.0.0.1", "::1"), f"{name} listens on {c.laddr.ip}"
+                    listening[c.laddr.port] = name
+    return listening
+
+
+def asked(port, path, headers):
+    """(status, body) of one request; (0, what came) from what does not speak HTTP."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("GET", path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read(1 << 16)
+    except (http.client.HTTPException, OSError) as e:
+        return 0, str(e).encode()
+    finally:
+        connection.close()
+
+
+def test_other_user_gets_nothing_from_any_port_of_a_local_stack(local):
+    ports = ports_of(local)
+    assert {"nats", "router", "scheduler", "metering"} <= set(ports.values())
+    owner = {"Authorization": f"Bearer {local.token}"}
+    deadline = time.monotonic() + 60
+    shown = set()  # with the token all of this can be seen: without it nothing
+    while len(shown) < 2 and time.monotonic() < deadline:
+        for port, name in ports.items():
+            for path in ("/metrics", "/api/v1/tasks"):
+                _, body = asked(port, path, owner)
+                shown |= {name} & {"router", "scheduler"} if b"victim" in body else set()
+    assert shown == {"router", "scheduler"}
+    for headers in (
+        {},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer wooly_guess"},
+        {"Cookie": "wooly_token=x"},
+    ):
+        for port, name in ports.items():
+            for path in ASKED:
+                status, body = asked(port, path, headers)
+                assert b"victim" not in body and b"secret-script" not in body, (name, path)
+                if path.startswith("/api/v1/") and name == "router":
+                    assert status == (404 if path.endswith("/entries") else 401), (
+                        name,
+                        path,
+                        status,
+                    )  # that is metering's
+    for port, name in ports.items():
+        if name == "router":
+            request = urllib.request.Request(f"http://127.0.0.1:{port}/api/v1/login/code", b"{}", {}, method="POST")
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(request, timeout=10)
+
+
+def test_other_user_reads_no_file_and_reaches_no_socket_of_a_local_stack(local):
+    found = [path for path in local.state_dir.rglob("*") if not path.is_symlink()]
+    open_ = [(str(p), oct(p.lstat().st_mode)) for p in found if stat.S_IMODE(p.lstat().st_mode) & 0o077]
+    assert open_ == [] and len(found) > 30
+    if os.geteuid() == 0:
+        local.state_dir.chmod(0o755)  # even so
+        argv = [sys.executable, "-c", READS, str(local.state_dir)]
+        told = subprocess.run(argv, capture_output=True, text=True, cwd="/")
+        assert (told.returncode, told.stdout, told.stderr) == (0, "", "True\n")
+
+
+def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(local):
+    address = local.ui_url()
+    code = address.rpartition("/")[2]
+    assert address == f"{local.rest_url}/ui/#/login/{code}" and len(code) > 40
+    logins = []
+    for _ in range(2):
+        request = urllib.request.Request(
+            f"{local.rest_url}/api/v1/login", json.dumps({"token": code}).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                logins.append((json.load(answer)["actor"], answer.headers["Set-Cookie"]))
+        except urllib.error.HTTPError as e:
+            logins.append(e.code)
+    (actor, cookie), second = logins
+    assert actor == "owner" and "HttpOnly" in cookie and "SameSite=strict" in cookie and second == 401
+    secret = cookie.partition("=")[2].partition(";")[0]
+    for log in (local.state_dir / "logs").iterdir():
+        text = log.read_text(errors="replace")
+        assert not any(one in text for one in (code, secret, local.token)), log

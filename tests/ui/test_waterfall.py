@@ -4,7 +4,6 @@ import os
 import re
 import time
 
-import httpx
 import pytest
 from wooly_testkit import forks
 
@@ -56,9 +55,8 @@ def traced(tmp_path_factory):
         script.write_text(SCRIPT)
         env = {k: v for k, v in os.environ.items() if not k.startswith("OTEL_")} | running.client_env
         forks.run("wooly", "run", "-q", str(script), env=env, timeout=120).check_returncode()
-        with httpx.Client(base_url=f"{running.rest_url}/api/v1/", trust_env=False) as http:
-            (task,) = http.get("tasks").json()["tasks"]
-            yield running.rest_url, task["task_id"], lambda: http.get(f"tasks/{task['task_id']}/trace").json()["spans"]
+        (task,) = running.request("GET", "tasks")["tasks"]
+        yield running, task["task_id"], lambda: running.request("GET", f"tasks/{task['task_id']}/trace")["spans"]
     finally:
         running.stop()
 
@@ -74,10 +72,14 @@ def nested(spans, parent=None, depth=0):
 
 
 def test_session_is_a_waterfall_of_all_services(traced, browser):
-    url, task, read = traced
+    running, task, read = traced
+    url = running.rest_url
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     complaints = []
     page.on("pageerror", lambda e: complaints.append(str(e)))
+    page.goto(running.ui_url())
+    page.get_by_role("heading", name="Dashboard").wait_for()
+    assert "login" not in page.url, "the code leaves the address"
     page.goto(f"{url}/ui/#/traces")
     page.get_by_role("row").filter(has_text=task).get_by_role("link", name="small.py").click()
     deadline = time.monotonic() + 60

@@ -74,13 +74,15 @@ def test_what_is_less_than_a_unit_stays_for_the_next_time():
     assert resident == used.executing_byte_ns // MIB_US and told == (used.byte_ns - used.executing_byte_ns) // MIB_US
 
 
-def test_pace_is_the_mean_over_device_time():
+def test_pace_is_the_mean_over_core_time_so_that_what_is_billed_is_the_sum_of_all_launches():
+    """Else long launches on one core that are priced low would make short ones on many cores cheap."""
     book = UsageBook()
     used = book.opened("a", "t", "", Bears(), 0)
-    used.launched(3_000, 6_000, 10)
-    used.launched(1_000, 1_000, 20, FULL // 2)
+    used.launched(1_000, 16_000, 10)
+    used.launched(9_000, 9_000, 20, FULL // 2)
     found = taken(book, 30)["a"]
-    assert (found.gpu_ns, found.core_ns, found.pace) == (4_000, 7_000, FULL * 7 // 8)
+    assert (found.gpu_ns, found.core_ns, found.pace) == (10_000, 25_000, FULL * 41 // 50)
+    assert found.core_ns * found.pace // FULL == 16_000 + 4_500
     used.ran(b"", None)
     assert taken(book, 40)["a"].pace == FULL  # nothing was used
 

@@ -3,9 +3,11 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from wooly_executor import usual
 from wooly_executor.pace import FULL
-from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, Usual, UsualBook
+from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, SETTLED_NS, Usual, UsualBook
 from wooly_wis.dtypes import DType
 
 PLAIN, PLAN = object(), object()
@@ -97,6 +99,80 @@ def test_books_do_not_grow(monkeypatch):
     assert isinstance(first, Usual)
 
 
+class Meter:
+    """A tenant's account as the device loop keeps it: runs are priced whole, at a core's pace of one half."""
+
+    def __init__(self):
+        self.book, self.took, self.paid = UsualBook(), 0, 0
+
+    def run(self, ns, program=b"p", other=2, tenant="t"):
+        found = self.book.of(tenant, program, PLAIN)
+        price = self.book.settled(tenant, ns, found.price(ns, other * ns, 1, 1))
+        found.ran(ns, other * ns)
+        self.took, self.paid = self.took + ns, self.paid + price
+        return price
+
+
+def test_program_known_from_cheap_runs_pays_for_its_dear_ones_in_the_end():
+    """An hour of core time in runs of a second, known from a hundred thousand runs of a microsecond."""
+    meter = Meter()
+    for _ in range(100_000):
+        meter.run(1_000)
+    prices = [meter.run(10**9) for _ in range(3600)]
+    assert prices[0] == pytest.approx(10**9 * LESS, rel=0.01)
+    assert prices[-1] == pytest.approx(10**9, rel=0.01) and meter.took - meter.paid <= SETTLED_NS * (1 - LESS)
+
+
+def test_each_program_being_new_does_not_help_nor_does_another_tenants_balance():
+    meter = Meter()
+    for program in range(60):
+        name = b"%d" % program
+        for _ in range(FIRST + KNOWN):
+            meter.run(1_000, name)
+        for _ in range(60):
+            meter.run(10**9, name)
+    assert meter.took - meter.paid <= SETTLED_NS
+    took, paid = meter.took, meter.paid
+    assert [meter.run(10**9, tenant="other") for _ in range(3)] == [10**9] * 3
+    assert (meter.took - took, meter.paid - paid) == (3 * 10**9, 3 * 10**9)
+
+
+COSTS = st.sampled_from([0, 1, 1_000, 10**6, 3 * 10**8, 10**10, 10**12])
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(COSTS, st.integers(1, 400), st.sampled_from([b"p", b"q"]), st.sampled_from([1, 2, 5])), max_size=8
+    )
+)
+def test_whatever_runs_in_whatever_order_is_paid_but_for_a_constant(phases):
+    meter, most = Meter(), 0
+    for ns, times, program, other in phases:
+        for _ in range(times):
+            meter.run(ns, program, other)
+            most = max(most, ns)
+            assert meter.paid >= meter.took - SETTLED_NS - most
+    assert meter.paid >= 0
+
+
+@pytest.mark.parametrize("slower", [0.85, 1.15])
+def test_equal_runs_cost_the_same_in_a_minute_in_which_the_core_is_slower(slower):
+    meter = Meter()
+    usually = [meter.run(10**7) for _ in range(20_000)][-1]
+    then = [meter.run(int(10**7 * slower)) for _ in range(3000)]  # half a minute
+    assert usually == pytest.approx(10**7, rel=0.001)
+    assert sum(then) == pytest.approx(usually * len(then), rel=0.03)
+
+
+def test_balances_do_not_grow(monkeypatch):
+    monkeypatch.setattr(usual, "REMEMBERED", 3)
+    book = UsualBook()
+    for k in range(10):
+        book.settled(str(k), 5, 1)
+    assert list(book._owed) == ["7", "8", "9"]
+
+
 class Steady:
     """A core whose pace does not change."""
 
@@ -131,3 +207,6 @@ def test_the_device_prices_runs_so_whatever_each_took(device, wis):
         ns, price = run()
         assert price == pytest.approx(min(max(mean, ns / 2 * LESS), ns / 2 * MORE), rel=0.05)
     assert known.runs == KNOWN + 20
+    device.call(lambda: device.loop._usual._owed.update(t=4 * SETTLED_NS))
+    ns, price = run()
+    assert price >= 4 * ns / 2, "what the tenant owes is billed with its next runs"

@@ -98,7 +98,7 @@ def test_module_and_optimizer_come_back(cuda):
 
 
 def test_copies_and_pickles_are_of_their_own(sample):
-    for copied in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):
+    for copied in (copy.deepcopy(sample), pickle.loads(pickle.dumps(sample))):  # noqa: S301  # scripts pickle tensors
         assert copied["whole"].is_cuda and torch.equal(copied["whole"], sample["whole"])
         copied["whole"][1, 0] = 9
         assert copied["whole"][1, 0].item() == 9 and sample["whole"][1, 0].item() == 3

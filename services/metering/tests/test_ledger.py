@@ -263,3 +263,87 @@ def test_two_processes_on_one_stream_book_everything_once(ledger):
     for racer in racers:
         racer.join(30)
     assert sum(won) == 60 and [e.id for e in entries(ledger)] == list(range(1, 61))
+
+
+# -- what a journal tells of an executor that is gone ---------------------------------------------------------------------
+
+
+def told(*totals, entries=100, journal="gpu-0/7", **values):
+    """A journal's totals: (session, core_ns) each."""
+    records = [
+        record(session, core_ns=core, gpu_ns=core, span_us=-(-core // 1000), runs=0, moved_bytes=0, flops=0, resident_mib_us=0,
+               idle_mib_us=0, model="", pace_ppm=1_000_000)
+        for session, core in totals
+    ]  # fmt: skip
+    usual = {"source": f"journal/{journal}/0", "batch": entries, "memory": 0, "whole": True, "device_kind": ""}
+    return event(*records, **usual | values)
+
+
+def core_of(ledger, session="s1"):
+    (row,) = rows(ledger, session_id=session)
+    found = entries(ledger, session_id=session)
+    assert row.core_ns == sum(e.core_ns for e in found) and row.core_ucr == sum(e.core_ucr for e in found)
+    return row.core_ns
+
+
+def test_what_the_journal_has_beyond_the_ledger_is_booked_once(ledger):
+    ledger.take(event(record(core_ns=300_000_000, gpu_ns=300_000_000, pace_ppm=500_000)))
+    dead = told(("s1", 420_000_000), ("s2", 50_000_000))
+    booked = ledger.take(dead)
+    assert booked.entries == 2 and core_of(ledger) == 420_000_000 and core_of(ledger, "s2") == 50_000_000
+    first, second = entries(ledger, session_id="s1")
+    assert (second.core_ns, second.core_ucr, second.model) == (120_000_000, 60_000_000, first.model), (
+        "at the pace of before"
+    )
+    assert "journal" in second.reason and second.resident_mib_us == 0 and second.device_kind == "cpu"
+    assert ledger.take(dead).duplicates == 1
+    assert ledger.take(told(("s1", 420_000_000), entries=101)).entries == 0
+    assert ledger.take(told(("s1", 430_000_000), entries=150)).entries == 1 and core_of(ledger) == 430_000_000
+    assert ledger.reader.quarantined(QuarantineRequest())[0] == []
+
+
+def test_usage_that_comes_after_the_journals_total_is_not_booked_twice(ledger):
+    ledger.take(event(record(core_ns=100_000_000, gpu_ns=100_000_000)))
+    ledger.take(told(("s1", 400_000_000)))
+    ledger.take(event(record(core_ns=250_000_000, gpu_ns=250_000_000, runs=3), batch=2))
+    assert core_of(ledger) == 400_000_000
+    late = entries(ledger, session_id="s1")[-1]
+    assert (late.core_ns, late.gpu_ns, late.runs) == (0, 0, 3) and late.resident_mib_us > 0
+    ledger.take(event(record(core_ns=90_000_000, gpu_ns=90_000_000), batch=3))  # it was not dead after all
+    assert core_of(ledger) == 440_000_000
+    ledger.take(event(record("other", core_ns=5, gpu_ns=5, resident_mib_us=0), batch=4))
+    assert core_of(ledger, "other") == 5
+
+
+def test_journal_that_knows_less_than_the_ledger_changes_nothing(ledger):
+    ledger.take(event(record(core_ns=300_000_000, gpu_ns=300_000_000)))
+    assert ledger.take(told(("s1", 200_000_000))).entries == 0 and core_of(ledger) == 300_000_000
+    ledger.take(event(record(core_ns=10, gpu_ns=10, resident_mib_us=0), batch=2))
+    assert core_of(ledger) == 300_000_010
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_total_is_the_larger_of_both_in_whatever_order_and_transactions_they_come(ledger, seed):
+    chance = random.Random(seed)
+    usage = [chance.randrange(1, 400_000_000) for _ in range(8)]
+    journal = sorted(chance.randrange(1, sum(usage) * 5 // 4) for _ in range(3))
+    coming = [("usage", n) for n in range(8)] + [("journal", n) for n in range(3)]
+    keys = {what: chance.random() for what in coming}
+    coming.sort(key=lambda what: keys[what])
+    coming = [(kind, n) for kind, n in coming]
+    for kind in ("usage", "journal"):  # each source's own messages keep their order
+        numbers = iter(range(8))
+        coming = [(k, next(numbers)) if k == kind else (k, n) for k, n in coming]
+    used = most = 0
+    while coming:
+        now, coming = coming[: (cut := chance.randrange(1, 4))], coming[cut:]
+        sent = []
+        for kind, n in now:
+            if kind == "usage":
+                used += usage[n]
+                sent.append(event(record(core_ns=usage[n], gpu_ns=usage[n], resident_mib_us=0), batch=n + 1))
+            else:
+                most = journal[n]
+                sent.append(told(("s1", journal[n]), entries=n + 1))
+        ledger.take(*sent)
+        assert core_of(ledger) == max(used, most)

@@ -15,6 +15,7 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel import client_context
 from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.web import OPEN
 from wooly_testkit.certificates import make_certificates
 from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
@@ -234,6 +235,38 @@ async def test_router_that_was_given_the_first_tokens_takes_those(tmp_path, star
             assert sorted((t["name"], t["role"]) for t in listed) == [("first", "admin"), ("operator", "operator")]
             assert (await http.get("/nodes", headers=operator)).status_code == 200
             assert (await http.get("/tenants", headers=operator)).status_code == 403
+
+
+async def test_open_router_on_the_network_does_not_start_unless_it_is_said_in_words(tmp_path, start_router):
+    for host, said in (("0.0.0.0", ""), ("", "yes"), ("::", "true"), ("192.0.2.1", "1")):
+        process = start_router(WOOLY_ROUTER_HTTP_HOST=host or "myself", WOOLY_ROUTER_OPEN_TO_NETWORK=said)
+        _, log = await asyncio.to_thread(process.communicate, timeout=60)
+        assert process.returncode == 2
+        assert "WOOLY_ROUTER_AUTH=tokens" in log and 'WOOLY_ROUTER_OPEN_TO_NETWORK="everyone who reaches' in log
+    start_router(WOOLY_ROUTER_HTTP_HOST="0.0.0.0", WOOLY_ROUTER_OPEN_TO_NETWORK=OPEN)
+    start_router(
+        WOOLY_ROUTER_HTTP_HOST="0.0.0.0", WOOLY_ROUTER_AUTH="tokens", WOOLY_ROUTER_STATE_DIR=str(tmp_path / "r2")
+    )
+    await listening(tmp_path / "router")
+    await listening(tmp_path / "r2")
+
+
+async def listening(folder):
+    deadline = time.monotonic() + 60
+    while not (folder / "router.port").exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_state_of_a_router_is_for_its_user_alone(tmp_path, start_router):
+    folder = tmp_path / "router"
+    folder.mkdir(mode=0o755)
+    (folder / "router.sqlite").touch(mode=0o644)  # as an earlier version made it
+    start_router(WOOLY_ROUTER_AUTH="tokens")
+    await listening(folder)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
+    assert {"router.sqlite", "router.sqlite-wal", "admin.token", "router.port"} <= set(modes)
+    assert all(not mode & 0o077 for mode in modes.values()), modes
 
 
 async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path):

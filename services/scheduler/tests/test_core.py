@@ -1,9 +1,5 @@
 """The scheduler's pure core: admission, epochs, the follower of journals, the session book."""
 
-import pickle
-import zlib
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_dispatch.events import Config, EpochEndedEvent, Policy, SessionClosedEvent, SessionOpenedEvent
@@ -12,7 +8,7 @@ from wooly_dispatch.journal import Batch, Journal
 from wooly_scheduler.core.admission import Demand, admit, policed, response_ns
 from wooly_scheduler.core.book import PENDING_S, Book
 from wooly_scheduler.core.epochs import decide, slowdown_permille
-from wooly_scheduler.core.follower import MAX_EARLY, CheckpointError, Follower
+from wooly_scheduler.core.follower import MAX_EARLY, Follower
 from wooly_testkit.dispatch import Rig
 
 MS = 1_000_000
@@ -210,31 +206,6 @@ def test_repeated_and_reordered_batches_change_nothing():
     fed(straight, *found)
     assert fed(shuffled, found[0], found[2], found[1], found[1], *reversed(found[3:])) == []
     assert figures(shuffled) == figures(straight)
-
-
-def test_checkpoint_goes_on_to_the_same_figures():
-    _, found = recorded()
-    straight, stopped = Follower("gpu-0"), Follower("gpu-0")
-    fed(straight, *found)
-    fed(stopped, *found[:5])
-    resumed = Follower.resume(stopped.checkpoint())
-    assert fed(resumed, *found[3:]) == []
-    assert figures(resumed) == figures(straight)
-
-
-class Trap:
-    def __reduce__(self):
-        return print, ("executed",)
-
-
-@pytest.mark.parametrize("content", [Trap(), [1], len])
-def test_checkpoint_makes_nothing_but_our_data(content, capsys):
-    whole = Follower("gpu-0").checkpoint()
-    head = whole[: whole.index(b"\n") + 1]
-    for data in (head + zlib.compress(pickle.dumps(content)), b"other" + whole, whole[:-4]):
-        with pytest.raises(CheckpointError):
-            Follower.resume(data)
-    assert capsys.readouterr().out == ""
 
 
 def test_missing_batch_is_a_gap_and_the_next_journal_is_followed():

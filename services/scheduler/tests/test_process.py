@@ -1,16 +1,21 @@
 """`python -m wooly_scheduler` as a process: journals, admission, steering, epochs, audit, `/metrics`, restarts."""
 
 import asyncio
+import contextlib
+import pickle
 import signal
 import socket
 
 import httpx
 import pytest
+from nats.js.errors import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
-from wooly_dispatch.events import Policy, SessionOpenedEvent
+from wooly_bus.stream_reader import read_stream
+from wooly_dispatch.events import LaunchDoneEvent, Policy, SessionOpenedEvent
+from wooly_wis.credits import UsageRecorded
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -139,6 +144,80 @@ async def test_checkpoint_stands_in_for_what_the_stream_discarded(executor, star
         after = await followed(e)
         assert not after.lost and after.entries > before.entries
         assert {s.programs for s in after.sessions} == {40}
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps(print), b"", b"[99,1,[]]\n"], ids=["pickle", "empty", "another version"]
+)
+async def test_checkpoint_that_cannot_be_read_counts_as_none(executor, start_scheduler, content):
+    first = start_scheduler()
+    async with executor() as e:
+        e.populate()
+        await e.publish()
+        before = await followed(e)
+        first.terminate()
+        await asyncio.to_thread(first.communicate, timeout=20)
+        await (await e.app.jetstream().object_store("WOOLY_SCHEDULER")).put("checkpoint", content)
+        second = start_scheduler()
+        assert lasting(await followed(e)) == lasting(before)
+        second.terminate()
+        _, log = await asyncio.to_thread(second.communicate, timeout=20)
+        assert "the last checkpoint cannot be used (not a checkpoint of this version); replaying the stream" in log
+
+
+def ran(executor, session, gpu_ns, core_ns):
+    """One launch of a session, and what it took."""
+    executor.rig.submit(session, gpu_ns)
+    launch = executor.rig.in_flight.popleft()
+    executor.rig.now += gpu_ns
+    executor.rig.send(LaunchDoneEvent(executor.rig.now, launch.launch, gpu_ns, core_ns))
+
+
+async def totals_told(app):
+    """What metering was told, by journal: entries, and core and device time of each session."""
+    found = {}
+    with contextlib.suppress(NotFoundError):
+        await app.jetstream().stream_info(subjects.EXECUTOR_USAGE_STREAM)
+        async for kept in read_stream(
+            app.jetstream(), subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, poll_s=0.1
+        ):
+            if kept is None:
+                break
+            event = UsageRecorded.model_validate_json(kept.data)
+            assert event.whole and event.executor_id == "gpu-0"
+            found[event.source] = event.batch, {r.session_id: (r.tenant, r.core_ns, r.gpu_ns) for r in event.records}
+    return found
+
+
+async def test_what_a_journal_says_is_told_to_metering_when_another_begins_or_nothing_is_heard(
+    executor, start_scheduler
+):
+    start_scheduler(WOOLY_SCHEDULER_SILENCE_S="4")
+    async with executor() as e:
+        for name in ("s1", "s2", "idle"):
+            e.rig.open(name, 2)
+        ran(e, "s1", 500, 900)
+        ran(e, "s2", 70, 70)
+        ran(e, "s1", 500, 1000)
+        await e.publish()
+        await followed(e)
+        entries = e.told
+        assert await totals_told(e.app) == {}, "an executor that lives tells of its usage itself"
+        first = {"s1": ("default", 1900, 1000), "s2": ("default", 70, 70)}
+        e.begin("2")
+        e.rig.open("s3", 2)
+        ran(e, "s3", 30, 40)
+        await e.publish()
+        await until(lambda: totals_told(e.app))
+        assert (await totals_told(e.app))["journal/gpu-0/1/0"] == (entries, first)
+        second = {"s3": ("default", 40, 30)}
+        found = await until(lambda: both(e.app))
+        assert found == {"journal/gpu-0/1/0": (entries, first), "journal/gpu-0/2/0": (e.told, second)}
+
+
+async def both(app):
+    found = await totals_told(app)
+    return found if len(found) == 2 else None
 
 
 async def test_missing_entries_are_said_and_the_next_journal_is_followed(executor, start_scheduler, tmp_path):
@@ -310,6 +389,22 @@ async def test_signal_ends_it_in_order(executor, start_scheduler, tmp_path, numb
         _, log = await asyncio.to_thread(process.communicate, timeout=20)
     assert process.returncode == 0 and "Traceback" not in log
     assert not (tmp_path / "scheduler" / "scheduler.port").exists()
+
+
+async def test_metrics_ask_for_the_scrapers_token_where_there_is_one(executor, start_scheduler, tmp_path):
+    (tmp_path / "scraper").write_text("secret-of-the-scraper\n")
+    start_scheduler(WOOLY_SCHEDULER_METRICS_TOKEN=str(tmp_path / "scraper"))
+    async with executor() as e:
+        e.populate()
+        await e.publish()
+        await followed(e)
+        port = (tmp_path / "scheduler" / "scheduler.port").read_text()
+        async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}") as http:
+            for shown in (None, "Bearer guess", "secret-of-the-scraper"):
+                answer = await http.get("/metrics", headers={} if shown is None else {"Authorization": shown})
+                assert answer.status_code == 401 and "wooly_" not in answer.text
+            answer = await http.get("/metrics", headers={"Authorization": "Bearer secret-of-the-scraper"})
+            assert answer.status_code == 200 and "wooly_tenant_programs_total" in answer.text
 
 
 async def test_metrics_can_be_off_and_a_taken_port_is_a_clear_error(executor, start_scheduler, tmp_path):

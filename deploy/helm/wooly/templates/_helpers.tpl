@@ -112,3 +112,11 @@ startupProbe: {httpGet: {path: /livez, port: health}, periodSeconds: 2, failureT
 livenessProbe: {httpGet: {path: /livez, port: health}, periodSeconds: 10, timeoutSeconds: 5, failureThreshold: 3}
 readinessProbe: {httpGet: {path: /readyz, port: health}, periodSeconds: 5, timeoutSeconds: 3}
 {{- end -}}
+
+{{/* What the operator says about REST that asks nobody for a token; the services compare it. */}}
+{{- define "wooly.openToNetwork" -}}
+{{- if ne .Values.openToNetwork "everyone who reaches this address is administrator" -}}
+{{- fail "without keysSecret REST asks nobody for a token: set keysSecret (deploy/helm/README.md says how to make it), or openToNetwork=\"everyone who reaches this address is administrator\"" -}}
+{{- end -}}
+{{- .Values.openToNetwork -}}
+{{- end }}

@@ -192,7 +192,7 @@ class Service:
         if isinstance(self.argv, str):
             self.process = Forked(self.argv, self.env, self.log, self.name)
             return
-        with self.log.open("ab") as out:
+        with self.log.open("ab") as out:  # private: the supervisor's umask
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,

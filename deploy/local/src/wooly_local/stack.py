@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,26 @@ from wooly_bus.credentials import Credentials
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
+#: Seconds that its router has for an answer of REST.
+REST_TIMEOUT_S = 10.0
+#: What a stack makes in its folder; earlier versions let others read some of it.
+OURS = (
+    "stack.json*",
+    "*.token",
+    "*.port",
+    "*.log",
+    "*.sqlite*",
+    "*.db*",
+    "*.sock",
+    "logs",
+    "nats",
+    "jetstream",
+    "keys",
+    "compiler",
+    "artifacts",
+    "pocl",
+    "swap",
+)
 
 
 class StackError(RuntimeError):
@@ -49,6 +71,34 @@ class Stack:
     _process: subprocess.Popen[bytes] | None = None
 
     @property
+    def token(self) -> str:
+        """What its owner shows its REST, and whatever scrapes its metrics."""
+        return owner_token(self.state_dir).read_text().strip()
+
+    def request(self, method: str, path: str, body: object = None) -> Any:
+        """Ask its REST, `/api/v1/<path>`, as its owner. Returns the answer's JSON.
+
+        Raises:
+            OSError: it does not answer, or refuses (`urllib.error.HTTPError`).
+        """
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{self.rest_url}/api/v1/{path}", data, headers, method=method)
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is to see the token
+        with direct.open(asked, timeout=REST_TIMEOUT_S) as answer:
+            return json.loads(answer.read() or b"null")
+
+    def ui_url(self) -> str:
+        """The address of its pages with a code that lets one browser in, once; without, if REST does not answer.
+
+        The code stands after the `#`: browsers send that to nobody.
+        """
+        try:
+            return f"{self.rest_url}/ui/#/login/{self.request('POST', 'login/code')['code']}"
+        except (OSError, ValueError):
+            return f"{self.rest_url}/ui/"
+
+    @property
     def creds(self) -> Path:
         """What its owner shows its NATS."""
         return keys_of(self.state_dir).admin_creds
@@ -76,6 +126,18 @@ class Stack:
 def keys_of(state_dir: Path) -> Authority:
     """The keys of a stack; only its user may read them."""
     return Authority(state_dir / "keys")
+
+
+def owner_token(state_dir: Path) -> Path:
+    """The file with the token of a stack's owner; only its user may read it."""
+    return state_dir / "owner.token"
+
+
+def make_owner_token(state_dir: Path) -> None:
+    """Make the token of a stack's owner, if there is none yet."""
+    with os.fdopen(os.open(owner_token(state_dir), os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        if not file.read().strip():
+            file.write(f"wooly_{secrets.token_urlsafe(32)}")
 
 
 def default_state_dir() -> Path:
@@ -195,7 +257,7 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
         raise StackError(f"a stack is being started in {state_dir} already; wait for it, or stop it with `wooly down`")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
-    with _log(state_dir).open("wb") as log:
+    with os.fdopen(os.open(_log(state_dir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
         process = subprocess.Popen(
             [*argv, "--die-with-stdin"] if ephemeral else argv,
             stdin=subprocess.PIPE if ephemeral else subprocess.DEVNULL,

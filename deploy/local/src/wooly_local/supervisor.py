@@ -25,9 +25,10 @@ from typing import Any
 import psutil
 from wooly_bus import host
 from wooly_bus.authority import make_authority
+from wooly_bus.private import keep_private
 
 from wooly_local.processes import Service, call_it, die_with_parent, preload
-from wooly_local.stack import default_state_dir, keys_of
+from wooly_local.stack import OURS, default_state_dir, keys_of, make_owner_token, owner_token
 
 READY_TIMEOUT_S = 60.0
 #: Seconds after which a stack of one run's own has a compiler: what is over by then has no use for it.
@@ -81,6 +82,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         (self.dir / "router.port").unlink(missing_ok=True)
         make_authority(self.keys.folder)
+        make_owner_token(self.dir)
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
         os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
@@ -110,7 +112,10 @@ class Supervisor:
                 "WOOLY_ROUTER_NATS_URL": self.nats_url,
                 "WOOLY_ROUTER_DURABLE": self._durable,
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
+                "WOOLY_ROUTER_HTTP_HOST": "127.0.0.1",
                 "WOOLY_ROUTER_HTTP_PORT": "0",
+                "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine reaches the port
+                "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
                 "WOOLY_ROUTER_SIGNING_KEY": str(self.keys.signing_seed),
                 "WOOLY_ROUTER_CHANNEL_KEY": str(self.keys.channel_seed),
             },
@@ -125,6 +130,7 @@ class Supervisor:
                 "WOOLY_SCHEDULER_NATS_URL": self.nats_url,
                 "WOOLY_SCHEDULER_STATE_DIR": str(self.dir),
                 "WOOLY_SCHEDULER_METRICS_PORT": "0",
+                "WOOLY_SCHEDULER_METRICS_TOKEN": str(owner_token(self.dir)),
             },
             logs / "scheduler.log",
         )
@@ -137,6 +143,7 @@ class Supervisor:
                 "WOOLY_METERING_NATS_URL": self.nats_url,
                 "WOOLY_METERING_DURABLE": self._durable,
                 "WOOLY_METERING_STATE_DIR": str(self.dir),
+                "WOOLY_METERING_METRICS_TOKEN": str(owner_token(self.dir)),
                 "WOOLY_METERING_HTTP_PORT": os.environ.get("WOOLY_METERING_HTTP_PORT", "0"),
             },
             logs / "metering.log",
@@ -233,7 +240,6 @@ class Supervisor:
         }
         temporary = self.dir / "stack.json.new"
         temporary.write_text(json.dumps(content, indent=2))
-        temporary.chmod(0o600)
         temporary.replace(self.dir / "stack.json")
 
     def watch(self, stdin: bool) -> None:
@@ -294,7 +300,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.die_with_stdin:
         die_with_parent()
-    args.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keep_private(args.state_dir, *OURS)
     call_it("stack")
     supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import socket
 import time
@@ -34,6 +35,39 @@ class Buckets:
         if len(self._left) > CALLERS:
             self._left.popitem(last=False)
         return left >= 1
+
+
+#: What a setting must say where a service that asks for nothing listens on the network.
+OPEN = "everyone who reaches this address is administrator"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, or empty: every address
+
+
+def refuse_open(service: str, host: str, said: str) -> str:
+    """Why a service that asks nobody for a token must not serve; empty if it may.
+
+    Args:
+        service: as in its variables: "ROUTER".
+        host: where it listens.
+        said: what the operator says about that, in words.
+    """
+    if is_loopback(host) or said == OPEN:
+        return ""
+    return (
+        f"it asks nobody for a token, and WOOLY_{service}_HTTP_HOST={host} is not a loopback address, so everybody who "
+        f'reaches it could do everything; if that is meant, say WOOLY_{service}_OPEN_TO_NETWORK="{OPEN}"'
+    )
+
+
+def shows(header: str, token: str) -> bool:
+    """Whether a request's `Authorization` header shows this token."""
+    return hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def from_elsewhere(origin: str, host: str, auth: str) -> str:

@@ -15,31 +15,64 @@ The laws that `Auditor` knows, over what really ran (measured time, never estima
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.errors import InvariantError
 from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, Work
+from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
 from wooly_dispatch.state import SCALE, DispatchState
 from wooly_dispatch.windows import PROTECTED
 
 _PERMILLE = 1000
 
 
-class _Arrival:
-    __slots__ = ("allowed", "lower", "priority")
+@dataclass(slots=True)
+class Arrival:
+    """A program that came to an idle session: the session's class, what lower classes had run, what they may still run."""
 
-    def __init__(self, priority: int, lower: int, allowed: int) -> None:
-        self.priority, self.lower, self.allowed = priority, lower, allowed
+    priority: int
+    lower: int
+    allowed: int
 
 
-class _Pair:
+@dataclass(slots=True)
+class Pair:
     """Two sessions ready in one class: their service difference (scaled) so far and its extremes."""
 
-    __slots__ = ("difference", "highest", "lowest")
+    difference: int = 0
+    highest: int = 0
+    lowest: int = 0
 
-    def __init__(self) -> None:
-        self.difference = self.highest = self.lowest = 0
+
+@dataclass(frozen=True, slots=True)
+class AuditorRecord:
+    """An `Auditor` as plain data, by the names of its attributes; violations are not kept.
+
+    Attributes:
+        measured: (place in `ledger.flights`, measured time in ns) of launches that are done before an earlier one is.
+        pairs: (era, era, difference) of two sessions each.
+    """
+
+    ledger: LedgerRecord
+    checked: int
+    worst_inversion_permille: int
+    worst_unfairness_permille: int
+    in_flight_ns: int
+    allowed: dict[int, int]
+    lower: list[int]
+    arrivals: dict[str, dict[int, Arrival]]
+    overrun: int
+    error: int
+    longest: int
+    eras: dict[str, int]
+    era: int
+    pieces: dict[str, int]
+    pairs: list[tuple[int, int, Pair]]
+    peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]]
+    lightest: dict[str, int]
+    measured: list[tuple[int, int]]
+    counted: int
 
 
 class Auditor(Ledger):
@@ -61,14 +94,14 @@ class Auditor(Ledger):
         self._in_flight_ns = 0
         self._allowed: dict[int, int] = {}  # of each launch in flight: what was allowed to be in flight with it
         self._lower = [0] * PROTECTED  # measured time of the classes below each protected one
-        self._arrivals: dict[str, dict[int, _Arrival]] = {}
+        self._arrivals: dict[str, dict[int, Arrival]] = {}
         self._overrun = 0  # permille by which a launch exceeded its estimate at most
         self._error = 0  # permille by which a launch missed its estimate, either way
         self._longest = 0  # the largest window or piece seen
         self._eras: dict[str, int] = {}
         self._era = 0
         self._pieces: dict[str, int] = {}
-        self._pairs: dict[tuple[int, int], _Pair] = {}
+        self._pairs: dict[tuple[int, int], Pair] = {}
         # of each launch: era and weight of its session; era, id and weight of those ready beside it
         self._peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]] = {}
         self._lightest: dict[
@@ -89,6 +122,40 @@ class Auditor(Ledger):
         self.violations.append(error)
         if self.raises:
             raise error
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def auditor_record(self) -> AuditorRecord:
+        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        measured = list(self._measured.values())
+        first = len(self.airborne)
+        return AuditorRecord(
+            self.record(flight for flight, _ in measured), self.checked, self.worst_inversion_permille,
+            self.worst_unfairness_permille, self._in_flight_ns, self._allowed, self._lower, self._arrivals,
+            self._overrun, self._error, self._longest, self._eras, self._era, self._pieces,
+            [(*key, pair) for key, pair in self._pairs.items()], self._peers, self._lightest,
+            [(first + place, gpu_ns) for place, (_, gpu_ns) in enumerate(measured)], self._counted,
+        )  # fmt: skip
+
+    def take_up_auditor(self, record: AuditorRecord) -> None:
+        """Be what `record` describes.
+
+        Raises:
+            LookupError: the record contradicts itself.
+        """
+        flights = self.take_up(record.ledger)
+        if len(record.lower) != PROTECTED or any(not 0 <= place < len(flights) for place, _ in record.measured):
+            raise LookupError("the record of the auditor contradicts itself")
+        self.checked = record.checked
+        self.worst_inversion_permille = record.worst_inversion_permille
+        self.worst_unfairness_permille = record.worst_unfairness_permille
+        self._in_flight_ns, self._allowed, self._lower = record.in_flight_ns, record.allowed, record.lower
+        self._arrivals, self._overrun, self._error = record.arrivals, record.overrun, record.error
+        self._longest, self._eras, self._era = record.longest, record.eras, record.era
+        self._pieces, self._peers, self._lightest = record.pieces, record.peers, record.lightest
+        self._pairs = {(first, second): pair for first, second, pair in record.pairs}
+        self._measured = {flights[p].decision.launch: (flights[p], gpu_ns) for p, gpu_ns in record.measured}
+        self._counted = record.counted
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +224,7 @@ class Auditor(Ledger):
             return
         below = [f.decision for f in self.airborne.values() if f.decision.priority > account.ready]
         allowed = max((self._allowed[d.launch] for d in below), default=0)
-        self._arrivals.setdefault(account.id, {})[work.number] = _Arrival(
+        self._arrivals.setdefault(account.id, {})[work.number] = Arrival(
             account.ready, self._lower[account.ready], allowed
         )
 
@@ -192,7 +259,7 @@ class Auditor(Ledger):
             pair = self._pairs.get(key)
             if pair is None:
                 self._forget_pairs()
-                pair = self._pairs[key] = _Pair()
+                pair = self._pairs[key] = Pair()
             pair.difference += (gpu_ns if era == first else -gpu_ns) * SCALE // weight
             pair.highest = max(pair.highest, pair.difference)
             pair.lowest = min(pair.lowest, pair.difference)

@@ -7,7 +7,9 @@ They know nothing of the core's state or of its rule beyond strict classes, so t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from wooly_dispatch.decisions import Decision, DemoteDecision, LaunchDecision, RefuseDecision
 from wooly_dispatch.events import (
@@ -68,6 +70,76 @@ class Airborne:
         self.decision, self.account, self.work, self.at = decision, account, work, at
 
 
+@dataclass(frozen=True, slots=True)
+class WorkRecord:
+    """A `Work`, as plain data."""
+
+    number: int
+    estimates: tuple[int, ...]
+    at: int
+    next: int
+    demoted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AccountRecord:
+    """An `Account`, as plain data; `early`: number, estimates and time of programs; `work`: places in `LedgerRecord.works`."""
+
+    event: SessionOpenedEvent
+    resident: bool
+    suspended: bool
+    expected: int
+    early: tuple[tuple[int, tuple[int, ...], int], ...]
+    work: tuple[int, ...]
+    in_flight: int
+    ready: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlightRecord:
+    """An `Airborne`, as plain data; `account` and `work` are places in `LedgerRecord.accounts` and `.works`."""
+
+    decision: LaunchDecision
+    account: int
+    work: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRecord:
+    """A `Ledger`, as plain data. Accounts and programs are shared between its tables, so the tables name their places in lists.
+
+    Attributes:
+        accounts: All accounts, those of closed sessions with launches in flight too.
+        open: Places of the accounts of open sessions.
+        works: All programs.
+        flights: All launches that somebody still needs.
+        airborne: Places of those that are not done.
+        ready: Places of the accounts that are ready, by class.
+    """
+
+    now: int
+    entry: int
+    accounts: tuple[AccountRecord, ...]
+    open: tuple[int, ...]
+    works: tuple[WorkRecord, ...]
+    flights: tuple[FlightRecord, ...]
+    airborne: tuple[int, ...]
+    ready: tuple[tuple[int, ...], ...]
+    busy: int
+    exclusive: str
+    stoppable: bool
+
+
+_T = TypeVar("_T")
+
+
+def _at(found: Sequence[_T], place: int) -> _T:
+    if not 0 <= place < len(found):
+        raise LookupError(f"the record has no place {place}, only {len(found)}")
+    return found[place]
+
+
 class Ledger:
     """Feed it every event with its decisions, in order: `observe`."""
 
@@ -106,6 +178,64 @@ class Ledger:
 
     def on_settled(self) -> None:
         """All decisions on one event are booked."""
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def record(self, more: Iterable[Airborne] = ()) -> LedgerRecord:
+        """All of it as plain data. `more`: launches that a subclass needs beyond those in flight; they are last in `flights`."""
+        flights = [*self.airborne.values(), *more]
+        ready = [a for accounts in self.ready for a in accounts.values()]
+        accounts = {id(a): a for a in (*self.accounts.values(), *(f.account for f in flights), *ready)}
+        works = {id(w): w for w in (*(w for a in accounts.values() for w in a.work), *(f.work for f in flights))}
+        account_at = {key: place for place, key in enumerate(accounts)}
+        work_at = {key: place for place, key in enumerate(works)}
+        return LedgerRecord(
+            self.now,
+            self.entry,
+            tuple([
+                AccountRecord(a.event, a.resident, a.suspended, a.expected,
+                              tuple([(number, *early) for number, early in a.early.items()]),
+                              tuple([work_at[id(w)] for w in a.work]), a.in_flight, a.ready)
+                for a in accounts.values()
+            ]),
+            tuple(range(len(self.accounts))),
+            tuple([WorkRecord(w.number, w.estimates, w.at, w.next, w.demoted) for w in works.values()]),
+            tuple([FlightRecord(f.decision, account_at[id(f.account)], work_at[id(f.work)], f.at) for f in flights]),
+            tuple(range(len(self.airborne))),
+            tuple([tuple([account_at[id(a)] for a in ready.values()]) for ready in self.ready]),
+            self.busy,
+            self.exclusive,
+            self.stoppable,
+        )  # fmt: skip
+
+    def take_up(self, record: LedgerRecord) -> list[Airborne]:
+        """Be what `record` describes. Returns its launches, in order of `LedgerRecord.flights`.
+
+        Raises:
+            LookupError: the record names a place that it does not have.
+        """
+        works = []
+        for w in record.works:
+            work = Work(w.number, w.estimates, w.at)
+            work.next, work.demoted = w.next, w.demoted
+            works.append(work)
+        accounts = []
+        for a in record.accounts:
+            account = Account(a.event)
+            account.resident, account.suspended, account.expected = a.resident, a.suspended, a.expected
+            account.early = {number: (estimates, at) for number, estimates, at in a.early}
+            account.work = deque(_at(works, place) for place in a.work)
+            account.in_flight, account.ready = a.in_flight, a.ready
+            accounts.append(account)
+        flights = [Airborne(f.decision, _at(accounts, f.account), _at(works, f.work), f.at) for f in record.flights]
+        self.now, self.entry, self.busy = record.now, record.entry, record.busy
+        self.exclusive, self.stoppable = record.exclusive, record.stoppable
+        self.accounts = {a.id: a for a in (_at(accounts, place) for place in record.open)}
+        self.airborne = {f.decision.launch: f for f in (_at(flights, place) for place in record.airborne)}
+        if len(record.ready) != len(self.ready):
+            raise LookupError(f"the record has {len(record.ready)} classes, not {len(self.ready)}")
+        self.ready = [{a.id: a for a in (_at(accounts, place) for place in ready)} for ready in record.ready]
+        return flights
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 

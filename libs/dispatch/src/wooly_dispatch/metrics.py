@@ -19,17 +19,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from wooly_dispatch.events import PRIORITIES, EpochEndedEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, Work
+from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
 
 _STEPS = 16
 
 
+@dataclass(slots=True)
 class Histogram:
     """Counts of times in buckets 1/16 of a power of two wide: quantiles to 6 %, any range, integers only."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.buckets: dict[int, int] = {}
+    count: int = 0
+    buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, value: int) -> None:
         """Count `value` (not negative)."""
@@ -51,11 +51,12 @@ class Histogram:
 
 @dataclass(slots=True)
 class Meter:
-    """What one session used, waited for and got. Times in ns."""
+    """What one session used, waited for and got. Times in ns; `paid_ns`: device time of launches that occupied cores."""
 
     tenant: str
     run_ns: int = 0
     core_ns: int = 0
+    paid_ns: int = 0
     ready_ns: int = 0
     unjust_ns: int = 0
     launches: int = 0
@@ -77,6 +78,23 @@ class ShareError:
     worst: int = 0
     total: int = 0
     epochs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRecord:
+    """`Metrics` as plain data, by the names of its attributes."""
+
+    ledger: LedgerRecord
+    meters: dict[str, Meter]
+    wall_ns: int
+    executing_ns: int
+    starving_ns: int
+    run_ns: int
+    shares: list[ShareError]
+    ready_since: dict[str, int]
+    wronged: dict[str, int]
+    epoch_run: dict[str, int]
+    epoch_began: int
 
 
 class Metrics(Ledger):
@@ -115,6 +133,7 @@ class Metrics(Ledger):
             for name in (
                 "run_ns",
                 "core_ns",
+                "paid_ns",
                 "ready_ns",
                 "unjust_ns",
                 "launches",
@@ -124,6 +143,30 @@ class Metrics(Ledger):
             ):
                 setattr(total, name, getattr(total, name) + getattr(meter, name))
         return found
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def metrics_record(self) -> MetricsRecord:
+        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        return MetricsRecord(
+            self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.run_ns, self.shares,
+            self._ready_since, self._wronged, self._epoch_run, self._epoch_began,
+        )  # fmt: skip
+
+    def take_up_metrics(self, record: MetricsRecord) -> None:
+        """Be what `record` describes.
+
+        Raises:
+            LookupError: the record contradicts itself.
+        """
+        self.take_up(record.ledger)
+        if len(record.shares) != PRIORITIES:
+            raise LookupError(f"the record has {len(record.shares)} classes, not {PRIORITIES}")
+        self.meters, self.shares = record.meters, record.shares
+        self.wall_ns, self.executing_ns = record.wall_ns, record.executing_ns
+        self.starving_ns, self.run_ns = record.starving_ns, record.run_ns
+        self._ready_since, self._wronged = record.ready_since, record.wronged
+        self._epoch_run, self._epoch_began = record.epoch_run, record.epoch_began
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +199,7 @@ class Metrics(Ledger):
         meter = self._meter(flight.account)
         meter.run_ns += event.gpu_ns
         meter.core_ns += event.core_ns
+        meter.paid_ns += event.gpu_ns if event.core_ns else 0
         self.run_ns += event.gpu_ns
         run = self._epoch_run
         run[flight.account.id] = run.get(flight.account.id, 0) + event.gpu_ns

@@ -69,6 +69,9 @@ class UsageRecorded(Message):
     """Usage of an executor's sessions (event, on a stream).
 
     `source` is one life of an executor, which numbers its batches 1, 2, 3, …; `cores` and `memory` (bytes) are the device's.
+
+    With `whole`, the records say what each session ran in all on this executor, by a dispatch journal (`source`), in its first
+    `batch` entries: device and core time, nothing else. Metering books what the session's usage records lack of that.
     """
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=192)]
@@ -78,6 +81,7 @@ class UsageRecorded(Message):
     cores: int = Field(ge=1, lt=1 << 31)
     memory: int = Field(ge=0, lt=1 << 62)
     records: tuple[UsageRecord, ...] = Field(max_length=20_000)
+    whole: bool = False
 
 
 class CreditsRequest(Message):

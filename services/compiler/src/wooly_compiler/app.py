@@ -7,6 +7,7 @@ import logging
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.supervision import run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 
@@ -43,6 +44,6 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = CompilerSettings()
     setup_tracing("compiler")
-    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keep_private(settings.state_dir)
     run(serve(settings))
     return 0

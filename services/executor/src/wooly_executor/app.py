@@ -21,6 +21,7 @@ from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointE
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.streams import StreamError
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
@@ -176,6 +177,11 @@ def main(argv: list[str] | None = None) -> int:
         for line in complaints(e):
             log.error("%s", line)
         return 2
+    try:
+        keep_private(settings.state_dir)
+    except OSError as e:
+        log.error("%s", e)
+        return 2
     setup_tracing("executor")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(torch.get_num_threads(), host.cores())))
     dispatch = Dispatch(fifo=settings.dispatch == "fifo")
@@ -200,7 +206,6 @@ def main(argv: list[str] | None = None) -> int:
     )  # before anybody can ask for it
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
-        settings.state_dir.mkdir(parents=True, exist_ok=True)
         bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
     except (ChannelError, EndpointError, OSError) as e:
         log.error("%s", e)

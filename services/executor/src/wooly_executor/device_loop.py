@@ -353,14 +353,15 @@ class DeviceLoop:
         if running is None or core_ns <= 0:
             return self.pace.ppm
         running.core_ns += core_ns
-        running.paced_ns += core_ns * self.pace.ppm // FULL
+        took = core_ns * self.pace.ppm // FULL
+        running.paced_ns += took
         usual = self._usual.of(session.tenant, running.ready.digest, running.prepared)
         price = usual.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
         piece = max(price - running.priced_ns, 0)
         running.priced_ns += piece
         if last == len(kernels) and running.execution.outcome.failed_at is None:
             usual.ran(running.paced_ns, running.core_ns)
-        return min(max(piece * FULL // core_ns, 1), FASTEST)
+        return min(max(self._usual.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
 
     def _look(self) -> None:
         """Take in what came, unless somebody looked just now."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +24,11 @@ DEFAULT_OVERCOMMIT = "CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
 #: The part of the host's memory that is no CPU device's, but the executor's own and an operator's while it runs: one in so many.
 OWN_PART = 8
 ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+def _state_dir() -> Path:
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "wooly" / "executor"
 
 
 class ExecutorSettings(BaseSettings):
@@ -48,7 +53,7 @@ class ExecutorSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     channel_key: str = ""
-    state_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "wooly-executor")
+    state_dir: Path = Field(default_factory=_state_dir)
     memory: Annotated[int, Field(ge=256, lt=1 << 63)] | None = None
     host_memory: int = Field(default_factory=host.memory, ge=256 << 20, lt=1 << 63)
     reserve: int = Field(default=2 << 30, ge=0)

@@ -35,8 +35,8 @@ class Used:
 
     Attributes:
         gpu_ns: device time since it was taken last.
-        paced: that, times the device's pace at each launch (`wooly_executor.pace`), in ns times millionths.
         core_ns: cores times device time since then.
+        paced: that, times the pace at which each launch is priced (`wooly_executor.pace`), in ns times millionths.
         runs: programs that ended since then.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
         byte_ns: bytes times ns of all time, of its whole life.
@@ -77,7 +77,7 @@ class Used:
         """A launch ended. What the session held when it began, it held while it ran."""
         self.gpu_ns += gpu_ns
         self.core_ns += core_ns
-        self.paced += gpu_ns * pace
+        self.paced += core_ns * pace
         if self.ended:
             return
         part, before = self._held * gpu_ns, self.byte_ns
@@ -121,7 +121,7 @@ class Used:
             now - self._since,
             self.gpu_ns,
             self.core_ns,
-            self.paced // self.gpu_ns if self.gpu_ns else FULL,
+            self.paced // self.core_ns if self.core_ns else FULL,
             resident - self._resident_told,
             idle - self._idle_told,
             self.ended,

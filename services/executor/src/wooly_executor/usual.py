@@ -2,8 +2,10 @@
 
 The pace tells how fast the core is, but not how warm its caches are for what comes next, nor who else uses the memory just now:
 equal runs differ by a tenth or two from one second to the next. Who runs the same again should pay the same. So a run of a
-program that a tenant has run often is priced as its runs are on average, as long as it took about that. The sum over many runs
-stays what they took.
+program that a tenant has run often is priced as its runs are on average, as long as it took about that.
+
+What the usual price leaves open, either way, stands in the tenant's balance and is paid with whatever the tenant runs next, a
+little each time: over a life of the executor a tenant pays what its runs took, give or take `SETTLED_NS`, whatever it runs.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ FIRST, KNOWN = 40, 32
 MORE, LESS = 2.0, 0.5
 #: Runs that the mean is taken over; later ones weigh as much as the last of these.
 MOST = 100_000
-#: Programs of tenants that are remembered.
+#: Core time, in ns at full pace, over which a balance is paid: what is open shrinks by 1/e in so much of the tenant's own runs.
+#: No tenant can owe more than this. Long beside a run of a model, so that a phase in which a core is a tenth slower does not show
+#: in what the runs of half a minute cost; short beside an hour at half price.
+SETTLED_NS = 300_000_000_000
+#: Programs of tenants that are remembered, and tenants' balances.
 REMEMBERED = 8192
 
 
@@ -72,6 +78,23 @@ class UsualBook:
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, bytes], Usual] = OrderedDict()
+        self._owed: OrderedDict[str, int] = OrderedDict()  # by tenant: ns that runs took beyond what was paid for them
+
+    def settled(self, tenant: str, took_ns: int, price_ns: int) -> int:
+        """What a piece of work is billed at: its usual price and a part of what the tenant's balance says.
+
+        Args:
+            tenant: who ran it.
+            took_ns: what it took, at full pace.
+            price_ns: its usual price.
+        """
+        owed = self._owed.get(tenant, 0)
+        billed = max(price_ns + owed * min(took_ns, SETTLED_NS) // SETTLED_NS, 0)
+        self._owed[tenant] = owed + took_ns - billed
+        self._owed.move_to_end(tenant)
+        if len(self._owed) > REMEMBERED:
+            self._owed.popitem(last=False)
+        return billed
 
     def of(self, tenant: str, digest: bytes, form: object) -> Usual:
         """Of a program.

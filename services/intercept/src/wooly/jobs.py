@@ -108,7 +108,7 @@ def read_input(path: Path, dtype: DType, sizes: tuple[int, ...], name: str) -> b
 
             from wooly.dtypes import TORCH_DTYPES
 
-            tensor = torch.load(path, map_location="cpu", weights_only=True)
+            tensor = torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251  # weights only
             found, shape, wanted = str(tensor.dtype), tuple(tensor.shape), str(TORCH_DTYPES[dtype])
             content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     except (OSError, ValueError, RuntimeError, AttributeError) as e:

@@ -36,10 +36,13 @@ class Access:
         app: the connection to NATS.
         buckets: rates, by token and by address.
         clock: seconds since the epoch: tokens end at one.
+        closed: why nobody is let in where the router asks for no tokens; empty: everybody is.
     """
 
-    def __init__(self, app: ServiceApp, buckets: Buckets, clock: Callable[[], float] = time.time) -> None:
-        self._app, self._buckets, self._clock = app, buckets, clock
+    def __init__(
+        self, app: ServiceApp, buckets: Buckets, clock: Callable[[], float] = time.time, closed: str = ""
+    ) -> None:
+        self._app, self._buckets, self._clock, self._closed = app, buckets, clock, closed
         self._known: OrderedDict[str, tuple[float, CheckTokenReply]] = OrderedDict()
 
     async def caller(self, secret: str, address: str) -> CheckTokenReply:
@@ -58,6 +61,8 @@ class Access:
             self._known.move_to_end(name)
             if len(self._known) > TOKENS:
                 self._known.popitem(last=False)
+        if known.auth == "open" and self._closed:
+            raise RefusedError("router.forbidden", f"the router is open, and this address is not: {self._closed}")
         if known.until is not None and now >= known.until:
             raise RefusedError("router.unauthorized", "a valid token is needed")
         return known

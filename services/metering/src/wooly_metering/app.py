@@ -15,9 +15,10 @@ from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
-from wooly_bus.web import Buckets
+from wooly_bus.web import Buckets, refuse_open
 
 from wooly_metering.access import Access
 from wooly_metering.actor import MeteringActor
@@ -64,13 +65,18 @@ async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActo
         return
     registry = CollectorRegistry(auto_describe=False)
     registry.register(CreditsCollector(actor))
-    access = Access(app, Buckets(RATE, 4 * RATE))
+    closed = refuse_open("METERING", settings.http_host, settings.open_to_network)
+    access = Access(app, Buckets(RATE, 4 * RATE), closed=closed)
+    scraper = "" if settings.metrics_token is None else settings.metrics_token.read_text().strip()
     port_file = settings.state_dir / "metering.port"
     with socket.create_server((settings.http_host, settings.http_port)) as listener:
         tls = settings.tls()
         factory = None if tls is None else lambda config, default: tls
         config = uvicorn.Config(
-            create_rest(actor, registry, access), log_level="warning", lifespan="off", ssl_context_factory=factory
+            create_rest(actor, registry, access, scraper),
+            log_level="warning",
+            lifespan="off",
+            ssl_context_factory=factory,
         )
         server = _Server(config)
         task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -97,7 +103,7 @@ def main() -> int:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     settings = MeteringSettings()
     setup_tracing("metering")
-    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keep_private(settings.state_dir, "credits.db*")
     migrate(settings.ledger_url)
     database = Database(settings.ledger_url, durable=settings.durable)
     try:

@@ -1,6 +1,6 @@
 """REST under `/api/v1/credits`, and `/metrics`: the same messages as over NATS, for those whom `access` lets in.
 
-`/metrics` and `/healthz` ask for nothing: what they say is for whoever scrapes them.
+`/metrics` and `/healthz` are for whoever scrapes them: they ask for the scraper's token, if one is set, and else for nothing.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.web import shows
 from wooly_wis.credits import (
     AddPlanRequest,
     BudgetState,
@@ -59,8 +60,13 @@ Moment = Annotated[int, Query(ge=0, lt=1 << 62)]
 Count = Annotated[int, Query(ge=1, le=1000)]
 
 
-def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Access) -> FastAPI:
-    """The application."""
+def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Access, scraper: str = "") -> FastAPI:
+    """The application. `scraper`: the token that `/metrics` and `/healthz` ask for; empty: none."""
+
+    async def scraping(request: Request) -> None:
+        if scraper and not shows(request.headers.get("authorization", ""), scraper):
+            raise RefusedError("router.unauthorized", "the scraper's token is needed")
+
     api = FastAPI(title="Wooly Credits", version="1", docs_url=None, redoc_url=None)
     api.state.access = access
     _errors(api)
@@ -131,12 +137,12 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
         """What could not be booked, and why."""
         return await actor.on_quarantine(QuarantineRequest(after=after, limit=limit))
 
-    @api.get("/healthz")
+    @api.get("/healthz", dependencies=[Depends(scraping)])
     async def healthz() -> dict[str, int]:
         """That it lives, and what it booked since its start."""
         return {"entries": actor.entries, "quarantined": actor.quarantined}
 
-    @api.get("/metrics")
+    @api.get("/metrics", dependencies=[Depends(scraping)])
     def metrics() -> Response:
         """For Prometheus."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

@@ -27,6 +27,10 @@ class MeteringSettings(BaseSettings):
         state_dir: where files are.
         http_host: where REST and `/metrics` listen.
         http_port: 0 takes any free port; empty: neither. The one taken is written to `state_dir`/metering.port.
+        metrics_token: file with what a scraper of `/metrics` and `/healthz` must show as its bearer token; empty: they ask for
+            nothing.
+        open_to_network: where the router asks nobody for a token and `http_host` is not a loopback address, this must be
+            "everyone who reaches this address is administrator", or REST refuses everybody.
         tls_cert: PEM file with the certificate of REST and `/metrics`; empty: they are not encrypted.
         tls_key: PEM file with its private key; empty: in the same file.
         batch_events: messages booked in one transaction at most.
@@ -41,6 +45,8 @@ class MeteringSettings(BaseSettings):
     state_dir: Path = Field(default_factory=_state_dir)
     http_host: str = "127.0.0.1"
     http_port: int | None = Field(default=9430, ge=0, le=65535)
+    metrics_token: Path | None = None
+    open_to_network: str = ""
     tls_cert: Path | None = None
     tls_key: Path | None = None
     batch_events: int = Field(default=500, ge=1)

@@ -17,9 +17,10 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
 from wooly_bus.leadership import Leadership
+from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import handing_over, setup_tracing
-from wooly_bus.web import Buckets
+from wooly_bus.web import Buckets, refuse_open
 
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import BlobActor
@@ -60,7 +61,7 @@ async def serve(settings: RouterSettings) -> None:
     """
     world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
-    gate = Gate(world, settings.auth, time.time)
+    gate = Gate(world, settings.auth, time.time, settings.owner(time.time))
     actor = RouterActor(settings, app, world, gate)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
@@ -112,7 +113,7 @@ async def serve(settings: RouterSettings) -> None:
 
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
     """Where tokens are asked for and there is no tenant yet: an administrator's, as given, or in a file for our user alone."""
-    if settings.auth != "tokens" or await world.tenants.all():
+    if settings.auth != "tokens" or settings.owner_token is not None or await world.tenants.all():
         return
     if not await world.tenants.add(TenantRecord("admin", now, "made at the first start")):
         return  # another router did it
@@ -150,9 +151,12 @@ def main() -> int:
     """Run until SIGTERM or SIGINT."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = RouterSettings()
+    why = refuse_open("ROUTER", settings.http_host, settings.open_to_network) if settings.auth == "open" else ""
+    if why:
+        log.error("the router does not start: %s, or set WOOLY_ROUTER_AUTH=tokens", why)
+        return 2
     setup_tracing("router")
-    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.umask(0o077)
+    keep_private(settings.state_dir, "router.sqlite*", "admin.token")
     migrate(settings.database())
     run(serve(settings))
     return 0

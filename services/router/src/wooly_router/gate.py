@@ -8,6 +8,7 @@ from typing import Literal
 
 from wooly_bus.errors import RefusedError
 
+from wooly_router.owner import Owner
 from wooly_router.state.tenants import Role, hash_of
 from wooly_router.state.world import World
 
@@ -49,6 +50,9 @@ class Caller:
     until: float | None = None
 
 
+_OWNER = Caller("owner", None, DEFAULT_TENANT, ROLES["admin"])
+
+
 class Gate:
     """Lets callers in.
 
@@ -56,10 +60,13 @@ class Gate:
         world: tokens.
         auth: "open": everybody is an administrator (for a stack that listens on loopback only); "tokens": who shows one.
         clock: seconds since the epoch.
+        owner: of a local stack, whose NATS has keys that only its owner can read; None: there is no such person.
     """
 
-    def __init__(self, world: World, auth: Literal["open", "tokens"], clock: Callable[[], float]) -> None:
-        self.world, self.auth, self.clock = world, auth, clock
+    def __init__(
+        self, world: World, auth: Literal["open", "tokens"], clock: Callable[[], float], owner: Owner | None = None
+    ) -> None:
+        self.world, self.auth, self.clock, self.owner = world, auth, clock, owner
 
     async def caller(self, secret: str, address: str) -> Caller:
         """Who has this secret.
@@ -77,6 +84,8 @@ class Gate:
         """
         if self.auth == "open":
             return Caller(f"open:{address}", None, DEFAULT_TENANT, ROLES["admin"])
+        if self.owner is not None and self.owner.knows(secret_hash):
+            return _OWNER
         found = await self.world.tenants.by_hash(secret_hash) if secret_hash else None
         if found is None or not found[0].valid(self.clock()) or found[1].disabled:
             raise RefusedError("router.unauthorized", "a valid token is needed")
@@ -94,7 +103,8 @@ class Gate:
             RefusedError: the tenant is disabled or gone, or the message is about another.
         """
         found = await self.world.tenants.get(tenant)
-        if found.disabled if found is not None else self.auth == "tokens":
+        unknown = self.auth == "tokens" and self.owner is None
+        if found.disabled if found is not None else unknown:
             raise RefusedError("router.unauthorized", f"tenant {tenant} may not ask any more")
         if claimed not in (None, DEFAULT_TENANT, tenant):
             raise RefusedError("router.forbidden", f"these credentials are not of tenant {claimed}, but of {tenant}")
@@ -111,10 +121,15 @@ class Gate:
         Raises:
             RefusedError: see `caller`; or the token may not do it, or not for that tenant.
         """
-        caller = await self.caller(credential, "nats")
+        if (
+            self.owner is not None and not credential
+        ):  # only the owner's keys of NATS may publish where no tenant is named
+            caller = _OWNER
+        else:
+            caller = await self.caller(credential, "nats")
         if scope not in caller.may:
             raise RefusedError("router.forbidden", f"this token does not have the scope {scope}")
-        named = claimed if self.auth == "open" or claimed != DEFAULT_TENANT else None
+        named = claimed if self.auth == "open" or caller is _OWNER or claimed != DEFAULT_TENANT else None
         if caller.tenant is not None and named not in (None, caller.tenant):
             raise RefusedError("router.forbidden", f"this token is not one of tenant {named}")
         return Caller(caller.actor, caller.tenant or claimed, named or caller.own, caller.may)

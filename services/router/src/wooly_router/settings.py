@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +18,10 @@ from wooly_bus.credentials import CredentialsError, Issuer
 from wooly_bus.keys import Key
 
 from wooly_router.core.cluster import ClusterConfig
+from wooly_router.owner import Owner
+
+#: Characters that a token which somebody chose has at least: random ones are not guessed then.
+MIN_TOKEN = 32
 
 
 def _state_dir() -> Path:
@@ -42,6 +47,11 @@ class RouterSettings(BaseSettings):
         admin_token: the first administrator's token, for who wants to know it beforehand: made at the first start, while there
             is no tenant. At least 32 characters, random.
         operator_token: likewise, one with the role `operator`; empty: none is made.
+        owner_token: file with a token that is always an administrator's, of the tenant `default`: that of a local stack's owner,
+            whose NATS has keys that nobody else can read. With it, browsers log in by codes
+            (`POST /api/v1/login/code`).
+        open_to_network: where `auth` is "open" and `http_host` is not a loopback address, this must be "everyone who reaches this
+            address is administrator", or the router does not start.
         channel_key: file with the seed of the key that signs what clients show at data channels (`python -m wooly_bus.authority`
             makes one); without, each router has its own, which executors take from whoever may open sessions on them.
         signing_key: file with the seed of the key that signs NATS credentials (`python -m wooly_bus.authority` makes it); with
@@ -75,8 +85,10 @@ class RouterSettings(BaseSettings):
     http_port: int = Field(default=8420, ge=0, le=65535)
     lease_s: float = Field(default=15.0, gt=0)
     auth: Literal["open", "tokens"] = "open"
-    admin_token: SecretStr | None = Field(default=None, min_length=32)
-    operator_token: SecretStr | None = Field(default=None, min_length=32)
+    admin_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)
+    operator_token: SecretStr | None = Field(default=None, min_length=MIN_TOKEN)
+    owner_token: Path | None = None
+    open_to_network: str = ""
     channel_key: Path | None = None
     signing_key: Path | None = None
     credentials_s: float = Field(default=3600.0, ge=1)
@@ -102,6 +114,21 @@ class RouterSettings(BaseSettings):
             OSError: it cannot be read.
         """
         return Key.new("cluster") if self.channel_key is None else Key.read(self.channel_key.read_text(), "cluster")
+
+    def owner(self, clock: Callable[[], float]) -> Owner | None:
+        """Whose router this is, if it is one person's.
+
+        Raises:
+            OSError: the file cannot be read, or has no token of at least 32 characters.
+        """
+        if self.owner_token is None:
+            return None
+        token = self.owner_token.read_text().strip()
+        if len(token) < MIN_TOKEN:
+            raise OSError(
+                f"{self.owner_token} has no token of at least {MIN_TOKEN} characters: write a random one to it"
+            )
+        return Owner(token, clock)
 
     def tls(self) -> ssl.SSLContext | None:
         """What REST shows; None: it is not encrypted.

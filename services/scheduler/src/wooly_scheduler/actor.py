@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import struct
 import time
 from collections.abc import Callable
 
@@ -32,8 +30,8 @@ from wooly_wis.messages import (
     SteerSessionRequest,
 )
 
+from wooly_scheduler.checkpoint import MAX_BYTES, CheckpointError, decode, encode
 from wooly_scheduler.core.admission import Demand
-from wooly_scheduler.core.follower import CheckpointError, Follower
 from wooly_scheduler.gpu import EXECUTOR_TIMEOUT_S, GpuActor
 from wooly_scheduler.settings import SchedulerSettings
 
@@ -146,11 +144,16 @@ class SchedulerActor:
     async def checkpoint(self) -> bool:
         """Keep what was folded in JetStream. False if nothing is new, or if it could not be kept."""
         whole, sequence = [], self.read_until
-        for name, gpu in sorted(self.gpus.items()):
-            position, data = await gpu.checkpoint()
-            whole.append((name, position, data))
-            if not gpu.caught_up:
-                sequence = min(sequence, position)
+        try:
+            for name, gpu in sorted(self.gpus.items()):
+                position, data = await gpu.checkpoint()
+                whole.append((name, position, data))
+                if not gpu.caught_up:
+                    sequence = min(sequence, position)
+            checkpoint = encode(sequence, whole)
+        except CheckpointError as e:
+            log.error("no checkpoint could be made: %s; a restart replays from the last one", e)
+            return False
         if sequence == self._kept or not sequence:
             return False
         try:
@@ -161,7 +164,7 @@ class SchedulerActor:
                 store = await js.create_object_store(
                     BUCKET, config=ObjectStoreConfig(description="the scheduler's own", replicas=replicas())
                 )
-            await store.put(OBJECT, _packed(sequence, whole))
+            await store.put(OBJECT, checkpoint)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             log.warning(
                 "no checkpoint could be kept: %s; a restart replays from the last one", str(e) or type(e).__name__
@@ -174,9 +177,10 @@ class SchedulerActor:
         """Take up the last checkpoint. Returns the first message of the stream that is not in it."""
         try:
             store = await self._app.jetstream().object_store(BUCKET)
-            data = (await store.get(OBJECT)).data or b""
-            sequence, whole = _unpacked(data)
-            followers = [(name, position, Follower.resume(found)) for name, position, found in whole]
+            size = (await store.get_info(OBJECT)).size or 0
+            if size > MAX_BYTES:
+                raise CheckpointError(f"it has {size} bytes; {MAX_BYTES} are allowed")
+            sequence, followers = decode((await store.get(OBJECT)).data or b"")
         except NotFoundError:
             return 1
         except (CheckpointError, nats.errors.Error, JetStreamError, OSError) as e:
@@ -304,22 +308,3 @@ class SchedulerActor:
                 return GpusReply(gpus=tuple(found), more=True)
             found.append(state)
         return GpusReply(gpus=tuple(found))
-
-
-def _packed(sequence: int, whole: list[tuple[str, int, bytes]]) -> bytes:
-    head = json.dumps([sequence, [[name, position, len(data)] for name, position, data in whole]]).encode()
-    return struct.pack("<I", len(head)) + head + b"".join(data for _, _, data in whole)
-
-
-def _unpacked(data: bytes) -> tuple[int, list[tuple[str, int, bytes]]]:
-    try:
-        (length,) = struct.unpack_from("<I", data)
-        sequence, names = json.loads(data[4 : 4 + length])
-        found: list[tuple[str, int, bytes]] = []
-        at = 4 + length
-        for name, position, size in names:
-            found.append((str(name), int(position), data[at : at + size]))
-            at += size
-        return int(sequence), found
-    except (ValueError, TypeError, struct.error) as e:
-        raise CheckpointError(f"not a checkpoint: {e}") from e

@@ -8,6 +8,7 @@ import logging
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.errors import BusError
+from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
 
@@ -30,7 +31,8 @@ async def serve(settings: SchedulerSettings) -> None:
     port_file = settings.state_dir / "scheduler.port"
     metrics = None
     if settings.metrics_port is not None:
-        metrics = MetricsServer(actor, settings.metrics_host, settings.metrics_port)
+        scraper = "" if settings.metrics_token is None else settings.metrics_token.read_text().strip()
+        metrics = MetricsServer(actor, settings.metrics_host, settings.metrics_port, scraper)
     try:
         async with app.running():
             if metrics is not None:
@@ -51,6 +53,6 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     settings = SchedulerSettings()
     setup_tracing("scheduler")
-    settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    keep_private(settings.state_dir)
     run(serve(settings))
     return 0

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from wooly_bus.web import shows
 from wooly_dispatch.events import PRIORITIES
 
 from wooly_scheduler.actor import SchedulerActor
 from wooly_scheduler.gpu import GpuActor
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 
 class GpuCollector(Collector):
@@ -131,18 +136,35 @@ def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
     yield from (*session_counters.values(), *session_gauges.values(), *tenant_counters.values())
 
 
+def _guarded(app: WSGIApplication, scraper: str) -> WSGIApplication:
+    """`app` for those who show a token."""
+
+    def guard(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        if shows(environ.get("HTTP_AUTHORIZATION", ""), scraper):
+            return app(environ, start_response)
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"the scraper's token is needed\n"]
+
+    return guard
+
+
 class MetricsServer:
     """`/metrics` on a port of its own, in threads of its own; one scrape waits for nobody but the event loop.
 
     Raises:
         OSError: the port is taken.
+
+    Args:
+        scraper: the token that it asks for; empty: none.
     """
 
-    def __init__(self, actor: SchedulerActor, host: str, port: int) -> None:
+    def __init__(self, actor: SchedulerActor, host: str, port: int, scraper: str = "") -> None:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(GpuCollector(actor, asyncio.get_running_loop()))
         self._server, self._thread = start_http_server(port, host, registry)
         self.port = self._server.server_port
+        if scraper:  # nobody knows the port yet
+            self._server.set_app(_guarded(make_wsgi_app(registry), scraper))
 
     def close(self) -> None:
         """Stop listening."""

@@ -14,6 +14,7 @@ from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import Kept
+from wooly_bus.streams import StreamError
 from wooly_bus.supervision import start_task
 from wooly_dispatch.metrics import Meter
 from wooly_dispatch.overcommit import Commitment
@@ -21,6 +22,7 @@ from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
     AuditViolated,
+    DeviceFacts,
     EndEpochReply,
     EndEpochRequest,
     ExecutorHeartbeat,
@@ -30,12 +32,14 @@ from wooly_wis.messages import (
     SessionPolicy,
 )
 
+from wooly_scheduler.checkpoint import encode_follower
 from wooly_scheduler.core.admission import Demand, Verdict, admit, policed
 from wooly_scheduler.core.book import Book
 from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
 from wooly_scheduler.core.vram import VramBook
 from wooly_scheduler.settings import SchedulerSettings
+from wooly_scheduler.totals import messages, tell
 
 log = logging.getLogger("wooly.scheduler")
 #: Entries that are replayed before anybody else has a turn: some milliseconds.
@@ -49,6 +53,10 @@ EPOCH_PATIENCE_S = 2.0
 MAX_EVENTS = 16
 #: Seconds for which a gap may be closed by entries that come late.
 GAP_PATIENCE_S = 2.0
+#: Seconds of silence after which an executor is taken to be gone, and what its journal says is told to metering.
+GONE_S = 10.0
+#: Seconds between looks at whether there is something to tell metering.
+TELL_S = 0.5
 #: Silence in which the device is still taken to do what it did.
 FRESH_NS = 2_000_000_000
 MAX_LISTED = 1000
@@ -86,8 +94,10 @@ class GpuActor:
         self._told: tuple[int, float] | None = None
         self._complaint = ""
         self._gap_since: float | None = None
-        works = (self._work(), f"journal of {executor_id}"), (self._epochs(), f"epochs of {executor_id}")
-        self._tasks = [start_task(work, name) for work, name in works]
+        self._device: DeviceFacts | None = None
+        self._counted = ("", 0)  # journal and entries that metering was told of
+        works = {"journal": self._work(), "epochs": self._epochs(), "totals": self._totals()}
+        self._tasks = [start_task(work, f"{name} of {executor_id}") for name, work in works.items()]
 
     async def stop(self) -> None:
         """End its tasks."""
@@ -108,7 +118,7 @@ class GpuActor:
     async def checkpoint(self) -> tuple[int, bytes]:
         """Its follower as of a whole batch, and that batch's number in the stream."""
         async with self._turn:
-            return self.sequence, self.follower.checkpoint()
+            return self.sequence, encode_follower(self.follower)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -166,6 +176,31 @@ class GpuActor:
         if len(found) > MAX_EVENTS:
             log.error("GPU %s: %d more violations in the same batch", self.executor_id, len(found) - MAX_EVENTS)
 
+    # -- totals ------------------------------------------------------------------------------------------------------
+
+    async def _totals(self) -> None:
+        while True:
+            await asyncio.sleep(TELL_S)
+            try:
+                await self._tell_totals()
+            except StreamError as e:
+                if str(e) != self._complaint:
+                    log.warning("GPU %s: metering was not told what its journal says: %s", self.executor_id, e)
+                self._complaint = str(e)
+
+    async def _tell_totals(self) -> None:
+        """Tell metering what journals that are over say, and this one's while nothing is heard of the executor."""
+        follower, at_us = self.follower, int((self.entered or self._clock()) * 1e6)
+        while follower.finished:
+            totals = follower.finished[0]
+            await tell(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
+            follower.finished = [other for other in follower.finished if other is not totals]
+        now = (follower.journal, follower.entries)
+        silent = self._clock() - self.heard > min(GONE_S, self._settings.silence_s / 2)
+        if silent and self.caught_up and follower.journal and now != self._counted:
+            await tell(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
+            self._counted = now
+
     # -- epochs ------------------------------------------------------------------------------------------------------
 
     async def _epochs(self) -> None:
@@ -213,7 +248,7 @@ class GpuActor:
 
     def hear(self, heartbeat: ExecutorHeartbeat) -> None:
         """Its executor lives, and says what its memory is used for."""
-        self.heard = self._clock()
+        self.heard, self._device = self._clock(), heartbeat.device
         memory = self.memory = heartbeat.memory
         if memory is not None:
             sessions = [Commitment(s.session_id, s.promised, s.swappable) for s in memory.sessions]

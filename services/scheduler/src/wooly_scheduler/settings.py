@@ -21,6 +21,7 @@ class SchedulerSettings(BaseSettings):
         nats_url: where NATS is.
         metrics_host: where `/metrics` listens.
         metrics_port: 0 takes any free port; empty: no `/metrics`. The one taken is written to `state_dir`/scheduler.port.
+        metrics_token: file with what a scraper must show as its bearer token; empty: `/metrics` asks for nothing.
         state_dir: where that file is.
         epoch_s: how often windows are looked at.
         checkpoint_s: how often what was folded is kept in JetStream, so that a restart need not replay all.
@@ -33,6 +34,7 @@ class SchedulerSettings(BaseSettings):
     nats_url: str = "nats://127.0.0.1:4222"
     metrics_host: str = "127.0.0.1"
     metrics_port: int | None = Field(default=9420, ge=0, le=65535)
+    metrics_token: Path | None = None
     state_dir: Path = Field(default_factory=_state_dir)
     epoch_s: float = Field(default=0.1, gt=0)
     checkpoint_s: float = Field(default=30.0, gt=0)

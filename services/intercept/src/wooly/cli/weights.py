@@ -57,7 +57,7 @@ def _tensors_of(file: Path) -> Iterator[torch.Tensor]:
             for key in opened.keys():  # noqa: SIM118 - it is no dictionary
                 yield opened.get_tensor(key)
         return
-    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # noqa: TID251  # weights only
     yield from (t for t in _flat(loaded) if t.is_contiguous())
 
 

@@ -10,13 +10,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
-from wooly_wis.credits import UsageRecorded
+from wooly_wis.credits import UsageRecord, UsageRecorded
 
 from wooly_metering.core.checks import LARGEST, impossible
 from wooly_metering.core.rating import Tariff, price
 
 HOUR_US = 3_600_000_000
 USAGE, CORRECTION = 0, 1
+#: The reason that an entry gives which was booked by a journal.
+BY_JOURNAL = "by the dispatch journal: no usage record came for it"
 #: Characters kept of a message that cannot be read.
 PAYLOAD_KEPT = 64 << 10
 
@@ -103,6 +105,45 @@ class RunSum:
 
 
 @dataclass(slots=True)
+class RunKnown:
+    """What is known of a run on an executor while it is booked.
+
+    Attributes:
+        gpu_ns: booked so far; of runs whose totals a journal tells.
+        core_ns: likewise.
+        ahead_gpu_ns: what of that stands for usage records that have not come.
+        ahead_core_ns: likewise.
+        last: model, kind of device, class and pace of its last entry; None: it has none.
+    """
+
+    gpu_ns: int = 0
+    core_ns: int = 0
+    ahead_gpu_ns: int = 0
+    ahead_core_ns: int = 0
+    last: tuple[str, str, int, int] | None = None
+
+    def take(self, record: UsageRecord) -> UsageRecord:
+        """A record less what was booked ahead for it."""
+        gpu, core = min(record.gpu_ns, self.ahead_gpu_ns), min(record.core_ns, self.ahead_core_ns)
+        self.ahead_gpu_ns -= gpu
+        self.ahead_core_ns -= core
+        if not gpu and not core:
+            return record
+        return record.model_copy(update={"gpu_ns": record.gpu_ns - gpu, "core_ns": record.core_ns - core})
+
+    def lacking(self, whole: UsageRecord) -> UsageRecord | None:
+        """What a journal's total has beyond what is booked, as a record; None: nothing. From now on it is booked ahead."""
+        gpu, core = max(whole.gpu_ns - self.gpu_ns, 0), whole.core_ns - self.core_ns
+        if core <= 0:
+            return None
+        self.ahead_gpu_ns += gpu
+        self.ahead_core_ns += core
+        model, _, priority, pace = self.last or ("", "", whole.priority, whole.pace_ppm)
+        changes = {"gpu_ns": gpu, "core_ns": core, "span_us": -(-gpu // 1000), "model": model, "priority": priority}
+        return whole.model_copy(update={**changes, "pace_ppm": pace})
+
+
+@dataclass(slots=True)
 class Booking:
     """What to write.
 
@@ -163,16 +204,18 @@ def book(
     next_source: int,
     tariff: Tariff,
     now_us: int,
+    known_runs: dict[RunKey, RunKnown] | None = None,
 ) -> Booking:
     """What to write for messages in the order of the stream.
 
     Args:
         sources: number and last batch of each source among them that is known.
+        known_runs: those among them whose totals a journal tells, or told; they are kept up to date.
         next_entry: the first entry's id.
         next_source: the number of the first source that is not known.
     """
     out = Booking(quarantined=list(bad), sources={})
-    known = dict(sources)
+    known, watched = dict(sources), known_runs or {}
     entry_id = next_entry
     #: Per session and hour: its first and last moment, whether it ended, and `SUMS`.
     gained: dict[tuple[str, int, str, str, int, str, str], list[int]] = {}
@@ -186,13 +229,23 @@ def book(
         if event.batch <= last:
             out.duplicates += 1
             continue
-        if event.batch > last + 1:
+        if event.batch > last + 1 and not event.whole:
             lost = f"batches {last + 1} to {event.batch - 1} of this source are missing: nothing is booked for them"
             out.quarantined.append(Quarantined(delivery.sequence, event.source, last + 1, 0, lost, ""))
         known[event.source] = out.sources[event.source] = number, event.batch
-        executor, kind = event.executor_id, event.device_kind
-        for item, record in enumerate(event.records):
+        executor = event.executor_id
+        for item, told in enumerate(event.records):
+            record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
             why = impossible(record, event, now_us)
+            if not why and run is not None:
+                found_lacking = run.lacking(record) if event.whole else run.take(record)
+                if found_lacking is None:
+                    continue
+                record = found_lacking
+                kind = kind or (run.last[1] if run.last else "")
+                run.gpu_ns += record.gpu_ns
+                run.core_ns += record.core_ns
+                run.last = record.model, kind, record.priority, record.pace_ppm
             if not why:
                 begin = record.at_us - record.span_us
                 plan = tariff.plan(kind, record.priority, begin)
@@ -207,7 +260,7 @@ def book(
             out.entries.append(
                 (entry_id, number, event.batch, item, USAGE, None, r.tenant, r.session_id, executor, r.model, kind, r.priority,
                  begin, r.at_us, r.runs, r.gpu_ns, r.core_ns, r.pace_ppm, r.moved_bytes, r.flops, r.resident_mib_us,
-                 r.idle_mib_us, plan.id, core, vram, "")
+                 r.idle_mib_us, plan.id, core, vram, BY_JOURNAL if event.whole else "")
             )  # fmt: skip
             entry_id += 1
             key = r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority, r.session_id, executor

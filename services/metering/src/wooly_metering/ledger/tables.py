@@ -117,6 +117,18 @@ runs = Table(
     Index("ix_runs_ended", "ended"),
 )
 
+#: What journals had booked for a run before its usage records came: records that come later are booked less this.
+ahead = Table(
+    "ahead",
+    metadata,
+    Column("session_id", String(64), primary_key=True),
+    Column("executor_id", String(128), primary_key=True),
+    _big("gpu_ns"),
+    _big("core_ns"),
+    _big("at_us"),
+    Index("ix_ahead_at", "at_us"),
+)
+
 hours = Table(
     "hours",
     metadata,

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Table, func, insert, select, update
+from sqlalchemy import Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
-from wooly_wis.credits import CreditsRow, PricePlan, Statement
+from wooly_bus.streams import USAGE_AGE_S
+from wooly_wis.credits import CreditsRow, PricePlan, Statement, UsageRecorded
 
 from wooly_metering.core.booking import (
     COLUMNS,
@@ -21,6 +22,8 @@ from wooly_metering.core.booking import (
     Delivery,
     Entry,
     Quarantined,
+    RunKey,
+    RunKnown,
     add_hour,
     add_run,
     book,
@@ -31,6 +34,7 @@ from wooly_metering.core.rating import PLAIN, Plan, Tariff
 from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.tables import (
+    ahead,
     budgets,
     entries,
     hours,
@@ -42,6 +46,8 @@ from wooly_metering.ledger.tables import (
     statements,
 )
 
+#: Microseconds for which what a journal had booked is remembered: usage stays in its stream no longer.
+AHEAD_KEPT_US = int((USAGE_AGE_S + 86_400) * 1e6)
 #: Lines of a statement; runs beyond are summed in one.
 LINES = 1000
 #: Both have ON CONFLICT, and no type in common that says so.
@@ -105,7 +111,9 @@ class Writer:
             names = {event.source for _, event in events}
             known = _known_sources(c, names)
             next_source = (c.scalar(select(func.max(sources.c.id))) or 0) + 1
-            booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us)
+            watched = _watched(c, [event for _, event in events])
+            booking = book(events, bad, known, _next_entry(c), next_source, self._prices(c), now_us, watched)
+            _write_ahead(c, watched, now_us)
             _write_sources(c, booking)
             ids = _write_quarantine(c, booking.quarantined, now_us)
             self._write(c, booking)
@@ -331,6 +339,48 @@ def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, tuple[int, 
         rows = c.execute(select(sources).where(sources.c.name.in_(wanted[at : at + 500])))
         found.update({row.name: (row.id, row.batch) for row in rows})
     return found
+
+
+def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunKnown]:
+    """The runs among them whose totals a journal tells now, or told before."""
+    by_journal = {(r.session_id, event.executor_id) for event in events if event.whole for r in event.records}
+    told = {}
+    if by_journal or c.execute(select(ahead.c.at_us).limit(1)).first() is not None:
+        among = {(r.session_id, event.executor_id) for event in events for r in event.records}
+        names = sorted({session for session, _ in among})
+        for at in range(0, len(names), 500):
+            for row in c.execute(select(ahead).where(ahead.c.session_id.in_(names[at : at + 500]))):
+                told[row.session_id, row.executor_id] = row
+    watched = {}
+    for session, executor in sorted(by_journal | told.keys()):
+        of_run = (runs.c.session_id == session) & (runs.c.executor_id == executor)
+        booked = c.execute(select(runs.c.gpu_ns, runs.c.core_ns).where(of_run)).first()
+        last = c.execute(
+            select(entries.c.model, entries.c.device_kind, entries.c.priority, entries.c.pace_ppm)
+            .where((entries.c.session_id == session) & (entries.c.executor_id == executor) & (entries.c.kind == USAGE))
+            .order_by(entries.c.id.desc())
+            .limit(1)
+        ).first()
+        before = told.get((session, executor))
+        watched[session, executor] = RunKnown(
+            *((int(booked[0]), int(booked[1])) if booked is not None else (0, 0)),
+            *((int(before.gpu_ns), int(before.core_ns)) if before is not None else (0, 0)),
+            None if last is None else (last[0], last[1], int(last[2]), int(last[3])),
+        )
+    return watched
+
+
+def _write_ahead(c: Connection, watched: dict[RunKey, RunKnown], now_us: int) -> None:
+    """Keep what was booked ahead, for as long as a record may still come."""
+    rows = [
+        {"session_id": s, "executor_id": e, "gpu_ns": run.ahead_gpu_ns, "core_ns": run.ahead_core_ns, "at_us": now_us}
+        for (s, e), run in sorted(watched.items())
+    ]
+    if rows:
+        statement = _INSERT[c.dialect.name](ahead)
+        changes = {name: statement.excluded[name] for name in ("gpu_ns", "core_ns", "at_us")}
+        c.execute(statement.on_conflict_do_update(index_elements=["session_id", "executor_id"], set_=changes), rows)
+        c.execute(delete(ahead).where(ahead.c.at_us < now_us - AHEAD_KEPT_US))
 
 
 def _write_sources(c: Connection, booking: Booking) -> None:

@@ -11,6 +11,7 @@ from wooly_bus.errors import RefusedError
 from wooly_bus.web import Buckets, from_elsewhere
 
 from wooly_router.gate import Caller, Gate
+from wooly_router.owner import Owner
 from wooly_router.state.config import AuditRecord
 
 Area = Literal["tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits"]
@@ -34,6 +35,11 @@ class Access:
         self._gate, self._buckets = gate, buckets
         self.auth = gate.auth
 
+    @property
+    def owner(self) -> Owner | None:
+        """Of a local stack; None: there is no such person."""
+        return self._gate.owner
+
     def refuse_others(self, request: Request) -> None:
         """Let no page of another origin's in.
 
@@ -51,9 +57,9 @@ class Access:
             RefusedError: no valid token, or too many requests of this caller's, or from this address where tokens are asked for.
         """
         if self._gate.auth == "tokens":
-            self._take(f"from {address}")  # so that secrets are not guessed
+            self.take(f"from {address}")  # so that secrets are not guessed
         caller = await self._gate.caller(secret, address)
-        self._take(caller.actor)
+        self.take(caller.actor)
         return caller
 
     async def still(self, secret: str, address: str) -> Caller:
@@ -64,7 +70,12 @@ class Access:
         """
         return await self._gate.caller(secret, address)
 
-    def _take(self, name: str) -> None:
+    def take(self, name: str) -> None:
+        """Count one request.
+
+        Raises:
+            RefusedError: too many.
+        """
         if not self._buckets.take(name):
             raise RefusedError("router.too_many", "too many requests; slow down", retryable=True)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Request, Response
+from wooly_bus.errors import RefusedError
 
 from wooly_router.gate import Caller
+from wooly_router.owner import CODE_S
 from wooly_router.rest.access import COOKIE, Access, admitted
-from wooly_router.rest.models import LoginBody, Me
+from wooly_router.rest.models import LoginBody, LoginCode, Me
 
 router = APIRouter()
 
@@ -29,17 +31,35 @@ async def login(request: Request, response: Response, body: LoginBody) -> Me:
     """Let a browser in: its requests carry the token in a cookie until it is closed, logged out, or the token ends."""
     access: Access = request.app.state.access
     access.refuse_others(request)
-    caller = await access.caller(body.token, request.client.host if request.client else "")
+    address = request.client.host if request.client else ""
+    of_browser = None
+    if access.owner is not None:
+        access.take(f"login from {address}")
+        of_browser = access.owner.log_in(body.token)
+    secret = of_browser or body.token
+    caller = await access.caller(secret, address)
     if access.auth == "tokens":
         secure = request.url.scheme == "https"
-        response.set_cookie(COOKIE, body.token, path="/api/v1", httponly=True, samesite="strict", secure=secure)
+        response.set_cookie(COOKIE, secret, path="/api/v1", httponly=True, samesite="strict", secure=secure)
         await access.log(caller, "login", caller.actor)
     return _me(caller, access.auth)
 
 
+@router.post("/login/code", status_code=201)
+async def login_code(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> LoginCode:
+    """A code for one login of a browser, for the owner of a local stack: `wooly status` prints the address with one."""
+    access: Access = request.app.state.access
+    if access.owner is None or caller.actor != "owner":
+        raise RefusedError("router.forbidden", "only the owner of a local stack logs a browser in by a code")
+    return LoginCode(code=access.owner.code(), expires_in_s=CODE_S)
+
+
 @router.delete("/login", status_code=204)
 async def logout(request: Request, caller: Annotated[Caller, Depends(admitted)]) -> Response:
-    """Let the browser forget its token. The token itself goes on."""
+    """Let the browser forget its token. An API token itself goes on; a secret that a login made ends."""
+    access: Access = request.app.state.access
+    if access.owner is not None:
+        access.owner.log_out(request.cookies.get(COOKIE, ""))
     response = Response(status_code=204)
     response.delete_cookie(COOKIE, path="/api/v1", httponly=True, samesite="strict")
     return response

@@ -44,9 +44,16 @@ class Health(BaseModel):
 
 
 class LoginBody(Body):
-    """An API token's secret."""
+    """An API token's secret; or the code of a local stack's owner, which is valid once."""
 
     token: str = Field(default="", max_length=256)
+
+
+class LoginCode(BaseModel):
+    """A code that lets one browser in, once, as the owner of a local stack."""
+
+    code: str
+    expires_in_s: float
 
 
 class Me(BaseModel):

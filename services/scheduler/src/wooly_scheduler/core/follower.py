@@ -6,29 +6,21 @@ trusted any more; the follower waits for the executor's next one and says so (`l
 
 from __future__ import annotations
 
-import io
-import pickle
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from wooly_dispatch.errors import DispatchError, GapError, JournalError, ReplayError
-from wooly_dispatch.invariants import Auditor
+from wooly_dispatch.invariants import Auditor, AuditorRecord
 from wooly_dispatch.journal import Batch, Replayer
 from wooly_dispatch.state import DispatchState
 
-from wooly_scheduler.core.meters import GpuMeters
+from wooly_scheduler.core.meters import GpuMeters, GpuMetersRecord
 
+MAX_FINISHED = 16
+"""Journals whose totals may wait to be told: an executor that restarts in a circle does not fill memory."""
 MAX_EARLY = 64
 """Batches that may wait for one before them; then it is taken to be gone for good."""
-_FORMAT = b"wooly follower 1\n"
-
-
-class CheckpointError(ValueError):
-    """Bytes that are no checkpoint of this version."""
-
-    code = "scheduler.checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +33,43 @@ class Violation:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a session ran in all by a journal, in ns of the device and of its cores; its class at the end."""
+
+    session: str
+    tenant: str
+    priority: int
+    gpu_ns: int
+    core_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What all sessions ran in a journal's first `entries` entries. Of a later number they are the same or more."""
+
+    journal: str
+    entries: int
+    ran: tuple[Ran, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerRecord:
+    """A `Follower` as plain data, by the names of its attributes; `early`: batches, a character per byte."""
+
+    executor_id: str
+    journal: str
+    lost: str
+    gaps: int
+    counts: dict[str, int]
+    last: Violation | None
+    past: list[str]
+    early: list[str]
+    finished: list[Totals]
+    meters: GpuMetersRecord
+    auditor: AuditorRecord
+
+
 class Follower:
     """What is known of one executor from its journals.
 
@@ -50,6 +79,7 @@ class Follower:
         gaps: journals of which entries were missing.
         counts: violations by law, over all journals.
         last: the latest violation.
+        finished: of journals that another one followed, until somebody took note; the newest `MAX_FINISHED`.
     """
 
     def __init__(self, executor_id: str) -> None:
@@ -58,6 +88,7 @@ class Follower:
         self.gaps = 0
         self.counts: Counter[str] = Counter()
         self.last: Violation | None = None
+        self.finished: list[Totals] = []
         self._past: dict[str, None] = {}
         self._early: dict[int, Batch] = {}
         self._begin("")
@@ -96,6 +127,8 @@ class Follower:
             self._past[self.journal] = None
             for old in list(self._past)[:-16]:
                 del self._past[old]
+            if self.journal:
+                self.finished = [*self.finished, self.totals()][-MAX_FINISHED:]
             self._begin(batch.journal)
         if self.lost:
             return
@@ -104,6 +137,16 @@ class Follower:
             yield from self._replay(ready)
         if len(self._early) > MAX_EARLY:
             self._lose(GapError(self.replayer.next, min(self._early)))
+
+    def totals(self) -> Totals:
+        """What the sessions of this journal ran so far: those that are open, and those that ended in its last ten minutes."""
+        sessions = self.state.sessions
+        ran = [
+            Ran(name, m.tenant, sessions[name].policy.priority if name in sessions else 2, m.paid_ns, m.core_ns)
+            for name, m in self.meters.meters.items()
+            if m.core_ns
+        ]
+        return Totals(self.journal, self.entries, tuple(ran))
 
     def _next(self) -> Batch | None:
         first = min(self._early, default=None)
@@ -151,37 +194,34 @@ class Follower:
         self.last = Violation(self.journal, entry, law[:128], message[:2000])
         return self.last
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- records -----------------------------------------------------------------------------------------------------
 
-    def checkpoint(self) -> bytes:
-        """Everything, as it is: `resume`."""
-        return _FORMAT + zlib.compress(pickle.dumps(self, protocol=5), 1)
+    def record(self) -> FollowerRecord:
+        """All of it but `replayer` as plain data. The record shares tables with this object: encode it before the next batch."""
+        return FollowerRecord(
+            self.executor_id, self.journal, self.lost, self.gaps, dict(self.counts), self.last, list(self._past),
+            [batch.encode().decode("latin-1") for batch in self._early.values()],
+            self.finished,
+            self.meters.gpu_record(), self.auditor.auditor_record(),
+        )  # fmt: skip
 
     @staticmethod
-    def resume(data: bytes) -> Follower:
-        """The follower that `checkpoint` described. Only classes of the dispatch core and of this package are made.
+    def of_record(record: FollowerRecord, replayer: Replayer) -> Follower:
+        """The follower that a record and its replayer's checkpoint describe.
 
         Raises:
-            CheckpointError: it is of another version, or damaged.
+            LookupError: the record contradicts itself, or is of another journal or entry than the replayer.
+            JournalError: a batch that waits is damaged.
         """
-        if not data.startswith(_FORMAT):
-            raise CheckpointError("not a checkpoint of this version")
-        try:
-            found = _Unpickler(io.BytesIO(zlib.decompress(data[len(_FORMAT) :]))).load()
-        except Exception as e:
-            raise CheckpointError(f"not a checkpoint: {type(e).__name__}: {e}") from e
-        if not isinstance(found, Follower):
-            raise CheckpointError("not a checkpoint of a follower")
+        found = Follower(record.executor_id)
+        books = {record.meters.metrics.ledger.entry, record.auditor.ledger.entry}
+        if replayer.name != record.journal or (not record.lost and books != {replayer.next - 1}):
+            raise LookupError(f"the books are of another entry than {replayer.next - 1} of journal {replayer.name}")
+        found.journal, found.lost, found.gaps = record.journal, record.lost, record.gaps
+        found.counts, found.last = Counter(record.counts), record.last
+        found._past, found.finished = dict.fromkeys(record.past), record.finished
+        found._early = {b.first: b for b in (Batch.decode(text.encode("latin-1")) for text in record.early)}
+        found.replayer = replayer
+        found.meters.take_up_gpu(record.meters)
+        found.auditor.take_up_auditor(record.auditor)
         return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes plain data of ours and nothing else: a checkpoint comes from a store that others can reach."""
-
-    def find_class(self, module: str, name: str) -> object:
-        ours = module.startswith(("wooly_dispatch.", "wooly_scheduler.core.")) and "." not in name
-        if ours or (module, name) in (("collections", "deque"), ("collections", "Counter"), ("builtins", "set")):
-            found = super().find_class(module, name)
-            if isinstance(found, type) and (not ours or found.__module__ == module):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.events import EpochEndedEvent, Event, LaunchDoneEvent, SessionClosedEvent
 from wooly_dispatch.ledger import Account, Airborne, Work
-from wooly_dispatch.metrics import Histogram, Meter, Metrics
+from wooly_dispatch.metrics import Histogram, Meter, Metrics, MetricsRecord
 
 SAMPLE_NS = 1_000_000_000
 SAMPLES = 10
@@ -55,6 +55,23 @@ class Sample:
     run: dict[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMetersRecord:
+    """`GpuMeters` as plain data, by the names of its attributes."""
+
+    metrics: MetricsRecord
+    longest: dict[str, int]
+    paces: dict[str, Pace]
+    retired: dict[str, Meter]
+    epochs: int
+    samples: list[Sample]
+    closed: list[tuple[int, str]]
+    shared_until: int
+    lower: list[int]
+    arrivals: dict[str, dict[int, int]]
+    judged: tuple[int, int]
+
+
 class GpuMeters(Metrics):
     """`Metrics`, and what the scheduler adds. Epochs of the share error are seconds here, whatever the journal's are."""
 
@@ -70,6 +87,29 @@ class GpuMeters(Metrics):
         self._lower = [0, 0]  # what classes below P0, and below P1, ran
         self._arrivals: dict[str, dict[int, int]] = {}
         self._judged = (0, 0)
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def gpu_record(self) -> GpuMetersRecord:
+        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        return GpuMetersRecord(
+            self.metrics_record(), self.longest, self.paces, self.retired, self.epochs, list(self.samples),
+            list(self._closed), self._shared_until, self._lower, self._arrivals, self._judged,
+        )  # fmt: skip
+
+    def take_up_gpu(self, record: GpuMetersRecord) -> None:
+        """Be what `record` describes.
+
+        Raises:
+            LookupError: the record contradicts itself.
+        """
+        self.take_up_metrics(record.metrics)
+        if not record.samples or len(record.lower) != len(self._lower):
+            raise LookupError("the record of the meters contradicts itself")
+        self.longest, self.paces, self.retired = record.longest, record.paces, record.retired
+        self.epochs, self._shared_until, self._lower = record.epochs, record.shared_until, record.lower
+        self.samples = deque(record.samples, SAMPLES + 1)
+        self._closed, self._arrivals, self._judged = deque(record.closed), record.arrivals, record.judged
 
     # -- asked by the actor ------------------------------------------------------------------------------------------
 
@@ -210,5 +250,15 @@ class GpuMeters(Metrics):
 
 
 def _add(total: Meter, meter: Meter) -> None:
-    for name in ("run_ns", "core_ns", "ready_ns", "unjust_ns", "launches", "programs", "on_time", "with_objective"):
+    for name in (
+        "run_ns",
+        "core_ns",
+        "paid_ns",
+        "ready_ns",
+        "unjust_ns",
+        "launches",
+        "programs",
+        "on_time",
+        "with_objective",
+    ):
         setattr(total, name, getattr(total, name) + getattr(meter, name))

@@ -42,7 +42,7 @@ def up(
         print(json.dumps({"state": "up", **_report_of(stack)}), flush=True)
     else:
         places = {
-            "web UI": f"{stack.rest_url}/ui/",
+            "web UI": stack.ui_url(),
             "REST": stack.rest_url,
             "NATS": stack.nats_url,
             "files": stack.state_dir,
@@ -80,6 +80,26 @@ def _report_of(stack: Any) -> dict[str, Any]:
     }
 
 
+def _own_stack() -> Any:
+    settings, module = read_settings(), stack_module()
+    stack = module.read_stack(settings.state_dir)
+    if stack is None:
+        raise fail(ControlError("no stack is running here; start one with `wooly up`"))
+    return stack
+
+
+@app.command()
+def ui() -> None:
+    """Print the address of the local stack's pages, with a code that logs one browser in, once, within five minutes."""
+    print(_own_stack().ui_url())
+
+
+@app.command()
+def token() -> None:
+    """Print the token of the local stack's owner, for REST: curl -H "Authorization: Bearer $(wooly token)" …."""
+    print(_own_stack().token)
+
+
 @app.command()
 def status(as_json: Json = False) -> None:
     """Show the local stack and what the controller knows."""
@@ -110,7 +130,7 @@ def status(as_json: Json = False) -> None:
     else:
         out.print(f"controller {report['controller_url']}  {report['state']}", highlight=False)
         if stack is not None:
-            _print_places({"web UI": f"{stack.rest_url}/ui/", "REST": stack.rest_url, "files": stack.state_dir})
+            _print_places({"web UI": stack.ui_url(), "REST": stack.rest_url, "files": stack.state_dir})
         _print_places({name: f"pid {pid}" for name, pid in report["services"].items()})
         if problem:
             out.print(f"  {problem}", highlight=False)

@@ -150,6 +150,14 @@ function login() {
   });
 }
 
+/** "#/login/CODE", as `wooly status` prints it: the code lets this browser in, once, and leaves the address at once. */
+async function loginByCode() {
+  const { name, rest } = where();
+  if (name !== "login") return;
+  history.replaceState(null, "", "#/");
+  if (rest.length === 1) await api.post("login", { token: rest[0] }).catch(() => {}); // else the form asks
+}
+
 async function start() {
   try {
     me = await api.get("me");
@@ -165,5 +173,11 @@ async function start() {
 }
 
 access.lost = login;
-window.addEventListener("hashchange", () => me && !asking && show());
-start();
+window.addEventListener("hashchange", async () => {
+  if (where().name === "login") {
+    await loginByCode();
+    asking = false;
+    start();
+  } else if (me && !asking) show();
+});
+loginByCode().then(start);

@@ -1,0 +1,39 @@
+"""Who is let in over REST where the router asks nobody for a token."""
+
+import asyncio
+
+import pytest
+from wooly_bus.errors import RefusedError
+from wooly_bus.web import OPEN, Buckets, refuse_open
+from wooly_metering.access import Access
+from wooly_wis.messages import CheckTokenReply
+
+
+class App:
+    """A router that says this of every token."""
+
+    def __init__(self, auth):
+        self.reply = CheckTokenReply(auth=auth, actor="a", tenant=None, may=("credits:read",))
+
+    async def request(self, *_, **__):
+        return self.reply
+
+
+def caller(auth, host, said=""):
+    access = Access(App(auth), Buckets(100, 100), closed=refuse_open("METERING", host, said))
+    return asyncio.run(access.caller("", "10.0.0.7"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
+def test_open_router_opens_no_port_on_the_network_unless_it_was_said_in_words(host):
+    with pytest.raises(RefusedError, match="WOOLY_METERING_OPEN_TO_NETWORK") as refused:
+        caller("open", host)
+    assert refused.value.code == "router.forbidden"
+    with pytest.raises(RefusedError):
+        caller("open", host, "yes")
+    assert caller("open", host, OPEN).may == ("credits:read",)
+    assert caller("tokens", host).auth == "tokens"
+
+
+def test_open_router_opens_a_port_on_loopback():
+    assert caller("open", "127.0.0.1").auth == "open"
