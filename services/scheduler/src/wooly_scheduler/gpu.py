@@ -17,6 +17,7 @@ from wooly_bus.stream_reader import Kept
 from wooly_bus.supervision import start_task
 from wooly_dispatch.metrics import Meter
 from wooly_dispatch.overcommit import Commitment
+from wooly_dispatch.policing import declared
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -30,7 +31,7 @@ from wooly_wis.messages import (
     SessionPolicy,
 )
 
-from wooly_scheduler.core.admission import Demand, Verdict, admit, policed
+from wooly_scheduler.core.admission import Demand, Verdict, admit
 from wooly_scheduler.core.book import Book
 from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
@@ -238,7 +239,7 @@ class GpuActor:
 
     def on_admit_session(self, request: AdmitSessionRequest) -> AdmitSessionReply:
         """The response-time test."""
-        policy = policed(
+        policy = declared(
             request.priority, request.weight, request.service_ns, request.objective_ns, request.interval_ns
         )
         candidate = Demand(request.session_id, request.tenant, policy)

@@ -22,7 +22,7 @@ from wooly_scheduler.core.meters import GpuMeters
 
 MAX_EARLY = 64
 """Batches that may wait for one before them; then it is taken to be gone for good."""
-_FORMAT = b"wooly follower 1\n"
+_FORMAT = b"wooly follower 2\n"
 
 
 class CheckpointError(ValueError):
