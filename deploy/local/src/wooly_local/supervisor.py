@@ -111,6 +111,10 @@ class Supervisor:
                 "WOOLY_ROUTER_DURABLE": self._durable,
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_PORT": "0",
+                # Who started it may use it as it likes; see `wooly_router.core.ceilings`.
+                "WOOLY_ROUTER_DEFAULT_CLASS_CEILING": "0",
+                "WOOLY_ROUTER_DEFAULT_WEIGHT_CEILING": str(1 << 20),
+                "WOOLY_ROUTER_DEFAULT_EXCLUSIVE": "1",
                 "WOOLY_ROUTER_SIGNING_KEY": str(self.keys.signing_seed),
                 "WOOLY_ROUTER_CHANNEL_KEY": str(self.keys.channel_seed),
             },
