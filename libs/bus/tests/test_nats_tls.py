@@ -50,7 +50,7 @@ async def test_service_client_and_tunnel_meet_over_tls(url, files, authority, tr
         return NodesReply(nodes=())
 
     got = asyncio.Queue()
-    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait(sock))
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait(sock))
     app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, nodes)
     app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
     async with app.running(), contextlib.aclosing(listener):

@@ -1,6 +1,6 @@
 """A byte stream through NATS, for a data channel where no route exists. It knows bytes only: no frames, no sessions.
 
-Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `ChannelServer`, so that
+Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `Acceptor`, so that
 framing and everything above are the same as on any other transport; the far one is pumped by a `_Tunnel`.
 
 A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
@@ -43,6 +43,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
+from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
 from wooly_bus.rpc import nats_errors, settled
@@ -492,18 +493,21 @@ class TunnelListener:
 
     Args:
         there: NATS.
-        deliver: gets the near socket of every new tunnel, and a name for its peer.
-        limit: tunnels at a time.
+        deliver: gets the near socket of every new tunnel, a name for its peer, and one that all tunnels of a tenant share.
+        limits: of tunnels.
     """
 
     def __init__(
-        self, there: str | Access, deliver: Callable[[socket.socket, str], object], *, limit: int = 64
+        self,
+        there: str | Access,
+        deliver: Callable[[socket.socket, str, str], object],
+        *,
+        limits: TunnelLimits | None = None,
     ) -> None:
         self._access = Access.of(there)
         self._deliver = deliver
-        self._limit = limit
+        self._places = TunnelPlaces(limits or TunnelLimits())
         self._tunnels: dict[_Tunnel, asyncio.Task[None]] = {}
-        self._opening = 0
 
     @property
     def open(self) -> int:
@@ -518,7 +522,8 @@ class TunnelListener:
         """
         if not subjects.is_inbox_of(request.inbox, tenant):
             raise RefusedError("channel.inbox", "the tunnel would go to an inbox that is not the tenant's")
-        return await self._open(request, subjects.tunnel_inbox(request.inbox))
+        under = subjects.tunnel_inbox(request.inbox)
+        return await self._open(request, under, tenant, session=under.rpartition(".")[2])
 
     async def on_open_tunnel(self, request: OpenTunnelRequest) -> OpenTunnelReply:
         """Handle a client's request.
@@ -528,27 +533,24 @@ class TunnelListener:
         """
         return await self._open(request)
 
-    async def _open(self, request: OpenTunnelRequest, under: str = "") -> OpenTunnelReply:
-        if len(self._tunnels) + self._opening >= self._limit:
-            raise RefusedError(
-                "channel.busy", f"{self._limit} tunnels are open here, no more are served", retryable=True
-            )
-        tunnel = _Tunnel(self._access, request.key)
-        self._opening += 1
-        try:
-            await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
-        except (ChannelError, BusError) as e:
-            raise RefusedError(e.code, str(e), retryable=e.retryable) from e
-        finally:
-            self._opening -= 1
-        near = tunnel.join(request.inbox, request.window)
-        self._tunnels[tunnel] = start_errand(self._serve(tunnel, request.inbox), "a tunnel")
-        self._deliver(near, f"tunnel {request.inbox}")
+    async def _open(
+        self, request: OpenTunnelRequest, under: str = "", tenant: str = "", session: str = ""
+    ) -> OpenTunnelReply:
+        with self._places.take(tenant, session) as place:
+            tunnel = _Tunnel(self._access, request.key)
+            try:
+                await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
+            except (ChannelError, BusError) as e:
+                raise RefusedError(e.code, str(e), retryable=e.retryable) from e
+            near = tunnel.join(request.inbox, request.window)
+            self._tunnels[tunnel] = start_errand(self._serve(tunnel, request.inbox, place.pop_all()), "a tunnel")
+        self._deliver(near, f"tunnel {request.inbox}", f"tunnels of tenant {tenant}" if tenant else "tunnels")
         return OpenTunnelReply(inbox=tunnel.inbox, window=WINDOW)
 
-    async def _serve(self, tunnel: _Tunnel, peer: str) -> None:
+    async def _serve(self, tunnel: _Tunnel, peer: str, place: contextlib.ExitStack) -> None:
         try:
-            reason = await tunnel.run()
+            with place:
+                reason = await tunnel.run()
         finally:
             del self._tunnels[tunnel]
         if reason:
