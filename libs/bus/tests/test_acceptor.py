@@ -1,7 +1,6 @@
 """Strangers at the acceptor: storms, half-open connections, slow writers, garbage, no descriptors. Whoever is in goes on."""
 
 import contextlib
-import itertools
 import logging
 import os
 import resource
@@ -315,7 +314,8 @@ def test_other_words_than_tls_end_the_connection_alone(host, files, said):
     running = host()
     sock = running.knock()
     sock.sendall(said)
-    sock.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # closed already
+        sock.shutdown(socket.SHUT_WR)
     told(sock)
     client = connect(running.endpoint, client_context(files.authority))
     assert echoes(client)
@@ -541,6 +541,16 @@ class Faulty(socket.socket):
         return super().sendmsg(*args)
 
 
+def polled(server, kind):
+    """The next event of a kind; what came with it is polled again by the next call."""
+    for _ in range(100):
+        found = [event for event in server.poll(1) if isinstance(event, kind)]
+        server._events[:0] = found[1:]
+        if found:
+            return found[0]
+    raise AssertionError(f"no {kind.__name__}")
+
+
 @pytest.mark.parametrize("way", ["reading", "writing"])
 @pytest.mark.parametrize(
     "fault", [ValueError("v"), MemoryError("m"), ssl.SSLError("s"), OverflowError("o"), OSError("e")]
@@ -561,12 +571,10 @@ def test_no_fault_of_a_connection_leaves_poll(way, fault):
         ends[0][0].send(ECHO, b"x")
     else:
         conns[0].send(ECHO, b"x")
-    gone = itertools.chain.from_iterable(server.poll(1) for _ in range(3))
-    (left,) = [e for e in gone if isinstance(e, Disconnected)]
+    left = polled(server, Disconnected)
     assert left.conn is conns[0] and str(fault) in left.reason
     ends[1][0].send(ECHO, b"still here")
-    heard = itertools.chain.from_iterable(server.poll(1) for _ in range(3))
-    assert [e.payload for e in heard if isinstance(e, FrameReceived)] == [b"still here"]
+    assert polled(server, FrameReceived).payload == b"still here"
     for client, _ in ends:
         client.close()
     server.close()
@@ -593,13 +601,11 @@ def test_fault_of_the_sink_is_one_connections_unless_it_is_fatal():
     for client in clients[:2]:
         client._sent = 1
         client.send(ECHO, bytes(8), b"data")
-    gone = list(itertools.chain.from_iterable(server.poll(1) for _ in range(3)))
-    assert {e.conn.owner for e in gone if isinstance(e, Disconnected)} == {0, 1}
+    assert {polled(server, Disconnected).conn.owner for _ in range(2)} == {0, 1}
     clients[2]._sent = 1
     clients[2].send(ECHO, bytes(8), b"data")
     with pytest.raises(Lost):
-        for _ in range(3):
-            server.poll(1)
+        polled(server, Disconnected)
     for client in clients:
         client.close()
     server.close()
