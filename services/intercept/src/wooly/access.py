@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 import urllib.error
@@ -94,6 +95,11 @@ class RestCredentials:
         except ChannelTlsError as e:
             raise AccessError(f"{where}: {e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
         except urllib.error.URLError as e:
+            if isinstance(e.reason, ssl.SSLCertVerificationError):
+                raise AccessError(
+                    f"{where} has a certificate that is not trusted: {e.reason.verify_message} (WOOLYAI_TLS_CA names the "
+                    "authorities to trust)"
+                ) from e
             raise AccessError(f"{where} does not answer: {e.reason}") from e
         except (OSError, ValueError, KeyError, TypeError, CredentialsError) as e:
             raise AccessError(f"{where} answers something else than credentials: {e}") from e

@@ -34,7 +34,6 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from pydantic import AfterValidator, Field
 from wooly_wis.messages import Message
@@ -46,6 +45,7 @@ from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, Channel
 from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
+from wooly_bus.nats_client import NatsClient
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.supervision import start_errand, start_thread
 
@@ -141,7 +141,7 @@ class _Tunnel:
         self._access = access
         self._tenant: str | None = None
         self._key = bytes.fromhex(key)
-        self._client = Client()
+        self._client = NatsClient()
         self._fate = _Fate()
         self._last_error = ""
         self._ends: float | None = None
