@@ -1,6 +1,9 @@
 """Who may enter: one client per session, whatever comes at once, and nobody whose session ended meanwhile."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -109,6 +112,23 @@ def test_job_s_own_socket_enters_as_any_other(device):
     client.send(Kind.HELLO, bytes(hello(token="token of a")))
     assert client.recv(30).kind == Kind.WELCOME
     client.close()
+
+
+WITH_A_DEAD_ACCEPTOR = """
+import sys
+from wooly_bus.channel import Acceptor
+from wooly_executor.app import main
+Acceptor._timeout = lambda self: 1 / 0
+sys.exit(main(["--standalone", "--token", "t", "--runtime", "torch_cpu", "--listen", sys.argv[1]]))
+"""
+
+
+def test_executor_whose_acceptor_dies_ends(tmp_path):
+    """It would hold its sessions and let nobody in; whoever supervises it starts another."""
+    argv = [sys.executable, "-c", WITH_A_DEAD_ACCEPTOR, f"unix://{tmp_path}/s"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path)}
+    ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert ran.returncode == 4 and "ZeroDivisionError" in ran.stderr, ran.stderr
 
 
 def test_server_takes_guests_between_two_polls():

@@ -154,6 +154,19 @@ def test_rest_with_an_untrusted_certificate_names_the_cure(files):
     assert isinstance(failed.value.__cause__, urllib.error.URLError)
 
 
+def test_rest_that_sends_the_client_elsewhere_does_not_get_the_token_there():
+    with listening(lambda sock: None) as (elsewhere, seen):
+        answer = f"HTTP/1.1 302 Found\r\nLocation: http://localhost:{elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
+
+        def send_away(sock):
+            sock.recv(4096)
+            sock.sendall(answer)
+
+        with listening(send_away) as (port, _), pytest.raises(access.AccessError, match="HTTP 302"):
+            access.RestCredentials(f"http://localhost:{port}", "token")
+        assert not seen
+
+
 def greeting(tls_required, then=lambda sock: None):
     """A NATS server's first line."""
 

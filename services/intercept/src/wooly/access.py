@@ -41,6 +41,13 @@ def from_file(path: Path) -> Credentials:
     return Credentials.load(path)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirection would take the API token elsewhere, from https to http, too."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """None: the answer is an error."""
+
+
 class RestCredentials:
     """Credentials that a controller gives for an API token; new ones when a third of their time is left.
 
@@ -85,7 +92,8 @@ class RestCredentials:
         asked = time.time()
         try:
             tls = client_context(self._tls) if self._url.startswith("https:") else None
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as answer:
+            opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls), _NoRedirect)
+            with opener.open(request, timeout=TIMEOUT_S) as answer:
                 said: dict[str, Any] = json.loads(answer.read(_LARGEST))
             held = Credentials.parse(str(said["credentials"]))
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
