@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 from wooly_bus import subjects
@@ -76,6 +77,28 @@ def test_authority_that_is_not_trusted_is_named_as_the_cause(url, tmp_path):
     other = make_certificates(tmp_path, "localhost")
     with pytest.raises(BusConnectError, match="certificate verify failed"):
         ControlClient(Access(url, None, other.authority), timeout=1)
+
+
+async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():
+    """Somebody in between answers that TLS is not needed; user and password must not follow."""
+    heard = []
+
+    async def answer(reader, writer):
+        info = {"server_id": "x", "version": "2.10.0", "max_payload": 1 << 20, "tls_required": False}
+        writer.write(b"INFO " + json.dumps(info).encode() + b"\r\n")
+        heard.append(await reader.read(4096))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "localhost", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        app = ServiceApp("router", f"tls://user:password@localhost:{port}", patience_s=0.5)
+        with pytest.raises(BusConnectError, match="does not offer TLS, and nothing is sent to it in plain text"):
+            async with app.running():
+                pass
+        while not heard:
+            await asyncio.sleep(0.01)
+    assert set(heard) == {b""}
 
 
 def test_authorities_that_cannot_be_read_are_named(url, tmp_path, monkeypatch):
