@@ -9,6 +9,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import make_authority
+from wooly_bus.channel import ChannelTlsError
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener, open_tunnel
 from wooly_bus.errors import BusConnectError
 from wooly_bus.rpc import ControlClient
@@ -77,6 +78,8 @@ def test_authority_that_is_not_trusted_is_named_as_the_cause(url, tmp_path):
     other = make_certificates(tmp_path, "localhost")
     with pytest.raises(BusConnectError, match="certificate verify failed"):
         ControlClient(Access(url, None, other.authority), timeout=1)
+    with pytest.raises(ChannelTlsError, match="certificate that is not trusted"):
+        open_tunnel(Access(url, None, other.authority), subjects.executor_tunnel("x"), timeout=5)
 
 
 async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():

@@ -211,15 +211,15 @@ def _connect(
 
 
 def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
-    if endpoint.scheme == "nats":
-        from wooly_bus.channel.tunnel import open_tunnel
+    try:
+        if endpoint.scheme == "nats":
+            from wooly_bus.channel.tunnel import open_tunnel
 
-        return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
-    if endpoint.scheme == "tls":
-        try:
+            return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+        if endpoint.scheme == "tls":
             return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
-        except ChannelTlsError as e:
-            raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
+    except ChannelTlsError as e:
+        raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
     return ChannelClient.connect(endpoint)
 
 

@@ -25,6 +25,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -42,6 +43,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
+from wooly_bus.channel.tls import ChannelTlsError
 from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
@@ -202,6 +204,10 @@ class _Tunnel:
             raise ChannelTimeoutError(f"no NATS server answers at {self._access} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             await self._disconnect()
+            if isinstance(e, ssl.SSLCertVerificationError):
+                raise ChannelTlsError(
+                    f"NATS at {self._access} has a certificate that is not trusted: {e.verify_message}"
+                ) from e
             raise ChannelClosedError(f"no NATS server for the tunnel at {self._access}: {self._last_error or e}") from e
 
     async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
