@@ -11,9 +11,21 @@ from wooly_testkit.cluster import Cluster, Tenant
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def folder(tmp_path_factory):
+    """Of the cluster's keys, sockets and logs."""
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def executor_settings():
+    """Settings of the executor beside the usual ones, without their prefix; a module may have others."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, executor_settings):
     with contextlib.ExitStack() as stack:
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack)
+        yield Cluster(folder, stack, executor=executor_settings)
 
 
 @pytest.fixture(scope="module")

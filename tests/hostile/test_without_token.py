@@ -19,6 +19,17 @@ from wooly_bus import subjects
 from wooly_bus.rpc import ControlClient
 from wooly_testkit import forks
 from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
+import contextlib
+import socket
+import struct
+
+import pytest
+from wooly_bus.channel import ChannelClient, Endpoint, client_context
+from wooly_bus.channel.framing import HEADER
+from wooly_testkit import forks
+from wooly_testkit.certificates import make_certificates
+from wooly_testkit.cluster import enter
+from wooly_wis.frames import PROTOCOL, Kind, pack_json
 
 pytestmark = pytest.mark.connected
 
@@ -182,3 +193,114 @@ def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(loca
     for log in (local.state_dir / "logs").iterdir():
         text = log.read_text(errors="replace")
         assert not any(one in text for one in (code, secret, local.token)), log
+@pytest.fixture(scope="module")
+def certificates(folder):
+    return make_certificates(folder, "localhost")
+
+
+@pytest.fixture(scope="module")
+def executor_settings(folder, certificates):
+    return {
+        "LISTEN": f"unix://{folder}/x.sock,tls://localhost:0",
+        "TLS_CERT": str(certificates.certificate),
+        "TLS_KEY": str(certificates.key),
+    }
+
+
+# -- the executor's TLS port -----------------------------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(20, 3).cuda()
+x, y = torch.randn(50, 20).cuda(), (torch.arange(50) % 3).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for _ in range(10):
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    losses.append(loss.item())
+print("trained", losses[-1] < losses[0])
+"""
+
+
+@pytest.fixture
+def opened(carol):
+    made = carol.open()
+    yield made
+    carol.close(made)
+
+
+@pytest.fixture
+def port(opened):
+    """The executor's TLS endpoint."""
+    (part,) = opened.parts
+    return next(e for e in map(Endpoint.parse, part.endpoints) if e.scheme == "tls")
+
+
+def knock(port):
+    return socket.create_connection((port.host, port.port), 30)
+
+
+def synced(channel):
+    channel.send(Kind.SYNC)
+    return channel.recv(60).kind == Kind.RESULT
+
+
+def test_resets_in_every_state_of_a_handshake_end_nobodys_session(opened, port, carol, certificates, tmp_path):
+    """20 of them, at the wrong moment, ended the device's thread once."""
+    inside, welcome = enter(opened)
+    assert welcome.kind == Kind.WELCOME
+    for n in range(600):
+        sock = knock(port)
+        with contextlib.suppress(OSError):
+            sock.sendall((b"", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/1.1\r\n\r\n")[n % 3])
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        sock.close()
+        if n % 100 == 0:
+            assert synced(inside)
+    assert synced(inside)
+    inside.close()
+    path = tmp_path / "script.py"
+    path.write_text(TRAINING)
+    env = carol.env(TLS_CA=str(certificates.authority), CHANNEL="direct")
+    ran = forks.run("wooly", "run", str(path), env=env, timeout=100)
+    assert ran.returncode == 0 and "trained True" in ran.stdout, ran.stderr
+
+
+def test_half_open_connections_keep_no_client_out(opened, port, certificates):
+    """More of them than the executor has places for strangers, some of which send a byte now and then."""
+    held = [knock(port) for _ in range(400)]
+    for sock in held[::7]:
+        with contextlib.suppress(OSError):
+            sock.send(b"\x16")
+    channel = ChannelClient.connect(port, timeout=30, tls=client_context(certificates.authority))
+    hello = {"protocol": PROTOCOL, "session_id": opened.session_id, "token": opened.parts[0].token}
+    channel.send(Kind.HELLO, pack_json(hello))
+    assert channel.recv(60).kind == Kind.WELCOME and synced(channel)
+    channel.close()
+    for sock in held:
+        sock.close()
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        HEADER.pack(1 << 20, Kind.HELLO, 0, 0, 1),
+        HEADER.pack(0, Kind.RUN, 0, 0, 1),
+        HEADER.pack(5, Kind.HELLO, 0, 0, 1) + b"{nope",
+        HEADER.pack(60_000, Kind.HELLO, 0, 0, 1) + b"[" * 60_000,
+    ],
+    ids=["oversize hello", "run first", "no json", "deep json"],
+)
+def test_first_frame_of_anything_is_refused_in_words(opened, port, certificates, frame):
+    with client_context(certificates.authority).wrap_socket(knock(port), server_hostname="localhost") as sock:
+        sock.sendall(frame)
+        said = b""
+        with contextlib.suppress(OSError):
+            while part := sock.recv(4096):
+                said += part
+    assert said[4] == Kind.ERROR and b'"message"' in said
+    inside, welcome = enter(opened)
+    assert welcome.kind == Kind.WELCOME and synced(inside)
+    inside.close()

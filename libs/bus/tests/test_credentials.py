@@ -484,7 +484,7 @@ async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monk
     monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
     app = ServiceApp("executor", url)
     got = asyncio.Queue()
-    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait((sock, peer)))
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait((sock, peer)))
     app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
     held = issuer.session("acme", "s1", ["x"], ttl_s=3)
     async with app.running(), contextlib.aclosing(listener):
@@ -502,7 +502,7 @@ async def test_tunnel_of_a_session_is_its_users_alone(url, authority, issuer, mo
     monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
     app = ServiceApp("executor", url)
     got = asyncio.Queue()
-    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait((sock, peer)))
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait((sock, peer)))
     app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
     held = issuer.session("acme", "s1", ["x"], ttl_s=60)
     other = issuer.session("other", "s2", ["x"], ttl_s=60)

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import json
 
 import pytest
 from wooly_bus import subjects
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import make_authority
+from wooly_bus.channel import ChannelTlsError
 from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener, open_tunnel
 from wooly_bus.errors import BusConnectError
 from wooly_bus.rpc import ControlClient
@@ -50,7 +52,7 @@ async def test_service_client_and_tunnel_meet_over_tls(url, files, authority, tr
         return NodesReply(nodes=())
 
     got = asyncio.Queue()
-    listener = TunnelListener(Access.of_service(url), lambda sock, peer: got.put_nowait(sock))
+    listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait(sock))
     app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, nodes)
     app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
     async with app.running(), contextlib.aclosing(listener):
@@ -76,6 +78,30 @@ def test_authority_that_is_not_trusted_is_named_as_the_cause(url, tmp_path):
     other = make_certificates(tmp_path, "localhost")
     with pytest.raises(BusConnectError, match="certificate verify failed"):
         ControlClient(Access(url, None, other.authority), timeout=1)
+    with pytest.raises(ChannelTlsError, match="certificate that is not trusted"):
+        open_tunnel(Access(url, None, other.authority), subjects.executor_tunnel("x"), timeout=5)
+
+
+async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():
+    """Somebody in between answers that TLS is not needed; user and password must not follow."""
+    heard = []
+
+    async def answer(reader, writer):
+        info = {"server_id": "x", "version": "2.10.0", "max_payload": 1 << 20, "tls_required": False}
+        writer.write(b"INFO " + json.dumps(info).encode() + b"\r\n")
+        heard.append(await reader.read(4096))
+        writer.close()
+
+    server = await asyncio.start_server(answer, "localhost", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        app = ServiceApp("router", f"tls://user:password@localhost:{port}", patience_s=0.5)
+        with pytest.raises(BusConnectError, match="does not offer TLS, and nothing is sent to it in plain text"):
+            async with app.running():
+                pass
+        while not heard:
+            await asyncio.sleep(0.01)
+    assert set(heard) == {b""}
 
 
 def test_authorities_that_cannot_be_read_are_named(url, tmp_path, monkeypatch):

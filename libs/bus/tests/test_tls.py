@@ -20,6 +20,7 @@ from wooly_bus.channel import (
     server_context,
 )
 from wooly_testkit.certificates import make_certificates
+from wooly_testkit.channel import acceptor_of, connect
 
 ECHO, BULK, FETCH = 20, 21, 22
 MB = 1 << 20
@@ -36,7 +37,9 @@ class Server:
     def __init__(self, files):
         self.memory = bytearray(32 * MB)
         self.channels = ChannelServer({BULK: 8}, self.sink)
-        self.endpoint = self.channels.listen(Endpoint("tls", "localhost"), server_context(files.certificate, files.key))
+        self.acceptor = acceptor_of(self.channels)
+        self.endpoint = self.acceptor.listen(Endpoint("tls", "localhost"), server_context(files.certificate, files.key))
+        self.acceptor.start()
         self.gone, self.stopping = [], threading.Event()
         self.thread = threading.Thread(target=self.loop)
         self.thread.start()
@@ -49,7 +52,7 @@ class Server:
         while not self.stopping.is_set():
             for event in self.channels.poll(1):
                 if isinstance(event, Connected):
-                    event.conn.authenticated = True
+                    event.conn.ack(1)
                 elif isinstance(event, Disconnected):
                     self.gone.append(event.reason)
                 elif isinstance(event, FrameReceived):
@@ -62,6 +65,7 @@ class Server:
         self.channels.close()
 
     def close(self):
+        self.acceptor.close()
         self.stopping.set()
         self.channels.wake()
         self.thread.join()
@@ -74,7 +78,7 @@ def server(files):
 
 
 def test_frames_and_bulk_data_arrive_exactly_both_ways(server, files):
-    client = ChannelClient.connect(server.endpoint, tls=client_context(files.authority))
+    client = connect(server.endpoint, client_context(files.authority))
     for n in (0, 1, 16_384, 16_385, 3 * MB):
         data = os.urandom(n)
         client.send(ECHO, data[: n // 2], memoryview(data)[n // 2 :])
@@ -91,7 +95,7 @@ def test_frames_and_bulk_data_arrive_exactly_both_ways(server, files):
 
 
 def test_two_clients_at_once(server, files):
-    clients = [ChannelClient.connect(server.endpoint, tls=client_context(files.authority)) for _ in range(2)]
+    clients = [connect(server.endpoint, client_context(files.authority)) for _ in range(2)]
     for n in range(50):
         for mark, client in enumerate(clients):
             client.send(ECHO, bytes([mark]) * n)
@@ -131,22 +135,22 @@ def test_server_without_tls_is_named_as_the_cause(files):
         thread.join()
 
 
-def test_client_without_tls_harms_nobody(server, files):
+def test_client_without_tls_harms_nobody(server, files, caplog):
     with socket.create_connection(("localhost", server.endpoint.port)) as plain:
         plain.sendall(os.urandom(1000))
         with contextlib.suppress(ConnectionError):
             while plain.recv(1000):
                 pass
-    client = ChannelClient.connect(server.endpoint, tls=client_context(files.authority))
+    client = connect(server.endpoint, client_context(files.authority))
     client.send(ECHO, b"still here")
     assert client.recv(60).payload == b"still here"
     client.close()
-    assert any("TLS handshake failed" in reason for reason in server.gone)
+    assert "TLS handshake failed" in caplog.text
 
 
 def test_silent_client_does_not_stop_the_others(server, files):
     with socket.create_connection(("localhost", server.endpoint.port)):
-        client = ChannelClient.connect(server.endpoint, tls=client_context(files.authority))
+        client = connect(server.endpoint, client_context(files.authority))
         client.send(ECHO, b"x")
         assert client.recv(60).payload == b"x"
         client.close()
@@ -170,8 +174,10 @@ def test_listening_needs_a_certificate_that_fits_its_key(files, tmp_path):
     with pytest.raises(ChannelTlsError, match="not a certificate and its key"):
         server_context(files.key, files.key)
     channels = ChannelServer()
+    acceptor = acceptor_of(channels)
     with pytest.raises(ChannelError, match="TLS context"):
-        channels.listen(Endpoint("tls", "localhost"))
+        acceptor.listen(Endpoint("tls", "localhost"))
+    acceptor.close()
     channels.close()
 
 

@@ -22,6 +22,7 @@ from wooly_bus.channel import (
     ChannelError,
     ChannelServer,
     ChannelTimeoutError,
+    Connected,
     Disconnected,
     EndpointError,
     FrameReceived,
@@ -42,9 +43,11 @@ from wooly_bus.channel.tunnel import (
     open_tunnel,
     tunnel_endpoint,
 )
+from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.envelope import encode
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
+from wooly_testkit.channel import acceptor_of, greeted
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
@@ -62,7 +65,9 @@ class Host:
         self.jobs, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
         self.held = None
         self.stopping = threading.Event()
-        self.listener = TunnelListener(url, self.deliver, **options)
+        self.acceptor = acceptor_of(self.server)
+        self.acceptor.start()
+        self.listener = TunnelListener(url, self.acceptor.adopt, **options)
         self.polling = threading.Thread(target=self.poll)
         self.polling.start()
         started = threading.Event()
@@ -74,14 +79,6 @@ class Host:
         at = int.from_bytes(prefix, "little")
         return memoryview(self.memory)[at : at + n]
 
-    def deliver(self, sock, peer):
-        self.call(lambda: self.adopt(sock, peer))
-
-    def adopt(self, sock, peer):
-        self.server.adopt(sock, peer)
-        for conn in self.server._connections:  # no hello here: the first frame may be a large one
-            conn.authenticated = True
-
     def call(self, job):
         self.jobs.put(job)
         self.server.wake()
@@ -89,7 +86,9 @@ class Host:
     def poll(self):
         while not self.stopping.is_set():
             for event in self.server.poll(1):
-                if isinstance(event, Disconnected):
+                if isinstance(event, Connected):
+                    event.conn.ack(1)
+                elif isinstance(event, Disconnected):
                     self.gone.put(event.reason)
                 elif isinstance(event, FrameReceived):
                     self.on_frame(event)
@@ -129,12 +128,13 @@ class Host:
 
     def close(self):
         self.stop_listening()
+        self.acceptor.close()
         self.stopping.set()
         self.server.wake()
         self.polling.join()
 
     def dial(self):
-        return ChannelClient(open_tunnel(self.url, self.subject))
+        return greeted(ChannelClient(open_tunnel(self.url, self.subject)))
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_two_tunnels_at_once_keep_their_bytes_apart(host):
 
 def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
     sock = open_tunnel(host.url, host.subject)
-    client = ChannelClient(sock)
+    client = greeted(ChannelClient(sock))
     client.window = 1 << 40
     client.send(HOLD)
     eventually(lambda: host.held is not None)
@@ -299,9 +299,11 @@ async def test_executor_that_does_not_answer_is_a_timeout(nats_server):
 
 
 def test_too_many_tunnels_are_refused(nats_server):
-    with contextlib.closing(Host(nats_server, "narrow", limit=1)) as host:
+    with contextlib.closing(Host(nats_server, "narrow", limits=TunnelLimits(total=1))) as host:
         first = host.dial()
-        with pytest.raises(ChannelError, match="refused: 1 tunnels are open"):
+        with pytest.raises(
+            ChannelError, match=r"refused: 1 tunnels are open here, and 1 is the limit \(WOOLY_EXECUTOR_TUNNELS\)"
+        ):
             host.dial()
         first.close()
         eventually(lambda: host.listener.open == 0)
@@ -365,8 +367,10 @@ class Spy:
             self.ends.put(message.data[HEAD.size :].decode())
 
     async def tunnel(self, host):
+        """A client that is welcome: one message went each way."""
         client = await asyncio.to_thread(host.dial)
-        while self.reply is None:
+        while self.reply is None or not client.acked:
+            client.poll_acks()
             await asyncio.sleep(0.01)
         return client
 
@@ -401,13 +405,13 @@ async def test_messages_of_strangers_change_nothing(private_host):
 @pytest.mark.parametrize(
     ("kind", "number", "data", "words"),
     [
-        (DATA, 9, b"later", "message 9 came where 1 was due"),
-        (DATA, 1, b"", "no leave"),
-        (BEAT, 3, b"", "3 messages were sent, 0 came"),
-        (END, 3, b"", "3 messages were sent, 0 came"),
+        (DATA, 9, b"later", "message 9 came where 2 was due"),
+        (DATA, 2, b"", "no leave"),
+        (BEAT, 3, b"", "3 messages were sent, 1 came"),
+        (END, 3, b"", "3 messages were sent, 1 came"),
         (CREDIT, 1 << 40, b"", "never sent"),
         (99, 0, b"", "kind 99"),
-        (END, 0, b"the peer's own words", "the peer's own words"),
+        (END, 1, b"the peer's own words", "the peer's own words"),
     ],
 )
 async def test_broken_rules_end_the_tunnel_with_the_rule(private_host, side, kind, number, data, words):
@@ -420,7 +424,7 @@ async def test_broken_rules_end_the_tunnel_with_the_rule(private_host, side, kin
     else:
         # The end that noticed tells the other one.
         assert words in await asyncio.to_thread(broken, client)
-        if kind != END or number:
+        if kind != END or number != 1:
             assert words in await asyncio.to_thread(private_host.gone.get, timeout=60)
     await spy.client.close()
 
@@ -431,7 +435,7 @@ async def test_more_than_the_window_is_not_taken(private_host):
     data, headers = encode(spy.request)
     answer = await spy.client.request(private_host.subject, data, timeout=5, headers=headers)
     inbox = OpenTunnelReply.model_validate_json(answer.data).inbox
-    await spy.say(inbox, DATA, 1, HEADER.pack(0, HOLD, 0, 0, 1))
+    await spy.say(inbox, DATA, 1, HEADER.pack(0, 2, 0, 0, 1) + HEADER.pack(0, HOLD, 0, 0, 2))
     await asyncio.to_thread(eventually, lambda: private_host.held is not None)  # what follows is no frame
     chunk = bytes(500_000)
     for n in range(2, (WINDOW + 5 * tunnels.SOCKET_BUFFER) // len(chunk) + 2):
@@ -458,6 +462,7 @@ import sys, time
 from wooly_bus.channel import ChannelClient
 from wooly_bus.channel.tunnel import open_tunnel
 client = ChannelClient(open_tunnel(sys.argv[1], sys.argv[2]))
+client.send(2)
 client.send(20, b"x")
 client.recv(60)
 print("ready", flush=True)
@@ -478,7 +483,7 @@ def process(code, *args):
 
 def test_killed_listener_is_noticed(nats_server):
     with process(HOST_PROCESS, __file__, nats_server) as other:
-        client = ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other")))
+        client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
         client.send(ECHO, b"x")
         client.recv(60)
         other.kill()
@@ -487,7 +492,7 @@ def test_killed_listener_is_noticed(nats_server):
 
 def test_frozen_listener_is_noticed_while_sending(nats_server):
     with process(HOST_PROCESS, __file__, nats_server) as other:
-        client = ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other")))
+        client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
         client.window = 1 << 40
         other.send_signal(signal.SIGSTOP)
         with pytest.raises(ChannelClosedError, match="silent for 5 s"):

@@ -28,6 +28,7 @@ from wooly_bus.access import Access, Shows
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
+from wooly_bus.nats_client import NatsClient
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.supervision import start_task
 from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
@@ -45,6 +46,16 @@ GRACE_S = 5.0
 SPANS_EVERY_S = 0.25
 #: The span of a message whose sender has no trace.
 _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
+
+
+class _Broker(NatsBroker):
+    """FastStream's, on a client that no server can talk out of TLS."""
+
+    async def _connect(self) -> Client:
+        client = NatsClient()
+        await client.connect(**self._connection_kwargs)
+        self.config.connect(client)
+        return client
 
 
 class ServiceApp:
@@ -80,7 +91,7 @@ class ServiceApp:
         self._dropped_told = 0
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
-        self.broker = NatsBroker(
+        self.broker = _Broker(
             nats_url.split(","),
             logger=None,
             name=f"wooly-{name}",

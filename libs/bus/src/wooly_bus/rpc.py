@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import logging
 import queue
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,7 @@ from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
+from wooly_bus.nats_client import NatsClient, PlainTextError
 from wooly_bus.supervision import start_errand, start_task, start_thread
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("wooly.bus")
 #: Seconds for which a connection with old credentials is kept, for answers that are on their way.
 OLD_CONNECTION_S = 5.0
+#: Seconds that closing a connection may take whose handshake failed: nats-py waits for the other end's word, which never comes.
+CLOSE_S = 0.2
 #: Seconds after which it is looked whether credentials are to be renewed: a machine that sleeps stops timers, not the clock.
 LOOK_S = 15.0
 #: Seconds between two attempts to renew them, at least and at most.
@@ -193,10 +197,12 @@ class ControlClient:
             await connection.close()
 
     async def _connect(self, held: Credentials | None) -> Client:
-        client, timeout = Client(), self._timeout
+        client, timeout = NatsClient(), self._timeout
 
         async def on_error(error: Exception) -> None:
             await self._on_error(error)
+            if client.is_connecting and isinstance(error, (ssl.SSLCertVerificationError, PlainTextError)):
+                raise error  # no server is to be trusted more at the next attempt
             if "authorization" in str(error).lower():
                 if client.is_connecting:
                     raise error  # nats-py would try for ever
@@ -232,6 +238,11 @@ class ControlClient:
             why = self._last_error or f"silence for {timeout:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         except (OSError, ValueError, nats.errors.Error) as e:
+            if isinstance(e, (ssl.SSLCertVerificationError, PlainTextError)):
+                with contextlib.suppress(TimeoutError, AssertionError, OSError, nats.errors.Error):
+                    async with asyncio.timeout(CLOSE_S):
+                        await client.close()
+                raise BusConnectError(f"NATS at {self.url} is not to be trusted: {e}") from e
             if "authorization" in str(e).lower():
                 await client.close()
                 if held is not None and held.expires_at is not None and held.expires_at < time.time():

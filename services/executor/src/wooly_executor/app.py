@@ -20,6 +20,7 @@ from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError, ChannelTlsError, Endpoint, EndpointError, server_context
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
+from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
 from wooly_bus.private import keep_private
 from wooly_bus.streams import StreamError
@@ -55,6 +56,8 @@ RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
 #: Exit status of an executor whose device is lost: whoever supervises it starts another. One whose code fails ends with
 #: `wooly_bus.supervision.BROKEN` (4).
 LOST = 3
+#: Exit status of an executor that nobody can reach any more: the thread that accepts connections died.
+BROKEN = 4
 
 
 def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> Runtime:
@@ -103,7 +106,8 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
     app.live["device"] = alive
     tunnels = TunnelListener(
         Access.of_service(settings.nats_url),
-        lambda sock, peer: loop.call(lambda: loop.server.adopt(sock, peer)),
+        loop.acceptor.adopt,
+        limits=TunnelLimits(settings.tunnels, settings.tunnels_per_tenant),
     )
     endpoints = [*settings.advertised(bound), str(tunnel_endpoint(settings.nats_url, settings.id))]
     actor = ExecutorActor(settings, app, loop, endpoints, tunnels)
@@ -142,7 +146,7 @@ def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) 
         context = server_context(settings.tls_cert, settings.tls_key)
     except ChannelTlsError as e:
         raise ChannelTlsError(f"{endpoint}: {e} (see {PREFIX}TLS_CERT and {PREFIX}TLS_KEY)") from e
-    return loop.server.listen(endpoint, context)
+    return loop.listen(endpoint, context)
 
 
 def prepare_alone(loop: DeviceLoop, token: str, opaque: bool) -> threading.Event:
@@ -199,7 +203,9 @@ def main(argv: list[str] | None = None) -> int:
     if runtime.device.host:  # a GPU's events tell what its own cores did
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector())
+    strangers = settings.stranger_limits()
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector(), strangers)
+    loop.acceptor.on_died = lambda error: os._exit(BROKEN)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

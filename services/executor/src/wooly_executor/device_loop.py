@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,16 @@ from typing import Any, TypeVar
 
 import torch
 from opentelemetry.trace import SpanContext
-from wooly_bus.channel import ChannelServer, Connected, Connection, Disconnected, Endpoint, Event, ProtocolError
+from wooly_bus.channel import (
+    Acceptor,
+    ChannelServer,
+    Connected,
+    Connection,
+    Disconnected,
+    Endpoint,
+    Event,
+    StrangerLimits,
+)
 from wooly_bus.channel.token import Pass
 from wooly_dispatch.events import Policy
 from wooly_wis.codec import DIGEST_SIZE
@@ -26,7 +36,6 @@ from wooly_wis.frames import (
     PROTOCOL,
     WRITE_HEAD,
     Kind,
-    pack_json,
     unpack_content,
     unpack_json,
     unpack_read,
@@ -37,6 +46,7 @@ from wooly_executor.answers import Answers, awaited
 from wooly_executor.collector import Collector
 from wooly_executor.cores import WorkerClock
 from wooly_executor.dispatch import Dispatch
+from wooly_executor.entrance import Entrance, Hello, TurnedAwayError, refusal
 from wooly_executor.errors import (
     AdmissionError,
     ContextLostError,
@@ -51,7 +61,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.pace import FASTEST, FULL, Pace
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.protocol import Execution, Runtime
-from wooly_executor.session import Failure, Frame, Session
+from wooly_executor.session import Frame, Session
 from wooly_executor.spans import spans_of
 from wooly_executor.tiers import Tiers, Work
 from wooly_executor.usage import Taken, UsageBook
@@ -84,6 +94,7 @@ class DeviceLoop:
         tiers: Tiers | None = None,
         pace: Pace | None = None,
         collector: Collector | None = None,
+        strangers: StrangerLimits | None = None,
     ) -> None:
         self.runtime = runtime
         self.tiers = tiers
@@ -91,7 +102,13 @@ class DeviceLoop:
         self.work = Work()
         self.dispatch = dispatch or Dispatch()
         self.server = ChannelServer(
-            {int(Kind.WRITE): WRITE_HEAD.size}, lambda conn, kind, prefix, nbytes: sink(self.vram, conn, prefix, nbytes)
+            {int(Kind.WRITE): WRITE_HEAD.size},
+            lambda conn, kind, prefix, nbytes: sink(self.vram, conn, prefix, nbytes),
+            fatal=(ContextLostError,),
+        )
+        self.entrance = Entrance()
+        self.acceptor = Acceptor(
+            self.entrance.check, refusal, self.server.enter, hello=int(Kind.HELLO), limits=strangers
         )
         self.memory = memory or int(runtime.facts()["total_memory"])
         self.vram = Vram(
@@ -120,9 +137,9 @@ class DeviceLoop:
 
     # -- from other threads ------------------------------------------------------------------------------------------
 
-    def listen(self, endpoint: Endpoint) -> Endpoint:
+    def listen(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> Endpoint:
         """Listen for channels; before `run` starts."""
-        return self.server.listen(endpoint)
+        return self.acceptor.listen(endpoint, tls)
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Have the loop's thread run `function`, also when nobody waits for the result any more.
@@ -177,12 +194,14 @@ class DeviceLoop:
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
+        self.entrance.open(session_id, entry)
 
     def close_session(self, session_id: str, reason: str) -> bool:
         """End a session and free all it has (in the loop's thread). False if there is none of that id."""
         session = self._sessions.pop(session_id, None)
         if session is None:
             return False
+        self.entrance.close(session_id)
         self.dispatch.closed(session)
         if session.spans is not None:
             session.spans.end(session, reason)
@@ -262,7 +281,7 @@ class DeviceLoop:
         for session_id in list(self._sessions):
             self._attempt(self.close_session, session_id, self.lost or STOPPING)
         self._ended = True
-        for ending in (self._refuse_calls, self.vram.stop, self.server.close, self.on_ended):
+        for ending in (self._refuse_calls, self.vram.stop, self.acceptor.close, self.server.close, self.on_ended):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:
@@ -279,6 +298,7 @@ class DeviceLoop:
             self._collector.begin()
         if self.pace is not None:
             self.pace.begin()
+        self.acceptor.start()
         self.runtime.device.attach()
         while not self._stopping.is_set():
             busy = dispatch.launch is not None or not self._calls.empty() or vram.due
@@ -371,6 +391,7 @@ class DeviceLoop:
     def _on_event(self, event: Event) -> None:
         conn = event.conn
         if isinstance(event, Connected):
+            self._welcome(conn, event.admitted)
             return
         if isinstance(event, Disconnected):
             session: Session | None = conn.owner
@@ -380,8 +401,7 @@ class DeviceLoop:
                 self.close_session(session.id, event.reason or "its client is gone")
             return
         if conn.owner is None:
-            self._hello(conn, event.kind, event.payload, event.seq)
-            return
+            return  # its session ended with this frame under way
         session = conn.owner
         session.idle_since = None
         session.queue.append(Frame(event.seq, event.kind, event.payload))
@@ -392,35 +412,21 @@ class DeviceLoop:
         if len(session.queue) > QUEUE_FRAMES or session.queued_bytes > QUEUE_BYTES:
             conn.pause()
 
-    def _hello(self, conn: Connection, kind: int, payload: bytearray, seq: int) -> None:
-        try:
-            if kind != Kind.HELLO:
-                raise ProtocolError("the first frame must be HELLO")
-            hello = unpack_json(payload)
-            if hello.get("protocol") != PROTOCOL:
-                raise ProtocolError(f"protocol {hello.get('protocol')!r:.100} is not spoken here, {PROTOCOL} is")
-            session = self._sessions.get(str(hello.get("session_id")))
-            if session is None:
-                raise ProtocolError("the session is not open here")
-            session.entry.check(str(hello.get("token")))
-            if session.conn is not None:
-                raise ProtocolError("the session has its client already; a token opens one channel")
-            jit = hello.get("jit", "exact")
-            if jit not in ("0", "exact", "full"):
-                raise ProtocolError(f"WOOLYAI_JIT={jit!r:.100} is not known here; 0, exact and full are")
-        except (ProtocolError, DecodeError, ValueError) as e:
-            log.warning("%s is turned away: %s", conn.peer, e)
-            conn.send(Kind.ERROR, pack_json(Failure("executor.turned_away", str(e), seq, None).to_json()))
-            self.server.flush()  # the last thing that it hears
-            conn.close(str(e))
+    def _welcome(self, conn: Connection, hello: Hello) -> None:
+        """Serve a client that the entrance let in, unless its session ended meanwhile."""
+        session = self._sessions.get(hello.session_id)
+        if session is None or session.entry is not hello.entry:
+            conn.send(*refusal(TurnedAwayError.code, "the session is not open here"))
+            self.server.flush()
+            conn.close("the session is not open here")
             return
         session.tiers = self.tiers
-        session.jit = jit
-        session.spans = spans_of(session.id, session.hosted, hello.get("trace"))
+        session.jit = hello.jit
+        session.spans = spans_of(session.id, session.hosted, hello.trace)
         if session.spans is not None:
             session.used.trace = session.spans.parent
-        session.conn, conn.owner, conn.authenticated = conn, session, True
-        conn.ack(seq)
+        session.conn, conn.owner = conn, session
+        conn.ack(1)
         facts = self.runtime.facts() | {"total_memory": session.quota}
         welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
         self._answers.say(conn, welcome, Kind.WELCOME)

@@ -192,7 +192,7 @@ class Jobs:
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
-            await asyncio.wrap_future(self._loop.call(lambda: self._loop.server.adopt(far, "job")))
+            self._loop.acceptor.adopt(far, "job")
             client = ChannelClient(near)
             playing = start_call(lambda: _play(client, request.session_id, secret, module, sources), "job")
             play = asyncio.wrap_future(playing)

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from wooly_bus import host
-from wooly_bus.channel import Endpoint
+from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
 from wooly_executor.memory.swap import Policy
@@ -53,6 +53,12 @@ class ExecutorSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     channel_key: str = ""
+    strangers: int = Field(default=256, ge=1, le=65536)
+    strangers_per_peer: int = Field(default=64, ge=1, le=65536)
+    hello_s: float = Field(default=10.0, gt=0, le=600)
+    spare_descriptors: int = Field(default=64, ge=1, le=65536)
+    tunnels: int = Field(default=64, ge=1, le=65536)
+    tunnels_per_tenant: int = Field(default=16, ge=1, le=65536)
     state_dir: Path = Field(default_factory=_state_dir)
     memory: Annotated[int, Field(ge=256, lt=1 << 63)] | None = None
     host_memory: int = Field(default_factory=host.memory, ge=256 << 20, lt=1 << 63)
@@ -91,6 +97,10 @@ class ExecutorSettings(BaseSettings):
         if self.pace == "off":
             return None
         return Pace(None if self.pace == "best" else self.pace)
+
+    def stranger_limits(self) -> StrangerLimits:
+        """What connections may take that have not shown a valid hello."""
+        return StrangerLimits(self.strangers, self.strangers_per_peer, self.hello_s, self.spare_descriptors)
 
     def endpoints(self) -> list[str]:
         """Where to listen: as configured, or a unix socket in the state directory."""

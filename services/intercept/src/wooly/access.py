@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 import urllib.error
@@ -38,6 +39,13 @@ def from_file(path: Path) -> Credentials:
     from wooly_bus.credentials import Credentials  # the cryptography of it costs every other client 20 ms
 
     return Credentials.load(path)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirection would take the API token elsewhere, from https to http, too."""
+
+    def redirect_request(self, *args: Any) -> None:
+        """None: the answer is an error."""
 
 
 class RestCredentials:
@@ -84,7 +92,8 @@ class RestCredentials:
         asked = time.time()
         try:
             tls = client_context(self._tls) if self._url.startswith("https:") else None
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=tls) as answer:
+            opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=tls), _NoRedirect)
+            with opener.open(request, timeout=TIMEOUT_S) as answer:
                 said: dict[str, Any] = json.loads(answer.read(_LARGEST))
             held = Credentials.parse(str(said["credentials"]))
             self.nats_url, self.tenant = str(said["nats_url"]), str(said["tenant"])
@@ -94,6 +103,11 @@ class RestCredentials:
         except ChannelTlsError as e:
             raise AccessError(f"{where}: {e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
         except urllib.error.URLError as e:
+            if isinstance(e.reason, ssl.SSLCertVerificationError):
+                raise AccessError(
+                    f"{where} has a certificate that is not trusted: {e.reason.verify_message} (WOOLYAI_TLS_CA names the "
+                    "authorities to trust)"
+                ) from e
             raise AccessError(f"{where} does not answer: {e.reason}") from e
         except (OSError, ValueError, KeyError, TypeError, CredentialsError) as e:
             raise AccessError(f"{where} answers something else than credentials: {e}") from e

@@ -23,6 +23,7 @@ from wooly.device import Device, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
+from wooly.routes import why_not
 from wooly.storage import MAX_DEVICES
 
 if TYPE_CHECKING:
@@ -89,11 +90,12 @@ def attach(
     channel: str = "auto",
     control_url: str | Access = "",
     tls_ca: Path | None = None,
+    plaintext: bool = False,
     dedup: str = "off",
     jit: str = "exact",
     trace: ClientTrace | None = None,
 ) -> Device:
-    """Connect the device to an executor's data channel: the first of `endpoints` that answers.
+    """Connect the device to an executor's data channel: the first of `endpoints` that may be tried (`wooly.routes`) and answers.
 
     Args:
         endpoints: where the executor says that it listens.
@@ -107,12 +109,13 @@ def attach(
         channel: auto, direct (no tunnel) or tunnel (nothing else).
         control_url: NATS as this process reaches it; empty: as the executor does.
         tls_ca: authorities for tls endpoints; None: the system's.
+        plaintext: an executor that offers TLS may be reached without, over a network.
         dedup: with whom the session shares equal contents: off, tenant, shared.
         jit: which kernels there may be in place of the library's: "0", "exact" or "full".
         trace: the trace that the session is in.
 
     Raises:
-        NotConnectedError: none does.
+        NotConnectedError: none does, or one has a certificate that is not to be trusted.
     """
     global _attached
     with _lock:
@@ -130,7 +133,9 @@ def attach(
                     contextlib.nullcontext("") if trace is None else trace.step("connect", executor=part.executor_id)
                 )
                 with connecting as parent:
-                    link, endpoint = _connect(part, session_id, token, channel, control_url, tls_ca, jit, parent)
+                    link, endpoint = _connect(
+                        part, session_id, token, channel, control_url, tls_ca, plaintext, jit, parent
+                    )
                 links.append(link)
                 answered.append(endpoint)
         except BaseException:
@@ -178,14 +183,17 @@ def _connect(
     channel: str,
     control_url: str | Access,
     tls_ca: Path | None,
+    plaintext: bool,
     jit: str,
     trace: str,
 ) -> tuple[Link, Endpoint]:
+    who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
     failures = []
-    for text in part.endpoints:
-        endpoint = Endpoint.parse(text)
-        if channel != "auto" and (channel == "tunnel") != (endpoint.scheme == "nats"):
-            failures.append(f"{text}: not tried, WOOLYAI_CHANNEL is {channel}")
+    offered = [Endpoint.parse(text) for text in part.endpoints]
+    for endpoint in offered:
+        nats_url = (control_url.url if isinstance(control_url, Access) else control_url) or f"nats://{endpoint.host}"
+        if reason := why_not(endpoint, offered, channel, nats_url, plaintext):
+            failures.append(f"{endpoint}: {reason}")
             continue
         try:
             client = _dial(endpoint, control_url, tls_ca)
@@ -195,24 +203,23 @@ def _connect(
             except BaseException:
                 client.close()
                 raise
+        except ChannelTlsError as e:
+            raise NotConnectedError(f"{who} cannot be trusted, and no other way to it is tried: {e}") from e
         except (ChannelError, WoolyError) as e:
-            if isinstance(e, ChannelTlsError):  # the next way may do, but this one should have
-                log.warning("%s", e)
-            failures.append(f"{text}: {e}")
-    who = f"the executor {part.executor_id}" if part.executor_id else "the executor"
+            failures.append(f"{endpoint}: {e}")
     raise NotConnectedError(f"no endpoint of {who} could be reached:\n  " + "\n  ".join(failures))
 
 
 def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
-    if endpoint.scheme == "nats":
-        from wooly_bus.channel.tunnel import open_tunnel
+    try:
+        if endpoint.scheme == "nats":
+            from wooly_bus.channel.tunnel import open_tunnel
 
-        return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
-    if endpoint.scheme == "tls":
-        try:
+            return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+        if endpoint.scheme == "tls":
             return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
-        except ChannelTlsError as e:
-            raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
+    except ChannelTlsError as e:
+        raise ChannelTlsError(f"{e} (WOOLYAI_TLS_CA names the authorities to trust)") from e
     return ChannelClient.connect(endpoint)
 
 
@@ -250,6 +257,7 @@ def enable(settings: Any = None) -> None:
                     channel=settings.channel,
                     control_url=opened.tunnels,
                     tls_ca=settings.tls_ca,
+                    plaintext=settings.plaintext,
                     dedup=settings.dedup,
                     trace=opened.trace,
                 )

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -88,6 +89,11 @@ class Controller:
         try:
             self._client = ControlClient(self.access)
         except BusConnectError as e:
+            if isinstance(e.__cause__, ssl.SSLCertVerificationError):
+                raise ControlError(
+                    f"the controller's NATS has a certificate that is not trusted: {e} (WOOLYAI_TLS_CA names the authorities "
+                    "to trust)"
+                ) from e
             raise ControlError(
                 f"no controller answers: {e}. Start a local stack with `wooly up`, or point WOOLYAI_CONTROLLER_URL at "
                 "your controller; where its NATS asks for credentials, name its REST (https://…) and your API token "

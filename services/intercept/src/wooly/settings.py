@@ -91,6 +91,11 @@ class Settings(BaseSettings):
         description="PEM file of the authorities that may vouch for executors and NATS on tls:// and REST on https://; empty: "
         "the system's",
     )
+    plaintext: bool = Field(
+        False,
+        description="1: an executor that offers tls:// may also be reached without TLS over a network, where tls:// does not "
+        "answer; 0: never, for whoever sits on that network could cause it",
+    )
     state_dir: Path = Field(default_factory=_state_dir, description="files of the local stack")
     programs_dir: Path | None = Field(
         None, description="folder to which every new program is written, for `wooly disasm`"

@@ -1,5 +1,6 @@
 """The data channel: length-prefixed, numbered, acknowledged frames over a unix socket, TCP, TLS or a NATS tunnel."""
 
+from wooly_bus.channel.acceptor import Acceptor, Guest, StrangerLimits
 from wooly_bus.channel.client import ChannelClient, Expected
 from wooly_bus.channel.endpoint import Endpoint, EndpointError
 from wooly_bus.channel.framing import (
@@ -20,6 +21,7 @@ from wooly_bus.channel.server import (
 from wooly_bus.channel.tls import ChannelTlsError, client_context, server_context
 
 __all__ = [
+    "Acceptor",
     "ChannelClient",
     "ChannelClosedError",
     "ChannelError",
@@ -35,7 +37,9 @@ __all__ = [
     "Expected",
     "Frame",
     "FrameReceived",
+    "Guest",
     "ProtocolError",
+    "StrangerLimits",
     "client_context",
     "server_context",
 ]

@@ -99,6 +99,8 @@ class ChannelClient:
         except OSError as e:
             if sock is not None:
                 sock.close()
+            if isinstance(e, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
+                raise ChannelClosedError(f"{endpoint}: the other end closed the connection in the TLS handshake") from e
             if isinstance(e, ssl.SSLError) and not isinstance(e, TimeoutError):
                 raise handshake_error(endpoint, e) from e
             if not isinstance(e, TimeoutError):

@@ -1,44 +1,36 @@
 """The executor's end of all data channels: one thread, non-blocking sockets, events out.
 
-The owner calls `poll` in a loop. Bulk frames are received straight into memory that the owner names; a connection that the owner
-pauses is not read, so that only its socket buffers fill. A hostile or broken connection is closed and harms no other.
+Every connection comes from an `Acceptor`, which has let it in: strangers do not exist here. The owner calls `poll` in a loop.
+Bulk frames are received straight into memory that the owner names; a connection that the owner pauses is not read, so that only
+its socket buffers fill. A hostile or broken connection is closed and harms no other: no error of one connection leaves `poll`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import selectors
 import socket
 import ssl
-import time
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from wooly_bus.channel.endpoint import Endpoint, tune
-from wooly_bus.channel.framing import (
-    ACK,
-    END,
-    HEADER,
-    MAX_REASON,
-    SOCKET_BUFFER,
-    ChannelError,
-    ProtocolError,
-    parse_header,
-)
+from wooly_bus.channel.acceptor import Guest
+from wooly_bus.channel.framing import ACK, END, HEADER, MAX_REASON, ChannelClosedError, ProtocolError, parse_header
 
+log = logging.getLogger("wooly.channel")
 READ_PER_POLL = 4 << 20
-UNAUTHENTICATED_LIMIT = 64 << 10
-HANDSHAKE_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A peer connected; nothing is known of it yet."""
+    """A guest came in. Its hello, frame 1, is neither acknowledged nor answered yet. `admitted`: what its check found."""
 
     conn: Connection
+    admitted: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +75,12 @@ class Connection:
 
     Attributes:
         peer: where it came from, for messages.
-        authenticated: set by the owner; before it, only small frames are taken.
         owner: the owner's own record of this connection.
     """
 
     sock: socket.socket
     peer: str
-    opened_at: float
     server: ChannelServer
-    authenticated: bool = False
     owner: Any = None
     closed: bool = False
     paused: bool = False
@@ -99,13 +88,12 @@ class Connection:
     _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
     _header_got: int = 0
     _incoming: _Incoming | None = None
-    _received: int = 0
+    _received: int = 1  # the hello
     _sent: int = 0
     _out: deque[memoryview] = field(default_factory=deque)
     _ack: int = 0
     _acked: int = 0
     _held: bool = False
-    _handshaking: bool = False
     _interest: int = 0
     _in_events: bool = False
     queued_bytes: int = 0
@@ -149,17 +137,17 @@ class Connection:
         self.server._watch(self)
 
     def close(self, reason: str = "") -> None:
-        """Close at once; a `Disconnected` event follows. A peer that is known is told the reason, if there is room on the way."""
+        """Close at once; a `Disconnected` event follows. The peer is told the reason, if there is room on the way."""
         self.server._close(self, reason)
 
 
 class ChannelServer:
-    """Listens on several endpoints and turns sockets into events.
+    """Serves the connections of known sessions, and turns their sockets into events.
 
     Args:
         bulk: kinds whose data goes to `sink`, with the length of the prefix that stays in the payload.
         sink: names the memory for a bulk frame.
-        clock: monotonic seconds.
+        fatal: errors of `sink` that are no connection's fault, and leave `poll`.
     """
 
     def __init__(
@@ -167,19 +155,16 @@ class ChannelServer:
         bulk: dict[int, int] | None = None,
         sink: BulkSink | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        handshake_timeout: float = HANDSHAKE_TIMEOUT,
-        max_connections: int = 1024,
+        fatal: tuple[type[Exception], ...] = (),
     ) -> None:
         self._bulk = bulk or {}
         self._sink = sink
-        self._clock = clock
-        self._handshake_timeout = handshake_timeout
-        self._max = max_connections
+        self._fatal = fatal
         self._selector = selectors.DefaultSelector()
-        self._listeners: list[tuple[socket.socket, Endpoint, ssl.SSLContext | None]] = []
         self._connections: dict[Connection, None] = {}
-        self._strangers: dict[Connection, None] = {}
+        self._guests: deque[Guest] = deque()
+        self._lock = threading.Lock()  # of `_closed`, against `enter`
+        self._closed = False
         self._dirty: dict[Connection, None] = {}
         self._resumed: dict[Connection, None] = {}
         self._events: list[Event] = []
@@ -188,36 +173,19 @@ class ChannelServer:
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_out, selectors.EVENT_READ, None)
 
-    # -- listening ---------------------------------------------------------------------------------------------------
+    # -- from other threads ------------------------------------------------------------------------------------------
 
-    def listen(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> Endpoint:
-        """Listen there. Returns the endpoint with the port that was really taken.
+    def enter(self, guest: Guest) -> None:
+        """Serve a guest from the next `poll` on; callable from any thread.
 
         Raises:
-            ChannelError: the address cannot be used.
+            ChannelClosedError: the server is closed.
         """
-        try:
-            if endpoint.scheme == "unix":
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                path = Path(endpoint.path)
-                path.unlink(missing_ok=True)
-                sock.bind(endpoint.path)
-                path.chmod(0o600)
-                bound = endpoint
-            elif endpoint.scheme in ("tcp", "tls"):
-                if endpoint.scheme == "tls" and tls is None:
-                    raise ChannelError(f"{endpoint}: a TLS context is needed")
-                sock = socket.create_server((endpoint.host, endpoint.port))
-                bound = Endpoint(endpoint.scheme, endpoint.host, sock.getsockname()[1])
-            else:
-                raise ChannelError(f"{endpoint}: cannot listen on this scheme")
-        except OSError as e:
-            raise ChannelError(f"cannot listen on {endpoint}: {e}") from e
-        sock.setblocking(False)
-        sock.listen(64)
-        self._listeners.append((sock, bound, tls if endpoint.scheme == "tls" else None))
-        self._selector.register(sock, selectors.EVENT_READ, len(self._listeners) - 1)
-        return bound
+        with self._lock:
+            if self._closed:
+                raise ChannelClosedError("the executor is stopping")
+            self._guests.append(guest)
+        self.wake()
 
     def wake(self) -> None:
         """Make a waiting `poll` return; callable from any thread, also when the server is closed already."""
@@ -225,13 +193,12 @@ class ChannelServer:
             self._wake_in.send(b"\0")
 
     def close(self) -> None:
-        """Close every connection and listener."""
+        """Close every connection."""
+        with self._lock:
+            self._closed = True
+        self._take_guests()
         for conn in list(self._connections):
             self._close(conn, "the executor is stopping")
-        for sock, endpoint, _ in self._listeners:
-            sock.close()
-            if endpoint.scheme == "unix":
-                Path(endpoint.path).unlink(missing_ok=True)
         self._selector.close()
         self._wake_in.close()
         self._wake_out.close()
@@ -245,20 +212,15 @@ class ChannelServer:
             del self._resumed[conn]
             if not conn.closed and not conn.paused:
                 self._readable(conn)
-        if self._strangers:
-            timeout = min(timeout if timeout is not None else 1.0, 1.0)
         for key, mask in self._selector.select(0 if self._events or self._resumed else timeout):
             if key.data is None:
                 self._drain_wakes()
-            elif isinstance(key.data, int):
-                self._accept(key.data)
+                self._take_guests()
             else:
                 if mask & selectors.EVENT_WRITE:
                     self._writable(key.data)
                 if mask & selectors.EVENT_READ and not key.data.closed and not key.data.paused:
                     self._readable(key.data)
-        if self._strangers:
-            self._expire_strangers()
         events, self._events = self._events, []
         for event in events:
             event.conn._in_events = False
@@ -283,45 +245,14 @@ class ChannelServer:
         except BlockingIOError:
             return
 
-    def _accept(self, index: int) -> None:
-        listener, endpoint, tls = self._listeners[index]
-        try:
-            sock, address = listener.accept()
-        except OSError:
-            return  # it went away again
-        if len(self._connections) >= self._max:
-            sock.close()
-            return
-        sock.setblocking(False)
-        tune(sock, SOCKET_BUFFER)
-        if tls is not None:
-            sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-        peer = str(endpoint) if endpoint.scheme == "unix" else f"{address[0]}:{address[1]}"
-        self._take_in(sock, peer, handshaking=tls is not None)
-
-    def adopt(self, sock: socket.socket, peer: str) -> None:
-        """Serve a socket that was connected elsewhere, as if it had come through a listener (in the loop's thread)."""
-        if len(self._connections) >= self._max:
-            sock.close()
-            return
-        sock.setblocking(False)
-        self._take_in(sock, peer, handshaking=False)
-
-    def _take_in(self, sock: socket.socket, peer: str, *, handshaking: bool) -> None:
-        conn = Connection(sock, peer, self._clock(), self)
-        conn._handshaking = handshaking
-        self._connections[conn] = None
-        self._strangers[conn] = None
-        self._watch(conn)
-        self._events.append(Connected(conn))
-
-    def _expire_strangers(self) -> None:
-        now = self._clock()
-        for conn in list(self._strangers):
-            if conn.authenticated:
-                del self._strangers[conn]
-            elif now - conn.opened_at > self._handshake_timeout:
-                self._close(conn, f"no valid hello within {self._handshake_timeout:g} s")
+    def _take_guests(self) -> None:
+        while self._guests:
+            guest = self._guests.popleft()
+            conn = Connection(guest.sock, guest.peer, self)
+            self._connections[conn] = None
+            self._events.append(Connected(conn, guest.admitted))
+            self._resumed[conn] = None  # TLS may have taken in more than the hello
+            self._watch(conn)
 
     def _watch(self, conn: Connection) -> None:
         if conn.closed:
@@ -333,12 +264,16 @@ class ChannelServer:
             want |= selectors.EVENT_WRITE
         if want == conn._interest:
             return
-        if not conn._interest:
-            self._selector.register(conn.sock, want, conn)
-        elif not want:
-            self._selector.unregister(conn.sock)
-        else:
-            self._selector.modify(conn.sock, want, conn)
+        try:
+            if not conn._interest:
+                self._selector.register(conn.sock, want, conn)
+            elif not want:
+                self._selector.unregister(conn.sock)
+            else:
+                self._selector.modify(conn.sock, want, conn)
+        except (OSError, ValueError, KeyError) as e:
+            self._close(conn, f"the connection cannot be watched: {e}")
+            return
         conn._interest = want
 
     def _close(self, conn: Connection, reason: str) -> None:
@@ -346,21 +281,24 @@ class ChannelServer:
             return
         if conn._out and not reason:
             self._writable(conn)
+            if conn.closed:
+                return  # it broke, and was closed for that
         conn.closed = True
-        if reason and conn.authenticated and not conn._handshaking:
-            why = reason.encode()[:MAX_REASON]
+        if reason:
+            why = reason.encode(errors="replace")[:MAX_REASON]
             conn._out += [memoryview(HEADER.pack(len(why), END, 0, 0, 0)), memoryview(why)]
             self._writable(conn)
         if conn._interest:
-            self._selector.unregister(conn.sock)
             conn._interest = 0
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                self._selector.unregister(conn.sock)
         self._connections.pop(conn, None)
-        self._strangers.pop(conn, None)
         self._dirty.pop(conn, None)
         self._resumed.pop(conn, None)
         conn._out.clear()
         conn.queued_bytes = 0
-        conn.sock.close()
+        with contextlib.suppress(OSError):
+            conn.sock.close()
         self._events.append(Disconnected(conn, reason))
 
     # -- writing -----------------------------------------------------------------------------------------------------
@@ -397,17 +335,23 @@ class ChannelServer:
         except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
             self._watch(conn)
             return
-        except OSError as e:
+        except Exception as e:
             out.clear()
-            self._close(conn, f"the connection broke: {e}")
+            self._broke(conn, e)
             return
         self._watch(conn)
+
+    def _broke(self, conn: Connection, error: Exception) -> None:
+        """Close a connection because of an error, which is no other's matter."""
+        if not isinstance(error, OSError):
+            log.error("%s: its channel failed", conn.peer, exc_info=error)
+            self._close(conn, f"the channel failed: {type(error).__name__}: {error}")
+        else:
+            self._close(conn, f"the connection broke: {error}")
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
     def _readable(self, conn: Connection) -> None:
-        if conn._handshaking and not self._shake(conn):
-            return
         budget = READ_PER_POLL
         try:
             while budget > 0 and not conn.closed and not conn.paused:
@@ -421,20 +365,10 @@ class ChannelServer:
             return
         except ProtocolError as e:
             self._close(conn, str(e))
-        except OSError as e:
-            self._close(conn, f"the connection broke: {e}")
-
-    def _shake(self, conn: Connection) -> bool:
-        assert isinstance(conn.sock, ssl.SSLSocket)
-        try:
-            conn.sock.do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        except OSError as e:
-            self._close(conn, f"TLS handshake failed: {e}")
-            return False
-        conn._handshaking = False
-        return True
+        except self._fatal:
+            raise
+        except Exception as e:
+            self._broke(conn, e)
 
     def _advance(self, conn: Connection) -> int | None:
         """Receive one piece. Returns its bytes, or None where nothing more can be read now."""
@@ -476,8 +410,6 @@ class ChannelServer:
         if seq != conn._received + 1:
             raise ProtocolError(f"frame {seq} came where {conn._received + 1} was due")
         conn._received = seq
-        if not conn.authenticated and length > UNAUTHENTICATED_LIMIT:
-            raise ProtocolError(f"frame of {length} bytes before the hello was accepted")
         prefix = self._bulk.get(kind)
         if prefix is None:
             conn._incoming = _Incoming(kind, seq, bytearray(length))

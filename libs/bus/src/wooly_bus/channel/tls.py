@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 from wooly_bus.channel.framing import ChannelError
 
@@ -12,6 +13,21 @@ class ChannelTlsError(ChannelError):
     """A certificate is missing, cannot be used, or is not one to trust."""
 
     code = "channel.tls"
+
+
+class _AcceptedSocket(ssl.SSLSocket):
+    """The server's end of a connection.
+
+    A connection that was reset already has no peer. `ssl` takes such a socket for one that is not connected yet, reads from it,
+    raises what it gets, and loses the descriptor. It is told of no error here, and the handshake fails as any other.
+    """
+
+    def getpeername(self) -> Any:
+        """As of any socket; None where the peer is gone."""
+        try:
+            return super().getpeername()
+        except OSError:
+            return None
 
 
 def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext:
@@ -29,6 +45,7 @@ def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext
     for path in (certificate, key or certificate):
         _readable(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslsocket_class = _AcceptedSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.num_tickets = (
         0  # sessions are not resumed, and a ticket would look like an acknowledgement to a waiting client

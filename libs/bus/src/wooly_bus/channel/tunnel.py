@@ -1,6 +1,6 @@
 """A byte stream through NATS, for a data channel where no route exists. It knows bytes only: no frames, no sessions.
 
-Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `ChannelServer`, so that
+Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `Acceptor`, so that
 framing and everything above are the same as on any other transport; the far one is pumped by a `_Tunnel`.
 
 A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
@@ -25,6 +25,7 @@ import contextlib
 import logging
 import secrets
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -34,7 +35,6 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from pydantic import AfterValidator, Field
 from wooly_wis.messages import Message
@@ -43,8 +43,11 @@ from wooly_bus import subjects
 from wooly_bus.access import Access, options
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
+from wooly_bus.channel.tls import ChannelTlsError
+from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
+from wooly_bus.nats_client import NatsClient
 from wooly_bus.rpc import nats_errors, settled
 from wooly_bus.supervision import start_errand, start_thread
 
@@ -140,7 +143,7 @@ class _Tunnel:
         self._access = access
         self._tenant: str | None = None
         self._key = bytes.fromhex(key)
-        self._client = Client()
+        self._client = NatsClient()
         self._fate = _Fate()
         self._last_error = ""
         self._ends: float | None = None
@@ -201,6 +204,10 @@ class _Tunnel:
             raise ChannelTimeoutError(f"no NATS server answers at {self._access} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             await self._disconnect()
+            if isinstance(e, ssl.SSLCertVerificationError):
+                raise ChannelTlsError(
+                    f"NATS at {self._access} has a certificate that is not trusted: {e.verify_message}"
+                ) from e
             raise ChannelClosedError(f"no NATS server for the tunnel at {self._access}: {self._last_error or e}") from e
 
     async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
@@ -492,18 +499,21 @@ class TunnelListener:
 
     Args:
         there: NATS.
-        deliver: gets the near socket of every new tunnel, and a name for its peer.
-        limit: tunnels at a time.
+        deliver: gets the near socket of every new tunnel, a name for its peer, and one that all tunnels of a tenant share.
+        limits: of tunnels.
     """
 
     def __init__(
-        self, there: str | Access, deliver: Callable[[socket.socket, str], object], *, limit: int = 64
+        self,
+        there: str | Access,
+        deliver: Callable[[socket.socket, str, str], object],
+        *,
+        limits: TunnelLimits | None = None,
     ) -> None:
         self._access = Access.of(there)
         self._deliver = deliver
-        self._limit = limit
+        self._places = TunnelPlaces(limits or TunnelLimits())
         self._tunnels: dict[_Tunnel, asyncio.Task[None]] = {}
-        self._opening = 0
 
     @property
     def open(self) -> int:
@@ -518,7 +528,8 @@ class TunnelListener:
         """
         if not subjects.is_inbox_of(request.inbox, tenant):
             raise RefusedError("channel.inbox", "the tunnel would go to an inbox that is not the tenant's")
-        return await self._open(request, subjects.tunnel_inbox(request.inbox))
+        under = subjects.tunnel_inbox(request.inbox)
+        return await self._open(request, under, tenant, session=under.rpartition(".")[2])
 
     async def on_open_tunnel(self, request: OpenTunnelRequest) -> OpenTunnelReply:
         """Handle a client's request.
@@ -528,27 +539,24 @@ class TunnelListener:
         """
         return await self._open(request)
 
-    async def _open(self, request: OpenTunnelRequest, under: str = "") -> OpenTunnelReply:
-        if len(self._tunnels) + self._opening >= self._limit:
-            raise RefusedError(
-                "channel.busy", f"{self._limit} tunnels are open here, no more are served", retryable=True
-            )
-        tunnel = _Tunnel(self._access, request.key)
-        self._opening += 1
-        try:
-            await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
-        except (ChannelError, BusError) as e:
-            raise RefusedError(e.code, str(e), retryable=e.retryable) from e
-        finally:
-            self._opening -= 1
-        near = tunnel.join(request.inbox, request.window)
-        self._tunnels[tunnel] = start_errand(self._serve(tunnel, request.inbox), "a tunnel")
-        self._deliver(near, f"tunnel {request.inbox}")
+    async def _open(
+        self, request: OpenTunnelRequest, under: str = "", tenant: str = "", session: str = ""
+    ) -> OpenTunnelReply:
+        with self._places.take(tenant, session) as place:
+            tunnel = _Tunnel(self._access, request.key)
+            try:
+                await tunnel.connect(OPEN_TIMEOUT_S - 1, under)
+            except (ChannelError, BusError) as e:
+                raise RefusedError(e.code, str(e), retryable=e.retryable) from e
+            near = tunnel.join(request.inbox, request.window)
+            self._tunnels[tunnel] = start_errand(self._serve(tunnel, request.inbox, place.pop_all()), "a tunnel")
+        self._deliver(near, f"tunnel {request.inbox}", f"tunnels of tenant {tenant}" if tenant else "tunnels")
         return OpenTunnelReply(inbox=tunnel.inbox, window=WINDOW)
 
-    async def _serve(self, tunnel: _Tunnel, peer: str) -> None:
+    async def _serve(self, tunnel: _Tunnel, peer: str, place: contextlib.ExitStack) -> None:
         try:
-            reason = await tunnel.run()
+            with place:
+                reason = await tunnel.run()
         finally:
             del self._tunnels[tunnel]
         if reason:

@@ -1,0 +1,22 @@
+"""How many descriptors this process may still open."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+_OPEN = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
+#: What is said where there is no limit.
+_PLENTY = 1 << 20
+
+
+def free_descriptors() -> int:
+    """Descriptors that this process may still open (`RLIMIT_NOFILE`, as it is now); 0 where not even they can be counted."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return _PLENTY
+    try:
+        taken = sum(1 for _ in _OPEN.iterdir()) - 1  # the list itself needs one
+    except OSError:
+        return 0
+    return max(limit - taken, 0)

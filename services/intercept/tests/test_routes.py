@@ -1,0 +1,202 @@
+"""Ways to an executor that offers TLS: an attacker on the network that breaks TLS gets no plain text for it."""
+
+import contextlib
+import json
+import socket
+import threading
+import urllib.error
+
+import pytest
+from wooly import access, api
+from wooly.control import ControlError, Controller
+from wooly.errors import NotConnectedError
+from wooly.routes import is_loopback, tunnel_is_safe, why_not
+from wooly_bus.access import Access
+from wooly_bus.channel import ChannelClient, ChannelClosedError, Endpoint, client_context, server_context
+from wooly_testkit.certificates import make_certificates
+
+TLS, TCP = "tls://gpu.example.org:7400", "tcp://gpu.example.org:7401"
+NATS = "nats://control.example.org:4222#wooly.v1.rpc.executor.tunnel.open.x"
+UNIX, LOCAL = "unix:///run/x.sock", "tcp://127.0.0.1:7401"
+
+
+@pytest.mark.parametrize(
+    ("offered", "nats_url", "channel", "plaintext", "tried"),
+    [
+        ([TLS, TCP, NATS], "nats://control.example.org", "auto", False, [TLS]),
+        ([TCP, TLS, NATS], "nats://control.example.org", "auto", False, [TLS]),
+        ([TLS, TCP, NATS], "nats://control.example.org", "auto", True, [TLS, TCP, NATS]),
+        ([TLS, UNIX, LOCAL, NATS], "tls://control.example.org", "auto", False, [TLS, UNIX, LOCAL, NATS]),
+        ([TLS, NATS], "tls://a.example.org,nats://b.example.org", "auto", False, [TLS]),
+        ([TLS, NATS], "nats://127.0.0.1:4222, nats://[::1]:4222", "auto", False, [TLS, NATS]),
+        ([TCP, NATS], "nats://control.example.org", "auto", False, [TCP, NATS]),
+        ([TLS, TCP, NATS], "nats://control.example.org", "direct", False, [TLS]),
+        ([TLS, TCP, NATS], "nats://control.example.org", "tunnel", False, [NATS]),
+    ],
+    ids=[
+        "TLS first",
+        "TLS later",
+        "plain text allowed",
+        "ways that are safe without TLS of their own",
+        "one plain server of NATS",
+        "NATS on this host",
+        "no TLS offered",
+        "direct",
+        "tunnel alone, as the user says",
+    ],
+)
+def test_ways_that_may_be_tried(offered, nats_url, channel, plaintext, tried):
+    parsed = [Endpoint.parse(text) for text in offered]
+    found = {str(e): why_not(e, parsed, channel, nats_url, plaintext) for e in parsed}
+    assert [text for text, why in found.items() if not why] == tried
+    assert all("WOOLYAI_" in why for why in found.values() if why)
+
+
+@pytest.mark.parametrize(
+    ("host", "ours"),
+    [("127.0.0.1", True), ("127.8.9.1", True), ("::1", True), ("localhost", True), ("10.0.0.1", False), ("", False)]
+    + [("localhost.example.org", False), ("127.0.0.1.example.org", False)],
+)
+def test_loopback_is_what_never_leaves_the_host(host, ours):
+    assert (
+        is_loopback(host) == ours
+        and tunnel_is_safe(f"nats://{host}:4222" if ":" not in host else f"nats://[{host}]") == ours
+    )
+
+
+# -- with real sockets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    return make_certificates(tmp_path_factory.mktemp("tls"), "localhost")
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """A server on this host. Yields its port, and what connected so far."""
+    seen = []
+    with socket.create_server(("localhost", 0)) as server:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    sock, _ = server.accept()
+                    seen.append(sock)
+                    with contextlib.suppress(OSError):
+                        answer(sock)
+                    sock.close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1], seen
+        server.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def attach(*endpoints, **options):
+    """What a client is told that finds nobody."""
+    with pytest.raises(NotConnectedError) as failed:
+        api.attach(endpoints, "session", "secret", **options)
+    return str(failed.value)
+
+
+def shaking_hands(files):
+    context = server_context(files.certificate, files.key)
+
+    def answer(sock):
+        context.wrap_socket(sock, server_side=True).close()
+
+    return answer
+
+
+def test_untrusted_certificate_ends_the_attempt_and_nothing_else_is_tried(files):
+    with listening(shaking_hands(files)) as (secure, _), listening(lambda sock: None) as (plain, seen):
+        said = attach(f"tls://localhost:{secure}", f"tcp://localhost:{plain}", plaintext=True)
+    assert "certificate is not trusted" in said and "WOOLYAI_TLS_CA" in said and not seen
+
+
+def test_server_without_tls_behind_a_tls_endpoint_ends_the_attempt(files):
+    with (
+        listening(lambda sock: sock.sendall(b"HTTP/1.1 400 Bad\r\n\r\n")) as (secure, _),
+        listening(lambda sock: None) as (plain, seen),
+    ):
+        said = attach(f"tls://localhost:{secure}", f"tcp://localhost:{plain}", tls_ca=files.authority)
+    assert "no TLS there" in said and not seen
+
+
+def test_tls_that_does_not_answer_leads_to_no_plain_text_over_a_network(files, monkeypatch):
+    tried = []
+
+    def connect(endpoint, *, tls=None):
+        tried.append(str(endpoint))
+        raise ChannelClosedError("connection refused")
+
+    monkeypatch.setattr(ChannelClient, "connect", connect)
+    said = attach(TLS, TCP, UNIX)
+    assert tried == [TLS, UNIX]
+    assert f"{TCP}: not tried: it is not encrypted, and the executor offers TLS; set WOOLYAI_PLAINTEXT=1" in said
+    attach(TLS, TCP, UNIX, plaintext=True)
+    assert tried[2:] == [TLS, TCP, UNIX]
+
+
+def test_handshake_that_the_other_end_cuts_is_no_matter_of_trust(files):
+    with listening(lambda sock: sock.recv(1)) as (port, _), pytest.raises(ChannelClosedError, match=r"handshake|reset"):
+        ChannelClient.connect(Endpoint("tls", "localhost", port), tls=client_context(files.authority))
+
+
+def test_rest_with_an_untrusted_certificate_names_the_cure(files):
+    with (
+        listening(shaking_hands(files)) as (port, _),
+        pytest.raises(access.AccessError, match=r"certificate that is not trusted.*WOOLYAI_TLS_CA") as failed,
+    ):
+        access.RestCredentials(f"https://localhost:{port}", "token")
+    assert isinstance(failed.value.__cause__, urllib.error.URLError)
+
+
+def test_rest_that_sends_the_client_elsewhere_does_not_get_the_token_there():
+    with listening(lambda sock: None) as (elsewhere, seen):
+        answer = f"HTTP/1.1 302 Found\r\nLocation: http://localhost:{elsewhere}/\r\nContent-Length: 0\r\n\r\n".encode()
+
+        def send_away(sock):
+            sock.recv(4096)
+            sock.sendall(answer)
+
+        with listening(send_away) as (port, _), pytest.raises(access.AccessError, match="HTTP 302"):
+            access.RestCredentials(f"http://localhost:{port}", "token")
+        assert not seen
+
+
+def greeting(tls_required, then=lambda sock: None):
+    """A NATS server's first line."""
+
+    def answer(sock):
+        info = {"server_id": "x", "version": "2.10.0", "max_payload": 1 << 20, "tls_required": tls_required}
+        sock.sendall(b"INFO " + json.dumps(info).encode() + b"\r\n")
+        then(sock)
+
+    return answer
+
+
+def test_nats_behind_an_untrusted_certificate_names_the_cure(files):
+    with (
+        listening(greeting(True, shaking_hands(files))) as (port, _),
+        pytest.raises(ControlError, match=r"certificate that is not trusted.*WOOLYAI_TLS_CA"),
+    ):
+        Controller(Access(f"tls://localhost:{port}"))
+
+
+def test_nats_on_tls_is_told_nothing_in_plain_text(files):
+    """Somebody in between answers that TLS is not needed; user and password must not follow."""
+    heard = []
+
+    def listen(sock):
+        sock.settimeout(60)
+        heard.append(sock.recv(4096))
+
+    with (
+        listening(greeting(False, listen)) as (port, _),
+        pytest.raises(ControlError, match="does not offer TLS, and nothing is sent to it in plain text"),
+    ):
+        Controller(Access(f"tls://user:password@localhost:{port}", None, files.authority))
+    assert heard == [b""]
