@@ -210,18 +210,26 @@ class Supervisor:
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
-        port_file = self.dir / "router.port"
         while time.monotonic() < deadline and not self._stopping:
             for service in self.services:
                 if service.pid is None:
                     raise RuntimeError(f"{service.name} ended while starting:\n{service.last_words()}")
-            if port_file.exists() and (port := port_file.read_text().strip()):
-                self.rest_url = f"http://127.0.0.1:{port}"
-                # With the scheduler there, the first session is admitted like all others.
-                if (self.dir / "scheduler.port").exists() and self._executors() >= self.gpus:
-                    return
+            # With the scheduler there, the first session is admitted like all others.
+            ready = self._find_rest() and (self.dir / "scheduler.port").exists()
+            if ready and self._executors() >= self.gpus:
+                return
             time.sleep(0.03)
         raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))
+
+    def _find_rest(self) -> bool:
+        """Note where the router serves REST. False while its file is not there; a router that ends removes it at any moment."""
+        try:
+            port = (self.dir / "router.port").read_text().strip()
+        except FileNotFoundError:
+            return False
+        if port:
+            self.rest_url = f"http://127.0.0.1:{port}"
+        return bool(port)
 
     def _executors(self) -> int:
         try:
@@ -261,9 +269,7 @@ class Supervisor:
                 self.write_state("ready")
             restarted = [service.name for service in self.services if service.keep_alive(now)]
             if restarted:
-                port_file = self.dir / "router.port"
-                if port_file.exists():
-                    self.rest_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
+                self._find_rest()
                 self.write_state("ready")
 
     def stop(self, *_: Any) -> None:
