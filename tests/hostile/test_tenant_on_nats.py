@@ -4,7 +4,12 @@ import contextlib
 
 import pytest
 from wooly_bus import subjects
+from wooly_bus.access import Access
+from wooly_bus.channel import ChannelClient, ChannelError
+from wooly_bus.channel.tunnel import open_tunnel
+from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
+from wooly_wis.frames import PROTOCOL, Kind, pack_json
 from wooly_wis.messages import (
     CheckCeilingReply,
     CheckCeilingRequest,
@@ -20,11 +25,6 @@ from wooly_wis.messages import (
     TaskRequest,
     TenantInfo,
 )
-from wooly_bus.access import Access
-from wooly_bus.channel import ChannelClient, ChannelError
-from wooly_bus.channel.tunnel import open_tunnel
-from wooly_bus.credentials import Credentials
-from wooly_wis.frames import PROTOCOL, Kind, pack_json
 
 pytestmark = pytest.mark.connected
 
@@ -89,6 +89,8 @@ def _seen(tenant):
     """The sessions of a tenant's that the scheduler follows."""
     gpus = tenant.ask(subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply).gpus
     return [s.session_id for gpu in gpus for s in gpu.sessions]
+
+
 @pytest.fixture(scope="module")
 def executor_settings():
     return {"TUNNELS": "8", "TUNNELS_PER_TENANT": "4"}

@@ -1,10 +1,13 @@
 """The attacker is without a token: it reaches the ports, and has nothing else."""
 
+import contextlib
 import http.client
 import json
 import os
 import shutil
+import socket
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,20 +19,14 @@ from pathlib import Path
 import psutil
 import pytest
 from wooly_bus import subjects
-from wooly_bus.rpc import ControlClient
-from wooly_testkit import forks
-from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
-import contextlib
-import socket
-import struct
-
-import pytest
 from wooly_bus.channel import ChannelClient, Endpoint, client_context
 from wooly_bus.channel.framing import HEADER
+from wooly_bus.rpc import ControlClient
 from wooly_testkit import forks
 from wooly_testkit.certificates import make_certificates
 from wooly_testkit.cluster import enter
 from wooly_wis.frames import PROTOCOL, Kind, pack_json
+from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
 
 pytestmark = pytest.mark.connected
 
@@ -193,6 +190,8 @@ def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(loca
     for log in (local.state_dir / "logs").iterdir():
         text = log.read_text(errors="replace")
         assert not any(one in text for one in (code, secret, local.token)), log
+
+
 @pytest.fixture(scope="module")
 def certificates(folder):
     return make_certificates(folder, "localhost")

@@ -56,8 +56,6 @@ RUNTIMES = ("auto", "cuda", "hip", "opencl", "torch_cpu", "reference")
 #: Exit status of an executor whose device is lost: whoever supervises it starts another. One whose code fails ends with
 #: `wooly_bus.supervision.BROKEN` (4).
 LOST = 3
-#: Exit status of an executor that nobody can reach any more: the thread that accepts connections died.
-BROKEN = 4
 
 
 def make_runtime(name: str, state_dir: Path | None = None, device: int = 0) -> Runtime:
@@ -205,7 +203,6 @@ def main(argv: list[str] | None = None) -> int:
         host.bound(settings.host_memory)
     strangers = settings.stranger_limits()
     loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector(), strangers)
-    loop.acceptor.on_died = lambda error: os._exit(BROKEN)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

@@ -26,6 +26,7 @@ from wooly_bus.channel.descriptors import free_descriptors
 from wooly_bus.channel.endpoint import Endpoint, tune
 from wooly_bus.channel.framing import HEADER, SOCKET_BUFFER, ChannelError, ProtocolError, parse_header
 from wooly_bus.limited_log import LimitedLog
+from wooly_bus.supervision import start_thread
 
 log = logging.getLogger("wooly.channel")
 
@@ -125,7 +126,6 @@ class Acceptor:
         deliver: takes guests, in the acceptor's thread: `ChannelServer.enter`.
         hello: the kind of the first frame.
         limits: of strangers.
-        on_died: told, in the acceptor's thread, of the error that ended it; nobody can enter from then on.
         clock: monotonic seconds.
 
     Attributes:
@@ -143,7 +143,6 @@ class Acceptor:
         *,
         hello: int,
         limits: StrangerLimits | None = None,
-        on_died: Callable[[BaseException], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._check = check
@@ -151,7 +150,6 @@ class Acceptor:
         self._deliver = deliver
         self._hello = hello
         self.limits = limits or StrangerLimits()
-        self.on_died = on_died
         self._clock = clock
         self.turns = self.accepted = self.welcomed = 0
         self._log = LimitedLog(log, "connections were turned away", clock=clock)
@@ -219,8 +217,7 @@ class Acceptor:
 
     def start(self) -> None:
         """Begin to accept."""
-        self._thread = threading.Thread(target=self._run, name="acceptor", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "acceptor")
 
     def close(self) -> None:
         """Close the listeners and all strangers; guests that were handed over are not touched. Twice is once."""
@@ -241,19 +238,13 @@ class Acceptor:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Accept until `close`. An unexpected error ends the process, which nobody could enter any more."""
         try:
             while not self._closing:
                 self._turn()
-        except BaseException as e:
-            log.critical("nobody can open a data channel any more: the acceptor's thread died", exc_info=True)
+        finally:
             with self._lock:
                 self._closing = True
-            try:
-                self._release()
-            finally:
-                if self.on_died is not None:
-                    self.on_died(e)
-        else:
             self._release()
 
     def _turn(self) -> None:
