@@ -14,6 +14,7 @@ from wooly_dispatch.events import (
     ExclusiveEndedEvent,
     LaunchDoneEvent,
     Policy,
+    PolicyChangedEvent,
     ProgramSubmittedEvent,
     SessionClosedEvent,
     SessionOpenedEvent,
@@ -22,7 +23,7 @@ from wooly_dispatch.events import (
     SwappedInEvent,
     SwappedOutEvent,
 )
-from wooly_dispatch.state import DispatchState
+from wooly_dispatch.state import DispatchState, restore, snapshot
 from wooly_dispatch.windows import WIDTH, adapted, windows
 from wooly_testkit.dispatch import Rig
 
@@ -184,6 +185,83 @@ def test_understated_p0_pays_what_it_really_took():
     rig.finish(5 * MS)
     assert rig.state.sessions["front"].tokens < 0
     assert rig.submit("front", 100 * US)[0] == DemoteDecision("front", 2)
+
+
+POLICING = Config(undeclared_permille=200, service_ns=2 * MS)
+"""Undeclared P0 and P1: a fifth of the device, and two requests of 2 ms at once."""
+
+
+def test_undeclared_p0_beyond_the_devices_bucket_falls_to_p2_and_refills_with_time():
+    rig = Rig(config=POLICING)
+    rig.open("front", 0)
+    assert rig.submit("front", 4 * MS)[0].priority == 0
+    assert rig.submit("front", MS)[0] == DemoteDecision("front", 2)
+    rig.finish()
+    assert rig.in_flight[0].priority == 2
+    rig.finish()
+    rig.now += 5 * MS
+    assert rig.submit("front", MS)[0].priority == 0, "5 ms earn 1 ms"
+
+
+def test_undeclared_sessions_share_one_bucket_however_many_are_opened():
+    rig = Rig(config=POLICING)
+    rig.open("a", 0)
+    rig.open("b", 1)
+    assert rig.submit("a", 4 * MS)[0].priority == 0
+    assert rig.submit("b", MS)[0] == DemoteDecision("b", 1)
+    rig.open("c", 0)
+    assert rig.submit("c", MS)[0] == DemoteDecision("c", 1), "opening another session brings no tokens"
+
+
+def test_declared_p0_does_not_pay_from_the_bucket_of_the_undeclared():
+    rig = Rig(config=POLICING)
+    rig.open("front", 0, rate_permille=500, burst_ns=8 * MS)
+    rig.open("silent", 0)
+    assert rig.submit("front", 8 * MS)[0].priority == 0
+    rig.finish()
+    assert rig.submit("silent", 4 * MS)[0].priority == 0
+
+
+def test_undeclared_p0_that_understates_pays_what_it_really_took_even_if_it_is_closed_before():
+    rig = Rig(config=POLICING)
+    rig.open("front", 0)
+    rig.submit("front", US)
+    rig.send(SessionClosedEvent(rig.now, "front"))
+    rig.finish(20 * MS)
+    assert rig.state.tokens < 0
+    rig.open("front", 0)
+    assert rig.submit("front", US)[0] == DemoteDecision("front", 1)
+
+
+def test_undeclared_share_of_nothing_runs_all_of_it_as_p2():
+    rig = Rig(config=Config(undeclared_permille=0))
+    rig.open("front", 0)
+    assert rig.submit("front", US)[0] == DemoteDecision("front", 1)
+
+
+def test_what_was_queued_in_a_lower_class_is_policed_when_its_session_rises():
+    rig = Rig(config=POLICING)
+    rig.open("other", 2)
+    rig.submit("other", 4 * MS)
+    rig.open("front", 3)
+    for _ in range(6):
+        rig.submit("front", MS)
+    decisions = rig.send(PolicyChangedEvent(rig.now, "front", Policy(0)))
+    assert [d for d in decisions if isinstance(d, DemoteDecision)] == [
+        DemoteDecision("front", 5),
+        DemoteDecision("front", 6),
+    ]
+    for _ in range(7):
+        rig.finish()
+    assert not rig.in_flight
+
+
+def test_state_with_a_policed_launch_in_flight_is_restored_as_it_was():
+    rig = Rig(config=POLICING)
+    rig.open("front", 0)
+    rig.submit("front", MS)
+    data = snapshot(rig.state)
+    assert rig.state.tokens == 3 * MS and snapshot(restore(data)) == data
 
 
 def test_closed_session_leaves_its_launch_in_the_window():

@@ -200,7 +200,7 @@ MUTANTS = {
     "launches what is swapped out": ("elif session.resident:", "elif True:"),
     "launches what is suspended": ("or session.suspended", ""),
     "no floor": ("state.floor_credit += estimate * state.config.floor_permille", "pass"),
-    "no policing": ("    if session.tokens < estimate:", "    if False:"),
+    "no policing": ("    if bucket.tokens < estimate:", "    if False:"),
     "believes every estimate": ("    if overrun > session.stretch:", "    if False:"),
     "weights ignored": ("tag = estimate * SCALE // weight", "tag = estimate * SCALE"),
 }  # fmt: skip

@@ -4,7 +4,8 @@ import json
 import xml.etree.ElementTree as ET
 
 import pytest
-from wooly_dispatch.events import Policy
+from wooly_dispatch.events import Config, Policy
+from wooly_dispatch.policing import declared, undeclared_burst_ns
 from wooly_dispatch.simulate import study
 from wooly_dispatch.simulate.__main__ import main
 from wooly_dispatch.simulate.device import Device, quantile
@@ -34,6 +35,38 @@ def test_p0_beside_a_saturating_background_keeps_its_latency_where_others_do_not
     assert found["wooly"][0] <= 1.10 and found["wooly"][1] >= 0.90
     assert all(found[policy][0] > found["wooly"][0] for policy in POLICIES if policy != "wooly")
     assert found["fifo"][0] > 1.5 and found["robin"][0] > 1.5 and found["slices"][0] > 1.5
+
+
+POLICED = Config(undeclared_permille=200)
+"""As executors have it."""
+
+
+@pytest.mark.parametrize("fronts", [1, 3])
+def test_neighbour_keeps_its_fair_share_beside_saturating_undeclared_p0(fronts):
+    """A fifth of the device is P0's; the rest is shared by all in P2, P0's excess among them."""
+    tenants = [Tenant(f"front{n}", Policy(0), FRONT) for n in range(fronts)]
+    tenants.append(Tenant("behind", Policy(2), BEHIND))
+    starved = Device(tenants).run(1_000 * MS).outcomes["behind"].run_ns
+    result = Device(tenants, config=POLICED, audit=True).run(1_000 * MS)
+    fair = (result.run_ns - result.wall_ns / 5 - undeclared_burst_ns(POLICED)) / (fronts + 1)
+    assert result.violations == 0 and result.metrics.unjust_ns == 0
+    assert starved == 0 and result.outcomes["behind"].run_ns >= 0.98 * fair
+
+
+def test_weight_of_undeclared_p0_counts_in_p2_and_takes_nothing_more():
+    tenants = [Tenant("front", Policy(0, weight=3), FRONT), Tenant("behind", Policy(2), BEHIND)]
+    result = Device(tenants, config=POLICED).run(1_000 * MS)
+    fair = (result.run_ns - result.wall_ns / 5 - undeclared_burst_ns(POLICED)) / 4
+    assert result.outcomes["behind"].run_ns >= 0.98 * fair
+
+
+def test_declared_p0_that_saturates_is_held_to_its_declaration():
+    policy = declared(0, 1, FRONT.total_ns, 0, 4 * FRONT.total_ns)
+    tenants = [Tenant("front", policy, FRONT), Tenant("behind", Policy(2), BEHIND)]
+    result = Device(tenants, audit=True).run(1_000 * MS)
+    assert policy.rate_permille == 275 and result.violations == 0
+    fair = (result.run_ns - result.wall_ns * 0.275 - policy.burst_ns) / 2
+    assert result.outcomes["behind"].run_ns >= 0.98 * fair
 
 
 def test_policies_see_the_same_arrivals_and_durations():

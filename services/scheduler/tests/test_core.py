@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from wooly_dispatch.events import Config, EpochEndedEvent, Policy, SessionClosedEvent, SessionOpenedEvent
 from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Journal
-from wooly_scheduler.core.admission import Demand, admit, policed, response_ns
+from wooly_dispatch.policing import declared
+from wooly_scheduler.core.admission import Demand, admit, response_ns
 from wooly_scheduler.core.book import PENDING_S, Book
 from wooly_scheduler.core.epochs import decide, slowdown_permille
 from wooly_scheduler.core.follower import MAX_EARLY, Follower
@@ -16,18 +17,18 @@ CONFIG = Config()
 
 
 def demand(name, priority=0, service=10 * MS, objective=0, interval=100 * MS, weight=1, longest=0, tenant="acme"):
-    return Demand(name, tenant, policed(priority, weight, service, objective, interval), longest)
+    return Demand(name, tenant, declared(priority, weight, service, objective, interval), longest)
 
 
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
 def test_bucket_covers_what_is_declared_and_only_p0_and_p1_have_one():
-    policy = policed(0, 3, 10 * MS, 20 * MS, 100 * MS)
+    policy = declared(0, 3, 10 * MS, 20 * MS, 100 * MS)
     assert (policy.rate_permille, policy.burst_ns, policy.weight, policy.objective_ns) == (110, 20 * MS, 3, 20 * MS)
-    assert policed(0, 1, 10 * MS, 0, 0).rate_permille == 0
-    assert policed(2, 1, 10 * MS, 20 * MS, 100 * MS).rate_permille == 0
-    assert policed(0, 1, 10 * MS, 0, 1).rate_permille == 1000
+    assert declared(0, 1, 10 * MS, 0, 0).rate_permille == 0
+    assert declared(2, 1, 10 * MS, 20 * MS, 100 * MS).rate_permille == 0
+    assert declared(0, 1, 10 * MS, 0, 1).rate_permille == 1000
 
 
 def test_session_alone_is_admitted_unless_its_objective_is_below_its_service_time():
@@ -61,6 +62,16 @@ def test_unbounded_session_above_an_objective_is_refused_with_what_to_declare():
     assert admit(Demand("peer", "acme", Policy(2)), [low]).admitted
 
 
+def test_undeclared_sessions_on_a_device_that_polices_them_count_as_one_bucket():
+    """20 % of the device and 40 ms at once, however many they are: low's 10 ms wait for at most (10 + 40 + blocking) / 0.8."""
+    policing, low = Config(undeclared_permille=200), demand("low", priority=1, objective=90 * MS)
+    one, two = Demand("high", "acme", Policy(0)), Demand("higher", "acme", Policy(0))
+    assert admit(one, [low], policing).admitted
+    assert admit(two, [low, one], policing).admitted
+    tight = demand("tight", priority=1, objective=40 * MS)
+    assert not admit(one, [tight], policing).admitted and admit(tight, [], policing).admitted
+
+
 def test_long_kernel_of_a_lower_class_keeps_a_tight_objective_off_the_device():
     background = Demand("train", "acme", Policy(4), longest_ns=30 * MS)
     verdict = admit(demand("a", objective=15 * MS), [background])
@@ -75,7 +86,7 @@ def test_session_that_is_late_already_is_no_reason_to_refuse_who_adds_nothing():
 
 
 def test_suspended_sessions_take_nothing_and_a_session_replaces_itself():
-    other = Demand("b", "acme", policed(0, 1, 50 * MS, 0, 100 * MS), suspended=True)
+    other = Demand("b", "acme", declared(0, 1, 50 * MS, 0, 100 * MS), suspended=True)
     me = demand("a", objective=12 * MS)
     assert admit(me, [other]).admitted
     assert admit(me, [demand("a", service=90 * MS)]).admitted

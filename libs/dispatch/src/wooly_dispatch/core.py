@@ -36,6 +36,7 @@ from wooly_dispatch.events import (
     SwappedInEvent,
     SwappedOutEvent,
 )
+from wooly_dispatch.policing import FULL, undeclared_burst_ns
 from wooly_dispatch.state import SCALE, STRETCH, DispatchState, Flight, Lane, Program, Session
 from wooly_dispatch.windows import PROTECTED, adapted
 
@@ -162,9 +163,23 @@ def _launch(state: DispatchState, session: Session, last: int, raw: int, estimat
         counted = True
         state.floor_credit += estimate * state.config.floor_permille
     policed = priority < PROTECTED and session.policy.rate_permille > 0
+    undeclared = priority < PROTECTED and not policed and state.config.undeclared_permille < FULL
     state.launches += 1
     state.flights[state.launches] = Flight(
-        session, program, first, last, estimate, raw, tag, weight, priority, session.period, policed, counted, floor
+        session,
+        program,
+        first,
+        last,
+        estimate,
+        raw,
+        tag,
+        weight,
+        priority,
+        session.period,
+        policed,
+        undeclared,
+        counted,
+        floor,
     )
     state.in_flight_ns += estimate
     session.in_flight += 1
@@ -265,23 +280,38 @@ def _enqueue(state: DispatchState, session: Session, kernels: tuple[int, ...], d
     if session.known[0] is not kernels:  # who repeats a program passes the same tuple again, and pays for it once
         session.known = (kernels, list(accumulate(kernels)))
     ends = session.known[1]
-    policed = session.policy.rate_permille > 0 and session.policy.priority < PROTECTED
-    excess = policed and not _paid(state, session, ends[-1])
-    session.programs.append(Program(session.expected, ends, excess))
-    if excess:
-        decisions.append(DemoteDecision(session.id, session.expected))
+    program = Program(session.expected, ends, False)
+    session.programs.append(program)
+    _police(state, session, program, decisions)
     session.expected += 1
 
 
-def _paid(state: DispatchState, session: Session, estimate: int) -> bool:
-    """Take a program's time from the session's bucket, if it holds as much."""
+def _police(state: DispatchState, session: Session, program: Program, decisions: list[Decision]) -> None:
+    """Have a program of P0 or P1 pay for what is left of it, from its session's bucket or from that of all undeclared ones."""
     policy = session.policy
-    earned = (state.now - session.refilled) * policy.rate_permille
-    session.tokens = min(policy.burst_ns, session.tokens + earned // 1000)
-    session.refilled = state.now - (earned % 1000) // policy.rate_permille  # what was too little to count is not lost
-    if session.tokens < estimate:
+    if policy.priority >= PROTECTED:
+        return
+    estimate = program.ends[-1] - (program.ends[program.next - 1] if program.next else 0)
+    if policy.rate_permille:
+        paid = _paid(session, state.now, policy.rate_permille, policy.burst_ns, estimate)
+    elif state.config.undeclared_permille < FULL:
+        rate, burst = state.config.undeclared_permille, undeclared_burst_ns(state.config)
+        paid = rate > 0 and _paid(state, state.now, rate, burst, estimate)
+    else:
+        paid = True
+    program.excess = not paid
+    if not paid:
+        decisions.append(DemoteDecision(session.id, program.number))
+
+
+def _paid(bucket: Session | DispatchState, now: int, rate_permille: int, burst_ns: int, estimate: int) -> bool:
+    """Take a program's time from a bucket, if it holds as much."""
+    earned = (now - bucket.refilled) * rate_permille
+    bucket.tokens = min(burst_ns, bucket.tokens + earned // 1000)
+    bucket.refilled = now - (earned % 1000) // rate_permille  # what was too little to count is not lost
+    if bucket.tokens < estimate:
         return False
-    session.tokens -= estimate
+    bucket.tokens -= estimate
     return True
 
 
@@ -300,6 +330,9 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
         state.floor_credit -= error * 1000
     if not state.lanes[FLOOR].size:
         state.floor_credit = 0
+    if flight.undeclared:  # also of a session that is closed: the bucket is not its own
+        burst = undeclared_burst_ns(state.config)
+        state.tokens = min(burst, state.tokens + flight.raw - event.gpu_ns)
     session = flight.session
     if session is None:
         return
@@ -404,7 +437,11 @@ def _on_policy(state: DispatchState, event: PolicyChangedEvent, decisions: list[
         return
     if (event.policy.rate_permille, event.policy.burst_ns) != (session.policy.rate_permille, session.policy.burst_ns):
         session.tokens, session.refilled = event.policy.burst_ns, state.now
+    risen = event.policy.priority < PROTECTED <= session.policy.priority
     session.policy = event.policy
+    if risen:
+        for program in session.programs:  # nothing was paid for what was queued in a lower class
+            _police(state, session, program, decisions)
     _settle(state, session)
     state.refresh_windows()
 
@@ -461,6 +498,7 @@ def _reserve(state: DispatchState, holder: str) -> None:
 
 def _on_config(state: DispatchState, event: ConfigChangedEvent, decisions: list[Decision]) -> None:
     state.config = event.config
+    state.tokens, state.refilled = undeclared_burst_ns(event.config), state.now
     state.refresh_windows()
 
 

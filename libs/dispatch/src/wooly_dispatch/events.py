@@ -25,6 +25,8 @@ class Config:
         max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
         stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a
             higher class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
+        undeclared_permille: The share of the device that all P0 and P1 sessions without a bucket of their own get in their classes,
+            together; they run as P2 beyond it. 0: they always run as P2; 1000: they are not policed.
         floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
         slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
         calm_permille: The same ratio below which an epoch may widen them.
@@ -39,6 +41,7 @@ class Config:
     service_ns: int = 20_000_000
     max_flights: int = 1 << 20
     stoppable: bool = False
+    undeclared_permille: int = 1000
     floor_permille: int = 20
     slow_permille: int = 1050
     calm_permille: int = 1020
@@ -53,6 +56,8 @@ class Config:
             raise ValueError("a launch can be stopped only where nothing is in flight behind it: max_flights is 1 then")
         if not 0 <= self.floor_permille <= 1000:
             raise ValueError(f"the floor is 0 to 1000 permille, not {self.floor_permille}")
+        if not 0 <= self.undeclared_permille <= 1000:
+            raise ValueError(f"the share of undeclared P0 and P1 is 0 to 1000 permille, not {self.undeclared_permille}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,9 @@ class Policy:
         weight: Share inside the class, relative to the others'.
         service_ns: GPU time of one request of a P0 or P1 session; 0: not known.
         objective_ns: Response time within which a program is on time; 0: none declared.
-        rate_permille: P0 and P1 are policed to this share of the device; 0: not policed.
-        burst_ns: GPU time that may come at once on top.
+        rate_permille: P0 and P1 are policed to this share of the device by a bucket of the session's own; 0: the session declares
+            nothing, and shares the bucket of `Config.undeclared_permille` with all such sessions.
+        burst_ns: GPU time that may come at once on top; of the session's own bucket.
     """
 
     priority: int = 2

@@ -21,6 +21,7 @@ from wooly_dispatch.decisions import Decision
 from wooly_dispatch.errors import InvariantError
 from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
 from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
+from wooly_dispatch.policing import undeclared_burst_ns
 from wooly_dispatch.state import SCALE, DispatchState
 from wooly_dispatch.windows import PROTECTED
 
@@ -313,4 +314,5 @@ def check_state(state: DispatchState) -> None:
         )
         for start, name, _, session in valid:
             law(start == max(session.lift, session.finish[priority]), "start tag", name)
+    law(state.tokens <= undeclared_burst_ns(state.config), "bucket of the undeclared", state.tokens)
     law(state.exclusive in ("", *state.sessions), "exclusive", state.exclusive)

@@ -28,6 +28,7 @@ from wooly_dispatch.events import (
     SwappedInEvent,
     SwappedOutEvent,
 )
+from wooly_dispatch.windows import PROTECTED
 
 
 class Work:
@@ -270,6 +271,10 @@ class Ledger:
             case PolicyChangedEvent():
                 account = self.accounts[event.session]
                 old = account.event
+                if event.policy.priority < PROTECTED <= old.policy.priority:
+                    over = {d.program for d in decisions if isinstance(d, DemoteDecision)}
+                    for work in account.work:
+                        work.demoted = work.number in over
                 self._move(account, -1)  # under other terms it starts anew
                 account.event = SessionOpenedEvent(old.at, old.session, event.policy, old.tenant, old.resident)
                 self._settle(account)

@@ -8,6 +8,7 @@ from dataclasses import astuple
 from typing import Any
 
 from wooly_dispatch.events import PRIORITIES, Config, Policy
+from wooly_dispatch.policing import undeclared_burst_ns
 from wooly_dispatch.windows import WIDTH, windows
 
 SCALE = 1 << 20
@@ -99,6 +100,7 @@ class Flight:
         "raw",
         "session",
         "tag",
+        "undeclared",
         "weight",
     )
 
@@ -115,6 +117,7 @@ class Flight:
         priority: int,
         period: int,
         policed: bool,
+        undeclared: bool,
         counted: bool,
         floor: bool,
     ) -> None:
@@ -128,7 +131,8 @@ class Flight:
         self.weight = weight
         self.priority = priority
         self.period = period
-        self.policed = policed  # paid from a token bucket
+        self.policed = policed  # paid from its session's token bucket
+        self.undeclared = undeclared  # paid from the bucket of all sessions that declare nothing
         self.counted = counted  # earned P4 some of its floor
         self.floor = floor  # was P4's turn by its floor
 
@@ -160,8 +164,10 @@ class DispatchState:
         "launches",
         "now",
         "pieces",
+        "refilled",
         "sessions",
         "stamps",
+        "tokens",
         "width",
         "windows",
     )
@@ -177,6 +183,8 @@ class DispatchState:
         self.stamps = 0
         self.floor_credit = 0  # ns * 1000 that P4 is owed
         self.exclusive = ""  # the session that has the device to itself
+        self.tokens = undeclared_burst_ns(self.config)  # of all P0 and P1 sessions without a bucket of their own
+        self.refilled = 0
         self.width = WIDTH
         self.windows: tuple[int, ...] = ()
         self.pieces: tuple[int, ...] = ()
@@ -200,17 +208,19 @@ class DispatchState:
 
 _PLAIN = ("id", "tenant", "resident", "asked", "suspended", "expected", "finish", "lift", "period", "lane", "in_flight", "proven",
           "stretch", "tokens", "refilled")  # fmt: skip
-_FLIGHT = ("estimate", "raw", "tag", "weight", "priority", "period", "policed", "counted", "floor")
+_FLIGHT = ("estimate", "raw", "tag", "weight", "priority", "period", "policed", "undeclared", "counted", "floor")
 
 
 def snapshot(state: DispatchState) -> bytes:
     """The state as canonical bytes (JSON): equal states, and only those, give equal bytes."""
     content = {
-        "version": 1,
+        "version": 2,
         "config": astuple(state.config),
         "now": state.now,
         "launches": state.launches,
         "floor_credit": state.floor_credit,
+        "tokens": state.tokens,
+        "refilled": state.refilled,
         "exclusive": state.exclusive,
         "width": state.width,
         "virtual": [lane.virtual for lane in state.lanes],
@@ -240,7 +250,7 @@ def restore(data: bytes) -> DispatchState:
     """The state that `snapshot` described."""
     content: dict[str, Any] = json.loads(data)
     state = DispatchState(Config(*content["config"]))
-    for name in ("now", "launches", "floor_credit", "exclusive", "width"):
+    for name in ("now", "launches", "floor_credit", "tokens", "refilled", "exclusive", "width"):
         setattr(state, name, content[name])
     for lane, virtual in zip(state.lanes, content["virtual"], strict=True):
         lane.virtual = virtual

@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     setup_tracing("executor")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or min(torch.get_num_threads(), host.cores())))
-    dispatch = Dispatch(fifo=settings.dispatch == "fifo")
+    dispatch = Dispatch(fifo=settings.dispatch == "fifo", undeclared_permille=10 * settings.undeclared_percent)
     try:
         runtime = make_runtime(args.runtime or settings.runtime, settings.state_dir, settings.device)
     except MissingDriverError as e:

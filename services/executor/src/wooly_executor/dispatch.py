@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from wooly_dispatch.core import ALONE, overtaken, step
 from wooly_dispatch.decisions import Decision, LaunchDecision, RefuseDecision, SwapInDecision
@@ -43,8 +44,8 @@ log = logging.getLogger("wooly.executor")
 Entries = deque[tuple[Event, list[Decision]]]
 #: One launch at a time, and it is stopped where a higher class arrives: nothing that was decided earlier stands between P0 and a
 #: device whose runtime runs while one waits. What nobody interrupts costs a decision every 4 ms; so long do equals wait for each
-#: other.
-CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000)
+#: other. What P0 and P1 take that declare nothing is bounded (`policing`): WOOLY_EXECUTOR_UNDECLARED_PERCENT.
+CONFIG = Config(max_flights=1, stoppable=True, piece_ns=4_000_000, undeclared_permille=200)
 _ARRIVALS = "arrivals"
 
 
@@ -53,10 +54,18 @@ class Dispatch:
 
     Args:
         fifo: all sessions are one to the core, so that frames run in the order of their arrival. For comparison only.
+        undeclared_permille: see `Config`.
         clock: monotonic ns.
     """
 
-    def __init__(self, *, fifo: bool = False, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        *,
+        fifo: bool = False,
+        undeclared_permille: int = CONFIG.undeclared_permille,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self.config = replace(CONFIG, undeclared_permille=undeclared_permille)
         self.state = DispatchState()
         self.launch: LaunchDecision | None = None
         self.entries: Entries | None = None
@@ -69,7 +78,7 @@ class Dispatch:
         self._begin()
 
     def _begin(self) -> None:
-        self._feed(ConfigChangedEvent(self._clock(), CONFIG))
+        self._feed(ConfigChangedEvent(self._clock(), self.config))
         if self._fifo:
             self._open(_ARRIVALS, Policy(), "")
 

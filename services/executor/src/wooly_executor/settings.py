@@ -67,6 +67,7 @@ class ExecutorSettings(BaseSettings):
         default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
     )
     dispatch: Literal["fair", "fifo"] = "fair"
+    undeclared_percent: int = Field(default=20, ge=0, le=100)
     heartbeat_s: float = Field(default=1.0, gt=0)
     compiler_timeout_s: float = Field(default=20.0, gt=0)
     kernel_s: float = Field(default=10.0, gt=0)

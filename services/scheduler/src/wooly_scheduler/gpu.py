@@ -18,6 +18,7 @@ from wooly_bus.streams import StreamError
 from wooly_bus.supervision import start_task
 from wooly_dispatch.metrics import Meter
 from wooly_dispatch.overcommit import Commitment
+from wooly_dispatch.policing import declared
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -33,7 +34,7 @@ from wooly_wis.messages import (
 )
 
 from wooly_scheduler.checkpoint import encode_follower
-from wooly_scheduler.core.admission import Demand, Verdict, admit, policed
+from wooly_scheduler.core.admission import Demand, Verdict, admit
 from wooly_scheduler.core.book import Book
 from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
@@ -273,7 +274,7 @@ class GpuActor:
 
     def on_admit_session(self, request: AdmitSessionRequest) -> AdmitSessionReply:
         """The response-time test."""
-        policy = policed(
+        policy = declared(
             request.priority, request.weight, request.service_ns, request.objective_ns, request.interval_ns
         )
         candidate = Demand(request.session_id, request.tenant, policy)

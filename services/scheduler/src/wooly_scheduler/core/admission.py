@@ -17,13 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from wooly_dispatch.events import Config, Policy
+from wooly_dispatch.policing import FULL, undeclared_burst_ns
 from wooly_dispatch.windows import PROTECTED, WIDTH, windows
-
-FULL = 1000
-JITTER_PERMILLE = 100
-"""How much more than declared a session's bucket earns: requests do not come like clockwork."""
-BURST_REQUESTS = 2
-"""Requests that a bucket holds: one may be early while another waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +83,6 @@ class Verdict:
         return "; ".join(str(miss) for miss in self.misses[:3]) + more
 
 
-def policed(priority: int, weight: int, service_ns: int, objective_ns: int, interval_ns: int) -> Policy:
-    """The policy of what a session declares. P0 and P1 get a bucket if they declare both service time and interval."""
-    rate = burst = 0
-    if priority < PROTECTED and service_ns and interval_ns:
-        rate = min(FULL, _up(service_ns * (FULL + JITTER_PERMILLE), interval_ns))
-        burst = BURST_REQUESTS * service_ns
-    return Policy(priority, weight, service_ns, objective_ns, rate, burst)
-
-
 def admit(
     candidate: Demand,
     others: Iterable[Demand],
@@ -145,14 +131,13 @@ def _response(
     own = policy.service_ns or config.service_ns
     higher = [d for d in everybody if d.policy.priority < policy.priority]
     peers = [d for d in everybody if d.policy.priority == policy.priority and d.session != demand.session]
-    for d in higher:
-        if not d.policy.rate_permille:
-            return None, _unbounded(d)
+    if _buckets(higher, config) is None:
+        return None, _unbounded(higher)
+    rate, burst = _buckets(higher, config) or (0, 0)
     live = [(d.policy.priority, d.policy.service_ns) for d in everybody if d.policy.priority < PROTECTED]
     found = windows(config, live, width)
-    blocking = _blocking(demand, everybody, max(found[policy.priority + 1 :]), error_permille)
-    base = blocking + own + sum(d.policy.burst_ns for d in higher)
-    rate = sum(d.policy.rate_permille for d in higher)
+    blocking = _blocking(demand, everybody, max(found[policy.priority + 1 :]), error_permille, config)
+    base = blocking + own + burst
     answers = []
     if rate < FULL:
         window = _up(found[policy.priority] * (FULL + error_permille), FULL) if config.max_flights > 1 and peers else 0
@@ -162,16 +147,27 @@ def _response(
         # The shares hold for one request; if the next one comes before it is done, only the buckets do.
         if response * policy.rate_permille <= own * FULL:
             answers.append(response)
-    total = rate + sum(d.policy.rate_permille for d in peers)
-    if all(d.policy.rate_permille for d in peers) and total < FULL and total + policy.rate_permille <= FULL:
-        answers.append(_up((base + sum(d.policy.burst_ns for d in peers)) * FULL, FULL - total))
+    theirs = _buckets(peers, config)
+    total = rate + (theirs[0] if theirs else 0)
+    if theirs is not None and total < FULL and total + policy.rate_permille <= FULL:
+        answers.append(_up((base + theirs[1]) * FULL, FULL - total))
     if answers:
         return min(answers), ""
-    for d in peers:
-        if not d.policy.rate_permille:
-            return None, _unbounded(d)
+    if theirs is None:
+        return None, _unbounded(peers)
     taken = (total + policy.rate_permille) / 10
     return None, f"the P0 and P1 sessions that go before it or share with it may take {taken:.0f} % of the device"
+
+
+def _buckets(demands: Sequence[Demand], config: Config) -> tuple[int, int] | None:
+    """What P0 and P1 sessions may take in their classes, at most: permille of the device and burst. None: nothing bounds it."""
+    rate = sum(d.policy.rate_permille for d in demands)
+    burst = sum(d.policy.burst_ns for d in demands if d.policy.rate_permille)
+    if all(d.policy.rate_permille for d in demands):
+        return rate, burst
+    if config.undeclared_permille >= FULL:
+        return None
+    return rate + config.undeclared_permille, burst + undeclared_burst_ns(config)  # one bucket, however many share it
 
 
 def _share(demand: Demand, own: int, peer: Demand, config: Config, slack: int) -> int:
@@ -181,19 +177,24 @@ def _share(demand: Demand, own: int, peer: Demand, config: Config, slack: int) -
     return _up((own + piece) * its, mine) + max(peer.longest_ns, config.piece_ns) + _up(2 * slack * its, min(mine, its))
 
 
-def _blocking(demand: Demand, everybody: Sequence[Demand], window: int, error_permille: int) -> int:
+def _blocking(demand: Demand, everybody: Sequence[Demand], window: int, error_permille: int, config: Config) -> int:
     """What lower classes have in flight at most; the window counts whether they are there now or not."""
     longest = [
         d.longest_ns
         for d in everybody
         if d.session != demand.session
         # What P0 and P1 sessions submit beyond their buckets runs in a lower class.
-        and (d.policy.priority > demand.policy.priority or (d.policy.rate_permille and d.policy.priority < PROTECTED))
+        and (d.policy.priority > demand.policy.priority or (d.policy.priority < PROTECTED and _policed(d, config)))
     ]
     return max(_up(window * (FULL + error_permille), FULL), *longest, 0)
 
 
-def _unbounded(demand: Demand) -> str:
+def _policed(demand: Demand, config: Config) -> bool:
+    return demand.policy.rate_permille > 0 or config.undeclared_permille < FULL
+
+
+def _unbounded(demands: Sequence[Demand]) -> str:
+    demand = next(d for d in demands if not d.policy.rate_permille)
     return (
         f"P{demand.policy.priority} session {demand.session} declares no service time and interval, so nothing bounds what it "
         "takes (WOOLYAI_SERVICE_MS, WOOLYAI_INTERVAL_MS)"
