@@ -32,6 +32,8 @@ from wooly_wis.messages import (
     RenewSessionRequest,
     RunJobReply,
     RunJobRequest,
+    SteerSessionReply,
+    SteerSessionRequest,
 )
 
 DEVICE = DeviceFacts(name="device", vendor="cpu", runtime="cpu", total_memory=1000, cores=1)
@@ -51,11 +53,13 @@ class FakeExecutor:
     def __init__(self, app, name):
         self.app, self.name = app, name
         self.sessions, self.closed, self.jobs = {}, [], []
+        self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
         app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
         app.serve(subjects.executor_session_renew(name), RenewSessionRequest, self.on_renew)
         app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
+        app.serve(subjects.executor_session_steer(name), SteerSessionRequest, self.on_steer)
         app.serve(subjects.executor_job_run(name), RunJobRequest, self.on_run_job)
 
     async def on_open(self, request):
@@ -65,7 +69,16 @@ class FakeExecutor:
         if self.refuse:
             raise self.refuse
         self.sessions[request.session_id] = request
+        self.policies[request.session_id] = request.policy
         return HostSessionReply(endpoints=(f"unix:///tmp/{self.name}.sock",))
+
+    async def on_steer(self, request):
+        if request.session_id not in self.policies:
+            raise RefusedError("executor.no_session", "not here")
+        changes = request.model_dump(include={"priority", "weight"}, exclude_none=True)
+        policy = self.policies[request.session_id].model_copy(update=changes)
+        self.policies[request.session_id] = policy
+        return SteerSessionReply(policy=policy, suspended=False, exclusive=False)
 
     async def on_run_job(self, request):
         if self.refuse:
@@ -221,7 +234,7 @@ def rig(nats_server, settings):
     async def make(*names, url=nats_server, auth="open"):
         world, clock = World(Database(settings.database(), durable=settings.durable), settings.cluster()), Clock()
         app = ServiceApp("test", url)
-        actor = RouterActor(settings, app, world, Gate(world, auth, clock), clock)
+        actor = RouterActor(settings.model_copy(update={"auth": auth}), app, world, Gate(world, auth, clock), clock)
         jobs = JobActor(app, actor)
         world.traces.keeps = True
         desk, traces = TaskActor(app, actor, jobs), TraceActor(app, world, actor.gate)

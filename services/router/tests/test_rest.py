@@ -18,7 +18,7 @@ from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api
 from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
-from wooly_router.state.tenants import TenantRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import BudgetState, CreditsReply, CreditsRequest, SetBudgetRequest
 from wooly_wis.messages import (
@@ -301,7 +301,7 @@ async def test_without_a_valid_token_no_route_answers(rest):
         assert len(every) > 20
         ended, gone = await token_for(r, "t", "admin", expires_at=r.clock.now + 5)
         _, off = await token_for(r, "off", "admin")
-        await r.actor.world.tenants.change("off", description="", disabled=True)
+        await r.actor.world.tenants.change("off", TenantChange(disabled=True))
         revoked, late = await token_for(r, "t", "admin")
         await r.actor.world.tenants.revoke("t", revoked.id, r.clock.now)
         r.clock.now += 5
@@ -333,7 +333,95 @@ async def test_roles_and_scopes_bound_what_a_token_may(rest):
             await told(http, "GET", "tenants", status, headers=headers)
         await told(http, "GET", "tasks", headers=narrow)
         await told(http, "POST", "blobs", 403, content=b"x", headers=narrow)
-        assert ROLES["user"] < ROLES["operator"] < ROLES["admin"]
+        assert ROLES["user"] < ROLES["admin"] > ROLES["operator"] and not ROLES["operator"] & {
+            "blobs:read",
+            "blobs:write",
+        }
+
+
+#: Every route, and whether it is closed to an operator: what tenants put in and get out, and what lets one act as a tenant.
+CLOSED_TO_OPERATORS = {
+    ("POST", "/api/v1/blobs"),
+    ("GET", "/api/v1/blobs/{digest}"),
+    ("GET", "/api/v1/tenants"),
+    ("PUT", "/api/v1/tenants/{name}"),
+    ("GET", "/api/v1/tenants/{name}/tokens"),
+    ("POST", "/api/v1/tenants/{name}/tokens"),
+    ("DELETE", "/api/v1/tenants/{name}/tokens/{token_id}"),
+    ("PUT", "/api/v1/config"),
+    ("PUT", "/api/v1/credits/budgets/{tenant}"),
+}
+OPEN_TO_OPERATORS = {
+    ("GET", "/api/v1/audit"),
+    ("GET", "/api/v1/config"),
+    ("POST", "/api/v1/credentials"),  # of its own tenant, without blobs
+    ("GET", "/api/v1/credits"),
+    ("GET", "/api/v1/credits/plans"),
+    ("GET", "/api/v1/credits/statements/{tenant}"),
+    ("GET", "/api/v1/events"),
+    ("GET", "/api/v1/gpus"),
+    ("GET", "/api/v1/groups"),
+    ("PUT", "/api/v1/groups/{name}"),
+    ("DELETE", "/api/v1/groups/{name}"),
+    ("POST", "/api/v1/login"),
+    ("DELETE", "/api/v1/login"),
+    ("GET", "/api/v1/me"),
+    ("GET", "/api/v1/nodes"),
+    ("GET", "/api/v1/nodes/{node_id}"),
+    ("PUT", "/api/v1/nodes/{node_id}/config"),
+    ("PUT", "/api/v1/nodes/{node_id}/state"),
+    ("GET", "/api/v1/overview"),
+    ("GET", "/api/v1/metrics/gpus"),
+    ("GET", "/api/v1/metrics/history"),
+    ("GET", "/api/v1/metrics/tasks"),
+    ("GET", "/api/v1/sessions"),
+    ("GET", "/api/v1/tasks"),
+    ("POST", "/api/v1/tasks"),  # for its own tenant
+    ("GET", "/api/v1/tasks/{task_id}"),
+    ("POST", "/api/v1/tasks/{task_id}/cancel"),
+    ("PUT", "/api/v1/tasks/{task_id}/priority"),
+    ("GET", "/api/v1/tasks/{task_id}/trace"),
+    ("GET", "/api/v1/traces"),
+    ("GET", "/api/v1/traces/{trace_id}"),
+}
+BODIES = {
+    "/api/v1/tenants/{name}": {"class_ceiling": 0},
+    "/api/v1/tenants/{name}/tokens": {"role": "admin"},
+    "/api/v1/config": {"job_attempts": 2},
+    "/api/v1/credits/budgets/{tenant}": {},
+}
+
+
+async def test_every_route_is_open_or_closed_to_operators_as_the_table_says(rest, tmp_path):
+    async with rest("a", auth="tokens") as (r, http):
+        assert set(routes(r.api)) == CLOSED_TO_OPERATORS | OPEN_TO_OPERATORS
+        _, theirs = await token_for(r, "victim", "user")
+        _, operator = await token_for(r, "ops", "operator")
+        digest = (await told(http, "POST", "blobs", 201, content=EMPTY, headers=theirs))["digest"]
+        places = {"name": "victim", "tenant": "victim", "digest": digest, "token_id": "t"}
+        for method, path in sorted(CLOSED_TO_OPERATORS):
+            error = await told(
+                http,
+                method,
+                path.removeprefix("/api/v1/").format(**places),
+                403,
+                json=BODIES.get(path),
+                headers=operator,
+            )
+            assert error["code"] == "router.forbidden", path
+        for tenant in ("victim", "ops"):
+            await told(http, "GET", f"blobs/{digest}", 403, params={"tenant": tenant}, headers=operator)
+        error = await told(
+            http, "POST", "tasks", 403, json={"module": digest, "noswap": 0, "tenant": "victim"}, headers=operator
+        )
+        assert error["code"] == "router.forbidden" and not await r.tasks.in_states("pending")
+        r.actor.issuer = make_authority(tmp_path / "keys").issuer()
+        await told(http, "POST", "credentials", 403, json={"tenant": "victim"}, headers=operator)
+        made = await told(http, "POST", "credentials", 201, json={}, headers=operator)
+        held = Credentials.parse(made["credentials"])
+        blobs = [subjects.for_tenant(s, "ops") for s in (subjects.ROUTER_BLOB_GET, subjects.ROUTER_BLOB_PUT)]
+        assert (made["tenant"], made["role"]) == ("ops", "user") and held.permissions.publish
+        assert not any(held.permissions.may_publish(subject) for subject in blobs)
 
 
 @pytest.mark.on_both

@@ -15,7 +15,7 @@ from wooly_router.state.database import Database, migrate, revert
 from wooly_router.state.nodes import GpuRecord, GroupRecord, NodeRecord, NodeStore, Sample
 from wooly_router.state.tables import Base
 from wooly_router.state.tasks import Lease, PartRecord, TaskFilter, TaskRecord, TaskStore
-from wooly_router.state.tenants import TenantRecord, TenantStore, hash_of
+from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, hash_of
 
 BIG = (1 << 63) - 1
 
@@ -428,10 +428,32 @@ async def test_token_is_known_by_its_secret_of_which_only_the_hash_is_kept(datab
     assert token.valid(8.9) and not token.valid(9.0)
     assert not await store.revoke("y", token.id, 5.0) and await store.revoke("x", token.id, 5.0)
     assert not await store.revoke("x", token.id, 6.0) and not (await store.tokens("x"))[0].valid(5.0)
-    assert await store.change("x", description="d", disabled=True) and not await store.change(
-        "y", description="", disabled=True
-    )
-    assert (await store.get("x")).disabled and [t.name for t in await store.all()] == ["x"]
+    assert await store.change("y", TenantChange(disabled=True)) is None
+    await store.change("x", TenantChange(description="d", disabled=True, weight_ceiling=5))
+    changed = await store.put("x", 2.0, TenantChange(class_ceiling=0, exclusive=False))
+    assert changed == await store.get("x") and [t.name for t in await store.all()] == ["x"]
+    assert (changed.description, changed.disabled, changed.created_at) == ("d", True, 1.0)
+    assert (changed.class_ceiling, changed.weight_ceiling, changed.exclusive) == (0, 5, False)
+    assert (await store.put("y", 2.0, TenantChange(exclusive=True))).created_at == 2.0 and (
+        await store.get("y")
+    ).exclusive
+
+
+async def test_ended_tasks_and_other_tenants_stay_where_a_tenant_is_brought_down(database):
+    store = TaskStore(database)
+    spec = {"weight": 90}
+    for name, tenant in (("mine", "x"), ("over", "x"), ("yours", "y")):
+        async with database.writing() as s:
+            await store.add(s, task(name, kind="job", tenant=tenant, priority=0, spec=spec))
+    async with database.writing() as s:
+        await store.move(s, "over", "cancelled", "", 2.0)
+    await store.bring_down("x", 3, 7)
+    found = {name: await store.get(name) for name in ("mine", "over", "yours")}
+    assert {n: (t.priority, t.spec["weight"]) for n, t in found.items()} == {
+        "mine": (3, 7),
+        "over": (0, 90),
+        "yours": (0, 90),
+    }
 
 
 async def test_config_is_all_or_nothing_and_null_is_a_value(database):

@@ -116,6 +116,10 @@ class Supervisor:
                 "WOOLY_ROUTER_HTTP_PORT": "0",
                 "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine reaches the port
                 "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
+                # Who started it may use it as it likes; see `wooly_router.core.ceilings`.
+                "WOOLY_ROUTER_DEFAULT_CLASS_CEILING": "0",
+                "WOOLY_ROUTER_DEFAULT_WEIGHT_CEILING": str(1 << 20),
+                "WOOLY_ROUTER_DEFAULT_EXCLUSIVE": "1",
                 "WOOLY_ROUTER_SIGNING_KEY": str(self.keys.signing_seed),
                 "WOOLY_ROUTER_CHANNEL_KEY": str(self.keys.channel_seed),
             },

@@ -35,6 +35,10 @@ ROUTER_TASK_CANCEL = f"{PREFIX}.rpc.router.task.cancel"
 ROUTER_TASK_PRIORITIZE = f"{PREFIX}.rpc.router.task.prioritize"
 #: Services that are asked over HTTP ask a router who shows a token (`CheckTokenRequest`).
 ROUTER_TOKEN_CHECK = f"{PREFIX}.rpc.router.token.check"
+#: Administrators ask for tenants and change them; services ask whether a tenant may have what it wants of them.
+ROUTER_TENANT_LIST = f"{PREFIX}.rpc.router.tenant.list"
+ROUTER_TENANT_SET = f"{PREFIX}.rpc.router.tenant.set"
+ROUTER_CEILING_CHECK = f"{PREFIX}.rpc.router.ceiling.check"
 #: What becomes of tasks (`TaskChanged`), by tenant, and the stream that keeps it.
 ROUTER_TASKS_CHANGED = f"{PREFIX}.evt.router.task.changed.*"
 ROUTER_EVENT_STREAM = "WOOLY_EVT_ROUTER"

@@ -25,8 +25,8 @@ class Config:
         max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
         stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a
             higher class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
-        undeclared_permille: The share of the device that all P0 and P1 sessions without a bucket of their own get in their classes,
-            together; they run as P2 beyond it. 0: they always run as P2; 1000: they are not policed.
+        undeclared_permille: The share of the device that all P0 and P1 sessions without a bucket of their own get together in
+            their classes; they run as P2 beyond it. 0: they always run as P2; 1000: they are not policed.
         floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
         slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
         calm_permille: The same ratio below which an epoch may widen them.

@@ -35,14 +35,17 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.advice import Advice
+from wooly_router.ceilings import CeilingActor
+from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.executors import Executors
-from wooly_router.gate import Gate
+from wooly_router.gate import Caller, Gate
 from wooly_router.opening import OPEN_BUDGET_S, Opening
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.world import World
+from wooly_router.tenants import TenantActor
 
 log = logging.getLogger("wooly.router")
 #: Seconds in which a client whose connection broke may still say that it closed its session.
@@ -86,6 +89,8 @@ class RouterActor:
         self.issuer = settings.issuer()
         self.advice = Advice(app)
         self.executors = Executors(app)
+        self.ceilings = CeilingActor(app, world, gate, settings.ceilings())
+        self.tenants = TenantActor(app, world, gate, self.ceilings)
         self._opening = Opening(settings, world, self.registry, self.executors, self.advice, self.issuer, clock)
         self.credentials_s = settings.credentials_s
         #: Leases that were prolonged and are not written down yet, and sessions whose lease is being prolonged.
@@ -130,15 +135,18 @@ class RouterActor:
     async def on_open_session(self, request: OpenSessionRequest) -> OpenSessionReply:
         """Open a session for who shows a token, or anybody where none is asked for."""
         caller = await self.gate.over_nats(request.credential, request.tenant, "tasks:write")
-        return await self._open_for(caller.own, request)
+        return await self._open_for(caller, self.gate.makes_for(caller, request.tenant), request)
 
     async def on_open_tenants(self, request: OpenSessionRequest, tenant: str) -> OpenSessionReply:
         """Open a session for a tenant's NATS user."""
         caller = await self.gate.of_tenant(tenant, request.tenant)
-        return await self._open_for(caller.own, request)
+        return await self._open_for(caller, caller.own, request)
 
-    async def _open_for(self, tenant: str, request: OpenSessionRequest) -> OpenSessionReply:
-        return await self._opening.open(request.model_copy(update={"tenant": tenant, "credential": ""}))
+    async def _open_for(self, caller: Caller, tenant: str, request: OpenSessionRequest) -> OpenSessionReply:
+        wish = Wish.of_start(request.priority, request.weight, request.gpu_mode)
+        granted = await self.ceilings.granted(tenant, wish, caller)
+        terms = {"tenant": tenant, "credential": "", "priority": granted.priority, "weight": granted.weight}
+        return await self._opening.open(request.model_copy(update=terms))
 
     # -- living ------------------------------------------------------------------------------------------------------
 

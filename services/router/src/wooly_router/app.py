@@ -24,6 +24,7 @@ from wooly_bus.web import Buckets, refuse_open
 
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import BlobActor
+from wooly_router.core.ceilings import UNLIMITED
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
 from wooly_router.jobs import JobActor
@@ -111,11 +112,24 @@ async def serve(settings: RouterSettings) -> None:
         await world.close()
 
 
+def _first_tenant(now: float) -> TenantRecord:
+    """The administrators' own tenant: nothing of what they run is bound."""
+    most = UNLIMITED
+    return TenantRecord(
+        "admin",
+        now,
+        "made at the first start",
+        class_ceiling=most.priority,
+        weight_ceiling=most.weight,
+        exclusive=most.exclusive,
+    )
+
+
 async def first_token(settings: RouterSettings, world: World, now: float) -> None:
     """Where tokens are asked for and there is no tenant yet: an administrator's, as given, or in a file for our user alone."""
     if settings.auth != "tokens" or settings.owner_token is not None or await world.tenants.all():
         return
-    if not await world.tenants.add(TenantRecord("admin", now, "made at the first start")):
+    if not await world.tenants.add(_first_tenant(now)):
         return  # another router did it
     if settings.operator_token is not None:
         given = settings.operator_token.get_secret_value()

@@ -12,19 +12,32 @@ from wooly_router.owner import Owner
 from wooly_router.state.tenants import Role, hash_of
 from wooly_router.state.world import World
 
-AREAS = ("tasks", "nodes", "groups", "config", "tenants", "metrics", "audit", "blobs", "credits")
-#: What each role may. A token's scopes, where it has any, take from it.
+#: What each role may read (r) and write (w), by area. A token's scopes, where it has any, take from it.
+#:
+#: The rule behind the table: `user` acts for one tenant, and every area shows it that tenant's part alone. `operator` runs the
+#: cluster: it sees all tenants' tasks, traces and credits, by name, size, time and state, and may cancel tasks or give them
+#: another class. What tenants put in and get out (blobs: modules, constants, inputs, results) and what lets one act as a tenant
+#: (its tokens, its credentials, jobs in its name) is for the tenant itself and for `admin`.
+TABLE: dict[str, dict[Role, str]] = {
+    "tasks": {
+        "user": "rw",
+        "operator": "rw",
+        "admin": "rw",
+    },  # and sessions, traces; in its own name only, but for admin
+    "blobs": {"user": "rw", "operator": "", "admin": "rw"},
+    "nodes": {"user": "r", "operator": "rw", "admin": "rw"},
+    "groups": {"user": "r", "operator": "rw", "admin": "rw"},
+    "credits": {"user": "r", "operator": "r", "admin": "rw"},
+    "config": {"user": "", "operator": "r", "admin": "rw"},
+    "metrics": {"user": "", "operator": "r", "admin": "rw"},
+    "audit": {"user": "", "operator": "r", "admin": "rw"},
+    "tenants": {"user": "", "operator": "", "admin": "rw"},  # and their tokens
+}
+AREAS = tuple(TABLE)
+_VERBS = {"r": "read", "w": "write"}
 ROLES: dict[Role, frozenset[str]] = {
-    "user": frozenset(
-        {"tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "groups:read", "credits:read"}
-    ),
-    "operator": frozenset(
-        {
-            *("tasks:read", "tasks:write", "blobs:read", "blobs:write", "nodes:read", "nodes:write"),
-            *("groups:read", "groups:write", "config:read", "metrics:read", "audit:read", "credits:read"),
-        }
-    ),
-    "admin": frozenset(f"{area}:{verb}" for area in AREAS for verb in ("read", "write")),
+    role: frozenset(f"{area}:{_VERBS[letter]}" for area, may in TABLE.items() for letter in may[role])
+    for role in ("user", "operator", "admin")
 }
 SCOPES = tuple(sorted(ROLES["admin"]))
 #: The tenant of those who name none.
@@ -49,6 +62,11 @@ class Caller:
     may: frozenset[str]
     until: float | None = None
 
+    @property
+    def acts_for_all(self) -> bool:
+        """Whether they may do for any tenant what that tenant may: see `TABLE`."""
+        return "tenants:write" in self.may
+
 
 _OWNER = Caller("owner", None, DEFAULT_TENANT, ROLES["admin"])
 
@@ -67,6 +85,10 @@ class Gate:
         self, world: World, auth: Literal["open", "tokens"], clock: Callable[[], float], owner: Owner | None = None
     ) -> None:
         self.world, self.auth, self.clock, self.owner = world, auth, clock, owner
+
+    def is_administrator(self, caller: Caller) -> bool:
+        """Whether a caller proved to be one; where nobody is asked for a token, nobody did."""
+        return self.auth == "tokens" and caller.acts_for_all
 
     async def caller(self, secret: str, address: str) -> Caller:
         """Who has this secret.
@@ -132,4 +154,17 @@ class Gate:
         named = claimed if self.auth == "open" or caller is _OWNER or claimed != DEFAULT_TENANT else None
         if caller.tenant is not None and named not in (None, caller.tenant):
             raise RefusedError("router.forbidden", f"this token is not one of tenant {named}")
-        return Caller(caller.actor, caller.tenant or claimed, named or caller.own, caller.may)
+        own = named if named is not None and caller.acts_for_all else caller.own
+        return Caller(caller.actor, caller.tenant or claimed, own, caller.may)
+
+    def makes_for(self, caller: Caller, claimed: str) -> str:
+        """The tenant that a session or a job belongs to which this caller starts, who says that it is for `claimed`.
+
+        Raises:
+            RefusedError: it is for another tenant than the caller's, and only administrators act for others.
+        """
+        if claimed in (DEFAULT_TENANT, caller.own) or caller.acts_for_all:
+            return caller.own
+        raise RefusedError(
+            "router.forbidden", f"this token is one of tenant {caller.own}, and acts for no other ({claimed})"
+        )

@@ -38,13 +38,15 @@ from wooly_wis.messages import (
 from wooly_wis.module import MAX_MODULE_BYTES, check_module, decode_module
 
 from wooly_router.actor import RouterActor
+from wooly_router.ceilings import ABOVE
+from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
 from wooly_router.core.queue import plan
 from wooly_router.core.tasks import backoff_s
 from wooly_router.executors import EXECUTOR_TIMEOUT_S
-from wooly_router.gate import DEFAULT_TENANT
-from wooly_router.state.tasks import PartRecord, TaskRecord
+from wooly_router.gate import DEFAULT_TENANT, Caller
+from wooly_router.state.tasks import PartRecord, TaskRecord, session_of
 from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
@@ -126,7 +128,8 @@ class JobActor:
                 with consumer_span("router", what, taken.headers):
                     job = decode(taken.data, SubmitJob)
                     caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
-                    await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+                    tenant = self._router.gate.makes_for(caller, job.tenant)
+                    await self._take_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
                 await taken.done()
             except (EnvelopeError, RefusedError) as e:
                 log.warning("a job that cannot be read, or is nobody's, is dropped: %s", e)
@@ -135,18 +138,30 @@ class JobActor:
                 log.exception("a job could not be taken in; it comes again")
                 await taken.later(2.0)
 
+    async def _take_command(self, job: SubmitJob, caller: Caller) -> None:
+        """Take in a job whose submitter waits for no answer: what is refused to others is a job that failed."""
+        try:
+            await self.on_submit_job(job, caller)
+        except RefusedError as e:
+            if e.code != ABOVE:
+                raise
+            await self._submit(job, f"{e.code}: {e}")
+
     async def on_submit_tenants(self, job: SubmitJob, tenant: str) -> SubmitJobReply:
         """Take in a job of a tenant's NATS user: it is in the database before this is answered."""
         caller = await self._router.gate.of_tenant(tenant, job.tenant)
-        task = await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+        task = await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}), caller)
         if task.tenant != caller.own:
             raise RefusedError("router.id_taken", f"{job.job_id} is not free; take another, at random")
         return SubmitJobReply(job_id=task.id)
 
-    async def on_submit_job(self, job: SubmitJob) -> TaskRecord:
+    async def on_submit_job(self, job: SubmitJob, caller: Caller | None = None) -> TaskRecord:
         """A job is pending once this returns; one that can never run has failed, with the reason. Again, it changes nothing.
 
+        `caller`: who submits it; an administrator is not bound by its tenant's ceilings.
+
         Raises:
+            RefusedError: it asks for more than its tenant may have.
             StreamError: its module cannot be looked at now.
         """
         known = await self._tasks.get(job.job_id)
@@ -154,6 +169,12 @@ class JobActor:
             if known.tenant != job.tenant:
                 log.warning("job %s of %s is dropped: the id is another tenant's", job.job_id, job.tenant)
             return known
+        wish = Wish.of_start(job.priority, job.weight, job.gpu_mode)
+        granted = await self._router.ceilings.granted(job.tenant, wish, caller)
+        return await self._submit(job.model_copy(update={"priority": granted.priority, "weight": granted.weight}))
+
+    async def _submit(self, job: SubmitJob, refusal: str = "") -> TaskRecord:
+        """Write a job down: as pending, or, with a `refusal`, as failed."""
         now = self._router.clock()
         task = TaskRecord(
             id=job.job_id,
@@ -176,28 +197,31 @@ class JobActor:
         )
         async with trace_of(self._world.traces, task) as parent:
             trace.get_current_span().set_attribute("task_id", task.id)
-            return await self._take_in(
-                job, replace(task, spec=(task.spec or {}) | {"trace": parent}) if parent else task
-            )
+            traced = replace(task, spec=(task.spec or {}) | {"trace": parent}) if parent else task
+            return await self._take_in(job, traced, refusal)
 
-    async def _take_in(self, job: SubmitJob, task: TaskRecord) -> TaskRecord:
-        now, refusal = task.created_at, ""
-        try:
-            store = BlobStore(self._app.jetstream(), job.tenant)
-            module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
-            peak = check_module(module)
-            task = replace(task, required_vram=task.required_vram or max(peak, 1))
-        except StreamError:
-            raise
-        except (WisError, BusError) as e:
-            refusal = f"{e.code}: {e}"
+    async def _take_in(self, job: SubmitJob, task: TaskRecord, refusal: str) -> TaskRecord:
+        if not refusal:
+            task, refusal = await self._examined(job, task)
         async with self._world.database.writing() as s:
             if not await self._tasks.add(s, task):
                 return await self._tasks.get(job.job_id, s) or task
             if refusal:
-                await self._tasks.move(s, task.id, "failed", refusal, now)
+                await self._tasks.move(s, task.id, "failed", refusal, task.created_at)
         self._changed.set()
         return task
+
+    async def _examined(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
+        """The job with the memory that its module needs, and why it can never run; empty: it can."""
+        try:
+            store = BlobStore(self._app.jetstream(), job.tenant)
+            module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
+            peak = check_module(module)
+            return replace(task, required_vram=task.required_vram or max(peak, 1)), ""
+        except StreamError:
+            raise
+        except (WisError, BusError) as e:
+            return task, f"{e.code}: {e}"
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -466,8 +490,3 @@ class JobActor:
 
 def _trace(task: TaskRecord) -> str:
     return str((task.spec or {}).get("trace", ""))
-
-
-def session_of(task: TaskRecord) -> str:
-    """The session that the present attempt at a job is on its executor."""
-    return f"{task.id}-{task.attempt}"

@@ -6,7 +6,7 @@ import os
 import ssl
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -17,6 +17,7 @@ from wooly_bus.channel.tls import server_context
 from wooly_bus.credentials import CredentialsError, Issuer
 from wooly_bus.keys import Key
 
+from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, overridden
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.owner import Owner
 
@@ -70,6 +71,10 @@ class RouterSettings(BaseSettings):
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
         traces_kept: traces that are kept at most, where any are (WOOLY_TRACES); the oldest go first.
         trace_retention_s: how long a trace is kept.
+        default_class_ceiling: the highest class (0 the highest, 4 the lowest) of what a tenant runs that has no ceiling of its
+            own. Without: 2 where tokens are asked for, 0 where everybody is an administrator.
+        default_weight_ceiling: likewise, the largest weight; without, 100 or 2^20.
+        default_exclusive: likewise, whether they may have a device to themselves; without, no or yes.
         default_vram_overcommit_percent: `CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT`; in force until the cluster's setting of
             that name is
             configured once.
@@ -102,6 +107,9 @@ class RouterSettings(BaseSettings):
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)
     trace_retention_s: float = Field(default=7 * 24 * 3600.0, ge=0)
+    default_class_ceiling: Annotated[int, Field(ge=0, le=4)] | None = None
+    default_weight_ceiling: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    default_exclusive: bool | None = None
     default_vram_overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias="CONTROLLER_DEFAULT_VRAM_OVERCOMMIT_PERCENT"
     )
@@ -151,6 +159,11 @@ class RouterSettings(BaseSettings):
         if creds is None:
             raise CredentialsError("WOOLY_ROUTER_SIGNING_KEY is set, but the router has no WOOLY_NATS_CREDS itself")
         return read_issuer(self.signing_key, creds)
+
+    def ceilings(self) -> Ceilings:
+        """The ceilings of a tenant that has none of its own."""
+        usual = MODEST if self.auth == "tokens" else UNLIMITED
+        return overridden(usual, self.default_class_ceiling, self.default_weight_ceiling, self.default_exclusive)
 
     def cluster(self) -> ClusterConfig:
         """What the cluster's settings are until somebody changes them."""

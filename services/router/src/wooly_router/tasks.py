@@ -23,8 +23,10 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.actor import RouterActor
-from wooly_router.jobs import JobActor, session_of
-from wooly_router.state.tasks import TaskFilter, TaskRecord
+from wooly_router.core.ceilings import Wish
+from wooly_router.gate import Caller
+from wooly_router.jobs import JobActor
+from wooly_router.state.tasks import TaskFilter, TaskRecord, session_of
 
 STEER_TIMEOUT_S = 2.0
 Q = TypeVar("Q", TasksRequest, TaskRequest, PrioritizeTaskRequest)
@@ -41,8 +43,7 @@ class TaskActor:
         app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self._let_in(self.on_task, "tasks:read"), queue="router")
         cancel = self._let_in(self.on_cancel_task, "tasks:write")
         app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, cancel, queue="router")
-        prioritize = self._let_in(self.on_prioritize_task, "tasks:write")
-        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, prioritize, queue="router")
+        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, self._on_prioritize, queue="router")
         app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, self._of_tenant(self.on_tasks), queue="router")
         app.serve_tenants(subjects.ROUTER_TASK_GET, TaskRequest, self._of_tenant(self.on_task), queue="router")
         app.serve_tenants(
@@ -51,7 +52,7 @@ class TaskActor:
         app.serve_tenants(
             subjects.ROUTER_TASK_PRIORITIZE,
             PrioritizeTaskRequest,
-            self._of_tenant(self.on_prioritize_task),
+            self._on_prioritize_of,
             queue="router",
         )
 
@@ -72,6 +73,14 @@ class TaskActor:
             return await handler(request.model_copy(update={"tenant": caller.tenant, "credential": ""}))
 
         return check
+
+    async def _on_prioritize(self, request: PrioritizeTaskRequest) -> TaskReply:
+        caller = await self._router.gate.over_nats(request.credential, request.tenant, "tasks:write")
+        return await self.on_prioritize_task(_seen_by(request, caller), caller)
+
+    async def _on_prioritize_of(self, request: PrioritizeTaskRequest, tenant: str) -> TaskReply:
+        caller = await self._router.gate.of_tenant(tenant, request.tenant)
+        return await self.on_prioritize_task(_seen_by(request, caller), caller)
 
     async def on_tasks(self, request: TasksRequest) -> TasksReply:
         """A page of tasks, newest first."""
@@ -108,14 +117,17 @@ class TaskActor:
             await self._router.end(task, "cancelled", reason)
         return await self.on_task(request)
 
-    async def on_prioritize_task(self, request: PrioritizeTaskRequest) -> TaskReply:
-        """Give a task another class: in the queue, and on its devices where the scheduler can be asked to."""
+    async def on_prioritize_task(self, request: PrioritizeTaskRequest, caller: Caller | None = None) -> TaskReply:
+        """Give a task another class: in the queue, and on its devices where the scheduler can be asked to.
+
+        `caller`: who asks; an administrator is not bound by the ceiling of the task's tenant.
+        """
         task = await self._get(request.task_id, request.tenant)
+        await self._router.ceilings.granted(task.tenant, Wish(request.priority), caller)
         if not await self._tasks.set_priority(task.id, request.priority):
             raise RefusedError("router.task_ended", f"task {task.id} is {task.state}")
         if task.state == "started":
-            session_id = session_of(task) if task.kind == "job" else task.id
-            steer = SteerSessionRequest(session_id=session_id, priority=request.priority)
+            steer = SteerSessionRequest(session_id=session_of(task), priority=request.priority)
             with contextlib.suppress(
                 BusError
             ):  # it runs on in its old class, and is in the new one if it is tried again
@@ -129,6 +141,10 @@ class TaskActor:
         if task is None or (tenant is not None and task.tenant != tenant):
             raise RefusedError("router.no_task", f"there is no task {task_id}")
         return task
+
+
+def _seen_by(request: PrioritizeTaskRequest, caller: Caller) -> PrioritizeTaskRequest:
+    return request.model_copy(update={"tenant": caller.tenant, "credential": ""})
 
 
 def _cursor(text: str) -> tuple[float, str] | None:

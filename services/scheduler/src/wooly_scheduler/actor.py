@@ -21,6 +21,8 @@ from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
+    CheckCeilingReply,
+    CheckCeilingRequest,
     ExecutorHeartbeat,
     GpusReply,
     GpusRequest,
@@ -41,6 +43,8 @@ OBJECT = "checkpoint"
 #: The journal stream, where no executor has made it yet.
 STREAM_AGE_S = 24 * 3600.0
 STREAM_BYTES = 1 << 30
+#: Seconds that a router has to say what a tenant may have.
+ROUTER_TIMEOUT_S = 2.0
 #: Seconds that a request waits for a scheduler that is behind with its journals.
 SETTLE_S = 1.0
 #: A listing is sent in pieces of about so many bytes.
@@ -265,7 +269,29 @@ class SchedulerActor:
         found = [gpu.demand(request.session_id) for gpu in self.gpus.values()]
         if not any(demand is not None and demand.tenant == tenant for demand in found):
             raise RefusedError("scheduler.no_session", f"session {request.session_id} is not open on any GPU")
+        if request.priority is not None or request.weight is not None:
+            await self._may(tenant, request)
         return await self.on_steer_session(request)
+
+    async def _may(self, tenant: str, request: SteerSessionRequest) -> None:
+        """Refuse what is above the tenant's ceilings, which the router knows; and everything while it does not answer.
+
+        Raises:
+            RefusedError: see above.
+        """
+        ask = CheckCeilingRequest(tenant=tenant, priority=request.priority, weight=request.weight)
+        try:
+            reply = await self._app.request(
+                subjects.ROUTER_CEILING_CHECK, ask, CheckCeilingReply, timeout=ROUTER_TIMEOUT_S
+            )
+        except BusError as e:
+            raise RefusedError(
+                "scheduler.router_silent",
+                f"session {request.session_id} stays as it is: no router says what tenant {tenant} may have ({e}); try again",
+                retryable=True,
+            ) from e
+        if reply.refusal:
+            raise RefusedError("scheduler.above_ceiling", reply.refusal)
 
     async def on_gpus_of(self, request: GpusRequest, tenant: str) -> GpusReply:
         """What every GPU does, and a tenant's own sessions there."""

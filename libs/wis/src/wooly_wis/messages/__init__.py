@@ -97,6 +97,14 @@ from wooly_wis.messages.tasks import (
     TaskState,
     TaskStep,
 )
+from wooly_wis.messages.tenants import (
+    CheckCeilingReply,
+    CheckCeilingRequest,
+    SetTenantRequest,
+    TenantInfo,
+    TenantsReply,
+    TenantsRequest,
+)
 from wooly_wis.messages.tokens import (
     CheckTokenReply,
     CheckTokenRequest,
@@ -112,6 +120,8 @@ __all__ = [
     "Blob",
     "Bytes",
     "ChannelToken",
+    "CheckCeilingReply",
+    "CheckCeilingRequest",
     "CheckTokenReply",
     "CheckTokenRequest",
     "ClientFacts",
@@ -167,6 +177,7 @@ __all__ = [
     "SessionMemory",
     "SessionPart",
     "SessionPolicy",
+    "SetTenantRequest",
     "SteerSessionReply",
     "SteerSessionRequest",
     "SubmitJob",
@@ -179,6 +190,9 @@ __all__ = [
     "TaskStep",
     "TasksReply",
     "TasksRequest",
+    "TenantInfo",
+    "TenantsReply",
+    "TenantsRequest",
     "Token",
     "WorkDone",
 ]

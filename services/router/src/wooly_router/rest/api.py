@@ -28,6 +28,7 @@ log = logging.getLogger("wooly.router")
 STATUS = {
     "router.unauthorized": 401,
     "router.forbidden": 403,
+    "router.above_ceiling": 403,
     "router.no_task": 404,
     "router.no_node": 404,
     "router.no_group": 404,

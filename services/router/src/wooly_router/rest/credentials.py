@@ -29,7 +29,7 @@ async def create_credentials(
     # Who may do everything because nobody is asked for a token is still nobody to whom JetStream is handed out.
     proved = access.auth == "tokens" and caller.tenant is None and caller.may == ROLES["admin"]
     tenant = body.tenant or caller.own
-    if caller.tenant is not None and tenant != caller.tenant:
+    if tenant != caller.own and not caller.acts_for_all:
         raise RefusedError("router.forbidden", "this token gets credentials of its own tenant only")
     if body.role == "admin" and not proved:
         raise RefusedError("router.forbidden", "an administrator's token is needed for an administrator's credentials")

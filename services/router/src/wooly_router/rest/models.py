@@ -208,23 +208,31 @@ class SessionList(BaseModel):
 
 
 class TenantBody(Body):
-    """A tenant; one that is disabled can do nothing.
+    """A tenant, or what is to change of one: what is null or missing stays as it is.
 
-    `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check (PTX); without, as before, at first not.
+    `disabled`: it can do nothing. `opaque_kernels`: it may launch kernels whose loads and stores executors cannot check (PTX).
+    `class_ceiling`: the highest class that its sessions and jobs may have, 0 the highest of all, 4 the lowest; `weight_ceiling`:
+    their largest weight inside a class; `exclusive`: they may have a device to themselves. Without: the router's defaults.
     """
 
-    description: Text = ""
-    disabled: bool = False
+    description: Text | None = None
+    disabled: bool | None = None
     opaque_kernels: bool | None = None
+    class_ceiling: int | None = Field(default=None, ge=0, le=4)
+    weight_ceiling: int | None = Field(default=None, ge=1, le=1 << 20)
+    exclusive: bool | None = None
 
 
 class Tenant(BaseModel):
-    """Somebody who may have tasks."""
+    """Somebody who may have tasks, with the ceilings in force: see `TenantBody`."""
 
     name: str
     description: str
     disabled: bool
     opaque_kernels: bool
+    class_ceiling: int
+    weight_ceiling: int
+    exclusive: bool
     created_at: float
 
 

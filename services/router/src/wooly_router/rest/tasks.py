@@ -97,12 +97,12 @@ async def create_task(
     desk: TaskActor = request.app.state.desk
     access: Access = request.app.state.access
     tenant = body.tenant or caller.own
-    if caller.tenant is not None and tenant != caller.tenant:
+    if tenant != caller.own and not caller.acts_for_all:
         raise RefusedError("router.forbidden", "this token submits for its own tenant only")
     fields = body.model_dump(exclude={"job_id", "tenant", "noswap"})
     job_id = body.job_id or f"job-{secrets.token_hex(8)}"
     job = SubmitJob(job_id=job_id, tenant=tenant, noswap=bool(body.noswap), **fields)
-    task = await desk.jobs.on_submit_job(job)
+    task = await desk.jobs.on_submit_job(job, caller)
     if task.tenant != tenant:
         raise RefusedError("router.id_taken", f"{job_id} is not free; leave it out to get one")
     await access.log(caller, "task.create", task.id, module=body.module)
@@ -142,7 +142,7 @@ async def prioritize_task(
     access: Access = request.app.state.access
     ask = _ask(caller, task_id)
     reply = await desk.on_prioritize_task(
-        PrioritizeTaskRequest(task_id=ask.task_id, tenant=ask.tenant, priority=body.priority)
+        PrioritizeTaskRequest(task_id=ask.task_id, tenant=ask.tenant, priority=body.priority), caller
     )
     await access.log(caller, "task.priority", task_id, priority=body.priority)
     return _detail(reply)

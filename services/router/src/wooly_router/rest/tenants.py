@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request, Response
 from wooly_bus.errors import RefusedError
+from wooly_wis.messages import TenantInfo
 
 from wooly_router.gate import Caller
 from wooly_router.rest.access import Access, needs
@@ -19,7 +20,8 @@ from wooly_router.rest.models import (
     TokenBody,
     TokenList,
 )
-from wooly_router.state.tenants import TenantRecord, TenantStore, TokenRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord, TenantStore, TokenRecord
+from wooly_router.tenants import TenantActor
 
 router = APIRouter()
 
@@ -29,14 +31,13 @@ def _store(request: Request) -> TenantStore:
     return store
 
 
-def _tenant(record: TenantRecord) -> Tenant:
-    return Tenant(
-        name=record.name,
-        description=record.description,
-        disabled=record.disabled,
-        opaque_kernels=record.opaque_kernels,
-        created_at=record.created_at,
-    )
+def _desk(request: Request) -> TenantActor:
+    desk: TenantActor = request.app.state.actor.tenants
+    return desk
+
+
+def _tenant(info: TenantInfo) -> Tenant:
+    return Tenant.model_validate(info.model_dump(exclude={"schema_version"}))
 
 
 def _token(record: TokenRecord) -> Token:
@@ -55,23 +56,15 @@ async def _must(request: Request, name: str) -> TenantRecord:
 @router.get("/tenants")
 async def list_tenants(request: Request, caller: Annotated[Caller, Depends(needs("tenants", "read"))]) -> TenantList:
     """All tenants."""
-    return TenantList(tenants=[_tenant(t) for t in await _store(request).all()])
+    return TenantList(tenants=[_tenant(t) for t in await _desk(request).all()])
 
 
 @router.put("/tenants/{name}")
 async def put_tenant(
     request: Request, name: PathName, body: TenantBody, caller: Annotated[Caller, Depends(needs("tenants", "write"))]
 ) -> Tenant:
-    """Make a tenant, or change it to be so."""
-    access: Access = request.app.state.access
-    store, now = _store(request), request.app.state.actor.clock()
-    if not await store.add(TenantRecord(name, now, body.description, body.disabled, bool(body.opaque_kernels))):
-        await store.change(
-            name, description=body.description, disabled=body.disabled, opaque_kernels=body.opaque_kernels
-        )
-    made = await _must(request, name)
-    await access.log(caller, "tenant.put", name, disabled=made.disabled, opaque_kernels=made.opaque_kernels)
-    return _tenant(made)
+    """Make a tenant, or change one: what is not given stays as it is. What runs above a ceiling is brought down to it."""
+    return _tenant(await _desk(request).put(caller, name, TenantChange(**body.model_dump())))
 
 
 @router.get("/tenants/{name}/tokens")

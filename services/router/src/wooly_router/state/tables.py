@@ -152,6 +152,9 @@ class TenantRow(Base):
     description: Mapped[str] = mapped_column(String(1024))
     disabled: Mapped[bool] = mapped_column(Boolean)
     opaque_kernels: Mapped[bool] = mapped_column(Boolean)
+    class_ceiling: Mapped[int | None] = mapped_column(Integer, nullable=True)
+    weight_ceiling: Mapped[int | None] = mapped_column(Integer, nullable=True)
+    exclusive: Mapped[bool | None] = mapped_column(Boolean, nullable=True)
     created_at: Mapped[float] = mapped_column(Float)
 
 

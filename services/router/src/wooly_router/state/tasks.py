@@ -76,6 +76,11 @@ class TaskRecord:
         return Waiting(self.id, self.priority, self.created_at, self.want(), self.retry_at or 0.0)
 
 
+def session_of(task: TaskRecord) -> str:
+    """The session that a task is on its executors: its own, or of a job that of the present attempt."""
+    return f"{task.id}-{task.attempt}" if task.kind == "job" else task.id
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """What keeps an open session open."""
@@ -224,6 +229,15 @@ class TaskStore:
         async with self.database.writing() as s:
             found = await s.execute(update(TaskRow).where(condition).values(priority=priority).returning(TaskRow.id))
             return found.first() is not None
+
+    async def bring_down(self, tenant: str, priority: int, weight: int) -> None:
+        """Let no task of a tenant's that has not ended have a higher class than this, and no job of its a larger weight."""
+        query = select(TaskRow).where(TaskRow.tenant == tenant, TaskRow.state.not_in(ENDED))
+        async with self.database.writing() as s:
+            for row in await s.scalars(query):
+                row.priority = max(row.priority, priority)
+                if row.spec is not None and row.spec.get("weight", 1) > weight:
+                    row.spec = row.spec | {"weight": weight}
 
     async def note_waiting(
         self, s: AsyncSession, task_id: str, placement: dict[str, Any], reason: str, tell_at: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from sqlalchemy import select, update
@@ -18,13 +18,35 @@ SECRET_PREFIX = "wooly_"
 
 @dataclass(frozen=True, slots=True)
 class TenantRecord:
-    """Somebody who may have tasks. `opaque_kernels`: theirs may launch kernels that executors cannot check."""
+    """Somebody who may have tasks. `opaque_kernels`: theirs may launch kernels that executors cannot check.
+
+    `class_ceiling`, `weight_ceiling`, `exclusive`: see `core.ceilings`; None: the installation's default.
+    """
 
     name: str
     created_at: float
     description: str = ""
     disabled: bool = False
     opaque_kernels: bool = False
+    class_ceiling: int | None = None
+    weight_ceiling: int | None = None
+    exclusive: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantChange:
+    """What is to change of a tenant; what is None stays as it is."""
+
+    description: str | None = None
+    disabled: bool | None = None
+    opaque_kernels: bool | None = None
+    class_ceiling: int | None = None
+    weight_ceiling: int | None = None
+    exclusive: bool | None = None
+
+    def values(self) -> dict[str, str | bool | int]:
+        """What changes, by column."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +97,26 @@ class TenantStore:
             row = await s.get(TenantRow, name)
             return None if row is None else _tenant(row)
 
-    async def change(self, name: str, *, description: str, disabled: bool, opaque_kernels: bool | None = None) -> bool:
-        """Describe or disable a tenant, or say what it may. False if there is none. What is None stays as it is."""
-        values: dict[str, str | bool] = {"description": description, "disabled": disabled}
-        if opaque_kernels is not None:
-            values["opaque_kernels"] = opaque_kernels
+    async def change(self, name: str, change: TenantChange) -> TenantRecord | None:
+        """A tenant as it is after a change. None if there is none of that name."""
         async with self.database.writing() as s:
-            found = await s.execute(
-                update(TenantRow).where(TenantRow.name == name).values(values).returning(TenantRow.name)
-            )
-            return found.first() is not None
+            row = await s.get(TenantRow, name, with_for_update=True)
+            if row is None:
+                return None
+            for column, value in change.values().items():
+                setattr(row, column, value)
+            return _tenant(row)
+
+    async def put(self, name: str, now: float, change: TenantChange) -> TenantRecord:
+        """A tenant as it is after a change; a new one where there is none of that name."""
+        record = TenantRecord(name, now)
+        while True:
+            made = replace(record, **change.values())  # type: ignore[arg-type]  # columns are fields
+            if await self.add(made):
+                return made
+            changed = await self.change(name, change)
+            if changed is not None:
+                return changed
 
     async def opaque_kernels(self, name: str) -> bool:
         """Whether a tenant may launch kernels that executors cannot check. One that nobody made may not."""

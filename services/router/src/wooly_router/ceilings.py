@@ -1,0 +1,99 @@
+"""Enforces what tenants may have: asked before anything gets a class or a weight, and when a tenant's ceilings are lowered.
+
+The only place of the router that knows how a tenant, a caller and the installation's defaults become ceilings; the rule itself is
+`core.ceilings`. Administrators who proved to be such are not bound: they could raise the ceilings as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import BusError, RefusedError
+from wooly_wis.messages import (
+    CheckCeilingReply,
+    CheckCeilingRequest,
+    SteerSessionReply,
+    SteerSessionRequest,
+)
+
+from wooly_router.core.ceilings import UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
+from wooly_router.executors import EXECUTOR_TIMEOUT_S
+from wooly_router.gate import Caller, Gate
+from wooly_router.state.tasks import session_of
+from wooly_router.state.tenants import TenantRecord
+from wooly_router.state.world import World
+
+log = logging.getLogger("wooly.router")
+#: The code of every refusal for the sake of a ceiling.
+ABOVE = "router.above_ceiling"
+
+
+class CeilingActor:
+    """What tenants may have.
+
+    Args:
+        app: the connection to NATS.
+        world: tenants and tasks.
+        gate: tells administrators from others.
+        defaults: the ceilings of a tenant that has none of its own.
+    """
+
+    def __init__(self, app: ServiceApp, world: World, gate: Gate, defaults: Ceilings) -> None:
+        self._app, self._world, self._gate, self._defaults = app, world, gate, defaults
+        app.serve(subjects.ROUTER_CEILING_CHECK, CheckCeilingRequest, self.on_check_ceiling, queue="router")
+
+    async def of(self, tenant: str) -> Ceilings:
+        """A tenant's ceilings; the defaults of one that nobody made."""
+        found = await self._world.tenants.get(tenant)
+        return self._defaults if found is None else self.of_record(found)
+
+    def of_record(self, tenant: TenantRecord) -> Ceilings:
+        """A tenant's ceilings: its own, and the defaults where it has none."""
+        return overridden(self._defaults, tenant.class_ceiling, tenant.weight_ceiling, tenant.exclusive)
+
+    async def granted(self, tenant: str, wish: Wish, caller: Caller | None = None) -> Grant:
+        """What a tenant gets. `caller`: who asks for it; an administrator gets what is asked for.
+
+        Raises:
+            RefusedError: it is above a ceiling of the tenant's; code `router.above_ceiling`.
+        """
+        unbound = caller is not None and self._gate.is_administrator(caller)
+        found = grant(tenant, UNLIMITED if unbound else await self.of(tenant), wish)
+        if isinstance(found, Refusal):
+            raise RefusedError(ABOVE, found.message)
+        return found
+
+    async def on_check_ceiling(self, request: CheckCeilingRequest) -> CheckCeilingReply:
+        """Another service is asked to treat a tenant's session otherwise."""
+        found = grant(request.tenant, await self.of(request.tenant), Wish(request.priority, request.weight))
+        return CheckCeilingReply(refusal=found.message if isinstance(found, Refusal) else "")
+
+    # -- lowering ----------------------------------------------------------------------------------------------------
+
+    async def enforce(self, tenant: str) -> None:
+        """Bring a tenant's tasks down to its ceilings: those that wait in the queue, those that run on their executors.
+
+        Executors are told directly, so that it needs no scheduler. A device that a session has to itself stays so until it ends.
+        """
+        ceilings = await self.of(tenant)
+        await self._world.tasks.bring_down(tenant, ceilings.priority, ceilings.weight)
+        running = [t for t in await self._world.tasks.in_states("started") if t.tenant == tenant]
+        parts = [(session_of(task), part.executor_id) for task in running for part in task.parts]
+        await asyncio.gather(*[self._bring_down(*part, ceilings) for part in parts])
+
+    async def _bring_down(self, session_id: str, executor_id: str, ceilings: Ceilings) -> None:
+        as_it_is = SteerSessionRequest(session_id=session_id)
+        try:
+            policy = (await self._steer(executor_id, as_it_is)).policy
+            priority, weight = max(policy.priority, ceilings.priority), min(policy.weight, ceilings.weight)
+            if (priority, weight) != (policy.priority, policy.weight):
+                await self._steer(executor_id, as_it_is.model_copy(update={"priority": priority, "weight": weight}))
+        except BusError as e:
+            log.warning("session %s on executor %s may be above its tenant's ceilings: %s", session_id, executor_id, e)
+
+    async def _steer(self, executor_id: str, request: SteerSessionRequest) -> SteerSessionReply:
+        subject = subjects.executor_session_steer(executor_id)
+        return await self._app.request(subject, request, SteerSessionReply, timeout=EXECUTOR_TIMEOUT_S)

@@ -1,0 +1,75 @@
+"""Tenants as administrators see them: listed, made, changed. Answers over NATS; REST asks here too."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from wooly_bus import subjects
+from wooly_bus.app import ServiceApp
+from wooly_bus.errors import RefusedError
+from wooly_wis.messages import SetTenantRequest, TenantInfo, TenantsReply, TenantsRequest
+
+from wooly_router.ceilings import CeilingActor
+from wooly_router.gate import Caller, Gate
+from wooly_router.state.config import AuditRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord
+from wooly_router.state.world import World
+
+
+class TenantActor:
+    """Everybody's limits, for administrators.
+
+    Args:
+        app: the connection to NATS.
+        world: tenants, and the log of who changed what.
+        gate: who may ask.
+        ceilings: the limits in force.
+    """
+
+    def __init__(self, app: ServiceApp, world: World, gate: Gate, ceilings: CeilingActor) -> None:
+        self._world, self._gate, self._ceilings = world, gate, ceilings
+        app.serve(subjects.ROUTER_TENANT_LIST, TenantsRequest, self.on_tenants, queue="router")
+        app.serve(subjects.ROUTER_TENANT_SET, SetTenantRequest, self.on_set_tenant, queue="router")
+
+    async def on_tenants(self, request: TenantsRequest) -> TenantsReply:
+        """All tenants."""
+        await self._gate.over_nats(request.credential, None, "tenants:read")
+        return TenantsReply(tenants=tuple(await self.all()))
+
+    async def on_set_tenant(self, request: SetTenantRequest) -> TenantInfo:
+        """Make a tenant, or change one."""
+        caller = await self._gate.over_nats(request.credential, None, "tenants:write")
+        if any(c == "/" or ord(c) < 32 or ord(c) == 127 for c in request.tenant):
+            raise RefusedError("router.bad_value", f"{request.tenant!r} has a slash or a control character")
+        changes = request.model_dump(exclude={"schema_version", "tenant", "credential"})
+        return await self.put(caller, request.tenant, TenantChange(**changes))
+
+    async def all(self) -> list[TenantInfo]:
+        """All tenants, by name."""
+        return [self._info(t) for t in await self._world.tenants.all()]
+
+    async def put(self, caller: Caller, name: str, change: TenantChange) -> TenantInfo:
+        """Make a tenant, or change one; what runs above a ceiling that is lowered is brought down."""
+        made = await self._world.tenants.put(name, self._gate.clock(), change)
+        if change.class_ceiling is not None or change.weight_ceiling is not None:
+            await self._ceilings.enforce(name)
+        given = {field: value for field, value in asdict(change).items() if value is not None}
+        detail = given | {"disabled": made.disabled, "opaque_kernels": made.opaque_kernels}
+        detail.pop("description", None)
+        await self._world.audit.add(
+            AuditRecord(self._gate.clock(), caller.actor, caller.own, "tenant.put", name[:255], detail)
+        )
+        return self._info(made)
+
+    def _info(self, record: TenantRecord) -> TenantInfo:
+        ceilings = self._ceilings.of_record(record)
+        return TenantInfo(
+            name=record.name,
+            description=record.description,
+            disabled=record.disabled,
+            opaque_kernels=record.opaque_kernels,
+            class_ceiling=ceilings.priority,
+            weight_ceiling=ceilings.weight,
+            exclusive=ceilings.exclusive,
+            created_at=record.created_at,
+        )

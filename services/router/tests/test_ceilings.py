@@ -1,0 +1,258 @@
+"""What tenants may have: the rule, and every way by which something gets a class, a weight or a device to itself."""
+
+import contextlib
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.errors import RefusedError
+from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
+from wooly_router.gate import Caller
+from wooly_router.settings import RouterSettings
+from wooly_router.state.tasks import TaskRecord
+from wooly_router.state.tenants import TenantChange, TenantRecord
+from wooly_wis.messages import (
+    CheckCeilingReply,
+    CheckCeilingRequest,
+    PrioritizeTaskRequest,
+    SetTenantRequest,
+    SubmitJob,
+    TenantInfo,
+    TenantsReply,
+    TenantsRequest,
+)
+
+HEX = "0" * 64
+
+
+# -- the rule --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "wish", "found"),
+    [
+        (MODEST, Wish(), Grant(2, 1)),
+        (MODEST, Wish(4, 100), Grant(4, 100)),
+        (MODEST, Wish(2, exclusive=False), Grant(2, 1)),
+        (UNLIMITED, Wish(0, 1 << 20, True), Grant(0, 1 << 20)),
+        (Ceilings(4, 1, False), Wish(), Grant(4, 1)),  # who asks for no class gets the highest that there is for it
+        (Ceilings(0, 1, False), Wish(), Grant(2, 1)),
+    ],
+)
+def test_wish_within_the_ceilings_is_granted_as_it_is(ceilings, wish, found):
+    assert grant("bob", ceilings, wish) == found
+
+
+@pytest.mark.parametrize(
+    ("ceilings", "wish", "words"),
+    [
+        (MODEST, Wish(0), ["class P2 or a lower one", "P0 was asked for", "--class-ceiling 0"]),
+        (Ceilings(4, 1, True), Wish(2), ["may have class P4,", "--class-ceiling 2"]),
+        (MODEST, Wish(4, 101), ["at most 100", "101", "--weight-ceiling 101"]),
+        (MODEST, Wish(exclusive=True), ["a device to itself", "--exclusive"]),
+    ],
+)
+def test_wish_above_a_ceiling_is_refused_with_what_to_do(ceilings, wish, words):
+    found = grant("bob", ceilings, wish)
+    assert isinstance(found, Refusal) and all(w in found.message for w in [*words, "wooly tenants set bob"])
+
+
+def test_default_class_in_a_message_is_no_wish():
+    assert Wish.of_start(2, 5, "shared") == Wish(None, 5, False)
+    assert Wish.of_start(1, 1, "exclusive") == Wish(1, 1, True)
+
+
+def test_own_ceilings_go_before_the_defaults_also_where_they_are_zero_or_no():
+    assert overridden(MODEST, None, None, None) == MODEST
+    assert overridden(MODEST, 0, None, True) == Ceilings(0, 100, True)
+    assert overridden(UNLIMITED, None, 7, False) == Ceilings(0, 7, False)
+
+
+def test_defaults_of_a_router_are_modest_where_it_asks_for_tokens(tmp_path):
+    assert RouterSettings(state_dir=tmp_path, auth="tokens").ceilings() == MODEST
+    assert RouterSettings(state_dir=tmp_path).ceilings() == UNLIMITED
+    given = {"default_class_ceiling": 1, "default_weight_ceiling": 9, "default_exclusive": True}
+    assert RouterSettings(state_dir=tmp_path, auth="tokens", **given).ceilings() == Ceilings(1, 9, True)
+
+
+# -- the ways --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def refused(words):
+    with pytest.raises(RefusedError, match=words) as error:
+        yield
+    assert error.value.code == "router.above_ceiling" and not error.value.retryable
+
+
+async def tenant(r, name, role="user", **ceilings):
+    """A tenant, and the secret of a token of its."""
+    await r.actor.world.tenants.add(TenantRecord(name, 0.0, **ceilings))
+    return (await r.actor.world.tenants.add_token(name, "t", role, r.clock()))[1]
+
+
+ABOVE = [
+    ({"priority": 0}, "P0 was asked for"),
+    ({"priority": 1}, "P1 was asked for"),
+    ({"weight": 1 << 20}, "1048576 was asked for"),
+    ({"gpu_mode": "exclusive"}, "to itself"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "words"), ABOVE)
+async def test_session_above_a_ceiling_is_not_opened_by_any_way(rig, wanted, words):
+    async with rig("a", auth="tokens") as r:
+        bob = await tenant(r, "bob")
+        with refused(words):
+            await r.open(credential=bob, **wanted)
+        with refused(words):
+            await r.actor.on_open_tenants(r.ask(**wanted), "bob")
+        assert not await r.sessions() and not r.executors[0].sessions
+        await r.actor.world.tenants.change("bob", TenantChange(class_ceiling=0, weight_ceiling=1 << 20, exclusive=True))
+        await r.open(credential=bob, **wanted)
+        (hosted,) = r.executors[0].sessions.values()
+        assert hosted.priority == wanted.get("priority", 2)
+
+
+async def test_session_that_asks_for_no_class_gets_its_tenants_highest(rig):
+    async with rig("a", auth="tokens") as r:
+        low = await tenant(r, "low", class_ceiling=4)
+        opened = await r.open(credential=low)
+        hosted = r.executors[0].sessions[opened.session_id]
+        assert (hosted.priority, hosted.policy.priority) == (4, 4) and (
+            await r.tasks.get(opened.session_id)
+        ).priority == 4
+
+
+async def test_administrator_is_not_bound_and_an_operator_is(rig):
+    async with rig("a", auth="tokens") as r:
+        await tenant(r, "bob")
+        admin, operator = [await tenant(r, f"{role}s", role) for role in ("admin", "operator")]
+        opened = await r.open(credential=admin, tenant="bob", priority=0, weight=1 << 20)
+        assert (await r.tasks.get(opened.session_id)).tenant == "bob"
+        with refused("tenant operators may have"):
+            await r.open(credential=operator, priority=0)
+        with pytest.raises(RefusedError, match="acts for no other"):
+            await r.open(credential=operator, tenant="bob")
+
+
+async def test_ceilings_of_a_named_tenant_hold_also_where_nobody_is_asked_for_a_token(rig):
+    async with rig("a") as r:
+        await tenant(r, "batch", class_ceiling=3)
+        with refused("class P3"):
+            await r.open(tenant="batch", priority=0)
+        await r.open(tenant="batch", priority=3)
+        await r.open(tenant="other", priority=0, weight=1 << 20)
+
+
+def job(name, **more):
+    return SubmitJob(job_id=name, tenant="bob", module=HEX, **more)
+
+
+@pytest.mark.parametrize(("wanted", "words"), ABOVE)
+async def test_job_above_a_ceiling_is_refused_and_one_that_nobody_waits_for_has_failed(rig, wanted, words):
+    async with rig("a", auth="tokens") as r:
+        bob = await tenant(r, "bob")
+        with refused(words):
+            await r.jobs.on_submit_tenants(job("job-00001", **wanted), "bob")
+        assert await r.tasks.get("job-00001") is None
+        caller = await r.actor.gate.over_nats(bob, "bob", "tasks:write")
+        await r.jobs._take_command(job("job-00002", **wanted), caller)
+        failed = await r.tasks.get("job-00002")
+        assert failed.state == "failed" and "router.above_ceiling" in failed.reason and words in failed.reason
+
+
+async def test_task_is_given_a_class_up_to_its_tenants_ceiling_and_any_by_an_administrator(rig):
+    async with rig("a", auth="tokens") as r:
+        bob, admin = await tenant(r, "bob"), await tenant(r, "admins", "admin")
+        name = (await r.open(credential=bob)).session_id
+        with refused("P0 was asked for"):
+            await r.desk._on_prioritize(PrioritizeTaskRequest(task_id=name, priority=0, credential=bob))
+        with refused("P1 was asked for"):
+            await r.desk._on_prioritize_of(PrioritizeTaskRequest(task_id=name, priority=1), "bob")
+        assert (await r.tasks.get(name)).priority == 2
+        await r.desk._on_prioritize(PrioritizeTaskRequest(task_id=name, priority=4, credential=bob))
+        assert (await r.tasks.get(name)).priority == 4
+        await r.desk._on_prioritize(PrioritizeTaskRequest(task_id=name, priority=0, credential=admin, tenant="bob"))
+        assert (await r.tasks.get(name)).priority == 0
+
+
+async def test_other_services_hear_what_a_tenant_may_have(rig):
+    async with rig(auth="tokens") as r:
+        await tenant(r, "bob", weight_ceiling=5)
+
+        async def check(**wanted):
+            request = CheckCeilingRequest(tenant="bob", **wanted)
+            return (await r.app.request(subjects.ROUTER_CEILING_CHECK, request, CheckCeilingReply, timeout=4.0)).refusal
+
+        assert not await check(priority=2, weight=5) and not await check()
+        assert "P1" in await check(priority=1) and "at most 5" in await check(weight=6)
+
+
+# -- lowering --------------------------------------------------------------------------------------------------------
+
+
+NOBODY = Caller("test", None, "admins", frozenset())
+
+
+async def test_lowered_ceiling_brings_down_what_runs_and_what_waits(rig):
+    async with rig("a", auth="tokens") as r:
+        mine, lighter, yours = [
+            (await r.open(credential=await tenant(r, name, class_ceiling=0, weight_ceiling=1000), **wanted)).session_id
+            for name, wanted in (
+                ("bob", {"priority": 0, "weight": 900}),
+                ("carol", {"priority": 3, "weight": 4}),
+                ("dave", {"priority": 0, "weight": 900}),
+            )
+        ]
+        policies = r.executors[0].policies
+        async with r.actor.world.database.writing() as s:
+            await r.tasks.add(s, TaskRecord("job-00001", "job", "bob", r.clock(), priority=1, spec={"weight": 500}))
+        steered = await r.actor.tenants.put(NOBODY, "bob", TenantChange(class_ceiling=2, weight_ceiling=50))
+        await r.actor.tenants.put(NOBODY, "carol", TenantChange(class_ceiling=2, weight_ceiling=50))
+        assert (steered.class_ceiling, steered.weight_ceiling) == (2, 50)
+        treated = {name: (policies[name].priority, policies[name].weight) for name in (mine, lighter, yours)}
+        assert treated == {mine: (2, 50), lighter: (3, 4), yours: (0, 900)}
+        assert [(await r.tasks.get(name)).priority for name in (mine, lighter, yours)] == [2, 3, 0]
+        waiting = await r.tasks.get("job-00001")
+        assert (waiting.priority, waiting.spec["weight"]) == (2, 50)
+
+
+async def test_silent_executor_keeps_no_ceiling_from_being_lowered(rig):
+    async with rig("a", auth="tokens") as r:
+        opened = await r.open(credential=await tenant(r, "bob", class_ceiling=0), priority=0)
+        del r.executors[0].policies[opened.session_id]  # it refuses: it knows no such session
+        changed = await r.actor.tenants.put(NOBODY, "bob", TenantChange(class_ceiling=2))
+        assert changed.class_ceiling == 2 and (await r.tasks.get(opened.session_id)).priority == 2
+
+
+async def test_tenants_are_listed_and_changed_by_administrators_alone_and_the_rest_of_one_stays(rig):
+    async with rig(auth="tokens") as r:
+        admin, operator = await tenant(r, "admins", "admin"), await tenant(r, "ops", "operator")
+        bob = await tenant(r, "bob")
+
+        async def change(credential, **changes):
+            request = SetTenantRequest(credential=credential, **{"tenant": "bob"} | changes)
+            return await r.app.request(subjects.ROUTER_TENANT_SET, request, TenantInfo, timeout=4.0)
+
+        for credential in (operator, bob, "", "no"):
+            with pytest.raises(RefusedError):
+                await change(credential, class_ceiling=0)
+            with pytest.raises(RefusedError):
+                await r.app.request(
+                    subjects.ROUTER_TENANT_LIST, TenantsRequest(credential=credential), TenantsReply, timeout=4.0
+                )
+        await change(admin, disabled=True, description="late payer", opaque_kernels=True)
+        await change(admin, class_ceiling=1, exclusive=True)
+        changed = await change(admin, weight_ceiling=7)
+        assert (changed.disabled, changed.description, changed.opaque_kernels) == (True, "late payer", True)
+        assert (changed.class_ceiling, changed.weight_ceiling, changed.exclusive) == (1, 7, True)
+        made = await change(admin, tenant="new")
+        assert (made.class_ceiling, made.weight_ceiling, made.exclusive) == (2, 100, False)
+        with pytest.raises(RefusedError, match="slash"):
+            await change(admin, tenant="a/b")
+        listed = await r.app.request(
+            subjects.ROUTER_TENANT_LIST, TenantsRequest(credential=admin), TenantsReply, timeout=4.0
+        )
+        assert {t.name: t.class_ceiling for t in listed.tenants}["bob"] == 1
+        logged = await r.actor.world.audit.page(10)
+        assert [a.detail.get("class_ceiling") for a in logged if a.action == "tenant.put"] == [None, None, 1, None]
