@@ -394,6 +394,26 @@ def test_permission_of_a_tenant_is_shown_given_and_taken_back(visit, cluster):
         assert tenant["opaque_kernels"] is allowed and not tenant["disabled"]
 
 
+def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
+    cluster.rest("PUT", "tenants/bounded", json={"class_ceiling": 3, "weight_ceiling": 50, "exclusive": False})
+    page = visit("#/settings")
+    row = page.get_by_role("row", name=re.compile("^bounded "))
+    row.get_by_role("cell", name="up to P3, weight 50").wait_for()
+    row.get_by_role("button", name="Edit bounded").click()
+    dialog = page.get_by_role("dialog")
+    assert dialog.get_by_label("Highest class").input_value() == "3"
+    assert dialog.get_by_label("Largest weight").input_value() == "50"
+    assert not dialog.get_by_label("exclusive use").is_checked()
+    dialog.get_by_label("Highest class").select_option("P0, the highest")
+    dialog.get_by_label("Largest weight").fill("2000")
+    dialog.get_by_label("exclusive use").check()
+    page.get_by_role("button", name="Save").last.click()
+    row.get_by_role("cell", name="up to P0, weight 2,000").wait_for()
+    row.get_by_role("cell", name="exclusive use").wait_for()
+    (tenant,) = [t for t in cluster.rest("GET", "tenants")["tenants"] if t["name"] == "bounded"]
+    assert (tenant["class_ceiling"], tenant["weight_ceiling"], tenant["exclusive"]) == (0, 2000, True)
+
+
 def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     url = guarded.url
     admin = (guarded.directory / "router" / "admin.token").read_text()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.channel import client_context
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.web import OPEN
+from wooly_testkit import forks
 from wooly_testkit.certificates import make_certificates
 from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
@@ -267,6 +269,39 @@ async def test_state_of_a_router_is_for_its_user_alone(tmp_path, start_router):
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
     assert {"router.sqlite", "router.sqlite-wal", "admin.token", "router.port"} <= set(modes)
     assert all(not mode & 0o077 for mode in modes.values()), modes
+
+
+async def test_command_lists_shows_and_sets_tenants_for_administrators(
+    tmp_path, start_router, beating_executor, nats_server
+):
+    admin = "wooly_" + "1" * 40
+    start_router(WOOLY_ROUTER_AUTH="tokens", WOOLY_ROUTER_ADMIN_TOKEN=admin)
+
+    async def wooly(*argv, token=admin):
+        env = os.environ | {"WOOLYAI_CONTROLLER_URL": nats_server, "WOOLYAI_CREDENTIAL": token, "COLUMNS": "200"}
+        env |= {"XDG_CONFIG_HOME": str(tmp_path)}
+        done = await asyncio.to_thread(forks.run, "wooly", "tenants", *argv, env=env, timeout=60)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stdout + done.stderr
+
+    async with beating_executor("a"):
+        await rest_of(tmp_path)
+        code, said = await wooly("set", "bob", "--description", "a lab", "--json")
+        assert code == 0 and json.loads(said)["class_ceiling"] == 2 and not json.loads(said)["exclusive"]
+        code, said = await wooly("set", "bob", "--class-ceiling", "0", "--weight-ceiling", "1000", "--exclusive")
+        assert code == 0 and [w in said for w in ("bob", "up to P0", "up to 1000", "yes", "a lab")] == [True] * 5
+        assert json.loads((await wooly("show", "bob", "--json"))[1])["weight_ceiling"] == 1000
+        listed = json.loads((await wooly("list", "--json"))[1])["tenants"]
+        assert [(t["name"], t["class_ceiling"], t["exclusive"]) for t in listed] == [
+            ("admin", 0, True),
+            ("bob", 0, True),
+        ]
+        code, said = await wooly("set", "bob", "--no-exclusive")
+        assert code == 0 and "up to P0" in said and "yes" not in said
+        code, said = await wooly("show", "eve")
+        assert code == 1 and "there is no tenant eve" in said
+        code, said = await wooly("set", "bob", "--class-ceiling", "0", token="wooly_" + "3" * 40)
+        assert code == 1 and "a valid token is needed" in said
 
 
 async def test_rest_speaks_tls_where_it_has_a_certificate(start_router, tmp_path):

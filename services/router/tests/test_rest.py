@@ -358,8 +358,6 @@ OPEN_TO_OPERATORS = {
     ("GET", "/api/v1/credits"),
     ("GET", "/api/v1/credits/plans"),
     ("GET", "/api/v1/credits/statements/{tenant}"),
-    ("GET", "/api/v1/events"),
-    ("GET", "/api/v1/gpus"),
     ("GET", "/api/v1/groups"),
     ("PUT", "/api/v1/groups/{name}"),
     ("DELETE", "/api/v1/groups/{name}"),

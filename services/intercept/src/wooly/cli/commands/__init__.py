@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wooly import __version__
-from wooly.cli.commands import cluster, credits, doctor, jobs, programs, run, tasks, weights  # noqa: F401
+from wooly.cli.commands import cluster, credits, doctor, jobs, programs, run, tasks, tenants, weights  # noqa: F401
 from wooly.cli.commands.app import app
 
 __all__ = ["app", "main"]

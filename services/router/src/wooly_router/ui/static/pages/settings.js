@@ -15,6 +15,8 @@ const CONFIG = [
   ["history_retention_s", "Figures are kept, days", "", 60 / DAY, 3650, DAY],
 ];
 const ROLES = ["user", "operator", "admin"];
+const CLASSES = ["P0, the highest", "P1", "P2", "P3", "P4, the lowest"];
+const MAX_WEIGHT = 1 << 20;
 
 function theme() {
   const choice = () => window.woolyTheme.choice();
@@ -86,14 +88,25 @@ function tenants(can) {
       const description = h("input", { maxlength: 1000, value: tenant?.description ?? "" });
       const disabled = h("input", { type: "checkbox", checked: tenant?.disabled ?? false });
       const opaque = h("input", { type: "checkbox", checked: tenant?.opaque_kernels ?? false });
+      const exclusive = h("input", { type: "checkbox", checked: tenant?.exclusive ?? false });
+      const highest = h("select", {}, !tenant && h("option", { value: "" }, "as the router's default"), CLASSES.map((text, i) => h("option", { value: i, selected: tenant?.class_ceiling === i }, text)));
+      const weight = h("input", { type: "number", min: 1, max: MAX_WEIGHT, step: 1, required: Boolean(tenant), value: tenant?.weight_ceiling ?? "" });
       form.append(
         field("Name", name),
         field("Description", description),
+        field("Highest class", highest, "Of its sessions and jobs. What runs above it is brought down to it."),
+        field("Largest weight", weight, tenant ? "Its share inside a class, at most." : "Empty: the router's default."),
+        h("label", { class: "choice" }, exclusive, "exclusive use: it may have a device to itself"),
         h("label", { class: "choice" }, disabled, "disabled: it can do nothing"),
         h("label", { class: "choice" }, opaque, "opaque kernels: it may launch what executors cannot check (PTX)"),
       );
       return async () => {
-        await api.put(["tenants", name.value.trim()], { description: description.value, disabled: disabled.checked, opaque_kernels: opaque.checked });
+        const changes = { description: description.value, disabled: disabled.checked, opaque_kernels: opaque.checked };
+        // What was not touched stays the router's default, whatever that will be.
+        if (highest.value !== "" && Number(highest.value) !== tenant?.class_ceiling) changes.class_ceiling = Number(highest.value);
+        if (weight.value !== "" && Number(weight.value) !== tenant?.weight_ceiling) changes.weight_ceiling = Number(weight.value);
+        if (exclusive.checked !== (tenant?.exclusive ?? false)) changes.exclusive = exclusive.checked;
+        await api.put(["tenants", name.value.trim()], changes);
         look();
       };
     });
@@ -169,7 +182,8 @@ function tenants(can) {
         h("td", {}, h("button", { type: "button", class: "expand", "aria-expanded": String(shown), "data-key": `tenant ${tenant.name}`, onclick: toggle }, h("span", { class: "arrow", "aria-hidden": "true" }), tenant.name)),
         h("td", {}, tenant.description || "–"),
         h("td", {}, tenant.disabled ? chip("disabled", "failed") : chip("active", "active")),
-        h("td", {}, tenant.opaque_kernels ? "opaque kernels" : "–"),
+        h("td", {}, `up to P${tenant.class_ceiling}, weight ${tenant.weight_ceiling.toLocaleString("en")}`),
+        h("td", {}, [tenant.exclusive && "exclusive use", tenant.opaque_kernels && "opaque kernels"].filter(Boolean).join(", ") || "–"),
         h("td", { class: "num" }, clock(tenant.created_at, false)),
         h(
           "td",
@@ -181,11 +195,11 @@ function tenants(can) {
           ],
         ),
       );
-      return shown ? [main, h("tr", { class: "more" }, h("td", { colspan: 6 }, tokens(tenant.name)))] : [main];
+      return shown ? [main, h("tr", { class: "more" }, h("td", { colspan: 7 }, tokens(tenant.name)))] : [main];
     };
     swap(
       place,
-      table("Tenants", ["tenant", "description", "state", "permissions", "made", { text: "", class: "r" }], found.flatMap(row), "There are no tenants yet."),
+      table("Tenants", ["tenant", "description", "state", "ceilings", "permissions", "made", { text: "", class: "r" }], found.flatMap(row), "There are no tenants yet."),
       can("tenants:write") && h("div", { class: "actions" }, h("button", { type: "button", "data-key": "new tenant", onclick: () => edit(null) }, "New tenant…")),
     );
   }

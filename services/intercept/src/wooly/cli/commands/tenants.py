@@ -1,0 +1,130 @@
+"""`wooly tenants`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from wooly.cli.commands.app import Json, app, fail, out, read_settings
+from wooly.cli.tables import Fitted, plain_table
+from wooly.control import ControlError, connect
+from wooly.errors import WoolyError
+
+if TYPE_CHECKING:
+    from wooly_wis.messages import TenantInfo
+
+tenants = typer.Typer(name="tenants", help="List tenants and what they may, or change it (administrators).")
+app.add_typer(tenants)
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
+
+
+def _ask(subject: str, request: Any, reply: Any) -> Any:
+    """What the router answers to an administrator.
+
+    Raises:
+        typer.Exit: it refuses, or does not answer.
+    """
+    try:
+        settings = read_settings()
+        with closing(connect(settings)) as controller:
+            credential = {"credential": settings.credential}
+            return controller.ask(subject, request.model_copy(update=credential), reply, timeout=10.0)
+    except WoolyError as e:
+        raise fail(e) from e
+
+
+def _all() -> tuple[TenantInfo, ...]:
+    from wooly_bus import subjects
+    from wooly_wis.messages import TenantsReply, TenantsRequest
+
+    found: TenantsReply = _ask(subjects.ROUTER_TENANT_LIST, TenantsRequest(), TenantsReply)
+    return found.tenants
+
+
+def _print(found: Sequence[TenantInfo]) -> None:
+    table = plain_table()
+    for column in ("tenant", "state", "class", "weight", "exclusive", "opaque kernels", "description"):
+        table.add_column(column)
+    for t in found:
+        may = ("yes" if t.exclusive else "no", "yes" if t.opaque_kernels else "no")
+        state = "disabled" if t.disabled else "active"
+        table.add_row(
+            t.name, state, f"up to P{t.class_ceiling}", f"up to {t.weight_ceiling}", *may, t.description or "–"
+        )
+    out.print(Fitted(table))
+
+
+@tenants.command("list")
+def list_tenants(as_json: Json = False) -> None:
+    """List all tenants with their ceilings: class, weight, a device to themselves."""
+    found = _all()
+    if as_json:
+        print(json.dumps({"tenants": [t.model_dump(mode="json") for t in found]}))
+    else:
+        _print(found)
+
+
+@tenants.command()
+def show(name: Name, as_json: Json = False) -> None:
+    """Show one tenant and its ceilings."""
+    found = [t for t in _all() if t.name == name]
+    if not found:
+        raise fail(ControlError(f"there is no tenant {name}; `wooly tenants list` shows those that there are"))
+    if as_json:
+        print(json.dumps(found[0].model_dump(mode="json")))
+    else:
+        _print(found)
+
+
+@tenants.command("set")
+def set_tenant(
+    name: Name,
+    class_ceiling: Annotated[
+        int | None,
+        typer.Option(min=0, max=4, help="The highest class that its sessions and jobs may have: 0 (highest) to 4."),
+    ] = None,
+    weight_ceiling: Annotated[
+        int | None, typer.Option(min=1, max=1 << 20, help="The largest weight that they may have inside their class.")
+    ] = None,
+    exclusive: Annotated[
+        bool | None, typer.Option("--exclusive/--no-exclusive", help="They may have a device to themselves.")
+    ] = None,
+    opaque_kernels: Annotated[
+        bool | None,
+        typer.Option(
+            "--opaque-kernels/--no-opaque-kernels", help="They may launch kernels that nobody can check (PTX)."
+        ),
+    ] = None,
+    disabled: Annotated[
+        bool | None, typer.Option("--disabled/--enabled", help="Whether the tenant can do nothing.")
+    ] = None,
+    description: Annotated[str | None, typer.Option(help="What it is.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a tenant, or change one: what is not given stays as it is. What runs above a new ceiling is brought down to it."""
+    from pydantic import ValidationError
+    from wooly_bus import subjects
+    from wooly_wis.messages import SetTenantRequest, TenantInfo
+
+    changes = {
+        "class_ceiling": class_ceiling,
+        "weight_ceiling": weight_ceiling,
+        "exclusive": exclusive,
+        "opaque_kernels": opaque_kernels,
+        "disabled": disabled,
+        "description": description,
+    }
+    try:
+        request = SetTenantRequest.model_validate({"tenant": name} | changes)
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        raise fail(ControlError(f"{wrong['loc'][0]}: {wrong['msg'].lower()}")) from e
+    changed: TenantInfo = _ask(subjects.ROUTER_TENANT_SET, request, TenantInfo)
+    if as_json:
+        print(json.dumps(changed.model_dump(mode="json")))
+    else:
+        _print([changed])
