@@ -1,4 +1,7 @@
-"""The attacker is a tenant whose session is open, on its data channel."""
+"""The attacker is a tenant with an open session, on the data channel."""
+
+import itertools
+import threading
 
 import contextlib
 import threading
@@ -90,3 +93,87 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
         assert renewing.errors == []
         for channel in (victim, attacker):
             channel.close()
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
+from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
+
+pytestmark = pytest.mark.connected
+#: Floats of the buffer that a run fills, and how often: some milliseconds.
+FLOATS, TIMES = 1 << 20, 12
+#: Runs between two answers, and batches of these under way: there is always one more to run.
+BATCH, AHEAD = 4, 3
+
+
+def _alloc():
+    return encode_program(
+        Program(
+            (Form("alloc", (Operand(Role.OUT, View(DType.U8, (4 * FLOATS,), (1,), 0)),)),),
+            (Instruction(0, (0,)),),
+        )
+    )
+
+
+def _work():
+    form = Form("fill", (Operand(Role.OUT, View(DType.F32, (FLOATS,), (1,), 0)),), (), (("value", 1.0),))
+    return encode_program(Program((form,), (Instruction(0, (0,)),) * TIMES))
+
+
+class Saturating:
+    """A client that always has runs queued; `runs` are those that were answered for."""
+
+    def __init__(self, opened):
+        self.channel, welcome = enter(opened)
+        assert welcome.kind == Kind.WELCOME
+        self.runs, self.ending = 0, threading.Event()
+        for raw in (_alloc(), _work()):
+            self.channel.send(Kind.DEFINE, raw)
+        self.channel.send(Kind.RUN, pack_run(digest(_alloc()), [8], b"", []))
+        self.thread = threading.Thread(target=self._drive)
+
+    def _drive(self):
+        name = digest(_work())
+        for batch in itertools.count():
+            for _ in range(BATCH):
+                self.channel.send(Kind.RUN, pack_run(name, [8], b"", []))
+            self.channel.send(Kind.SYNC)
+            if batch >= AHEAD:
+                self._answered()
+            if self.ending.is_set():
+                return
+
+    def _answered(self):
+        frame = self.channel.recv(60)
+        assert frame.kind == Kind.RESULT, bytes(frame.payload)
+        self.runs += BATCH
+
+    def end(self):
+        self.ending.set()
+        self.thread.join(60)
+        self.channel.close()
+
+
+# -- class and weight ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sessions", [1, 2])
+def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluster, bob, carol, sessions):
+    """Of the device 20 % are P0's; the rest is shared. Carol's are to be 40 % of all runs beside one session of bob's."""
+    cluster.rest("PUT", "tenants/bob", {"class_ceiling": 0})
+    opened = [(bob, bob.open(priority=0)) for _ in range(sessions)] + [(carol, carol.open())]
+    clients = [Saturating(session) for _, session in opened]
+    try:
+        for client in clients:
+            client.thread.start()
+        cluster.wait(lambda: all(c.runs for c in clients[:-1]))
+        before = [c.runs for c in clients]
+        cluster.wait(lambda: sum(c.runs for c in clients[:-1]) - sum(before[:-1]) >= 200)
+        his, hers = sum(c.runs for c in clients[:-1]) - sum(before[:-1]), clients[-1].runs - before[-1]
+        assert hers >= 0.5 * his / (1.5 * sessions), (his, hers)  # half of what is fair: runs are counted, not measured
+    finally:
+        for client in clients:
+            client.end()
+        for tenant, session in opened:
+            tenant.close(session)
+        cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})

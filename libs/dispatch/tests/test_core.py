@@ -213,6 +213,22 @@ def test_undeclared_sessions_share_one_bucket_however_many_are_opened():
     assert rig.submit("c", MS)[0] == DemoteDecision("c", 1), "opening another session brings no tokens"
 
 
+def test_time_that_the_host_takes_from_the_device_earns_no_tokens():
+    rig = Rig(config=POLICING)
+    rig.open("front", 0)
+    rig.open("behind", 2)
+    rig.submit("front", 4 * MS)
+    rig.finish()
+    rig.submit("behind", MS)
+    rig.now += 100 * MS  # the launch is in flight, and the device's thread gets no core
+    assert rig.submit("front", MS)[0] == DemoteDecision("front", 2), "4 ms of work earned 0.8 ms"
+    rig.finish()
+    rig.now += MS  # idle
+    rig.finish()
+    rig.now += 5 * MS
+    assert rig.submit("front", MS)[0].priority == 0
+
+
 def test_declared_p0_does_not_pay_from_the_bucket_of_the_undeclared():
     rig = Rig(config=POLICING)
     rig.open("front", 0, rate_permille=500, burst_ns=8 * MS)

@@ -63,6 +63,8 @@ def step(state: DispatchState, event: Event) -> tuple[DispatchState, list[Decisi
         KeyError: `event` is none of the types in `events`.
     """
     if event.at > state.now:
+        if not state.flights:
+            state.device_ns += event.at - state.now
         state.now = event.at
     decisions: list[Decision] = []
     _HANDLERS[type(event)](state, event, decisions)
@@ -296,7 +298,7 @@ def _police(state: DispatchState, session: Session, program: Program, decisions:
         paid = _paid(session, state.now, policy.rate_permille, policy.burst_ns, estimate)
     elif state.config.undeclared_permille < FULL:
         rate, burst = state.config.undeclared_permille, undeclared_burst_ns(state.config)
-        paid = rate > 0 and _paid(state, state.now, rate, burst, estimate)
+        paid = rate > 0 and _paid(state, state.device_ns, rate, burst, estimate)
     else:
         paid = True
     program.excess = not paid
@@ -323,6 +325,7 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
         return
     del state.flights[event.launch]
     state.in_flight_ns -= flight.estimate
+    state.device_ns += event.gpu_ns
     error = event.gpu_ns - flight.estimate
     if flight.counted:
         state.floor_credit += error * state.config.floor_permille
@@ -498,7 +501,7 @@ def _reserve(state: DispatchState, holder: str) -> None:
 
 def _on_config(state: DispatchState, event: ConfigChangedEvent, decisions: list[Decision]) -> None:
     state.config = event.config
-    state.tokens, state.refilled = undeclared_burst_ns(event.config), state.now
+    state.tokens, state.refilled = undeclared_burst_ns(event.config), state.device_ns
     state.refresh_windows()
 
 

@@ -2,6 +2,9 @@
 
 P0 and P1 go before every other class, so whatever they may take in their class is taken from all others. A bucket bounds it: over
 any time t at most rate * t + burst. What a session submits beyond its bucket runs as P2, in the fair share of its weight.
+
+A declared rate is one of requests, in wall time. The shared bucket earns by what the device does, and by its idle time, so that
+its share also holds where the device gets only a part of its host.
 """
 
 from __future__ import annotations

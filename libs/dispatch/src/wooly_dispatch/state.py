@@ -156,6 +156,7 @@ class DispatchState:
 
     __slots__ = (
         "config",
+        "device_ns",
         "exclusive",
         "flights",
         "floor_credit",
@@ -184,7 +185,8 @@ class DispatchState:
         self.floor_credit = 0  # ns * 1000 that P4 is owed
         self.exclusive = ""  # the session that has the device to itself
         self.tokens = undeclared_burst_ns(self.config)  # of all P0 and P1 sessions without a bucket of their own
-        self.refilled = 0
+        self.refilled = 0  # when, by `device_ns`
+        self.device_ns = 0  # what launches took, and the time without any; not the time that the host took away
         self.width = WIDTH
         self.windows: tuple[int, ...] = ()
         self.pieces: tuple[int, ...] = ()
@@ -221,6 +223,7 @@ def snapshot(state: DispatchState) -> bytes:
         "floor_credit": state.floor_credit,
         "tokens": state.tokens,
         "refilled": state.refilled,
+        "device_ns": state.device_ns,
         "exclusive": state.exclusive,
         "width": state.width,
         "virtual": [lane.virtual for lane in state.lanes],
@@ -250,7 +253,7 @@ def restore(data: bytes) -> DispatchState:
     """The state that `snapshot` described."""
     content: dict[str, Any] = json.loads(data)
     state = DispatchState(Config(*content["config"]))
-    for name in ("now", "launches", "floor_credit", "tokens", "refilled", "exclusive", "width"):
+    for name in ("now", "launches", "floor_credit", "tokens", "refilled", "device_ns", "exclusive", "width"):
         setattr(state, name, content[name])
     for lane, virtual in zip(state.lanes, content["virtual"], strict=True):
         lane.virtual = virtual
