@@ -772,3 +772,10 @@ async def test_scheduler_that_cannot_say_holds_nobody_up(own_rig):
         opened = await r.open(priority=0, objective_ns=7)
         policy = r.executors[0].sessions[opened.session_id].policy
         assert policy == SessionPolicy(priority=0, objective_ns=7)
+
+
+async def test_session_is_held_to_what_it_declares_also_where_no_scheduler_answers(rig):
+    async with rig("a") as r:
+        opened = await r.open(priority=0, service_ns=20, objective_ns=50, interval_ns=100)
+        policy = r.executors[0].sessions[opened.session_id].policy
+        assert (policy.rate_permille, policy.burst_ns) == (220, 40)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, NoResponderError
+from wooly_dispatch.policing import declared
 from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
 from wooly_wis.messages import AdmitSessionReply, AdmitSessionRequest, SessionPolicy
 
@@ -44,7 +46,7 @@ class Advice:
         return reply.refusal
 
     async def admit(self, ask: AdmitSessionRequest) -> AdmitSessionReply:
-        """What the scheduler says; where there is none, everything is admitted as it declares itself."""
+        """What the scheduler says; where there is none, everything is admitted, and held to what it declares."""
         try:
             return await self._app.request(
                 subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
@@ -52,7 +54,5 @@ class Advice:
         except BusError as e:
             if not isinstance(e, NoResponderError):
                 log.warning("session %s is opened without the scheduler: %s", ask.session_id, e)
-            policy = SessionPolicy(
-                priority=ask.priority, weight=ask.weight, service_ns=ask.service_ns, objective_ns=ask.objective_ns
-            )
-            return AdmitSessionReply(admitted=True, policy=policy)
+            policy = declared(ask.priority, ask.weight, ask.service_ns, ask.objective_ns, ask.interval_ns)
+            return AdmitSessionReply(admitted=True, policy=SessionPolicy(**asdict(policy)))
