@@ -542,13 +542,13 @@ def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifie
     x = blobs.put((folder / "x.bin").read_bytes())
     names = [f"job-{time.time_ns()}-{i}" for i in range(3)]
     jobs = [SubmitJob(job_id=n, module=module, inputs=(Blob(name="x", digest=x),)) for n in names]
-    cluster.processes["executor"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
+    cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
     try:
         for job in jobs:
             alice.ask(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
         cluster.kill("router")
     finally:
-        cluster.processes["executor"].send_signal(signal.SIGCONT)
+        cluster.processes["x"].send_signal(signal.SIGCONT)
         cluster.start("router")
         cluster.find_router()
     for job in jobs:
