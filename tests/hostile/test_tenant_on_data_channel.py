@@ -1,9 +1,7 @@
-"""The attacker is a tenant with an open session, on the data channel."""
-
-import itertools
-import threading
+"""The attacker is a tenant whose session is open, on its data channel."""
 
 import contextlib
+import itertools
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,13 +91,10 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
         assert renewing.errors == []
         for channel in (victim, attacker):
             channel.close()
-from wooly_testkit.cluster import enter
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
-from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
 
-pytestmark = pytest.mark.connected
+
+# -- class and weight ------------------------------------------------------------------------------------------------
+
 #: Floats of the buffer that a run fills, and how often: some milliseconds.
 FLOATS, TIMES = 1 << 20, 12
 #: Runs between two answers, and batches of these under way: there is always one more to run.
@@ -152,9 +147,6 @@ class Saturating:
         self.ending.set()
         self.thread.join(60)
         self.channel.close()
-
-
-# -- class and weight ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sessions", [1, 2])
