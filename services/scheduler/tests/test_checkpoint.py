@@ -132,7 +132,7 @@ def test_whole_checkpoint_of_another_version_or_damaged_is_refused():
     data = encode(9, [("gpu-0", 9, encode_follower(busy())), ("gpu-1", 3, encode_follower(Follower("gpu-1")))])
     sequence, followers = decode(data)
     assert sequence == 9 and [(name, position) for name, position, _ in followers] == [("gpu-0", 9), ("gpu-1", 3)]
-    other = data.replace(b"[2,", b"[3,", 1)
+    other = data.replace(b"[3,", b"[4,", 1)
     renamed = data.replace(b'"gpu-1"', b'"gpu-7"', 1)
     for bad in (other, renamed, b"", data[:-1], data + b"x", data[: len(data) // 2], b"wooly follower 1\n" + data):
         with pytest.raises(CheckpointError):

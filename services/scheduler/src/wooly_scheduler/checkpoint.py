@@ -20,7 +20,7 @@ from wooly_dispatch.journal import Replayer
 
 from wooly_scheduler.core.follower import Follower, FollowerRecord
 
-VERSION = 2
+VERSION = 3
 """Of the encoding; raise it when a record's fields change. A checkpoint of another version is not read."""
 MAX_FOLLOWER_BYTES = 64 << 20
 """Bytes of one follower before compression: thirty thousand sessions of ten minutes. Bounds what damaged bytes may inflate to."""
@@ -60,25 +60,40 @@ class _Session(BaseModel, extra="forbid"):
 class _State(BaseModel, extra="forbid"):
     """What `wooly_dispatch.state.snapshot` writes."""
 
-    version: Literal[1]
-    config: tuple[int, int, int, int, int, int, int, bool, int, int, int, int]
+    version: Literal[2]
+    config: tuple[int, int, int, int, int, int, int, bool, int, int, int, int, int]
     now: int
     launches: int
     floor_credit: int
+    tokens: int
+    refilled: int
+    device_ns: int
     exclusive: str
     width: int
     virtual: tuple[int, int, int, int, int]
     sessions: list[_Session]
     flights: list[
         tuple[
-            int, str | None, tuple[int, int, bool, list[int], int, int], int, int, int, int, int, int, bool, bool, bool
+            int,
+            str | None,
+            tuple[int, int, bool, list[int], int, int],
+            int,
+            int,
+            int,
+            int,
+            int,
+            int,
+            bool,
+            bool,
+            bool,
+            bool,
         ]
     ]
 
 
 _RECORD = TypeAdapter(FollowerRecord)
 _HEAD = TypeAdapter(tuple[str, int, str])
-_WHOLE = TypeAdapter(tuple[Literal[2], int, list[tuple[str, int, int]]])
+_WHOLE = TypeAdapter(tuple[Literal[3], int, list[tuple[str, int, int]]])
 
 
 def encode_follower(follower: Follower) -> bytes:
