@@ -94,6 +94,8 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
 
 
 pytestmark = pytest.mark.connected
+# -- class and weight ------------------------------------------------------------------------------------------------
+
 #: Floats of the buffer that a run fills, and how often: some milliseconds.
 FLOATS, TIMES = 1 << 20, 12
 #: Runs between two answers, and batches of these under way: there is always one more to run.

@@ -363,6 +363,7 @@ OPEN_TO_OPERATORS = {
     ("DELETE", "/api/v1/groups/{name}"),
     ("POST", "/api/v1/login"),
     ("DELETE", "/api/v1/login"),
+    ("POST", "/api/v1/login/code"),  # of its own
     ("GET", "/api/v1/me"),
     ("GET", "/api/v1/nodes"),
     ("GET", "/api/v1/nodes/{node_id}"),
