@@ -28,6 +28,8 @@ from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, star
 from wooly_bus.tracing import setup_tracing
 
 from wooly_executor.borne import BornePublisher
+from wooly_executor.bounds import Bounds
+from wooly_executor.bounds.limits import default_limits
 from wooly_executor.collector import Collector
 from wooly_executor.compilation import KernelSource, PlanSource
 from wooly_executor.control import ExecutorActor
@@ -192,6 +194,14 @@ def main(argv: list[str] | None = None) -> int:
     except MissingDriverError as e:
         log.error("%s", e)
         return 2
+    runtime.bounds = Bounds(
+        default_limits(
+            host=runtime.device.host,
+            cores=torch.get_num_threads(),
+            elements=settings.max_elements,
+            flops=settings.max_flops,
+        )
+    )
     tiers = None
     if isinstance(runtime, PlanRuntime):
         runtime.kernel_s = settings.kernel_s

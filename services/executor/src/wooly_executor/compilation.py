@@ -27,7 +27,7 @@ from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompilePr
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.device_loop import DeviceLoop
-from wooly_executor.errors import ExecutorError
+from wooly_executor.errors import ExecutorError, TooMuchWorkError
 from wooly_executor.leisure import Leisure
 from wooly_executor.runtime.builds import BuildRefusedError
 from wooly_executor.runtime.prepared import PreparedProgram
@@ -131,6 +131,18 @@ class PlanSource:
         return prepared, why, final
 
     async def _plan(self, entry: Wanted) -> PreparedProgram | None:
+        """The plan, ready to run; None if the compilers say that there is none, or a kernel of it would run for too long.
+
+        Raises:
+            BusError, ExecutorError: see `_found`.
+        """
+        try:
+            return await self._found(entry)
+        except TooMuchWorkError as e:
+            log.info("program %s stays at tier 0: %s", entry.digest.hex()[:16], e)
+            return None
+
+    async def _found(self, entry: Wanted) -> PreparedProgram | None:
         """The plan, ready to run; None if the compilers say that there is none.
 
         Raises:
@@ -172,6 +184,8 @@ class PlanSource:
             compiler, data = found
             try:
                 return await self._kept(entry, key, compiler, data)
+            except TooMuchWorkError:
+                raise
             except (ExecutorError, WisError) as e:
                 await self._reject(key, compiler, str(e))
                 rejected = compiler
@@ -194,6 +208,8 @@ class PlanSource:
             return None
         try:
             return await asyncio.to_thread(self._load, data, key, compiler, entry)
+        except TooMuchWorkError:
+            raise
         except (ExecutorError, WisError) as e:
             await self._reject(key, compiler, f"kept on disk: {e}")
             self._cache.drop(name)
@@ -206,6 +222,8 @@ class PlanSource:
             return await self._kept(entry, key, compiler, data) if data is not None else None
         except BusError:
             return None
+        except TooMuchWorkError:
+            raise
         except (ExecutorError, WisError) as e:
             await self._reject(key, compiler, f"kept in the bucket: {e}")
             return None

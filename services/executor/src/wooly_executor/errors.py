@@ -54,6 +54,12 @@ class OperationError(ExecutorError):
         self.instruction = instruction
 
 
+class TooMuchWorkError(OperationError):
+    """An instruction is more work than the device allows in one call, and cannot be split."""
+
+    code = "executor.too_much_work"
+
+
 class PoisonedError(ExecutorError):
     """A value is needed that an earlier, failed operation should have written."""
 

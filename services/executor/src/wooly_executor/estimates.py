@@ -6,7 +6,8 @@ Integers in ns of the runtime's own clock. An estimate belongs to a program's di
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from wooly_wis.optable import cost
@@ -18,17 +19,20 @@ from wooly_executor.runtime.protocol import Rates
 EDGE_NS = 50_000
 #: The same once a program has been run `SETTLED` times. What lies between two edges is then put together by the runtime.
 SEGMENT_NS = 250_000
-#: Edges of one program at most.
+#: Edges of one program at most, unless it takes long: see `LONGEST_NS`.
 EDGES = 1024
 #: Runs after which a program's edges stay where they are. The runtimes put steps together later than this.
 SETTLED = 12
 #: Measurements kept per kernel; the estimate is their 95th percentile.
 KEPT = 32
 LEAST_NS = 1_000
+#: A program of more than `EDGES` edges has more edges before a kernel takes longer than this: so long a higher class may wait.
+LONGEST_NS = 50_000_000
+_WHOLE: Mapping[int, int] = MappingProxyType({})
 
 
 class Cut(NamedTuple):
-    """Kernels of a program: for each the instruction before which it ends, and its estimated ns.
+    """Kernels of a program: for each the position before which it ends, and its estimated ns.
 
     The same object while the estimates stay as they are: the dispatch core pays for it once.
     """
@@ -52,12 +56,19 @@ class Estimate:
     Args:
         program: the program.
         form_ns: `instruction_ns` per form.
+        pieces: into how many pieces instructions are split: each is a position of its own, and a kernel of its own at first.
     """
 
-    __slots__ = ("_instructions", "_samples", "cut", "runs")
+    __slots__ = ("_positions", "_samples", "cut", "runs")
 
-    def __init__(self, program: Program, form_ns: Sequence[int]) -> None:
-        self._instructions = [form_ns[i.form] for i in program.body]
+    def __init__(self, program: Program, form_ns: Sequence[int], pieces: Mapping[int, int] = _WHOLE) -> None:
+        self._positions = [form_ns[i.form] for i in program.body]
+        if pieces:
+            self._positions = [
+                ns
+                for i, whole in enumerate(self._positions)
+                for ns in ([max(whole // pieces[i], EDGE_NS + 1)] * pieces[i] if i in pieces else [whole])
+            ]
         self._samples: list[list[int]] = []
         self.runs = 0
         self.cut = self._cut(EDGE_NS)
@@ -82,15 +93,15 @@ class Estimate:
         return False
 
     def _review(self, longest: int) -> bool:
-        """Spread what was measured over the instructions, and cut anew."""
+        """Spread what was measured over the positions, and cut anew."""
         before, begin = self.cut, 0
         edges = before.edges
         for end, samples in zip(edges, self._samples, strict=True):
-            within = self._instructions[begin:end]
+            within = self._positions[begin:end]
             whole = sum(within)
             if samples and whole:
                 measured = sorted(samples)[len(samples) // 2]
-                self._instructions[begin:end] = [ns * measured // whole for ns in within]
+                self._positions[begin:end] = [ns * measured // whole for ns in within]
             begin = end
         samples = self._samples
         cut = self._cut(longest)
@@ -113,18 +124,18 @@ class Estimate:
             self.cut = Cut(self.cut.edges, tuple(kernels))
 
     def _cut(self, longest: int) -> Cut:
-        """The longest runs of instructions that take at most `longest`; one that takes longer stands alone."""
-        longest = max(longest, 2 * sum(self._instructions) // EDGES)  # two neighbours exceed it
+        """The longest runs of positions that take at most `longest`; one that takes longer stands alone."""
+        longest = max(longest, min(2 * sum(self._positions) // EDGES, LONGEST_NS))  # two neighbours exceed it
         edges: list[int] = []
         kernels: list[int] = []
         held = 0
-        for i, ns in enumerate(self._instructions):
+        for i, ns in enumerate(self._positions):
             if held and held + ns > longest:
                 edges.append(i)
                 kernels.append(max(held, LEAST_NS))
                 held = 0
             held += ns
-        edges.append(len(self._instructions))
+        edges.append(len(self._positions))
         kernels.append(max(held, LEAST_NS))
         self._samples = [[] for _ in edges]
         return Cut(tuple(edges), tuple(kernels))

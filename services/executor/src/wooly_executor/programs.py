@@ -178,7 +178,8 @@ class ProgramStore:
             for form, launch in foreign
         ]
         prepared = self._runtime.prepare(program, facts)
-        estimate = Estimate(program, [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)])
+        form_ns = [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)]
+        estimate = Estimate(program, form_ns, prepared.pieces)
         prepared.edges = estimate.cut.edges
         peak = _peak_bytes(program, facts)
         kept = tuple(

@@ -82,7 +82,7 @@ class StepExecution:
         return self._frame.kernel_ns
 
     def _is_end(self, edge: int) -> bool:
-        return edge >= len(self._prepared.program.body)
+        return edge >= self._prepared.end
 
     def _end(self, edge: int) -> int:
         """The step that an edge lies before."""

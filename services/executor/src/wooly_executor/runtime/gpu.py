@@ -37,7 +37,7 @@ from wooly_executor.runtime.gpu_ranges import in_range
 from wooly_executor.runtime.graphs import Graphs
 from wooly_executor.runtime.packing import Arguments
 from wooly_executor.runtime.page_locked import page_locked
-from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
+from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work, kernels_of
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.protocol import Rates
@@ -326,6 +326,7 @@ class GpuRuntime(TorchRuntime):
             return lambda at, given: run([*at[:where], prepared.status.address(k), *at[where:]], given)
 
         acts = acts_of_plan(plan, runs, asking)
+        self.bounds.check_kernels(kernels_of(acts))
         prepared = prepare_acts(program, facts, acts, self.foreign, self.device)
         self._give_words(prepared, asked)
         count_work(prepared, plan)

@@ -31,7 +31,7 @@ from wooly_executor.errors import MissingDriverError, OperationError
 from wooly_executor.runtime.builds import WorkerBuilder
 from wooly_executor.runtime.foreign import KERNEL_BYTES, Foreign, Loaded, Value, misdeed
 from wooly_executor.runtime.packing import half_bits
-from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work
+from wooly_executor.runtime.plans import Run, acts_of_plan, complaint, count_work, kernels_of
 from wooly_executor.runtime.preparation import prepare_acts
 from wooly_executor.runtime.prepared import PreparedProgram
 from wooly_executor.runtime.products import LooseHost
@@ -113,6 +113,7 @@ class OpenClRuntime(TorchCpuRuntime):
 
         Raises:
             OperationError: the driver does not take the code.
+            TooMuchWorkError: a kernel is more than the device allows.
             MissingDriverError: OpenCL does not come up.
         """
         plan, units = artifact.plan, self._open()
@@ -128,7 +129,9 @@ class OpenClRuntime(TorchCpuRuntime):
                 self._kernels[key] = known
             runs[name] = known
         device = _LOOSE if artifact.key.mode == "full" else self.device
-        prepared = prepare_acts(program, facts, acts_of_plan(plan, runs, _asking), self.foreign, device)
+        acts = acts_of_plan(plan, runs, _asking)
+        self.bounds.check_kernels(kernels_of(acts))
+        prepared = prepare_acts(program, facts, acts, self.foreign, device, self.bounds.pieces(program))
         count_work(prepared, plan)
         prepared.runs = max(self._hot - 2, 0)  # what is compiled is run often: its library steps are soon put together
         return prepared

@@ -83,3 +83,8 @@ def count_work(prepared: PreparedProgram, plan: Plan) -> None:
     computing = sum(program.forms[i.form].opcode not in ("alloc", "free") for i in program.body)
     origins = {s.line.origin for s in plan.steps if isinstance(s, LibraryStep)}
     prepared.by_library, prepared.by_kernel = len(origins), computing - len(origins)
+
+
+def kernels_of(acts: Sequence[Act]) -> list[list[Form]]:
+    """Per generated kernel, the instructions that it does."""
+    return [[form for form, _ in act.lines] for act in acts if act.launch is not None]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import OPCODE, launch_of
+from wooly_wis.optable import result_operands
 from wooly_wis.program import Form, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.bounds import WHOLE, Pieces
+from wooly_executor.bounds.division import Piece
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.adoption import adopt_dynamic, adoptable, fits
 from wooly_executor.runtime.buffers import TORCH_DTYPE, WIS_DTYPE, as_view
@@ -35,6 +39,7 @@ from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
+from wooly_executor.runtime.parts import on_part, part_of
 from wooly_executor.runtime.prepared import Act, Launch, PreparedProgram
 from wooly_executor.runtime.segments import (
     Free,
@@ -53,7 +58,12 @@ _FILL = torch.ops.aten.fill_.Scalar
 
 
 def prepare_acts(
-    program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign, device: TorchDevice = HOST
+    program: Program,
+    facts: ProgramFacts,
+    acts: list[Act],
+    foreign: Foreign,
+    device: TorchDevice = HOST,
+    pieces: Pieces = WHOLE,
 ) -> PreparedProgram:
     """The steps of what a program does.
 
@@ -63,22 +73,35 @@ def prepare_acts(
         acts: its instructions, or a plan's steps.
         foreign: has its kernels in other languages.
         device: where it will run.
+        pieces: of the instructions that are split.
 
     Raises:
         OperationError: an operator is not available here.
     """
-    return _Preparation(program, facts, acts, foreign, device).finish()
+    return _Preparation(program, facts, acts, foreign, device, pieces).finish()
 
 
 class _Preparation:
     """Builds the steps of one program."""
 
     def __init__(
-        self, program: Program, facts: ProgramFacts, acts: list[Act], foreign: Foreign, device: TorchDevice
+        self,
+        program: Program,
+        facts: ProgramFacts,
+        acts: list[Act],
+        foreign: Foreign,
+        device: TorchDevice,
+        pieces: Pieces,
     ) -> None:
         self._foreign = foreign
         self._device = device
-        self.out = PreparedProgram(program, facts, acts)
+        self._pieces = pieces
+        more = sum([len(found) - 1 for found in pieces.values()])
+        counts = {at: len(found) for at, found in pieces.items()}
+        self.out = PreparedProgram(program, facts, acts, pieces=counts, end=len(program.body) + more)
+        #: Per step, which piece of its instruction it is.
+        self._within: list[int] = []
+        self._piece = 0
         self._register_of: dict[tuple[int, View], int] = {}
         self._registers_of: dict[int, list[int]] = {}
         self._adopted: dict[int, tuple[int, View]] = {}
@@ -111,6 +134,9 @@ class _Preparation:
         self._free(freed)
         out.owner += [len(out.acts) - 1] * (len(out.steps) - len(out.owner))
         out.where = [places[k] for k in out.owner]
+        if self._pieces:
+            begins = self._positions()
+            out.where = [begins[at] + k for at, k in zip(out.where, self._within, strict=True)]
         for slot, nbytes in enumerate(facts.slot_alloc):
             if nbytes is None:
                 if facts.slot_freed[slot]:
@@ -122,6 +148,11 @@ class _Preparation:
                 elif slot in self._based:
                     out.made.append((slot, nbytes))
         return out
+
+    def _positions(self) -> list[int]:
+        """Per instruction, the position that it begins at."""
+        counts = self.out.pieces
+        return [0, *accumulate([counts.get(i, 1) for i in range(len(self.out.program.body))])]
 
     def _first_uses(self) -> dict[int, tuple[int, int]]:
         """For every slot that the program allocates: act and operand of its first use after the alloc."""
@@ -143,6 +174,7 @@ class _Preparation:
     def _step(self, step: Step, trace: Trace | None = None) -> None:
         self.out.steps.append(step)
         self.out.traces.append(trace)
+        self._within.append(self._piece)
 
     def _restless(self) -> None:
         """No graph can hold the next step."""
@@ -243,8 +275,11 @@ class _Preparation:
 
     def _instruction(self, i: int, act: Act) -> None:
         form, slots = act.form, act.slots
+        pieces = self._pieces_of(act) if self._pieces else None
         if form.opcode == "alloc":
             self._alloc(slots[0], act.dirty)
+        elif pieces is not None:
+            self._divided(form, slots, pieces)
         elif form.opcode == "copy":
             src, dst = [self._operand(s, _known(o.view)) for s, o in zip(slots, form.operands, strict=True)]
 
@@ -265,6 +300,47 @@ class _Preparation:
             self._foreign_launch(form, slots)
         else:
             self._compute(form, slots, self._anew.get(i))
+
+    def _pieces_of(self, act: Act) -> tuple[Piece, ...] | None:
+        """The pieces of an instruction that is split, unless a plan does it in another way."""
+        pieces, program = self._pieces.get(act.at), self.out.program
+        if pieces is None or program.body[act.at].slots != act.slots:
+            return None
+        return pieces if program.forms[program.body[act.at].form] == act.form else None
+
+    def _divided(self, form: Form, slots: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
+        """An instruction as a step per piece, between which runs may be stopped."""
+        result = len(slots) - 1 if form.opcode in ("copy", "fill") else result_operands(form)[0]
+        registers = {
+            k: self._operand(s, _known(o.view))
+            for k, (s, o) in enumerate(zip(slots, form.operands, strict=True))
+            if k != result or o.role is not Role.OUT
+        }
+        if result not in registers:
+            registers[result] = self._destination(slots[result], _known(form.operands[result].view))
+        parts = {k: self._new_register(slots[k]) for k in registers}
+        call = part_of(form, result, parts, self._first_param, self._device)
+        for k, piece in enumerate(pieces):
+            self._piece = k
+            self._step(on_part(call, registers, parts, piece))
+        self._piece = 0
+
+    def _destination(self, slot: int, view: View) -> int:
+        """The register of memory that pieces write one after the other, all of it."""
+        facts, device = self.out.facts, self._device
+        if facts.slot_alloc[slot] is None or slot in self._adopted or slot in self._based:
+            return self._operand(slot, view)
+        register = self._name(slot, view)
+        self._adopted[slot] = (register, view)
+        dtype = TORCH_DTYPE[view.dtype]
+        dense = view.numel * view.dtype.itemsize == view.end
+
+        def make(f: Frame) -> None:
+            memory = device.empty(view.numel, dtype) if dense else device.zeroed(view.end, dtype)
+            f.registers[register] = as_view(memory, view)
+
+        self._step(make)
+        return register
 
     def _foreign_launch(self, form: Form, slots: tuple[int, ...]) -> None:
         """A kernel in another language, on the memory that its operands show."""

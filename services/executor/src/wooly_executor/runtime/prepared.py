@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,7 +132,9 @@ class PreparedProgram:
         by_library: how many, of a plan, by the library.
         steps: what to do, in order.
         owner: per step, the act that it belongs to.
-        where: per step, the instruction before which runs may be stopped there; rising.
+        where: per step, the position before which runs may be stopped there; rising.
+        pieces: per instruction that is split, into how many pieces. Each is a position; an instruction that stays whole is one.
+        end: the position at the program's end.
         kept: (slot, register, view, nbytes) of buffers that the program leaves behind, adopted from a register.
         made: (slot, nbytes) of buffers that the program leaves behind and whose memory a step made.
         dropped: slots bound from outside that the program frees.
@@ -143,8 +145,8 @@ class PreparedProgram:
         gathers: once it was run often: steps that fill registers from buffers.
         hot: once it was run often: the other steps, many of them put together.
         begins: per hot step, the step that it begins with.
-        edges: instructions before which runs are likely to be stopped.
-        places: per hot step, the instruction that it begins with.
+        edges: positions before which runs are likely to be stopped.
+        places: per hot step, the position that it begins with.
         whole: stretches of hot steps, by their ends, that are run as a whole: put together, or how often they were run.
         spans: what took how long between its edges when it was last run one by one.
         stretches: what a GPU knows of the hot steps between two edges.
@@ -162,6 +164,8 @@ class PreparedProgram:
     steps: list[Step] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     where: list[int] = field(default_factory=list)
+    pieces: Mapping[int, int] = field(default_factory=dict)
+    end: int = 0
     n_registers: int = 0
     kept: list[tuple[int, int, View, int]] = field(default_factory=list)
     made: list[tuple[int, int]] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ from wooly_wis.artifact import Artifact
 from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.bounds import Bounds
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.device import TorchDevice
@@ -41,7 +42,12 @@ class Prepared(Protocol):
     program: Program
     facts: ProgramFacts
     edges: Sequence[int]
-    """Where runs are likely to be stopped, as instructions: what puts instructions together keeps these apart."""
+    """Where runs are likely to be stopped, as positions: what puts instructions together keeps these apart."""
+    pieces: Mapping[int, int]
+    """Into how many pieces instructions are split, where they are.
+
+    A program's positions are its instructions and, of one that is split, its pieces, all in order.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +66,7 @@ class Rates:
 
 
 class Execution(Protocol):
-    """One run of a program, which may be interrupted between its instructions. Dropping it leaves the rest undone."""
+    """One run of a program, which may be interrupted between its positions. Dropping it leaves the rest undone."""
 
     outcome: Outcome
 
@@ -71,7 +77,7 @@ class Execution(Protocol):
         written is poisoned.
 
         Args:
-            edges: instructions not to be begun, rising; the number of the program's instructions is its end.
+            edges: positions not to be begun, rising; the number of the program's positions is its end.
 
         Returns:
             Device time up to each edge since the one before, in ns, by the runtime's own clock: a GPU's events, the CPU time of
@@ -89,6 +95,8 @@ class Runtime(Protocol):
 
     foreign: Foreign
     """Kernels in languages of others."""
+    bounds: Bounds
+    """What an instruction may be at most."""
     beyond_ns: int
     """Core time of launches beyond their device time that the library's threads do not tell, in ns, since the runtime began."""
 
@@ -140,5 +148,6 @@ class PlanRuntime(Runtime, Protocol):
 
         Raises:
             OperationError: the driver does not take the code.
+            TooMuchWorkError: a kernel is more than the device allows.
         """
         ...

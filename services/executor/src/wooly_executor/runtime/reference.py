@@ -6,8 +6,8 @@ It is the living definition of the instruction set and the oracle of the other r
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from wooly_wis.optable import result_operands
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.bounds import Bounds
 from wooly_executor.errors import OperationError, PoisonedError
 from wooly_executor.runtime.buffers import WIS_DTYPE, Buffer, as_view
 from wooly_executor.runtime.calls import (
@@ -47,6 +48,12 @@ class LiteralProgram:
     facts: ProgramFacts
     dropped: tuple[int, ...]
     edges: Sequence[int] = ()
+    pieces: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The position at its end: no instruction is split."""
+        return len(self.program.body)
 
 
 class LiteralExecution:
@@ -92,7 +99,8 @@ class ReferenceRuntime(TorchCpuRuntime):
         return super().facts() | {"runtime": "reference"}
 
     def prepare(self, program: Program, facts: ProgramFacts) -> Any:
-        """Nothing to prepare, but unknown operators are found before anything runs."""
+        """Nothing to prepare or to split, but unknown operators are found before anything runs, and those that are too large."""
+        Bounds(self.bounds.limits.whole()).pieces(program)
         for form in program.forms:
             if form.opcode == "extern":
                 library_call(form)

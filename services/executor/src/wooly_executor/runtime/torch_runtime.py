@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.bounds import Bounds
+from wooly_executor.bounds.limits import default_limits
 from wooly_executor.runtime.buffers import Buffer
 from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.execution import StepExecution
@@ -37,6 +40,7 @@ class TorchRuntime:
         self.beyond_ns = 0
         self.device = device
         self.foreign = Foreign()
+        self.bounds = Bounds(default_limits(host=device.host, cores=torch.get_num_threads()))
 
     def allocate(self, nbytes: int) -> Buffer:
         """Zeroed memory."""
@@ -47,8 +51,9 @@ class TorchRuntime:
 
         Raises:
             OperationError: an operator is not available here.
+            TooMuchWorkError: an instruction is more than the device allows.
         """
-        return prepare_acts(program, facts, acts_of(program), self.foreign, self.device)
+        return prepare_acts(program, facts, acts_of(program), self.foreign, self.device, self.bounds.pieces(program))
 
     def begin(
         self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]
@@ -66,5 +71,5 @@ class TorchRuntime:
     def run(self, prepared: Any, buffers: dict[int, Buffer], bindings: Sequence[int], params: Sequence[Any]) -> Outcome:
         """All of a run at once."""
         execution = self.begin(prepared, buffers, bindings, params)
-        execution.advance((len(prepared.program.body),))
+        execution.advance((prepared.end,))
         return execution.outcome

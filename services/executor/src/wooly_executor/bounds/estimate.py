@@ -1,0 +1,99 @@
+"""The work of a form: what it calls, with which shapes, looked up in the families' tables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from wooly_wis.externs import is_allowed
+from wooly_wis.foreign import OPCODE as LAUNCH
+from wooly_wis.optable import TABLE
+from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role
+
+from wooly_executor.bounds.elementwise import ELEMENTWISE, PASSES, base_of, over_all, over_lists, over_space
+from wooly_executor.bounds.indexing import INDEXING
+from wooly_executor.bounds.products import PRODUCTS
+from wooly_executor.bounds.windows import WINDOWS
+from wooly_executor.bounds.work import PARAM, Given, Work
+from wooly_executor.errors import OperationError
+from wooly_executor.runtime.calls import LibraryCall, library_call
+from wooly_executor.runtime.guards.law import arguments_of
+
+#: An operator whose gradients are asked for runs, and then its backward, which takes about twice as long.
+WITH_GRADIENTS = 4
+#: Opcodes that do nothing on the device, or whose kernels are bounded in time (`WOOLY_EXECUTOR_KERNEL_S`).
+UNBOUNDED = frozenset(("alloc", "free", LAUNCH))
+
+
+def work_of(form: Form) -> Work:
+    """The work of one instruction of a verified form, never much less than what it will be.
+
+    Raises:
+        OperationError: no operator of the library does it.
+        KeyError: the operator is in no family's table.
+    """
+    if form.opcode in UNBOUNDED:
+        return Work(0)
+    if form.opcode not in TABLE and form.opcode != "extern":  # copy, fill
+        return Work(max([o.view.numel for o in form.operands if o.view is not None], default=0))
+    return work_of_call(library_call(form), form)
+
+
+def work_of_call(call: LibraryCall, form: Form) -> Work:
+    """The same for the call that a form means."""
+    work = _by_family(call.op.overloadpacket.__name__, _given(call, form))
+    return work.times(WITH_GRADIENTS) if form.attr("wanted") is not None else work
+
+
+def _by_family(name: str, given: Given) -> Work:
+    base, lists = base_of(name)
+    if lists:
+        return over_lists(given, ELEMENTWISE[base])
+    for table in (PRODUCTS, WINDOWS, INDEXING):
+        rule = table.get(base)
+        if rule is not None:
+            return rule(given)
+    if base in PASSES:
+        return over_all(given, PASSES[base])
+    return over_space(given, ELEMENTWISE[base])
+
+
+def is_estimated(name: str) -> bool:
+    """Whether an operator of the allow-list (``aten.add.Tensor``) is in a family's table."""
+    base, _ = base_of(name.split(".")[1])
+    return is_allowed(name) and any(base in t for t in (PRODUCTS, WINDOWS, INDEXING, PASSES, ELEMENTWISE))
+
+
+def _fixed(call: LibraryCall, args: list[Any], kwargs: dict[str, Any]) -> None:
+    """Make sure that whole numbers, which say how large things are, are the form's: nothing can be known of a run's.
+
+    Raises:
+        OperationError: one is a param.
+    """
+    declared = {a.name: a for a in call.op._schema.arguments}
+    said = dict(zip(declared, args, strict=False)) | kwargs
+    for name, value in said.items():
+        given = value if isinstance(value, tuple) else (value,)
+        if PARAM in given and name in declared and "int" in str(declared[name].type):
+            raise OperationError(
+                f"{call.op}: {name} says how much there is to do, so it must be a constant, not a param"
+            )
+
+
+def _given(call: LibraryCall, form: Form) -> Given:
+    def value(attr: Attr | torch.Tensor) -> Any:
+        if isinstance(attr, OperandRef):
+            return form.operands[attr.index].view
+        if isinstance(attr, ParamRef):
+            return PARAM
+        if isinstance(attr, torch.Tensor):
+            return tuple(attr.tolist()) if attr.dim() else attr.item()
+        return tuple([value(a) for a in attr]) if isinstance(attr, tuple) else attr
+
+    args = [value(a) for a in call.args]
+    kwargs = {k: value(v) for k, v in call.kwargs}
+    _fixed(call, args, kwargs)
+    said = arguments_of(call.op, args, kwargs)
+    named = {k: tuple(v) if isinstance(v, list) else v for k, v in said.items()}
+    outs = [o.view for o in form.operands if o.role is not Role.IN and o.view is not None]
+    return Given(named, outs)

@@ -1,0 +1,100 @@
+"""A call of the library on part of its operands: the pieces of an instruction that is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from wooly_wis.optable import TABLE, Family
+from wooly_wis.program import Form, OperandRef, Role
+
+from wooly_executor.bounds.division import Cuts, Piece
+from wooly_executor.runtime.calls import LibraryCall, filler, library_call
+from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.guards import guarded
+from wooly_executor.runtime.invocation import calling
+
+
+def part_of(
+    form: Form, result: int, parts: dict[int, int], first_param: int, device: TorchDevice
+) -> Callable[[Frame], None]:
+    """What does an instruction on the registers `parts`, by operand; its result goes into that of the operand `result`."""
+    out = parts[result]
+    if form.opcode == "copy":
+        source = parts[0]
+
+        def copy(f: Frame) -> None:
+            f.registers[out].copy_(f.registers[source])
+
+        return copy
+    if form.opcode == "fill":
+        value = filler(form.attr("value"), {}, first_param, {})
+
+        def fill(f: Frame) -> None:
+            f.registers[out].fill_(value(f.registers, list(f.params)))
+
+        return fill
+    library = guarded(device.library(library_call(form), form), form)
+    if form.operands[result].role is not Role.OUT:
+        return calling(form, library, parts, first_param, device)
+    into = _into(library, result) if TABLE[form.opcode].family in (Family.POINTWISE, Family.REDUCTION) else None
+    if into is not None:
+        return calling(form, into, parts, first_param, device)
+    call = calling(form, library, parts, first_param, device)
+
+    def kept(f: Frame) -> None:
+        t = call(f)
+        f.registers[out].copy_(t)
+
+    return kept
+
+
+def _into(library: LibraryCall, result: int) -> LibraryCall | None:
+    """The call that writes its result where it is told to; None where the library has none that is the same otherwise."""
+    if library.instead is not None:
+        return None
+    packet, said = library.op.overloadpacket, _declared(library.op)
+    for name in packet.overloads():
+        op = getattr(packet, name)
+        outs = [a for a in op._schema.arguments if a.is_out]
+        if len(outs) == 1 and _declared(op) == said:
+            return replace(library, op=op, kwargs=(*library.kwargs, (outs[0].name, OperandRef(result))))
+    return None
+
+
+def _declared(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+
+
+def on_part(call: Callable[[Frame], Any], registers: dict[int, int], parts: dict[int, int], piece: Piece) -> Step:
+    """`call` on one piece.
+
+    Args:
+        call: reads and writes the registers `parts`.
+        registers: where each operand is, whole.
+        parts: where each operand's part goes.
+        piece: what part.
+    """
+    narrowed = [(registers[k], register, piece.cuts[k]) for k, register in parts.items()]
+
+    def run(f: Frame) -> None:
+        held = f.registers
+        for source, target, cuts in narrowed:
+            held[target] = _cut(held[source], cuts)
+        try:
+            call(f)
+        finally:
+            for _, target, _ in narrowed:
+                held[target] = None
+
+    return run
+
+
+def _cut(t: Tensor, cuts: Cuts) -> Tensor:
+    for dim, start, length in cuts:
+        t = t.narrow(dim, start, length)
+    return t
