@@ -247,12 +247,14 @@ class ExecutorActor(Actor):
         return RenewSessionReply(lease_s=lease.length_s)
 
     async def on_close_session(self, request: CloseSessionRequest) -> CloseSessionReply:
-        """End a session, or a job. Where the device is busy, the session ends as soon as the device's thread is back."""
+        """End a session, or a job. While an operator of it has the device, the answer says so: it ends when that does."""
         known = self.jobs.cancel(request.session_id) or request.session_id in self._leases
         closing = asyncio.wrap_future(self._close(request.session_id, request.reason or "closed by the router"))
         done, _ = await asyncio.wait((closing,), timeout=BUSY_S)
+        if not done:
+            return CloseSessionReply(closed=known, running_s=self._loop.running_s(request.session_id))
         with _refused():
-            return CloseSessionReply(closed=closing.result() if done else known)
+            return CloseSessionReply(closed=closing.result())
 
     def _close(self, session_id: str, reason: str) -> Future[bool]:
         self._leases.pop(session_id, None)

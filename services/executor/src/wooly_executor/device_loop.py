@@ -122,6 +122,8 @@ class DeviceLoop:
         #: Why no session can be served any more; empty while they can.
         self.lost = ""
         self.busy_ns = 0
+        #: The session that has the device, and since when by `time.perf_counter_ns`; None: the device's thread is on its own.
+        self.occupied: tuple[str, int] | None = None
         self.usage = UsageBook()
         self._collector = collector
         self._usual = UsualBook()
@@ -258,6 +260,13 @@ class DeviceLoop:
         for session in self._sessions.values():
             if session.spans is not None:
                 session.spans.sample(session, now)
+
+    def running_s(self, session_id: str) -> float:
+        """Seconds for which the device has been at work for a session without a look at what others want; 0: it is not."""
+        occupied = self.occupied
+        if occupied is None or occupied[0] != session_id:
+            return 0.0
+        return (time.perf_counter_ns() - occupied[1]) / 1e9
 
     def stop(self) -> None:
         """Make `run` return."""
@@ -543,7 +552,9 @@ class DeviceLoop:
                     self.vram.begun(session, frame)
                     frame.running = session.begin(unpack_run(frame.payload), frame.seq)
                 if frame.running is not None:
+                    self.occupied = session.id, time.perf_counter_ns()
                     times = self._advance(conn, frame.running.execution, frame.cut, first, last)
+                    self.occupied = None
                     gpu_ns = sum(times)
                     frame.running.gpu_ns += gpu_ns
                     if conn.closed:
@@ -554,7 +565,7 @@ class DeviceLoop:
         except ContextLostError:
             raise
         except Exception as e:
-            error = e
+            error, self.occupied = e, None
             if frame.running is not None:
                 session.abandon(frame.running)
                 frame.running = None

@@ -39,6 +39,7 @@ from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.registry import LOST_AFTER_S, Registry
+from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
 from wooly_router.gate import Caller, Gate
 from wooly_router.opening import OPEN_BUDGET_S, Opening
@@ -58,6 +59,8 @@ LEASES_EVERY_S = 0.5
 FRESH_S = 5.0
 #: A session that is still being opened after this long belongs to a router that died.
 ABANDONED_S = 2 * OPEN_BUDGET_S
+#: Seconds between two looks whether the last operator of a cancelled task has ended.
+RELEASE_S = 1.0
 
 
 class RouterActor:
@@ -264,8 +267,25 @@ class RouterActor:
         async with self.world.database.writing() as s:
             ended = await self.world.tasks.move(s, record.id, state, reason, self.clock())
         if ended:
-            await self.executors.close([p.executor_id for p in record.parts], record.id, reason)
+            await self.let_go(record, record.id, reason)
         return ended
+
+    async def let_go(self, record: TaskRecord, session_id: str, reason: str) -> None:
+        """Have a task's executors let its session go, and tell in its story what still runs, until nothing does."""
+        running = await self.executors.close([p.executor_id for p in record.parts], session_id, reason)
+        if running:
+            await self.world.tasks.amend(record.id, still_running(reason, running), self.clock())
+            waiting = self._await_release(record, session_id, reason, running)
+            start_errand(waiting, f"waiting for the last operator of {record.id}")
+
+    async def _await_release(self, record: TaskRecord, session_id: str, reason: str, running: dict[str, float]) -> None:
+        """Ask again until no operator of an ended task runs any more."""
+        begun = self.clock()
+        while running:
+            await asyncio.sleep(RELEASE_S)
+            running = await self.executors.close(list(running), session_id, reason)
+        now = self.clock()
+        await self.world.tasks.amend(record.id, reason, now, f"its last operator ended, {now - begun:.1f} s later")
 
     async def lose_part(self, record: TaskRecord, executor_id: str, reason: str, state: str = "failed") -> None:
         """One executor has the session no more: it is over, and the others are told while whoever calls goes on."""

@@ -60,12 +60,16 @@ class Executors:
             return_exceptions=True,
         )
 
-    async def close(self, executor_ids: list[str], session_id: str, reason: str) -> None:
-        """Have executors let a session go. One that does not answer is left to the session's lease there."""
+    async def close(self, executor_ids: list[str], session_id: str, reason: str) -> dict[str, float]:
+        """Have executors let a session go. One that does not answer is left to the session's lease there.
 
-        async def close_one(executor_id: str) -> None:
+        Returns:
+            Executors on whose device an operator of it still runs, and for how many seconds by now.
+        """
+
+        async def close_one(executor_id: str) -> float:
             try:
-                await self._app.request(
+                reply = await self._app.request(
                     subjects.executor_session_close(executor_id),
                     CloseSessionRequest(session_id=session_id, reason=reason),
                     CloseSessionReply,
@@ -74,5 +78,8 @@ class Executors:
             except BusError as e:
                 # Its own lease ends the session there if the executor still lives.
                 log.warning("executor %s was not told that %s ended: %s", executor_id, session_id, e)
+                return 0.0
+            return reply.running_s
 
-        await asyncio.gather(*[close_one(executor_id) for executor_id in executor_ids])
+        running = await asyncio.gather(*[close_one(executor_id) for executor_id in executor_ids])
+        return {name: seconds for name, seconds in zip(executor_ids, running, strict=True) if seconds}

@@ -313,7 +313,7 @@ class JobActor:
             ended = await self._tasks.move(s, task.id, state, reason, self._router.clock())
         if ended:
             self._changed.set()
-            await self._router.executors.close([p.executor_id for p in task.parts], session_of(task), reason)
+            await self._router.let_go(task, session_of(task), reason)
         return ended
 
     async def watch(self) -> None:

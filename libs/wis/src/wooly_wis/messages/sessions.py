@@ -91,9 +91,14 @@ class CloseSessionRequest(Message):
 
 
 class CloseSessionReply(Message):
-    """Whether there was such a session."""
+    """Whether there was such a session.
+
+    `running_s`: an operator of the session has been on the device for so long, and cannot be stopped: the session ends there when
+    the operator does. 0: nothing of the session runs.
+    """
 
     closed: bool
+    running_s: float = Field(default=0.0, ge=0)
 
 
 class SessionPolicy(Message):

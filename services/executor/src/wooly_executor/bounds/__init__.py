@@ -69,8 +69,8 @@ class Bounds:
             total = sum([limits.weighed(work_of(form), form) for form in forms], Work(0))
             if limits.exceeded(total):
                 raise TooMuchWorkError(
-                    f"a kernel for {len(forms)} instructions goes over {total.elements:,} elements with {total.flops:,} operations "
-                    f"in one launch, at most {limits.elements:,} and {limits.flops:,}"
+                    f"a kernel for {len(forms)} instructions goes over {total.elements:,} elements with {total.flops:,} "
+                    f"operations in one launch, at most {limits.elements:,} and {limits.flops:,}"
                 )
 
     def _divide(self, at: int, form: Form, slots: Sequence[int], work: Work) -> tuple[Piece, ...] | None:

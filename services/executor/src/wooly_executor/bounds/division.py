@@ -34,76 +34,18 @@ class Piece(NamedTuple):
 ALIGNED = 4096
 #: Rows of a product that are taken at once: a multiple of the first, and no less than the second.
 ROWS, LEAST_ROWS = 64, 256
-#: Products of these dtypes have the same bits by parts of their rows; those of float64 do not where columns are odd, nor do batches
-#: of vectors.
+#: Products of these dtypes have the same bits by parts of their rows. Those of float64 do not where columns are odd, and
+#: batches of vectors do not.
 BY_ROWS = frozenset((DType.F32, DType.BF16))
 #: Operators whose result's element hangs on nothing but the elements that it is made of, on CPUs. Others (sigmoid, gelu, pow)
 #: compute what does not fill a vector in another way, and have other bits there: they stay whole.
 EXACT = frozenset(
-    [
-        "abs",
-        "acos",
-        "add",
-        "addcdiv",
-        "addcmul",
-        "asin",
-        "atan",
-        "bitwise_and",
-        "bitwise_not",
-        "bitwise_or",
-        "bitwise_xor",
-        "ceil",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "cos",
-        "div",
-        "div_floor",
-        "div_trunc",
-        "eq",
-        "erf",
-        "erfc",
-        "exp",
-        "expm1",
-        "floor",
-        "fmod",
-        "ge",
-        "gt",
-        "isnan",
-        "le",
-        "lerp",
-        "log",
-        "log10",
-        "log1p",
-        "log2",
-        "logical_and",
-        "logical_not",
-        "logical_or",
-        "logical_xor",
-        "lt",
-        "masked_fill",
-        "maximum",
-        "minimum",
-        "mul",
-        "ne",
-        "neg",
-        "reciprocal",
-        "relu",
-        "relu_backward",
-        "remainder",
-        "round",
-        "rsub",
-        "sigmoid_backward",
-        "sign",
-        "sin",
-        "sqrt",
-        "sub",
-        "tan",
-        "tanh",
-        "tanh_backward",
-        "trunc",
-        "where",
-    ]
+    """
+        abs acos add addcdiv addcmul asin atan bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max clamp_min
+        cos div div_floor div_trunc eq erf erfc exp expm1 floor fmod ge gt isnan le lerp log log10 log1p log2 logical_and
+        logical_not logical_or logical_xor lt masked_fill maximum minimum mul ne neg reciprocal relu relu_backward remainder
+        round rsub sigmoid_backward sign sin sqrt sub tan tanh tanh_backward trunc where
+    """.split()  # noqa: SIM905
 )
 #: Per reduction, the argument that says over which dimensions; the result keeps the others.
 _REDUCED = {"sum": "dims", "mean": "dims", "amax": "dims", "amin": "dims", "any": "dims", "all": "dims",

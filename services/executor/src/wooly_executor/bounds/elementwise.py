@@ -1,4 +1,7 @@
-"""Operators whose work is their index space: so much per element, whatever the arguments say. By name, without `_` and `_foreach_`."""
+"""Operators whose work is their index space: so much per element, whatever the arguments say.
+
+By name, without `_` and `_foreach_`.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,9 @@ ELEMENTWISE: dict[str, int] = {name: weight for weight, names in _BY_WEIGHT.item
 #: Operators that go over all of their operands so many times: reductions, scans, movements, normalisations, optimisers.
 _PASSES = {
     1: """
-        all amax amin aminmax any cat _stack channel_shuffle count_nonzero dot flip hash_tensor max mean min native_channel_shuffle
-        nansum narrow_copy nonzero pixel_shuffle pixel_unshuffle roll sum trace vdot _aminmax _fused_sdp_choice argmax argmin
+        all amax amin aminmax any cat _stack channel_shuffle count_nonzero dot flip hash_tensor max mean min
+        native_channel_shuffle nansum narrow_copy nonzero pixel_shuffle pixel_unshuffle roll sum trace vdot
+        _aminmax _fused_sdp_choice argmax argmin
         _foreach_max take put gather scatter scatter_add embedding_renorm
         lu_unpack adaptive_max_pool2d_backward adaptive_max_pool3d_backward
         max_pool2d_with_indices_backward max_pool3d_with_indices_backward fractional_max_pool2d_backward

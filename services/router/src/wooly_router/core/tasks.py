@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 State = Literal["pending", "started", "completed", "failed", "cancelled"]
@@ -29,3 +30,14 @@ def sources(state: str) -> tuple[str, ...]:
 def backoff_s(attempt: int) -> float:
     """Seconds to wait after the attempt of this number (from 1) was lost."""
     return float(min(RETRY_S * 2.0 ** min(attempt - 1, 32), RETRY_LIMIT_S))
+
+
+def still_running(reason: str, running: Mapping[str, float]) -> str:
+    """Why a task ended, and the operators of it that no executor can stop.
+
+    Args:
+        reason: why it ended.
+        running: per executor, for how many seconds its operator has run.
+    """
+    said = ", ".join([f"on executor {name} for {seconds:.1f} s so far" for name, seconds in running.items()])
+    return f"{reason}; one operator still runs {said}: it holds the device, and is billed, until it ends"

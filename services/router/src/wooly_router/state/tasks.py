@@ -219,6 +219,17 @@ class TaskStore:
         if changes:
             await s.execute(update(TaskRow).where(TaskRow.id == task_id).values(changes))
 
+    async def amend(self, task_id: str, reason: str, at: float, told: str = "") -> None:
+        """Say more of why a task ended; `told`: in its story, where that is to be another text."""
+        condition = and_(TaskRow.id == task_id, TaskRow.state.in_(ENDED))
+        async with self.database.writing() as s:
+            changed = await s.execute(
+                update(TaskRow).where(condition).values(reason=reason[:REASON_CHARS]).returning(TaskRow.state)
+            )
+            state = changed.scalar()
+            if state is not None:
+                await self._tell(s, task_id, at, state, told or reason)
+
     async def set_lease(self, s: AsyncSession, lease: Lease) -> None:
         """An open session begins to have a lease."""
         s.add(LeaseRow(task_id=lease.task_id, token=lease.token, lease_until=lease.lease_until))
