@@ -14,6 +14,14 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind, pack_run
 from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
+import json
+
+import pytest
+from wooly_bus.channel.framing import ChannelClosedError
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
@@ -173,3 +181,59 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         for tenant, session in opened:
             tenant.close(session)
         cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})
+# -- much work out of few bytes ------------------------------------------------------------------------------------------
+
+
+def reduction_of_one_number(opcode, rows, columns, dims, kept):
+    """A program that reduces a matrix of which memory holds one element: the rest is a stride of 0."""
+    results = View(DType.F32, (kept,) if kept else (), (1,) if kept else ())
+    matrix = View(DType.F32, (rows, columns), (0, 0))
+    forms = (
+        Form("alloc", (Operand(Role.OUT, View(DType.U8, (4,), (1,))),)),
+        Form("alloc", (Operand(Role.OUT, View(DType.U8, (results.end,), (1,))),)),
+        Form(opcode, (Operand(Role.OUT, results), Operand(Role.IN, matrix)), (), (("args", (OperandRef(1), dims)),)),
+    )
+    if not kept:
+        forms = (forms[0], forms[2])
+        body = (Instruction(0, (0,)), Instruction(0, (1,)), Instruction(1, (1, 0)))
+    else:
+        body = (Instruction(0, (0,)), Instruction(1, (1,)), Instruction(2, (1, 0)))
+    return encode_program(Program(forms, body))
+
+
+def test_sum_of_four_billion_elements_out_of_four_bytes_is_refused_with_the_numbers(bob):
+    channel, _ = enter(bob.open())
+    program = reduction_of_one_number("sum", 1 << 16, 1 << 16, (0, 1), 0)
+    channel.send(Kind.DEFINE, program)
+    channel.send(Kind.SYNC)
+    answer = channel.recv(20)
+    error = json.loads(bytes(answer.payload))
+    assert answer.kind == Kind.ERROR and error["code"] == "executor.too_much_work" and error["instruction"] == 2
+    assert "elements, at most" in error["message"] and "WOOLY_EXECUTOR_MAX_ELEMENTS" in error["message"]
+    channel.close()
+
+
+def test_large_instruction_is_split_so_that_others_go_on_and_it_ends_with_its_session(alice, bob):
+    victim, _ = enter(alice.open())
+    opened = bob.open()
+    attacker, _ = enter(opened)
+    large = reduction_of_one_number("amax", 1 << 20, 1 << 12, (1,), 1 << 20)
+    small = reduction_of_one_number("amax", 4, 4, (1,), 4)
+    attacker.send(Kind.DEFINE, large)
+    attacker.send(Kind.RUN, pack_run(digest(large), [1, 2], b"", []))
+    attacker.send(Kind.SYNC)
+    victim.send(Kind.DEFINE, small)
+
+    def step(k):
+        victim.send(Kind.RUN, pack_run(digest(small), [2 * k + 1, 2 * k + 2], b"", []))
+        victim.send(Kind.SYNC)
+        return victim.recv(60).kind
+
+    assert [step(k) for k in range(5)] == [Kind.RESULT] * 5
+    bob.close(opened)
+    # Had it been one call of the library, it would have ended before the victim's steps, and answered.
+    with pytest.raises(ChannelClosedError, match="closed by"):
+        attacker.recv(60)
+    assert step(5) == Kind.RESULT
+    for channel in (victim, attacker):
+        channel.close()

@@ -52,3 +52,48 @@ def test_operator_reads_no_tenants_blobs_and_is_no_tenant(cluster, alice):
     with error.value:
         assert error.value.code == 403
     assert cluster.rest("GET", "nodes", token=operator)["nodes"], "what runs the cluster stays open to it"
+import time
+
+import pytest
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
+
+pytestmark = pytest.mark.connected
+
+# -- cancelled, and still running ----------------------------------------------------------------------------------------
+
+
+def one_long_operator(rows):
+    """A program that is one call of the library, which nothing interrupts: the exponential of a matrix."""
+    matrix = View(DType.F32, (rows, rows), (rows, 1))
+    attrs = (("args", (OperandRef(0),)), ("name", "aten.linalg_matrix_exp.default"))
+    forms = (
+        Form("alloc", (Operand(Role.OUT, View(DType.U8, (matrix.end,), (1,))),)),
+        Form("fill", (Operand(Role.OUT, matrix),), (), (("value", 1.0),)),
+        Form("extern", (Operand(Role.IN, matrix), Operand(Role.OUT, matrix)), (), attrs),
+    )
+    body = (Instruction(0, (0,)), Instruction(1, (0,)), Instruction(0, (1,)), Instruction(2, (0, 1)))
+    return encode_program(Program(forms, body))
+
+
+def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ended(cluster, bob):
+    opened = bob.open()
+    channel, _ = enter(opened)
+    program = one_long_operator(1800)
+    channel.send(Kind.DEFINE, program)
+    channel.send(Kind.RUN, pack_run(digest(program), [1, 2], b"", []))
+    time.sleep(0.5)
+    task = cluster.rest("POST", f"tasks/{opened.session_id}/cancel", {"reason": "enough"}, bob.token)["task"]
+    assert task["state"] == "cancelled"
+    assert task["reason"].startswith("enough; one operator still runs on executor "), task["reason"]
+    assert "it holds the device, and is billed, until it ends" in task["reason"]
+
+    def now():
+        return cluster.rest("GET", f"tasks/{opened.session_id}", token=bob.token)
+
+    cluster.wait(lambda: now()["task"]["reason"] == "enough")
+    assert now()["story"][-1]["reason"].startswith("its last operator ended")
+    channel.close()
