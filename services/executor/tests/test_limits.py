@@ -71,7 +71,7 @@ def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_
 
 def test_operator_that_wants_more_than_the_host_has_fails_alone(wis):
     """The result has 4 bytes, the copy that the library makes on its way there 4 GiB."""
-    limited = {"WOOLY_EXECUTOR_HOST_MEMORY": str(2 << 30)}
+    limited = {"WOOLY_EXECUTOR_HOST_MEMORY": str(2 << 30), "WOOLY_EXECUTOR_MAX_ELEMENTS": str(10**13)}
     with executor_process(environment=limited, start=forks.Forked) as running:
         client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
         assert client.welcome["device"]["total_memory"] == (2 << 30) - (2 << 27)

@@ -38,9 +38,7 @@ class ExecutorSettings(BaseSettings):
     allocation leaves `reserve` free, if sessions idle for `swap_idle_s` can be swapped out for it: to `swap_host` bytes of host
     memory, then to `swap_disk` bytes in `swap_dir`.
     `device` is the number of the GPU among those that the process sees: one executor serves one.
-    `max_elements` and `max_flops` bound one call of the library, as estimated from its shapes: elements that it goes over, in
-    additions of a float, and operations of its products, in float32. What is more is split where the bits stay the same, else
-    refused. Without them a CPU gets what takes about 60 s at a slow pace of its cores, a GPU 5e11 elements and 5e14 operations.
+    `max_elements` and `max_flops` bound the work of one call of the library, where the device's defaults are not to.
     `channel_key` is the public key of the router, if no other may open sessions here.
     """
 

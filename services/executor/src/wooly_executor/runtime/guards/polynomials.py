@@ -17,8 +17,13 @@ def _degree(given: Arguments) -> None:
         require(highest <= DEGREE, f"n must be at most {DEGREE}, it is {highest:g}")
 
 
-#: The others know where to stop.
+#: Chebyshev's stop where a value is no number, which beside 1 takes more degrees than anybody waits for. Hermite's grow fast.
 LAWS: dict[str, Law] = {
     "special_laguerre_polynomial_l": Law(None, _degree),
     "special_legendre_polynomial_p": Law(None, _degree),
+    **{
+        f"special_{shifted}chebyshev_polynomial_{kind}": Law(None, _degree)
+        for shifted in ("", "shifted_")
+        for kind in ("t", "u", "v", "w")
+    },
 }
