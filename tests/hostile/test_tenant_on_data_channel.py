@@ -2,26 +2,20 @@
 
 import contextlib
 import itertools
+import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from wooly_bus import subjects
+from wooly_bus.channel.framing import ChannelClosedError
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import Kind, pack_run
 from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
-import json
-
-import pytest
-from wooly_bus.channel.framing import ChannelClosedError
-from wooly_testkit.cluster import enter
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
