@@ -32,6 +32,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
@@ -356,6 +357,8 @@ class _Preparation:
         if any(a.is_out for a in library.op._schema.arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
             call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
+        if gradients is None and not writes_all(library.op):
+            call = self._device.on_zeros(call)
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             self._restless()
@@ -363,7 +366,8 @@ class _Preparation:
         if gradients is not None:
             self._restless()
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
-            self._results(differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
+            call = differentiated(call, operands, list(registers.values()), gradients)
+            self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
@@ -384,7 +388,8 @@ class _Preparation:
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
         typed = typed_params(form, library)
-        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named)
+        zeros = not writes_all(library.op)
+        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
         """A new register for what is in this one, through a view."""

@@ -1,0 +1,206 @@
+"""Runs every operator of the allow-list with several patterns in fresh memory, and reports each result that depends on it.
+
+    python unwritten.py --out FOLDER [--calls 40] [--seed 0] [--quick] [--slice 1/4] [NAME ...]
+
+A result that depends on what its memory held before shows one session what another has freed. FOLDER keeps the lawful calls, as for
+`fuzz.py`; each operator is tried with all of these, and with so many mutants of them. NAMEs are parts of operators' names. Ends with
+status 1 where a result depends on the pattern. There are no exceptions.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from call import literal
+from corpus import collected
+from mutants import Corpus, mutant
+from patterns import PATTERNS, junk
+from trial import Trials
+from wooly_executor.runtime import preparation
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+
+HERE = Path(__file__).parent
+#: Seconds that a call may take, and bytes that it may take beside what the process has.
+LIMIT_S, LIMIT_BYTES = 5, 512 << 20
+#: What is said of a call that ended its process: the other pass of `make hostile` looks into those.
+ENDED = "ended"
+#: Results that differ, of one operator, that are printed.
+SHOWN = 2
+
+
+def calls_of(corpus, job):
+    """The lawful calls of an operator, and mutants of them."""
+    lawful = corpus.lawful[job["name"]]
+    return [*lawful, *[mutant(corpus, job["name"], job["seed"], k) for k in range(job["count"])]]
+
+
+# -- in a worker, whose environment has the pattern --------------------------------------------------------------------------
+
+
+class Passes:
+    """Runs calls in children, and tells of each what was left of it."""
+
+    def __init__(self, corpus):
+        self._runtime = TorchCpuRuntime()
+        self._runtime.rates()
+        for name in ("aten.native_layer_norm.default", "aten._ctc_loss.default"):  # imports what children need
+            Trials(self._runtime).said(corpus.lawful[name][0])
+
+    def go(self, calls):
+        """Per call: what its run said, and a digest of all bytes that it left."""
+        found = []
+        while len(found) < len(calls):
+            tells, told = os.pipe()
+            child = os.fork()
+            if not child:
+                os.close(tells)
+                with os.fdopen(told, "w") as answers:
+                    self._child(calls[len(found) :], answers)
+                os._exit(0)
+            os.close(told)
+            before = len(found)
+            found += self._heard(child, tells)
+            os.waitpid(child, 0)
+            if len(found) < len(calls) and len(found) >= before:
+                found.append([ENDED, ""])
+        return found
+
+    def _child(self, calls, answers):
+        left = []
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + LIMIT_BYTES,) * 2)
+        trials = Trials(self._runtime, left=left.append)
+        for call in calls:
+            torch.manual_seed(0)
+            left.clear()
+            try:
+                said = trials.said(call)
+            except Exception as e:
+                said = f"{type(e).__name__}: {e}"
+            digest = hashlib.blake2b(b"".join(left), digest_size=8).hexdigest()
+            print(json.dumps([said, digest]), file=answers, flush=True)
+
+    def _heard(self, child, tells):
+        lines, rest = [], b""
+        while True:
+            ready, _, _ = select.select([tells], [], [], LIMIT_S)
+            data = os.read(tells, 1 << 16) if ready else b""
+            if not ready:
+                os.kill(child, signal.SIGKILL)
+            if not data:
+                os.close(tells)
+                return [json.loads(line) for line in lines]
+            *whole, rest = (rest + data).split(b"\n")
+            lines += whole
+
+
+def work(path, pattern, trusting):
+    """Answer the jobs that come on standard input, a JSON object in a line each."""
+    if trusting:
+        preparation.writes_all = lambda op: True
+    torch.set_num_threads(1)
+    answers = os.fdopen(os.dup(1), "w")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    with open(path, "rb") as f:
+        corpus = Corpus(pickle.load(f))
+    passes = Passes(corpus)
+    with junk() if pattern.junk else nullcontext():
+        for line in sys.stdin:
+            print(json.dumps(passes.go(calls_of(corpus, json.loads(line)))), file=answers, flush=True)
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """A process whose fresh memory has a pattern."""
+
+    def __init__(self, path, pattern, trusting):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        if pattern.perturb:
+            environment["MALLOC_PERTURB_"] = str(pattern.perturb)
+        command = [sys.executable, str(HERE / "unwritten.py"), "--worker", pattern.name, "--out", str(path)]
+        command += ["--trusting"] if trusting else []
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, job):
+        print(json.dumps(job), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the worker ended with {self._process.wait()} at {job}")
+        return json.loads(answer)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def compared(found):
+    """How many calls succeeded, and which of them left other bytes under another pattern. A list of results per pattern."""
+    fine, differing = 0, []
+    for k, each in enumerate(zip(*found, strict=True)):
+        if any(said == ENDED for said, _ in each):
+            continue
+        fine += not each[0][0]
+        if any(result != each[0] for result in each[1:]):
+            differing.append(k)
+    return fine, differing
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--calls", type=int, default=40, help="mutants of each operator's lawful calls")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
+    parser.add_argument("--slice", default="1/1", help="2/4: the second quarter of the operators")
+    parser.add_argument("--trusting", action="store_true", help="as if every operator wrote all of its results")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args.out, next(p for p in PATTERNS if p.name == args.worker), args.trusting)
+    path, operators = collected(args.out, args.quick)
+    with path.open("rb") as f:
+        corpus = Corpus(pickle.load(f))
+    at, of = map(int, args.slice.split("/"))
+    wanted = [n for n in operators if not args.names or any(part in n for part in args.names)][at - 1 :: of]
+    workers = [Worker(path, pattern, args.trusting) for pattern in PATTERNS]
+    tried, succeeded, with_success, dependent, begun = 0, 0, 0, [], time.monotonic()
+    for n, name in enumerate(wanted, 1):
+        job = {"name": name, "seed": args.seed, "count": args.calls}
+        found = [worker.ask(job) for worker in workers]
+        fine, differing = compared(found)
+        tried, succeeded, with_success = tried + len(found[0]), succeeded + fine, with_success + (fine > 0)
+        if differing:
+            dependent.append(name)
+            print(f"{name}: {len(differing)} of {len(found[0])} calls leave what was in memory before", flush=True)
+            for k in differing[:SHOWN]:
+                call = calls_of(corpus, job)[k]
+                print(f"    {literal(call.tidy())[:2000]}: {[each[k][0][:100] for each in found]}", flush=True)
+        if n % 100 == 0 or n == len(wanted):
+            rate = tried / (time.monotonic() - begun)
+            print(f"{n} of {len(wanted)} operators, {tried} calls, {rate:.0f} a second", flush=True)
+    for worker in workers:
+        worker.close()
+    print(f"{succeeded} calls succeeded, of {with_success} operators; the results of {len(dependent)} depend on fresh memory")
+    return 1 if dependent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

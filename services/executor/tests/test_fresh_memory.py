@@ -1,0 +1,215 @@
+"""Memory that a session may read holds the session's own data or zeros, however a program runs."""
+
+import struct
+
+import pytest
+import torch
+from wooly_executor.memory.book import Scope
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime import fresh_memory
+from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.runtime.torch_private import junk_fill, zero_fill
+from wooly_wis.dtypes import DType
+from wooly_wis.program import ParamKind, ParamRef
+
+#: What `junk_fill` leaves in memory that nobody has written: stands for another session's bytes.
+JUNK = struct.pack("<I", 0x7FEDBEEF)
+T, B, S, C = 24, 4, 6, 5
+
+
+class Switch:
+    """The library's `zero_fill`, where all other fresh memory is full of junk."""
+
+    @property
+    def value(self):
+        return zero_fill.value
+
+    @value.setter
+    def value(self, on):
+        junk_fill.value, zero_fill.value = False, False
+        (zero_fill if on else junk_fill).value = True
+
+
+@pytest.fixture
+def junk(monkeypatch):
+    """Fresh memory of the library is full of junk, unless it is zeroed."""
+    monkeypatch.setattr(fresh_memory, "zero_fill", Switch())
+    junk_fill.value = True
+    assert bytes(torch.empty(4, dtype=torch.uint8).numpy()) == JUNK
+    yield
+    junk_fill.value = zero_fill.value = False
+
+
+def ctc_loss(wis, results=True):
+    """Labels of several lengths: of `log_alpha`, only what lies within them is written."""
+    operands = [("in", "x", wis.at(DType.F32, T, B, C)), ("in", "y", wis.at(DType.I64, B, S))]
+    views = [wis.at(DType.F32, B), wis.at(DType.F32, B, T, 2 * S + 1)] if results else [None, None]
+    body = wis.body()
+    if results:
+        body.alloc("p", views[0].end).alloc("q", views[1].end)
+    lengths = ((T, 7, 3, T), (S, 2, 1, 0))
+    return body.call(
+        "aten._ctc_loss.default",
+        *operands,
+        ("out", "p", views[0]),
+        ("out", "q", views[1]),
+        args=(wis.ref(0), wis.ref(1), *lengths, 0, True),
+    )
+
+
+def ctc_operands():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, B, C, generator=generator).log_softmax(2)
+    return {"x": x, "y": torch.randint(1, C, (B, S), generator=generator)}
+
+
+def rnn_layer(wis):
+    """Its fourth result is oneDNN's workspace, as large as oneDNN says: only the device knows."""
+    f32 = lambda *sizes: wis.at(DType.F32, *sizes)  # noqa: E731
+    operands = [f32(5, 2, 3), f32(16, 3), f32(16, 4), f32(16), f32(16), f32(2, 4), f32(2, 4)]
+    names = [f"i{k}" for k in range(len(operands))]
+    tail = (False, (), 2, 4, 1, True, False, False, True)
+    return wis.body().call(
+        "aten.mkldnn_rnn_layer.default",
+        *[("in", name, v) for name, v in zip(names, operands, strict=True)],
+        *[("out", name, None) for name in ("y", "h", "c", "w")],
+        args=(*[wis.ref(k) for k in range(7)], *tail),
+    )
+
+
+def rnn_operands():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 2, 3), (16, 3), (16, 4), (16,), (16,), (2, 4), (2, 4)]
+    return {f"i{k}": torch.randn(s, generator=generator) for k, s in enumerate(shapes)}
+
+
+CALLS = {"ctc_loss": (ctc_loss, ctc_operands), "rnn_layer": (rnn_layer, rnn_operands)}
+
+
+def left(runtime, body, operands, runs=1, params=()):
+    """All bytes that a program leaves, by name."""
+    ready = ProgramStore(runtime).define(body.raw)
+    with torch.inference_mode():
+        for _ in range(runs):
+            found = {
+                body.names.index(n): Buffer(t.nbytes, t.clone().view(-1).view(torch.uint8))
+                for n, t in operands.items()
+            }
+            outcome = runtime.run(ready.prepared, found, range(len(body.names)), params)
+            assert outcome.error == ""
+        return {
+            body.names[k]: bytes(bytes_of(b.base, 0, b.nbytes).numpy()) for k, b in found.items() if b.base is not None
+        }
+
+
+@pytest.mark.parametrize("kind", [TorchCpuRuntime, ReferenceRuntime, OpenClRuntime])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_an_operator_leaves_unwritten_is_zero(wis, junk, kind, name):
+    body, operands = CALLS[name]
+    found = left(kind(), body(wis), operands())
+    assert all(JUNK not in raw for raw in found.values())
+    assert any(bytes(64) in raw for raw in found.values())  # this operator does leave something
+
+
+def test_what_an_operator_leaves_unwritten_is_zero_in_steps_that_were_put_together(wis, junk, monkeypatch):
+    monkeypatch.setattr("wooly_executor.runtime.segments.WORTH", 1)
+    body = ctc_loss(wis)
+    runtime = TorchCpuRuntime(hot=2)
+    assert JUNK not in left(runtime, body, ctc_operands(), runs=4)["q"]
+    ready = ProgramStore(runtime).define(body.raw)
+    for _ in range(2):
+        runtime.heat(ready.prepared)
+    assert len(ready.prepared.hot) == 1  # the interpreter's
+
+
+def test_gradient_is_computed_on_zeroed_memory(wis, junk):
+    x, v = wis.at(DType.F32, 2, 8), wis.at(DType.F32, 2, 4)
+    body = wis.body().alloc("g", x.end)
+    body.call(
+        "aten.glu.default", ("in", "x", x), ("in", "y", v), ("out", "g", x), args=(wis.ref(0), -1),
+        wanted=(wis.ref(0),), vjp=(wis.ref(1),),
+    )  # fmt: skip
+    found = left(TorchCpuRuntime(), body, {"x": torch.ones(2, 8), "y": torch.ones(2, 4)})
+    assert JUNK not in found["g"]
+
+
+def test_operator_that_draws_numbers_is_called_on_zeroed_memory_too(wis, junk):
+    view = wis.at(DType.F32, 6)
+    body = wis.body().alloc("y", view.end)
+    rng = (ParamRef(0), ParamRef(1))
+    kinds = (ParamKind.I64, ParamKind.I64)
+    body.call("aten.poisson.default", ("in", "x", view), ("out", "y", view), params=kinds, rng=rng)
+    assert JUNK not in left(TorchCpuRuntime(), body, {"x": torch.full((6,), 3.0)}, params=(1, 2))["y"]
+
+
+def test_switch_is_off_after_a_call_even_one_that_fails():
+    seen = []
+
+    def call(f):
+        seen.append(zero_fill.value)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        on_zeros(call)(None)
+    assert seen == [True] and not zero_fill.value
+
+
+def test_operators_that_write_everything_are_known():
+    ops = torch.ops.aten
+    quick = (ops.add.Tensor, ops.mm.default, ops._foreach_add_.List, ops.native_layer_norm.default, ops.max.dim, ops.cat.out)
+    assert all(map(writes_all, quick))
+    slow = (ops._ctc_loss.default, ops._ctc_loss.Tensor, ops.mkldnn_rnn_layer.default, ops.lstm.input)
+    assert not any(map(writes_all, slow))
+
+
+# -- two sessions of one executor --------------------------------------------------------------------------------------------
+
+SECRET = bytes(range(1, 17)) * 4
+
+
+
+
+def spread(wis, client, nbytes, times=48):
+    """Fill memory with the secret, and free it."""
+    for k in range(times):
+        client.run(wis.body().alloc("x", nbytes), {"x": k})
+        client.write(k, SECRET * (nbytes // len(SECRET)))
+    client.run(wis.body().alloc("x", 4), {"x": times}, frees=range(times))
+    client.sync()
+
+
+@pytest.mark.parametrize("kind", [TorchCpuRuntime, OpenClRuntime])
+def test_session_does_not_find_what_another_has_freed(make_device, wis, kind):
+    device = make_device(runtime=kind())
+    alice, bob = device.open("alice"), device.open("bob")
+    body = ctc_loss(wis)
+    given = ctc_operands()
+    for k, t in enumerate(given.values()):
+        bob.run(wis.body().alloc("x", t.nbytes), {"x": k})
+        bob.write(k, t.numpy().tobytes())
+    bob.sync()
+    log_alpha = B * T * (2 * S + 1) * 4
+    for times in range(1, 25):  # so also after the program's steps were put together
+        spread(wis, alice, log_alpha - log_alpha % len(SECRET), times)
+        bob.run(body, {"x": 0, "y": 1, "p": 2, "q": 3})
+        assert SECRET[:16] not in bob.read(3, log_alpha)
+        bob.run(wis.body().free("p").free("q"), {"p": 2, "q": 3})
+
+
+def test_content_that_is_about_to_be_overwritten_begins_at_zero(device, wis, junk):
+    alice, bob = (device.open(name, scope=Scope.SHARED) for name in ("alice", "bob"))
+    data = SECRET * 64
+    alice.load(1, data)
+    alice.sealed()
+    assert bob.load(1, data)
+    found = device.call(lambda: _unshared(device, "bob", len(data)))
+    assert found == bytes(len(data))
+
+
+def _unshared(device, name, nbytes):
+    session = next(s for s in device.loop.sessions() if s.id == name)
+    return bytes(session.memory(1, 0, nbytes, writing=True).numpy())
