@@ -1,47 +1,38 @@
 """Memory that a session may read holds the session's own data or zeros, however a program runs."""
 
 import struct
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
-from wooly_executor.runtime import fresh_memory
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
-from wooly_executor.runtime.torch_private import junk_fill, zero_fill
+from wooly_executor.runtime.torch_private import interpret, zero_fill
 from wooly_wis.dtypes import DType
 from wooly_wis.program import ParamKind, ParamRef
 
+HERE = Path(__file__).parent / "hostile"
+sys.path.insert(0, str(HERE))
+import patterns  # noqa: E402
+
+sys.path.remove(str(HERE))
 #: What `junk_fill` leaves in memory that nobody has written: stands for another session's bytes.
 JUNK = struct.pack("<I", 0x7FEDBEEF)
 T, B, S, C = 24, 4, 6, 5
 
 
-class Switch:
-    """The library's `zero_fill`, where all other fresh memory is full of junk."""
-
-    @property
-    def value(self):
-        return zero_fill.value
-
-    @value.setter
-    def value(self, on):
-        junk_fill.value, zero_fill.value = False, False
-        (zero_fill if on else junk_fill).value = True
-
-
 @pytest.fixture
-def junk(monkeypatch):
+def junk():
     """Fresh memory of the library is full of junk, unless it is zeroed."""
-    monkeypatch.setattr(fresh_memory, "zero_fill", Switch())
-    junk_fill.value = True
-    assert bytes(torch.empty(4, dtype=torch.uint8).numpy()) == JUNK
-    yield
-    junk_fill.value = zero_fill.value = False
+    with patterns.junk():
+        assert bytes(torch.empty(4, dtype=torch.uint8).numpy()) == JUNK
+        yield
 
 
 def ctc_loss(wis, results=True):
@@ -115,15 +106,32 @@ def test_what_an_operator_leaves_unwritten_is_zero(wis, junk, kind, name):
     assert any(bytes(64) in raw for raw in found.values())  # this operator does leave something
 
 
-def test_what_an_operator_leaves_unwritten_is_zero_in_steps_that_were_put_together(wis, junk, monkeypatch):
-    monkeypatch.setattr("wooly_executor.runtime.segments.WORTH", 1)
-    body = ctc_loss(wis)
-    runtime = TorchCpuRuntime(hot=2)
-    assert JUNK not in left(runtime, body, ctc_operands(), runs=4)["q"]
+@pytest.mark.parametrize(("operator", "zeroed"), [("median", True), ("trace", False)])
+def test_steps_that_were_put_together_zero_where_one_of_them_must(wis, monkeypatch, operator, zeroed):
+    seen = []
+    monkeypatch.setattr("wooly_executor.runtime.segments.on_zeros", lambda call: seen.append(call) or on_zeros(call))
+    v, one = wis.at(DType.F32, 2, 2), wis.at(DType.F32)
+    body = wis.body().alloc("s", 4).call(f"aten.{operator}.default", ("in", "x", v), ("out", "s", one))
+    for k in range(3):
+        body.alloc(f"y{k}", 16).call("aten.mul.Tensor", ("in", "x", v), ("in", "s", one), ("out", f"y{k}", v))
+    runtime = TorchCpuRuntime(hot=3)
     ready = ProgramStore(runtime).define(body.raw)
-    for _ in range(2):
-        runtime.heat(ready.prepared)
+    with torch.inference_mode():
+        for _ in range(5):
+            buffers = {body.names.index("x"): Buffer(16, torch.tensor([1.0, 2.0, 3.0, 4.0]))}
+            assert runtime.run(ready.prepared, buffers, range(len(body.names)), ()).error == ""
     assert len(ready.prepared.hot) == 1  # the interpreter's
+    assert len(seen) == zeroed
+
+
+def test_result_is_zeroed_in_steps_that_were_put_together(junk):
+    """What the interpreter runs takes its memory from the same allocator."""
+    function, _ = interpret(
+        "graph(%x : Tensor):\n  %n : NoneType = prim::Constant()\n"
+        "  %y : Tensor = aten::empty_like(%x, %n, %n, %n, %n, %n)\n  return (%y)\n"
+    )
+    assert torch.equal(on_zeros(function)(torch.ones(4)), torch.zeros(4))
+    assert not torch.equal(function(torch.ones(4)), torch.zeros(4))
 
 
 def test_gradient_is_computed_on_zeroed_memory(wis, junk):
@@ -178,7 +186,7 @@ def spread(wis, client, nbytes, times=48):
     for k in range(times):
         client.run(wis.body().alloc("x", nbytes), {"x": k})
         client.write(k, SECRET * (nbytes // len(SECRET)))
-    client.run(wis.body().alloc("x", 4), {"x": times}, frees=range(times))
+    client.run(wis.body().alloc("x", 4).free("x"), {"x": times}, frees=range(times))
     client.sync()
 
 

@@ -140,13 +140,17 @@ def by_hand(lawful):
         add(f"aten.{name}_cell.default", (f(2, 3), f(2, 4), *weights), {})
     add("aten.lstm_cell.default", (f(2, 3), [f(2, 4), f(2, 4)], *cell), {})
     layer = (False, [], 2, 4, 1, True, False, False)
-    add("aten.mkldnn_rnn_layer.default", (x, *cell, h[0], c[0], *layer, False), {})
+    for train in (False, True):
+        add("aten.mkldnn_rnn_layer.default", (x, *cell, h[0], c[0], *layer, train), {})
     with torch.enable_grad():
         out = torch.ops.aten.mkldnn_rnn_layer.default(x, *cell, h[0], c[0], *layer, True)
     y, hy, cy, workspace = out
     states = (h[0], c[0], y, hy, cy, f(5, 2, 4), f(1, 2, 4), f(1, 2, 4))
     number = (False, 2, 4, 1, True, True, False, [], False)
     add("aten.mkldnn_rnn_layer_backward.default", (x, *cell, *states, *number, workspace), {})
+    for lengths in ((4, 4), (4, 2)):  # of which shorter ones leave parts of what is kept for the backward pass
+        ctc = (f(4, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]]), lengths, (2, 1), 0, False)
+        add("aten._ctc_loss.default", ctc, {})
     add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
     add("aten.rms_norm.default", (f(2, 3), [3], f(3), 1e-5), {})
     add("aten.cross_entropy_loss.default", (f(2, 5), torch.tensor([1, 4]), f(5), 1, -100, 0.0), {})

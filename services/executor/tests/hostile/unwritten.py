@@ -8,6 +8,7 @@ status 1 where a result depends on the pattern. There are no exceptions.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -18,7 +19,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -31,12 +31,12 @@ from wooly_executor.runtime import preparation
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 
 HERE = Path(__file__).parent
-#: Seconds that a call may take, and bytes that it may take beside what the process has.
-LIMIT_S, LIMIT_BYTES = 5, 512 << 20
+#: Seconds that a call may take on a busy machine, and bytes beside what the process has.
+LIMIT_S, LIMIT_BYTES = 10, 1 << 30
 #: What is said of a call that ended its process: the other pass of `make hostile` looks into those.
 ENDED = "ended"
-#: Results that differ, of one operator, that are printed.
-SHOWN = 2
+#: Results that differ, of one operator, that are printed, and characters of each call.
+SHOWN, LONGEST = 2, 400
 
 
 def calls_of(corpus, job):
@@ -48,61 +48,79 @@ def calls_of(corpus, job):
 # -- in a worker, whose environment has the pattern --------------------------------------------------------------------------
 
 
-class Passes:
-    """Runs calls in children, and tells of each what was left of it."""
+class Child:
+    """Runs the calls of operators in a child of this process, and tells of each what was left. A new one goes on where one ended."""
 
     def __init__(self, corpus):
+        self._corpus = corpus
         self._runtime = TorchCpuRuntime()
         self._runtime.rates()
-        for name in ("aten.native_layer_norm.default", "aten._ctc_loss.default"):  # imports what children need
-            Trials(self._runtime).said(corpus.lawful[name][0])
+        self._process = 0
 
-    def go(self, calls):
-        """Per call: what its run said, and a digest of all bytes that it left."""
-        found = []
-        while len(found) < len(calls):
-            tells, told = os.pipe()
-            child = os.fork()
-            if not child:
-                os.close(tells)
-                with os.fdopen(told, "w") as answers:
-                    self._child(calls[len(found) :], answers)
-                os._exit(0)
-            os.close(told)
-            before = len(found)
-            found += self._heard(child, tells)
-            os.waitpid(child, 0)
-            if len(found) < len(calls) and len(found) >= before:
-                found.append([ENDED, ""])
+    def go(self, job):
+        """Per call of the job: what its run said, and a digest of all bytes that it left."""
+        n, found = len(calls_of(self._corpus, job)), []
+        while len(found) < n:
+            if not self._process:
+                self._begin()
+            print(json.dumps(job | {"first": len(found)}), file=self._asks, flush=True)
+            while len(found) < n:
+                line = self._line()
+                if not line:
+                    self._end()
+                    found.append([ENDED, ""])
+                    break
+                found.append(json.loads(line))
         return found
 
-    def _child(self, calls, answers):
-        left = []
+    def _begin(self):
+        (asked, asks), (tells, told) = os.pipe(), os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            os.close(asks)
+            os.close(tells)
+            with os.fdopen(asked) as jobs, os.fdopen(told, "w") as answers:
+                self._serve(jobs, answers)
+            os._exit(0)
+        os.close(asked)
+        os.close(told)
+        self._asks, self._tells, self._rest = os.fdopen(asks, "w"), tells, b""
+
+    def _line(self):
+        """The child's next line; empty: it has ended, or takes too long."""
+        while b"\n" not in self._rest:
+            ready, _, _ = select.select([self._tells], [], [], LIMIT_S)
+            data = os.read(self._tells, 1 << 16) if ready else b""
+            if not data:
+                return b""
+            self._rest += data
+        line, self._rest = self._rest.split(b"\n", 1)
+        return line
+
+    def _end(self):
+        os.kill(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        with contextlib.suppress(BrokenPipeError):
+            self._asks.close()
+        os.close(self._tells)
+        self._process = 0
+
+    def _serve(self, jobs, answers):
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + LIMIT_BYTES,) * 2)
+        left = []
         trials = Trials(self._runtime, left=left.append)
-        for call in calls:
-            torch.manual_seed(0)
-            left.clear()
-            try:
-                said = trials.said(call)
-            except Exception as e:
-                said = f"{type(e).__name__}: {e}"
-            digest = hashlib.blake2b(b"".join(left), digest_size=8).hexdigest()
-            print(json.dumps([said, digest]), file=answers, flush=True)
-
-    def _heard(self, child, tells):
-        lines, rest = [], b""
-        while True:
-            ready, _, _ = select.select([tells], [], [], LIMIT_S)
-            data = os.read(tells, 1 << 16) if ready else b""
-            if not ready:
-                os.kill(child, signal.SIGKILL)
-            if not data:
-                os.close(tells)
-                return [json.loads(line) for line in lines]
-            *whole, rest = (rest + data).split(b"\n")
-            lines += whole
+        for line in jobs:
+            job = json.loads(line)
+            for call in calls_of(self._corpus, job)[job["first"] :]:
+                torch.manual_seed(0)
+                left.clear()
+                try:
+                    said = trials.said(call)
+                except Exception as e:
+                    said = f"{type(e).__name__}: {e}"
+                digest = hashlib.blake2b(b"".join(left), digest_size=8).hexdigest()
+                print(json.dumps([said[:200], digest]), file=answers, flush=True)
 
 
 def work(path, pattern, trusting):
@@ -116,10 +134,10 @@ def work(path, pattern, trusting):
     os.dup2(nowhere, 2)
     with open(path, "rb") as f:
         corpus = Corpus(pickle.load(f))
-    passes = Passes(corpus)
-    with junk() if pattern.junk else nullcontext():
+    child = Child(corpus)
+    with junk() if pattern.junk else contextlib.nullcontext():
         for line in sys.stdin:
-            print(json.dumps(passes.go(calls_of(corpus, json.loads(line)))), file=answers, flush=True)
+            print(json.dumps(child.go(json.loads(line))), file=answers, flush=True)
 
 
 # -- in the parent -----------------------------------------------------------------------------------------------------------
@@ -192,7 +210,7 @@ def main():
             print(f"{name}: {len(differing)} of {len(found[0])} calls leave what was in memory before", flush=True)
             for k in differing[:SHOWN]:
                 call = calls_of(corpus, job)[k]
-                print(f"    {literal(call.tidy())[:2000]}: {[each[k][0][:100] for each in found]}", flush=True)
+                print(f"    {literal(call.tidy())[:LONGEST]}", flush=True)
         if n % 100 == 0 or n == len(wanted):
             rate = tried / (time.monotonic() - begun)
             print(f"{n} of {len(wanted)} operators, {tried} calls, {rate:.0f} a second", flush=True)
