@@ -1,21 +1,26 @@
 """Memory that a session may read holds the session's own data or zeros, however a program runs."""
 
+import contextlib
 import struct
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from wooly_executor.errors import OperationError
 from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import interpret, zero_fill
 from wooly_wis.dtypes import DType
-from wooly_wis.program import ParamKind, ParamRef
+
+from services.executor.tests.fake_gpu import FakeDriver
 
 HERE = Path(__file__).parent / "hostile"
 sys.path.insert(0, str(HERE))
@@ -35,13 +40,11 @@ def junk():
         yield
 
 
-def ctc_loss(wis, results=True):
+def ctc_loss(wis, **more):
     """Labels of several lengths: of `log_alpha`, only what lies within them is written."""
     operands = [("in", "x", wis.at(DType.F32, T, B, C)), ("in", "y", wis.at(DType.I64, B, S))]
-    views = [wis.at(DType.F32, B), wis.at(DType.F32, B, T, 2 * S + 1)] if results else [None, None]
-    body = wis.body()
-    if results:
-        body.alloc("p", views[0].end).alloc("q", views[1].end)
+    views = [wis.at(DType.F32, B), wis.at(DType.F32, B, T, 2 * S + 1)]
+    body = wis.body().alloc("p", views[0].end).alloc("q", views[1].end)
     lengths = ((T, 7, 3, T), (S, 2, 1, 0))
     return body.call(
         "aten._ctc_loss.default",
@@ -49,6 +52,7 @@ def ctc_loss(wis, results=True):
         ("out", "p", views[0]),
         ("out", "q", views[1]),
         args=(wis.ref(0), wis.ref(1), *lengths, 0, True),
+        **more,
     )
 
 
@@ -134,24 +138,9 @@ def test_result_is_zeroed_in_steps_that_were_put_together(junk):
     assert not torch.equal(function(torch.ones(4)), torch.zeros(4))
 
 
-def test_gradient_is_computed_on_zeroed_memory(wis, junk):
-    x, v = wis.at(DType.F32, 2, 8), wis.at(DType.F32, 2, 4)
-    body = wis.body().alloc("g", x.end)
-    body.call(
-        "aten.glu.default", ("in", "x", x), ("in", "y", v), ("out", "g", x), args=(wis.ref(0), -1),
-        wanted=(wis.ref(0),), vjp=(wis.ref(1),),
-    )  # fmt: skip
-    found = left(TorchCpuRuntime(), body, {"x": torch.ones(2, 8), "y": torch.ones(2, 4)})
-    assert JUNK not in found["g"]
-
-
-def test_operator_that_draws_numbers_is_called_on_zeroed_memory_too(wis, junk):
-    view = wis.at(DType.F32, 6)
-    body = wis.body().alloc("y", view.end)
-    rng = (ParamRef(0), ParamRef(1))
-    kinds = (ParamKind.I64, ParamKind.I64)
-    body.call("aten.poisson.default", ("in", "x", view), ("out", "y", view), params=kinds, rng=rng)
-    assert JUNK not in left(TorchCpuRuntime(), body, {"x": torch.full((6,), 3.0)}, params=(1, 2))["y"]
+def test_result_whose_gradient_is_wanted_is_zero_where_it_was_not_written(wis, junk):
+    found = left(TorchCpuRuntime(), ctc_loss(wis, wanted=(wis.ref(0),)), ctc_operands())
+    assert JUNK not in found["q"] and bytes(64) in found["q"]
 
 
 def test_switch_is_off_after_a_call_even_one_that_fails():
@@ -221,3 +210,55 @@ def test_content_that_is_about_to_be_overwritten_begins_at_zero(device, wis, jun
 def _unshared(device, name, nbytes):
     session = next(s for s in device.loop.sessions() if s.id == name)
     return bytes(session.memory(1, 0, nbytes, writing=True).numpy())
+
+
+# -- GPUs, without one -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ctc_loss"])
+def test_what_an_operator_leaves_unwritten_on_a_gpu_is_zero(wis, junk, name):
+    body, operands = CALLS[name]
+    runtime = GpuRuntime(FakeDriver(), hot=2)
+    for runs in (1, 4):  # the second time as hot steps, with graphs
+        assert all(JUNK not in raw for raw in left(runtime, body(wis), operands(), runs).values())
+
+
+class FakePool:
+    """A pool that grows by one segment in each call up to `calls`. What is free and was not zeroed is junk."""
+
+    def __init__(self, calls):
+        self.calls, self.content, self.used = calls, {}, False
+
+    @contextlib.contextmanager
+    def use(self):
+        if len(self.content) < self.calls:
+            self.content[len(self.content) << 20] = "junk"
+        self.used = True
+        yield
+        self.used = False
+
+    def segments(self):
+        return {address: [(address, 1 << 20)] for address in self.content}
+
+    def zero(self, blocks):
+        self.content |= dict.fromkeys([address for address, _ in blocks], "zero")
+
+    def take(self, _):
+        """An operator that takes all memory there is, and leaves it as it is."""
+        assert self.used
+        return set(self.content.values())
+
+
+@pytest.mark.parametrize("grows", [0, 1, 3])
+def test_call_on_a_gpu_is_made_again_where_its_memory_had_to_grow(grows):
+    pool = FakePool(grows)
+    call = on_zeroed_pool(pool.take, pool)
+    for _ in range(2):
+        assert call(None) <= {"zero"}
+        pool.content = dict.fromkeys(pool.content, "junk")  # what others have left there
+
+
+def test_call_on_a_gpu_whose_memory_grows_for_ever_fails():
+    pool = FakePool(100)
+    with pytest.raises(OperationError, match="none began with all of it zeroed"):
+        on_zeroed_pool(pool.take, pool)(None)

@@ -43,8 +43,13 @@ class TorchDevice:
         """Memory with anything in it, for who writes all of it."""
         return torch.empty(numel, dtype=dtype, device=self.named)
 
-    def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """`call`, with memory that is zero wherever the library takes some (see `fresh_memory`)."""
+    def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
+        """`call`, with memory that is zero wherever the library takes some (see `fresh_memory`).
+
+        Args:
+            call: a call of the library.
+            repeatable: whether it may be made twice, because it does not read what it writes.
+        """
         return on_zeros(call)
 
     def seed(self, seed: int) -> None:

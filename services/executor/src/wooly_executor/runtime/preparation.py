@@ -357,12 +357,14 @@ class _Preparation:
         if any(a.is_out for a in library.op._schema.arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
             call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
-        if gradients is None and not writes_all(library.op):
-            call = self._device.on_zeros(call)
         rng = form.attr("rng")
         if isinstance(rng, tuple):
             self._restless()
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
+        if gradients is None and not writes_all(library.op):
+            self._restless()
+            writes = [a for a in library.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
         if gradients is not None:
             self._restless()
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
@@ -389,6 +391,8 @@ class _Preparation:
                 return None
         typed = typed_params(form, library)
         zeros = not writes_all(library.op)
+        if zeros and not self._device.host:
+            return None
         return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:

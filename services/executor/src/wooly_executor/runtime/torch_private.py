@@ -17,6 +17,9 @@ reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 #: A view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
+#: `storage_at(address, device, nbytes)`: memory of a device that somebody else keeps.
+storage_at: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer
+
 #: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
