@@ -270,7 +270,13 @@ def test_unwritten_part_of_log_alpha_shows_nobodys_memory(talks):
 def test_workspace_of_a_recurrent_layer_shows_nobodys_memory(talks):
     alice, bob = talks
     steps, batch, width, hidden = 20, 8, 16, 32
-    sizes = [(steps, batch, width), (4 * hidden, width), (4 * hidden, hidden), *[(4 * hidden,)] * 2, *[(batch, hidden)] * 2]
+    sizes = [
+        (steps, batch, width),
+        (4 * hidden, width),
+        (4 * hidden, hidden),
+        *[(4 * hidden,)] * 2,
+        *[(batch, hidden)] * 2,
+    ]
     views = [dense(DType.F32, *s) for s in sizes]
     for k, v in enumerate(views, 1):
         bob.put(k, struct.pack("<f", 0.5) * v.numel)

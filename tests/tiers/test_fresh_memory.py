@@ -1,4 +1,4 @@
-"""No byte that a plan leaves depends on what its memory held before: kernels' results, the library's, and what neither has written."""
+"""No byte that a plan leaves depends on what its memory held before: results of kernels and the library, and unwritten parts."""
 
 import sys
 from pathlib import Path

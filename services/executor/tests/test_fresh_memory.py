@@ -91,8 +91,7 @@ def left(runtime, body, operands, runs=1, params=()):
     with torch.inference_mode():
         for _ in range(runs):
             found = {
-                body.names.index(n): Buffer(t.nbytes, t.clone().view(-1).view(torch.uint8))
-                for n, t in operands.items()
+                body.names.index(n): Buffer(t.nbytes, t.clone().view(-1).view(torch.uint8)) for n, t in operands.items()
             }
             outcome = runtime.run(ready.prepared, found, range(len(body.names)), params)
             assert outcome.error == ""
@@ -157,7 +156,14 @@ def test_switch_is_off_after_a_call_even_one_that_fails():
 
 def test_operators_that_write_everything_are_known():
     ops = torch.ops.aten
-    quick = (ops.add.Tensor, ops.mm.default, ops._foreach_add_.List, ops.native_layer_norm.default, ops.max.dim, ops.cat.out)
+    quick = (
+        ops.add.Tensor,
+        ops.mm.default,
+        ops._foreach_add_.List,
+        ops.native_layer_norm.default,
+        ops.max.dim,
+        ops.cat.out,
+    )
     assert all(map(writes_all, quick))
     slow = (ops._ctc_loss.default, ops._ctc_loss.Tensor, ops.mkldnn_rnn_layer.default, ops.lstm.input)
     assert not any(map(writes_all, slow))
@@ -166,8 +172,6 @@ def test_operators_that_write_everything_are_known():
 # -- two sessions of one executor --------------------------------------------------------------------------------------------
 
 SECRET = bytes(range(1, 17)) * 4
-
-
 
 
 def spread(wis, client, nbytes, times=48):

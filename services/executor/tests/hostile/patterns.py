@@ -1,6 +1,6 @@
 """Patterns that fresh memory is filled with, so that what was never written is seen.
 
-`MALLOC_PERTURB_` of glibc fills all that a process allocates and frees; the library's own switch fills the memory of tensors alone.
+`MALLOC_PERTURB_` of glibc fills all that a process allocates and frees; the library's own switch fills the memory of tensors.
 """
 
 from __future__ import annotations

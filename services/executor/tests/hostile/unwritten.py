@@ -2,9 +2,9 @@
 
     python unwritten.py --out FOLDER [--calls 40] [--seed 0] [--quick] [--slice 1/4] [NAME ...]
 
-A result that depends on what its memory held before shows one session what another has freed. FOLDER keeps the lawful calls, as for
-`fuzz.py`; each operator is tried with all of these, and with so many mutants of them. NAMEs are parts of operators' names. Ends with
-status 1 where a result depends on the pattern. There are no exceptions.
+A result that depends on what its memory held before shows one session what another has freed. FOLDER keeps the lawful calls, as
+for `fuzz.py`; each operator is tried with all of these, and with so many mutants of them. NAMEs are parts of operators' names.
+Ends with status 1 where a result depends on the pattern. There are no exceptions.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def calls_of(corpus, job):
 
 
 class Child:
-    """Runs the calls of operators in a child of this process, and tells of each what was left. A new one goes on where one ended."""
+    """Runs the calls of operators in a child of this process, and tells what each left. Where one ends, a new one goes on."""
 
     def __init__(self, corpus):
         self._corpus = corpus
@@ -216,7 +216,9 @@ def main():
             print(f"{n} of {len(wanted)} operators, {tried} calls, {rate:.0f} a second", flush=True)
     for worker in workers:
         worker.close()
-    print(f"{succeeded} calls succeeded, of {with_success} operators; the results of {len(dependent)} depend on fresh memory")
+    print(
+        f"{succeeded} calls succeeded, of {with_success} operators; the results of {len(dependent)} depend on fresh memory"
+    )
     return 1 if dependent else 0
 
 
