@@ -2,26 +2,21 @@
 
 import contextlib
 import itertools
+import json
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-
-import json
-import struct
 
 import pytest
 from wooly_bus import subjects
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
-from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
-from wooly_testkit.cluster import enter
 from wooly_wis.assembly_parser import row_major
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import READ_HEAD, WRITE_HEAD, Kind, pack_run
+from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
@@ -179,6 +174,7 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         for tenant, session in opened:
             tenant.close(session)
         cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})
+
 
 # -- memory that another tenant has freed --------------------------------------------------------------------------------
 

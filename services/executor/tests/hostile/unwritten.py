@@ -133,7 +133,7 @@ def work(path, pattern, trusting):
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     with open(path, "rb") as f:
-        corpus = Corpus(pickle.load(f))
+        corpus = Corpus(pickle.load(f))  # noqa: S301  # of a process that this tool started
     child = Child(corpus)
     with junk() if pattern.junk else contextlib.nullcontext():
         for line in sys.stdin:
@@ -195,7 +195,7 @@ def main():
         return work(args.out, next(p for p in PATTERNS if p.name == args.worker), args.trusting)
     path, operators = collected(args.out, args.quick)
     with path.open("rb") as f:
-        corpus = Corpus(pickle.load(f))
+        corpus = Corpus(pickle.load(f))  # noqa: S301  # of a process that this tool started
     at, of = map(int, args.slice.split("/"))
     wanted = [n for n in operators if not args.names or any(part in n for part in args.names)][at - 1 :: of]
     workers = [Worker(path, pattern, args.trusting) for pattern in PATTERNS]
