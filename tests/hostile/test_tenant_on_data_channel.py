@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,10 @@ from wooly_bus import subjects
 from wooly_bus.channel.framing import ChannelClosedError
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
+from wooly_wis.assembly_parser import row_major
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
+from wooly_wis.frames import READ_HEAD, WRITE_HEAD, Kind, pack_run
 from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
@@ -231,3 +233,113 @@ def test_large_instruction_is_split_so_that_others_go_on_and_it_ends_with_its_se
     assert step(5) == Kind.RESULT
     for channel in (victim, attacker):
         channel.close()
+
+
+# -- memory that another tenant has freed --------------------------------------------------------------------------------
+
+SECRET = bytes(range(1, 17))
+BATCH, STEPS, LABELS, CLASSES = 4, 60, 41, 5
+REFS = tuple([OperandRef(k) for k in range(7)])
+
+
+class Talk:
+    """A tenant's session and its data channel."""
+
+    def __init__(self, tenant):
+        self.tenant, self.opened = tenant, tenant.open()
+        self.channel, welcome = enter(self.opened)
+        assert welcome.kind == Kind.WELCOME
+
+    def close(self):
+        self.channel.close()
+        self.tenant.close(self.opened)
+
+    def run(self, forms, bindings, frees=()):
+        """Run a program of one instruction per form, on slots in order; `bindings` are per form. Returns the answer."""
+        slots = {buffer: k for k, buffer in enumerate(dict.fromkeys(b for each in bindings for b in each))}
+        body = [Instruction(k, tuple([slots[b] for b in each])) for k, each in enumerate(bindings)]
+        raw = encode_program(Program(tuple(forms), tuple(body)))
+        self.channel.send(Kind.DEFINE, raw)
+        self.channel.send(Kind.RUN, pack_run(digest(raw), list(slots), b"", list(frees), reply=True))
+        frame = self.channel.recv(20)
+        assert frame.kind == Kind.RESULT, bytes(frame.payload)
+        return json.loads(bytes(frame.payload))
+
+    def put(self, buffer, data):
+        """A new buffer with these bytes."""
+        self.run([alloc(len(data))], [[buffer]])
+        self.channel.send(Kind.WRITE, WRITE_HEAD.pack(buffer, 0), data)
+
+    def read(self, buffer, nbytes):
+        self.channel.send(Kind.READ, READ_HEAD.pack(buffer, 0, nbytes))
+        into = bytearray(nbytes)
+        assert self.channel.recv_data(memoryview(into), Kind.DATA) is None
+        return bytes(into)
+
+
+def dense(dtype, *sizes):
+    return View(dtype, sizes, row_major(sizes))
+
+
+def alloc(nbytes):
+    return Form("alloc", (Operand(Role.OUT, dense(DType.U8, nbytes)),))
+
+
+def call(name, operands, results, args):
+    found = [Operand(Role.IN, v) for v in operands] + [Operand(Role.OUT, v) for v in results]
+    return Form("extern", tuple(found), (), (("args", args), ("kwargs", ()), ("name", name)))
+
+
+@pytest.fixture
+def talks(alice, bob):
+    made = [Talk(alice), Talk(bob)]
+    yield made
+    for talk in made:
+        talk.close()
+
+
+def keep_and_free(talk, nbytes, times=64):
+    """Alice's secret lies in memory, and then it does not: her buffers are freed."""
+    for k in range(100, 100 + times):
+        talk.put(k, (SECRET * (nbytes // len(SECRET) + 1))[:nbytes])
+    talk.run([alloc(4)], [[99]], frees=range(99, 100 + times))
+
+
+def test_unwritten_part_of_log_alpha_shows_nobodys_memory(talks):
+    alice, bob = talks
+    shapes = dense(DType.F32, STEPS, BATCH, CLASSES), dense(DType.I64, BATCH, LABELS)
+    bob.put(1, struct.pack("<f", -1.5) * shapes[0].numel)
+    bob.put(2, struct.pack("<q", 1) * shapes[1].numel)
+    loss, log_alpha = dense(DType.F32, BATCH), dense(DType.F32, BATCH, STEPS, 2 * LABELS + 1)
+    args = (*REFS[:2], (12, 3, 2, 1), (LABELS, 1, 1, 0), 0, True)  # nearly all lies beyond these lengths
+    ctc = call("aten._ctc_loss.default", shapes, (loss, log_alpha), args)
+    for _ in range(3):
+        keep_and_free(alice, log_alpha.end)
+        bob.run([alloc(loss.end), alloc(log_alpha.end), ctc], [[3], [4], [1, 2, 3, 4]])
+        found = bob.read(4, log_alpha.end)
+        assert SECRET not in found
+        assert found.count(bytes(4)) > 18_000  # of 19,920
+        bob.run([alloc(4)], [[5]], frees=[3, 4, 5])
+
+
+def test_workspace_of_a_recurrent_layer_shows_nobodys_memory(talks):
+    alice, bob = talks
+    steps, batch, width, hidden = 20, 8, 16, 32
+    sizes = [
+        (steps, batch, width),
+        (4 * hidden, width),
+        (4 * hidden, hidden),
+        *[(4 * hidden,)] * 2,
+        *[(batch, hidden)] * 2,
+    ]
+    views = [dense(DType.F32, *s) for s in sizes]
+    for k, v in enumerate(views, 1):
+        bob.put(k, struct.pack("<f", 0.5) * v.numel)
+    args = (*REFS, False, (), 2, hidden, 1, True, False, False, True)
+    layer = call("aten.mkldnn_rnn_layer.default", views, [None] * 4, args)
+    for _ in range(3):
+        answer = bob.run([layer], [[*range(1, 8), 11, 12, 13, 14]])
+        workspace = answer["outputs"][3]["nbytes"]
+        assert SECRET not in bob.read(14, workspace)
+        bob.run([alloc(4)], [[15]], frees=[11, 12, 13, 14, 15])
+        keep_and_free(alice, workspace)

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
+from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.packing import _CHARACTER, layout
 from wooly_wis.kernel import interpreter
 from wooly_wis.kernel import text as kernel_text
@@ -124,6 +125,9 @@ class FakeDriver:
 
     def seed(self, seed):
         torch.default_generator.manual_seed(seed)
+
+    def on_zeros(self, call):
+        return on_zeros(call)
 
     def pinned(self, nbytes):
         return torch.empty(nbytes, dtype=torch.uint8)

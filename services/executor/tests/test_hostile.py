@@ -1,19 +1,28 @@
 """The tool that looks for calls that do harm: what it sees, and a small sample of what it tries."""
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from wooly_executor.runtime import preparation
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.runtime.torch_private import zero_fill
 
 HERE = Path(__file__).parent / "hostile"
 sys.path.insert(0, str(HERE))
 import guarded  # noqa: E402
+import unwritten  # noqa: E402
+from lawful import Lawful, by_hand  # noqa: E402
+from patterns import junk  # noqa: E402
+from trial import Trials  # noqa: E402
 
 sys.path.remove(str(HERE))
 
-pytestmark = pytest.mark.skipif(
+guards = pytest.mark.skipif(
     guarded.compiler() is None or os.uname().machine != "x86_64" or sys.platform != "linux",
     reason="guarded memory needs a C compiler, and Linux on x86-64",
 )
@@ -54,12 +63,14 @@ def preloaded(library, *command):
     ).stdout
 
 
+@guards
 def test_guarded_memory_tells_who_touched_it(library):
     for deed, told in DEEDS.items():
         found = preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=deed))
         assert found == f"{guarded.FAULT} {told}\n"
 
 
+@guards
 def test_block_in_its_bounds_is_left_alone_and_what_lies_beside_it_is_looked_at(library):
     fine = "ctypes.memset(at, 0, 12); del t; os._exit(guard.take_spoilt())"
     assert preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=fine)) == "0 \n"
@@ -67,6 +78,7 @@ def test_block_in_its_bounds_is_left_alone_and_what_lies_beside_it_is_looked_at(
     assert preloaded(library, "-c", SCRIPT.format(folder=str(HERE), deed=beside)) == "3 \n"
 
 
+@guards
 @pytest.mark.slow
 def test_sample_of_hostile_calls_does_no_harm(tmp_path):
     names = ("_embedding_bag", "segment_reduce", "_fused_sgd", "lstm", "_foreach_norm", "nll_loss", "lcm", "gather")
@@ -84,3 +96,67 @@ def test_sample_of_hostile_calls_does_no_harm(tmp_path):
     done = subprocess.run([*command, *names], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 operators did harm" in done.stdout
+
+
+# -- results that show what was in memory before -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def layers():
+    """Lawful calls of layers, optimisers and what else has several results."""
+    lawful = Lawful()
+    by_hand(lawful)
+    return [(name, call) for name, calls in lawful.calls.items() for call in calls]
+
+
+def dependent(layers):
+    """Operators whose results depend on what fresh memory holds: zeros, or junk."""
+    runtime, found = TorchCpuRuntime(), []
+    for fill in (zeros, junk):
+        with fill():
+            left = []
+            trials = Trials(runtime, left=left.append)
+            each = []
+            for _, call in layers:
+                torch.manual_seed(0)
+                left.clear()
+                each.append((trials.said(call), b"".join(left)))
+            found.append(each)
+    assert sum(not said for said, _ in found[0]) > len(layers) // 2
+    return {name for (name, _), one, other in zip(layers, *found, strict=True) if one != other}
+
+
+@contextlib.contextmanager
+def zeros():
+    zero_fill.value = True
+    try:
+        yield
+    finally:
+        zero_fill.value = False
+
+
+def test_no_result_of_a_layer_depends_on_fresh_memory(layers):
+    assert dependent(layers) == set()
+
+
+def test_pass_finds_results_that_depend_on_fresh_memory(layers, monkeypatch):
+    monkeypatch.setattr(preparation, "writes_all", lambda op: True)  # as if nothing had to be zeroed
+    assert dependent(layers) >= {"aten._ctc_loss.default", "aten.mkldnn_rnn_layer.default"}
+
+
+def test_calls_are_compared_by_what_they_say_and_leave():
+    same, other, ended = ["", "a"], ["", "b"], [unwritten.ENDED, ""]
+    assert unwritten.compared([[same, same, ["no", ""]], [same, other, ["no", ""]]]) == (2, [1])
+    assert unwritten.compared([[same, ended], [ended, ended]]) == (0, [])  # what ends a process is the other pass's
+
+
+@pytest.mark.slow
+def test_sample_of_operators_shows_nothing_of_fresh_memory(tmp_path):
+    """With processes whose allocator fills what it gives."""
+    command = [sys.executable, str(HERE / "unwritten.py"), "--quick", "--out", str(tmp_path), "--calls", "4"]
+    names = ("_ctc_loss.default", "mkldnn_rnn_layer.default", "_embedding_bag.default")
+    done = subprocess.run([*command, *names], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of 3 operators; the results of 0 depend" in done.stdout
+    done = subprocess.run([*command, "--trusting", *names], capture_output=True, text=True)
+    assert done.returncode == 1 and "_ctc_loss.default: " in done.stdout, done.stdout + done.stderr

@@ -81,7 +81,7 @@ class Contents:
                 source = self.here[written.store] if written.copy else self.here.pop(written.store)
                 known = session.buffers[buffer]
                 if written.copy:
-                    known.base = torch.empty_like(source) if whole else source.clone()
+                    known.base = torch.zeros_like(source) if whole else source.clone()
                     known.view = None
                 self.departed(written.found)
             session.guarded.discard(buffer)

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import guarded
+from corpus import collected
 
 HERE = Path(__file__).parent
 #: What does no harm to others: it is told apart.
@@ -43,30 +44,6 @@ class Worker:
     def close(self):
         self._process.stdin.close()
         self._process.wait()
-
-
-def prepare(folder, quick):
-    """The guarded memory, and the lawful calls: made where they are not there. Returns their paths, and the operators."""
-    folder.mkdir(parents=True, exist_ok=True)
-    library, corpus, names = guarded.build(folder), folder / "lawful.pickle", folder / "operators.txt"
-    if not corpus.exists():
-        print("collecting lawful calls" + ("" if quick else " (minutes)"), flush=True)
-        made = folder / "lawful.partial"
-        done = subprocess.run(
-            [sys.executable, str(HERE / "lawful.py"), str(made), *(["--quick"] if quick else [])],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        if done.returncode:
-            raise SystemExit(f"lawful.py ended with {done.returncode}")
-        print(done.stdout.splitlines()[-1], flush=True)
-        made.rename(corpus)
-        names.unlink(missing_ok=True)
-    if not names.exists():
-        show = "import pickle, sys; print(*pickle.load(open(sys.argv[1], 'rb')), sep='\\n')"
-        command = [sys.executable, "-c", show, str(corpus)]
-        names.write_text(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=HERE).stdout)
-    return library, corpus, names.read_text().split()
 
 
 def run(jobs, library, corpus, workers, told):
@@ -112,7 +89,8 @@ def main():
     parser.add_argument("--seed", default="0")
     parser.add_argument("--quick", action="store_true", help="without the samples of PyTorch's own tests")
     args = parser.parse_args()
-    library, corpus, operators = prepare(args.out, args.quick)
+    corpus, operators = collected(args.out, args.quick)
+    library = guarded.build(args.out)
     wanted = [n for n in operators if not args.names or any(part in n for part in args.names)]
     kept = args.out / "found.jsonl"
     done, harmful, tried, begun = {}, 0, 0, time.monotonic()

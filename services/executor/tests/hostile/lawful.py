@@ -70,24 +70,32 @@ def _entries():
 def listen(lawful):
     """Run the samples of the database, those of an entry in a child: some entries end their process."""
     for op in list(_entries()):
-        tells, told = os.pipe()
-        child = os.fork()
-        if not child:
-            os.close(tells)
-            _listen_to(op, told)
-        os.close(told)
-        with os.fdopen(tells, "rb") as answers:
-            try:
-                for name, calls in pickle.load(answers).items():  # noqa: S301  # of a process that this one started
-                    kept = lawful.calls.setdefault(name, [])
-                    kept += calls[: KEPT - len(kept)]
-            except EOFError:
-                print(f"{op.name}: its samples end the process", flush=True)
-        os.waitpid(child, 0)
+        if not _by_a_child(lawful, lambda op=op: _listen_to(op)):
+            print(f"{op.name}: its samples end the process", flush=True)
 
 
-def _listen_to(op, told):
-    """Run the samples of one entry, say what they called, and end."""
+def _by_a_child(lawful, find):
+    """Add the calls that `find()` returns in a child of this process, by operator. Whether the child came to its end."""
+    tells, told = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(tells)
+        with os.fdopen(told, "wb") as answers:
+            pickle.dump(find(), answers)
+        os._exit(0)
+    os.close(told)
+    with os.fdopen(tells, "rb") as answers:
+        data = answers.read()
+    os.waitpid(child, 0)
+    found = pickle.loads(data) if data else {}  # noqa: S301  # of a process that this one started
+    for name, calls in found.items():
+        kept = lawful.calls.setdefault(name, [])
+        kept += calls[: KEPT - len(kept)]
+    return bool(data)
+
+
+def _listen_to(op):
+    """What the samples of one entry call."""
     lawful = Lawful()
     with _Listening(lawful):
         for dtype in DTYPES:
@@ -100,9 +108,7 @@ def _listen_to(op, told):
                 for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=grads, **extra), SAMPLES):
                     with contextlib.suppress(Exception):
                         _run(op, sample, grads)
-    with os.fdopen(told, "wb") as answers:
-        pickle.dump(lawful.calls, answers)
-    os._exit(0)
+    return lawful.calls
 
 
 def _run(op, sample, grads):
@@ -134,13 +140,17 @@ def by_hand(lawful):
         add(f"aten.{name}_cell.default", (f(2, 3), f(2, 4), *weights), {})
     add("aten.lstm_cell.default", (f(2, 3), [f(2, 4), f(2, 4)], *cell), {})
     layer = (False, [], 2, 4, 1, True, False, False)
-    add("aten.mkldnn_rnn_layer.default", (x, *cell, h[0], c[0], *layer, False), {})
+    for train in (False, True):
+        add("aten.mkldnn_rnn_layer.default", (x, *cell, h[0], c[0], *layer, train), {})
     with torch.enable_grad():
         out = torch.ops.aten.mkldnn_rnn_layer.default(x, *cell, h[0], c[0], *layer, True)
     y, hy, cy, workspace = out
     states = (h[0], c[0], y, hy, cy, f(5, 2, 4), f(1, 2, 4), f(1, 2, 4))
     number = (False, 2, 4, 1, True, True, False, [], False)
     add("aten.mkldnn_rnn_layer_backward.default", (x, *cell, *states, *number, workspace), {})
+    for lengths in ((4, 4), (4, 2)):  # of which shorter ones leave parts of what is kept for the backward pass
+        ctc = (f(4, 2, 5).log_softmax(2), torch.tensor([[1, 2], [3, 4]]), lengths, (2, 1), 0, False)
+        add("aten._ctc_loss.default", ctc, {})
     add("aten.linear.default", (f(2, 3), f(4, 3), f(4)), {})
     add("aten.rms_norm.default", (f(2, 3), [3], f(3), 1e-5), {})
     add("aten.cross_entropy_loss.default", (f(2, 5), torch.tensor([1, 4]), f(5), 1, -100, 0.0), {})
@@ -259,6 +269,7 @@ def borrow(lawful, name):
             for call in lawful.calls.get(f"aten.{sibling}.{kind}", ()):
                 with contextlib.suppress(Exception):
                     _borrow(lawful, name, op, call)
+    return {name: lawful.calls.get(name, [])}
 
 
 def _borrow(lawful, name, op, call):
@@ -335,8 +346,8 @@ def gather(*, database=True):
     by_hand(lawful)
     for _ in range(2):  # some siblings have only siblings
         for name in sorted(allowed()):
-            if not lawful.calls.get(name):
-                borrow(lawful, name)
+            if not lawful.calls.get(name):  # nobody knows whether what fits one fits the other: it may end the process
+                _by_a_child(lawful, lambda name=name: borrow(lawful, name))
     for name in sorted(allowed()):
         if not lawful.calls.get(name):
             guess(lawful, name)

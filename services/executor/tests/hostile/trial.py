@@ -19,10 +19,11 @@ class Trials:
     Args:
         runtime: which.
         guard: the guarded memory; None: the library's own.
+        left: is given the bytes of each buffer that a run leaves, where a session could read them.
     """
 
-    def __init__(self, runtime, guard=None):
-        self._runtime, self._guard, self._count = runtime, guard, 0
+    def __init__(self, runtime, guard=None, left=None):
+        self._runtime, self._guard, self._left, self._count = runtime, guard, left, 0
 
     def said(self, call):
         """What a run of a call ends with; empty: it succeeded.
@@ -68,7 +69,10 @@ class Trials:
                     assert tuple(t.shape) == v.sizes and t.stride() == v.strides, "a buffer is not as its view says"
                     assert t.untyped_storage().nbytes() >= v.end, "a buffer is shorter than its view"
                 if buffer.nbytes:
-                    bytes_of(t, 0, buffer.nbytes).max()
+                    found = bytes_of(t, 0, buffer.nbytes)
+                    found.max()
+                    if self._left is not None:
+                        self._left(found.numpy().tobytes())
         return error
 
     def _buffers(self, call):

@@ -12,6 +12,7 @@ from torch import Tensor
 from wooly_wis.program import Form, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.fresh_memory import on_zeros
 
 
 class TorchDevice:
@@ -41,6 +42,15 @@ class TorchDevice:
     def empty(self, numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """Memory with anything in it, for who writes all of it."""
         return torch.empty(numel, dtype=dtype, device=self.named)
+
+    def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
+        """`call`, with memory that is zero wherever the library takes some (see `fresh_memory`).
+
+        Args:
+            call: a call of the library.
+            repeatable: whether it may be made twice, because it does not read what it writes.
+        """
+        return on_zeros(call)
 
     def seed(self, seed: int) -> None:
         """Set the generator of random numbers, before every draw."""

@@ -62,6 +62,10 @@ class Driver(Protocol):
         """Set the generator of random numbers."""
         ...
 
+    def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """`call`, with device memory that is zero wherever the library takes some. It may be made several times."""
+        ...
+
     def pinned(self, nbytes: int) -> Tensor:
         """Host memory that the device copies from and to by itself, for what is small: torch has a cache of it, and rounds up."""
         ...

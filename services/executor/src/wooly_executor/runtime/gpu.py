@@ -67,6 +67,10 @@ class GpuDevice(TorchDevice):
         self.host = False
         self._driver = driver
 
+    def on_zeros(self, call: Callable[[Any], Any], *, repeatable: bool = True) -> Callable[[Any], Any]:
+        """See `TorchDevice`. What cannot be repeated, an operator that works in place, gives nothing but its operands."""
+        return self._driver.on_zeros(call) if repeatable else call
+
     def seed(self, seed: int) -> None:
         """See `TorchDevice`."""
         self._driver.seed(seed)

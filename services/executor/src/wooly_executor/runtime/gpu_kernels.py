@@ -111,7 +111,7 @@ class GpuKernels:
 
         def launch(values: Sequence[Value], grid: tuple[int, int, int]) -> None:
             # freed when it is launched: what takes it next does so behind this launch on the stream
-            memory = device.empty(image.scratch * grid[0] * grid[1] * grid[2]) if image.scratch else None
+            memory = device.zeroed(image.scratch * grid[0] * grid[1] * grid[2]) if image.scratch else None
             status, scratch = self._status(), memory.data_ptr() if memory is not None else 0
             given = [filler(values, status, scratch) for filler in fillers]
             driver.launch(function, grid, threads, arguments.fill(given), image.shared)

@@ -36,6 +36,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.runtime.foreign import Foreign, arguments_of
 from wooly_executor.runtime.frame import Frame, Step
+from wooly_executor.runtime.fresh_memory import writes_all
 from wooly_executor.runtime.gpu_ranges import word_of
 from wooly_executor.runtime.guards import guarded, looks_at_values
 from wooly_executor.runtime.invocation import calling, differentiated, keeping_sizes, seeded
@@ -436,10 +437,15 @@ class _Preparation:
         if isinstance(rng, tuple):
             self._restless()
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
+        if gradients is None and not writes_all(library.op):
+            self._restless()
+            writes = [a for a in library.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
         if gradients is not None:
             self._restless()
             outs = [(slots[k], _known(form.operands[k].view)) for k in results]
-            self._results(differentiated(call, operands, list(registers.values()), gradients), outs, single=False)
+            call = differentiated(call, operands, list(registers.values()), gradients)
+            self._results(self._device.on_zeros(call), outs, single=False)
         elif not results:
             self._step(lambda f: _drop(call(f)), invoke)
         elif any(form.operands[k].view is None for k in results):
@@ -460,7 +466,10 @@ class _Preparation:
             if form.params or any(v is not None and v.dtype.kind == "complex" for v in views):
                 return None
         typed = typed_params(form, library)
-        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named)
+        zeros = not writes_all(library.op)
+        if zeros and not self._device.host:
+            return None
+        return Invoke(library, registers, self._first_param, form.params, typed, self._device.named, zeros=zeros)
 
     def _read(self, view: Callable[[Tensor], Tensor], source: int, slot: int) -> int:
         """A new register for what is in this one, through a view."""

@@ -34,6 +34,7 @@ from wooly_executor.runtime.calls import (
 from wooly_executor.runtime.definitions import define
 from wooly_executor.runtime.device import HOST
 from wooly_executor.runtime.foreign import arguments_of
+from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
 from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import check_size
 from wooly_executor.runtime.protocol import Execution, Outcome
@@ -203,10 +204,11 @@ class ReferenceRuntime(TorchCpuRuntime):
         gradients = gradients_of(form)
         if gradients is not None:
             read = [t for t in operands if t is not None]  # the results come last
-            for k, t in zip(results, differentiate(call, read, gradients), strict=True):
+            found = on_zeros(lambda own: differentiate(call, own, gradients))(read)
+            for k, t in zip(results, found, strict=True):
                 tensor(k).copy_(t)
             return
-        value = call(operands)
+        value = (call if writes_all(library.op) else on_zeros(call))(operands)
         for k, operand in enumerate(form.operands):
             if operand.role is Role.INOUT and operand.view is not None:
                 check_size(operands[k], operand.view.sizes)

@@ -17,6 +17,7 @@ import torch
 from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
+from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.torch_private import interpret
 
 #: Calls below which a segment is not worth a call of the interpreter.
@@ -80,6 +81,7 @@ class Invoke:
         results: register of each result that the operator gives anew.
         nbytes: what these take.
         trusted: per result, whether it was what its form announced when last looked at.
+        zeros: the operator is called on zeroed memory (see `fresh_memory`).
     """
 
     call: LibraryCall
@@ -91,6 +93,7 @@ class Invoke:
     results: tuple[int, ...] = ()
     nbytes: int = 0
     trusted: list[bool] = field(default_factory=list)
+    zeros: bool = False
 
 
 Trace = Gather | Review | Make | Write | Free | Invoke
@@ -138,6 +141,7 @@ class Segment:
         self._outside: dict[str, None] = {}
         self._given: list[tuple[str, str, Fill]] = []
         self._freed: set[str] = set()
+        self._zeros = False
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -199,6 +203,7 @@ class Segment:
             raise AwkwardError
         self.calls += 1
         self.nbytes += step.nbytes
+        self._zeros = self._zeros or step.zeros
 
     def _define(
         self,
@@ -358,7 +363,7 @@ class Segment:
             for is_register, i in gone:
                 (r if is_register else b)[i] = None
 
-        return run
+        return on_zeros(run) if self._zeros else run
 
 
 def _default(argument: Any) -> Attr:

@@ -6,19 +6,45 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from wooly_executor.errors import ContextLostError, OperationError
+from wooly_executor.runtime.gpu_fresh_memory import on_zeros
+from wooly_executor.runtime.torch_private import storage_at
 
 #: Bytes that libraries' workspaces, code and graphs take beside what sessions have; and the same as a share of the device.
 APART, APART_SHARE = 512 << 20, 32
 
 #: Seconds for which a mark is asked for without a pause, and the pause after that.
 SPUN_S, PAUSE_S = 2e-4, 5e-5
+
+
+class _ZeroedPool:
+    """See `gpu_fresh_memory.Pool`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.MemPool()
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[None]:
+        # The pool is the calling thread's; gradients would be computed by another.
+        with torch.autograd.set_multithreading_enabled(False), torch.cuda.use_mem_pool(self._pool, self._device):
+            yield
+
+    def segments(self) -> dict[int, list[tuple[int, int]]]:
+        return {
+            segment["address"]: [(b["address"], b["size"]) for b in segment["blocks"] if b["state"] == "inactive"]
+            for segment in self._pool.snapshot()
+        }
+
+    def zero(self, blocks: Iterable[tuple[int, int]]) -> None:
+        for address, nbytes in blocks:
+            memory = storage_at(address, self._device, nbytes)
+            torch.empty(0, dtype=torch.uint8, device=self._device).set_(memory, 0, (nbytes,), (1,)).zero_()
 
 
 class TorchGpu:
@@ -44,6 +70,7 @@ class TorchGpu:
         self._urgent: Any = torch.cuda.Stream(self.device, priority=-1)
         self._marks: list[Any] = []
         self._pool: Any = None
+        self._zeroed: _ZeroedPool | None = None
         #: Held while work is captured: no other thread may then touch the stream.
         self._capturing = threading.Lock()
         self._generator = torch.cuda.default_generators[index]
@@ -94,6 +121,12 @@ class TorchGpu:
                 yield
             finally:
                 self._aside.synchronize()
+
+    def on_zeros(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """See `Driver`."""
+        if self._zeroed is None:
+            self._zeroed = _ZeroedPool(self.device)
+        return on_zeros(call, self._zeroed)
 
     def seed(self, seed: int) -> None:
         """See `Driver`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +17,34 @@ reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 #: A view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
+#: `storage_at(address, device, nbytes)`: memory of a device that somebody else keeps.
+storage_at: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer
+
 #: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+def _allocator_switch(name: str) -> ctypes.c_bool:
+    """A switch of the library's allocator of host memory: a global variable of the library.
+
+    Raises:
+        ImportError: this build of torch does not have the switch.
+    """
+    ending = {"win32": "c10.dll", "darwin": "libc10.dylib"}.get(sys.platform, "libc10.so")
+    path = Path(torch.__file__).parent / "lib" / ending
+    try:
+        return ctypes.c_bool.in_dll(ctypes.CDLL(str(path)), name)
+    except (OSError, ValueError) as e:
+        raise ImportError(
+            f"torch {torch.__version__} has no {name} in {path} ({e}): without it an operator's results could show one "
+            "session what another session freed; install a wheel of torch from PyPI, 2.11 to 2.13"
+        ) from e
+
+
+#: While it is set, the library zeroes each block of host memory before it uses the block, in every thread.
+zero_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_zero_fill")
+#: While it is set, each such block is filled with 0x7fedbeef, a NaN. For tests; not together with `zero_fill`.
+junk_fill = _allocator_switch("FLAGS_caffe2_cpu_allocator_do_junk_fill")
 
 
 def interpret(text: str) -> tuple[Callable[..., Any], list[str]]:

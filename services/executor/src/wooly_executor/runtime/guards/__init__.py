@@ -115,6 +115,9 @@ def _failing(why: str) -> Callable[..., Any]:
 class _Param:
     """A number that only a run has: nothing can be asked of it."""
 
+    def __repr__(self) -> str:  # errors name it; an address of this process is nobody's business
+        return "a param"
+
     def __bool__(self) -> bool:
         raise TypeError("a param has no value yet")
 

@@ -1,0 +1,93 @@
+"""Memory that a session may read holds the session's own data or zeros: which operators need zeroed memory, and how they get it.
+
+The library takes the memory of results and of its own work from the process's heap, where other sessions' bytes lie. An operator
+that leaves a part of a result unwritten would show them. So every operator is called with the library's allocator set to zero
+what it gives, except the operators below, which write every element of every result. `make hostile` runs all operators under
+several patterns in fresh memory and reports each result that depends on the pattern
+([ADR 45](../../../../../docs/adr/0045-zero-what-an-operator-may-leave-unwritten.md)).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import torch
+from wooly_wis.externs import allowed
+from wooly_wis.optable import TABLE
+
+from wooly_executor.runtime.torch_private import zero_fill
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+#: Operators whose kernels write every element of every result, whatever their arguments, beside those of the op table and those
+#: that the library itself tags as elementwise. By name, for all overloads. An operator is here because zeroing would cost a
+#: noticeable share of its time, its kernel visits each element of the result whatever the arguments, and `make hostile` finds
+#: nothing. An operator that a new torch brings is not here, so it is zeroed.
+WRITE_ALL: Final = frozenset(
+    (
+        *(
+            "arange",
+            "copy",
+            "fill",
+            "flip",
+            "index",
+            "linspace",
+            "narrow_copy",
+            "native_channel_shuffle",
+            "pixel_shuffle",
+        ),
+        *("pixel_unshuffle", "roll", "_stack", "unfold_backward", "zero"),
+        *("index_add", "index_copy", "index_fill", "_index_put_impl", "masked_scatter", "scatter", "scatter_add"),
+        *("aminmax", "count_nonzero", "cumprod", "cumsum", "linalg_vector_norm", "nansum", "norm", "prod", "std"),
+        *("std_mean", "trace", "var", "var_mean"),
+        *("addbmm", "addmv", "addr", "convolution", "convolution_backward", "dot", "vdot"),
+        *("_native_batch_norm_legit", "batch_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
+        *("embedding_dense_backward", "native_group_norm", "native_layer_norm_backward"),
+        *("_adaptive_avg_pool2d", "adaptive_avg_pool2d", "avg_pool2d"),
+        *("max_pool2d_with_indices", "max_pool2d_with_indices_backward"),
+        *("glu", "glu_backward", "mse_loss", "mse_loss_backward", "native_dropout", "nll_loss_backward"),
+        *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"),
+    )
+)
+
+
+def writes_all(op: torch._ops.OpOverload) -> bool:
+    """Whether an operator is known to write every element of every result, whatever the memory held before."""
+    name = op.overloadpacket.__name__.removesuffix("_")
+    return name in _known() or name.removeprefix("_foreach_") in _known()
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    table = {spelling.operator for row in TABLE.values() for spelling in row.spellings}
+    return WRITE_ALL | _elementwise() | {name.split(".")[1].removesuffix("_") for name in table}
+
+
+def _elementwise() -> frozenset[str]:
+    """Operators that the library tags as elementwise: its iterator visits each element of the result once."""
+    found = set()
+    for name in allowed():
+        _, packet, overload = name.split(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+        if op is not None and torch.Tag.pointwise in op.tags:
+            found.add(packet.removesuffix("_"))
+    return frozenset(found)
+
+
+def on_zeros(call: Callable[[_T], _R]) -> Callable[[_T], _R]:
+    """`call`, with memory of the host that is zero wherever the library takes some.
+
+    The switch is the process's: the device's thread alone runs operators, and what other threads take meanwhile is zeroed, too.
+    """
+
+    def run(f: _T) -> _R:
+        zero_fill.value = True
+        try:
+            return call(f)
+        finally:
+            zero_fill.value = False
+
+    return run

@@ -1,0 +1,268 @@
+"""Memory that a session may read holds the session's own data or zeros, however a program runs."""
+
+import contextlib
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from wooly_executor.errors import OperationError
+from wooly_executor.memory.book import Scope
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
+from wooly_executor.runtime.gpu import GpuRuntime
+from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
+from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.runtime.reference import ReferenceRuntime
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.runtime.torch_private import interpret, zero_fill
+from wooly_wis.dtypes import DType
+
+from services.executor.tests.fake_gpu import FakeDriver
+
+HERE = Path(__file__).parent / "hostile"
+sys.path.insert(0, str(HERE))
+import patterns  # noqa: E402
+
+sys.path.remove(str(HERE))
+#: What `junk_fill` leaves in memory that nobody has written: stands for another session's bytes.
+JUNK = struct.pack("<I", 0x7FEDBEEF)
+T, B, S, C = 24, 4, 6, 5
+
+
+@pytest.fixture
+def junk():
+    """Fresh memory of the library is full of junk, unless it is zeroed."""
+    with patterns.junk():
+        assert bytes(torch.empty(4, dtype=torch.uint8).numpy()) == JUNK
+        yield
+
+
+def ctc_loss(wis, **more):
+    """Labels of several lengths: of `log_alpha`, only what lies within them is written."""
+    operands = [("in", "x", wis.at(DType.F32, T, B, C)), ("in", "y", wis.at(DType.I64, B, S))]
+    views = [wis.at(DType.F32, B), wis.at(DType.F32, B, T, 2 * S + 1)]
+    body = wis.body().alloc("p", views[0].end).alloc("q", views[1].end)
+    lengths = ((T, 7, 3, T), (S, 2, 1, 0))
+    return body.call(
+        "aten._ctc_loss.default",
+        *operands,
+        ("out", "p", views[0]),
+        ("out", "q", views[1]),
+        args=(wis.ref(0), wis.ref(1), *lengths, 0, True),
+        **more,
+    )
+
+
+def ctc_operands():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(T, B, C, generator=generator).log_softmax(2)
+    return {"x": x, "y": torch.randint(1, C, (B, S), generator=generator)}
+
+
+def rnn_layer(wis):
+    """Its fourth result is oneDNN's workspace, as large as oneDNN says: only the device knows."""
+    f32 = lambda *sizes: wis.at(DType.F32, *sizes)  # noqa: E731
+    operands = [f32(5, 2, 3), f32(16, 3), f32(16, 4), f32(16), f32(16), f32(2, 4), f32(2, 4)]
+    names = [f"i{k}" for k in range(len(operands))]
+    tail = (False, (), 2, 4, 1, True, False, False, True)
+    return wis.body().call(
+        "aten.mkldnn_rnn_layer.default",
+        *[("in", name, v) for name, v in zip(names, operands, strict=True)],
+        *[("out", name, None) for name in ("y", "h", "c", "w")],
+        args=(*[wis.ref(k) for k in range(7)], *tail),
+    )
+
+
+def rnn_operands():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 2, 3), (16, 3), (16, 4), (16,), (16,), (2, 4), (2, 4)]
+    return {f"i{k}": torch.randn(s, generator=generator) for k, s in enumerate(shapes)}
+
+
+CALLS = {"ctc_loss": (ctc_loss, ctc_operands), "rnn_layer": (rnn_layer, rnn_operands)}
+
+
+def left(runtime, body, operands, runs=1, params=()):
+    """All bytes that a program leaves, by name."""
+    ready = ProgramStore(runtime).define(body.raw)
+    with torch.inference_mode():
+        for _ in range(runs):
+            found = {
+                body.names.index(n): Buffer(t.nbytes, t.clone().view(-1).view(torch.uint8)) for n, t in operands.items()
+            }
+            outcome = runtime.run(ready.prepared, found, range(len(body.names)), params)
+            assert outcome.error == ""
+        return {
+            body.names[k]: bytes(bytes_of(b.base, 0, b.nbytes).numpy()) for k, b in found.items() if b.base is not None
+        }
+
+
+@pytest.mark.parametrize("kind", [TorchCpuRuntime, ReferenceRuntime, OpenClRuntime])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_an_operator_leaves_unwritten_is_zero(wis, junk, kind, name):
+    body, operands = CALLS[name]
+    found = left(kind(), body(wis), operands())
+    assert all(JUNK not in raw for raw in found.values())
+    assert any(bytes(64) in raw for raw in found.values())  # this operator does leave something
+
+
+@pytest.mark.parametrize(("operator", "zeroed"), [("median", True), ("trace", False)])
+def test_steps_that_were_put_together_zero_where_one_of_them_must(wis, monkeypatch, operator, zeroed):
+    seen = []
+    monkeypatch.setattr("wooly_executor.runtime.segments.on_zeros", lambda call: seen.append(call) or on_zeros(call))
+    v, one = wis.at(DType.F32, 2, 2), wis.at(DType.F32)
+    body = wis.body().alloc("s", 4).call(f"aten.{operator}.default", ("in", "x", v), ("out", "s", one))
+    for k in range(3):
+        body.alloc(f"y{k}", 16).call("aten.mul.Tensor", ("in", "x", v), ("in", "s", one), ("out", f"y{k}", v))
+    runtime = TorchCpuRuntime(hot=3)
+    ready = ProgramStore(runtime).define(body.raw)
+    with torch.inference_mode():
+        for _ in range(5):
+            buffers = {body.names.index("x"): Buffer(16, torch.tensor([1.0, 2.0, 3.0, 4.0]))}
+            assert runtime.run(ready.prepared, buffers, range(len(body.names)), ()).error == ""
+    assert len(ready.prepared.hot) == 1  # the interpreter's
+    assert len(seen) == zeroed
+
+
+def test_result_is_zeroed_in_steps_that_were_put_together(junk):
+    """What the interpreter runs takes its memory from the same allocator."""
+    function, _ = interpret(
+        "graph(%x : Tensor):\n  %n : NoneType = prim::Constant()\n"
+        "  %y : Tensor = aten::empty_like(%x, %n, %n, %n, %n, %n)\n  return (%y)\n"
+    )
+    assert torch.equal(on_zeros(function)(torch.ones(4)), torch.zeros(4))
+    assert not torch.equal(function(torch.ones(4)), torch.zeros(4))
+
+
+def test_result_whose_gradient_is_wanted_is_zero_where_it_was_not_written(wis, junk):
+    found = left(TorchCpuRuntime(), ctc_loss(wis, wanted=(wis.ref(0),)), ctc_operands())
+    assert JUNK not in found["q"] and bytes(64) in found["q"]
+
+
+def test_switch_is_off_after_a_call_even_one_that_fails():
+    seen = []
+
+    def call(f):
+        seen.append(zero_fill.value)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        on_zeros(call)(None)
+    assert seen == [True] and not zero_fill.value
+
+
+def test_operators_that_write_everything_are_known():
+    ops = torch.ops.aten
+    quick = (
+        ops.add.Tensor,
+        ops.mm.default,
+        ops._foreach_add_.List,
+        ops.native_layer_norm.default,
+        ops.max.dim,
+        ops.cat.out,
+    )
+    assert all(map(writes_all, quick))
+    slow = (ops._ctc_loss.default, ops._ctc_loss.Tensor, ops.mkldnn_rnn_layer.default, ops.lstm.input)
+    assert not any(map(writes_all, slow))
+
+
+# -- two sessions of one executor --------------------------------------------------------------------------------------------
+
+SECRET = bytes(range(1, 17)) * 4
+
+
+def spread(wis, client, nbytes, times=48):
+    """Fill memory with the secret, and free it."""
+    for k in range(times):
+        client.run(wis.body().alloc("x", nbytes), {"x": k})
+        client.write(k, SECRET * (nbytes // len(SECRET)))
+    client.run(wis.body().alloc("x", 4).free("x"), {"x": times}, frees=range(times))
+    client.sync()
+
+
+@pytest.mark.parametrize("kind", [TorchCpuRuntime, OpenClRuntime])
+def test_session_does_not_find_what_another_has_freed(make_device, wis, kind):
+    device = make_device(runtime=kind())
+    alice, bob = device.open("alice"), device.open("bob")
+    body = ctc_loss(wis)
+    given = ctc_operands()
+    for k, t in enumerate(given.values()):
+        bob.run(wis.body().alloc("x", t.nbytes), {"x": k})
+        bob.write(k, t.numpy().tobytes())
+    bob.sync()
+    log_alpha = B * T * (2 * S + 1) * 4
+    for times in range(1, 25):  # so also after the program's steps were put together
+        spread(wis, alice, log_alpha - log_alpha % len(SECRET), times)
+        bob.run(body, {"x": 0, "y": 1, "p": 2, "q": 3})
+        assert SECRET[:16] not in bob.read(3, log_alpha)
+        bob.run(wis.body().free("p").free("q"), {"p": 2, "q": 3})
+
+
+def test_content_that_is_about_to_be_overwritten_begins_at_zero(device, wis, junk):
+    alice, bob = (device.open(name, scope=Scope.SHARED) for name in ("alice", "bob"))
+    data = SECRET * 64
+    alice.load(1, data)
+    alice.sealed()
+    assert bob.load(1, data)
+    found = device.call(lambda: _unshared(device, "bob", len(data)))
+    assert found == bytes(len(data))
+
+
+def _unshared(device, name, nbytes):
+    session = next(s for s in device.loop.sessions() if s.id == name)
+    return bytes(session.memory(1, 0, nbytes, writing=True).numpy())
+
+
+# -- GPUs, without one -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ctc_loss"])
+def test_what_an_operator_leaves_unwritten_on_a_gpu_is_zero(wis, junk, name):
+    body, operands = CALLS[name]
+    runtime = GpuRuntime(FakeDriver(), hot=2)
+    for runs in (1, 4):  # the second time as hot steps, with graphs
+        assert all(JUNK not in raw for raw in left(runtime, body(wis), operands(), runs).values())
+
+
+class FakePool:
+    """A pool that grows by one segment in each call up to `calls`. What is free and was not zeroed is junk."""
+
+    def __init__(self, calls):
+        self.calls, self.content, self.used = calls, {}, False
+
+    @contextlib.contextmanager
+    def use(self):
+        if len(self.content) < self.calls:
+            self.content[len(self.content) << 20] = "junk"
+        self.used = True
+        yield
+        self.used = False
+
+    def segments(self):
+        return {address: [(address, 1 << 20)] for address in self.content}
+
+    def zero(self, blocks):
+        self.content |= dict.fromkeys([address for address, _ in blocks], "zero")
+
+    def take(self, _):
+        """An operator that takes all memory there is, and leaves it as it is."""
+        assert self.used
+        return set(self.content.values())
+
+
+@pytest.mark.parametrize("grows", [0, 1, 3])
+def test_call_on_a_gpu_is_made_again_where_its_memory_had_to_grow(grows):
+    pool = FakePool(grows)
+    call = on_zeroed_pool(pool.take, pool)
+    for _ in range(2):
+        assert call(None) <= {"zero"}
+        pool.content = dict.fromkeys(pool.content, "junk")  # what others have left there
+
+
+def test_call_on_a_gpu_whose_memory_grows_for_ever_fails():
+    pool = FakePool(100)
+    with pytest.raises(OperationError, match="none began with all of it zeroed"):
+        on_zeroed_pool(pool.take, pool)(None)
