@@ -11,9 +11,11 @@ from wooly_testkit.cluster import Cluster, Tenant
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
+def cluster(request, tmp_path_factory):
+    """A module's `ROUTER`: settings of its router."""
     with contextlib.ExitStack() as stack:
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack)
+        settings = getattr(request.module, "ROUTER", None)
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, router=settings)
 
 
 @pytest.fixture(scope="module")

@@ -35,10 +35,12 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.advice import Advice
+from wooly_router.blobs import TenantBlobs
 from wooly_router.core.cluster import overcommit_of
 from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.executors import Executors
 from wooly_router.gate import Gate
+from wooly_router.limits import Limits
 from wooly_router.opening import OPEN_BUDGET_S, Opening
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
@@ -84,9 +86,13 @@ class RouterActor:
         self._app = app
         self._started = clock()
         self.issuer = settings.issuer()
+        self.limits = Limits(settings)
+        self.blobs = TenantBlobs(app, settings)
         self.advice = Advice(app)
         self.executors = Executors(app)
-        self._opening = Opening(settings, world, self.registry, self.executors, self.advice, self.issuer, clock)
+        self._opening = Opening(
+            settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
+        )
         self.credentials_s = settings.credentials_s
         #: Leases that were prolonged and are not written down yet, and sessions whose lease is being prolonged.
         self._prolonged: dict[str, float] = {}
