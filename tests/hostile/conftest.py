@@ -23,9 +23,11 @@ def executor_settings():
 
 
 @pytest.fixture(scope="module")
-def cluster(folder, executor_settings):
+def cluster(request, folder, executor_settings):
+    """A module's `ROUTER`: settings of its router."""
     with contextlib.ExitStack() as stack:
-        yield Cluster(folder, stack, executor=executor_settings)
+        router = getattr(request.module, "ROUTER", None)
+        yield Cluster(folder, stack, router=router, executor=executor_settings)
 
 
 @pytest.fixture(scope="module")

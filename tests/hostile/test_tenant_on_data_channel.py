@@ -97,7 +97,6 @@ def test_holding_the_device_for_several_leases_ends_nobodys_session(tmp_path):
             channel.close()
 
 
-pytestmark = pytest.mark.connected
 # -- class and weight ------------------------------------------------------------------------------------------------
 
 #: Floats of the buffer that a run fills, and how often: some milliseconds.
@@ -177,6 +176,8 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         for tenant, session in opened:
             tenant.close(session)
         cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})
+
+
 # -- much work out of few bytes ------------------------------------------------------------------------------------------
 
 
