@@ -1,10 +1,16 @@
 """The attacker is a tenant with its own API token, on REST."""
 
+import time
 import urllib.error
 import urllib.request
 
 import pytest
 from wooly_bus.blobs import name_of
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
 
@@ -52,16 +58,7 @@ def test_operator_reads_no_tenants_blobs_and_is_no_tenant(cluster, alice):
     with error.value:
         assert error.value.code == 403
     assert cluster.rest("GET", "nodes", token=operator)["nodes"], "what runs the cluster stays open to it"
-import time
 
-import pytest
-from wooly_testkit.cluster import enter
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
-from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
-
-pytestmark = pytest.mark.connected
 
 # -- cancelled, and still running ----------------------------------------------------------------------------------------
 
