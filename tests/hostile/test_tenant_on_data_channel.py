@@ -2,19 +2,6 @@
 
 import contextlib
 import itertools
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
-from wooly_bus import subjects
-from wooly_bus.errors import BusError
-from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import Kind, pack_run
-from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
-import itertools
 import os
 import struct
 import threading
@@ -189,6 +176,8 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         for tenant, session in opened:
             tenant.close(session)
         cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})
+
+
 def flat(dtype, n):
     return View(dtype, (n,), (1,), 0)
 
