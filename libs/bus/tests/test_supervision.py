@@ -154,7 +154,7 @@ STARTERS = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread
 #: Files that may, with the number of places, and why.
 REASONED = {
     "libs/bus/src/wooly_bus/supervision.py": (6, "is what starts all others"),
-    "libs/bus/src/wooly_bus/http_listener.py": (2, "listeners: a failed one ends the server, which a supervised task waits for; connections log what they raise"),
+    "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log what they raise"),
     "deploy/operator/src/wooly_operator/app.py": (2, "knows no bus; both tasks are waited for, and the first to end ends it"),
     "services/compiler/src/wooly_compiler/actor.py": (2, "whoever asked takes the result"),
     "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: what they raise ends the supervised task around it"),
