@@ -30,7 +30,7 @@ def models() -> Iterator[tuple[str, Path, type[BaseSettings]]]:
     """Title, distribution's folder and model, of all settings there are."""
     found = sorted(ROOT.glob("services/*/src/*/settings.py")) + sorted(ROOT.glob("deploy/*/src/*/settings.py"))
     bus = ROOT / "libs/bus/src/wooly_bus"
-    for path in (*found, bus / "health.py", bus / "access.py", bus / "tracing.py"):
+    for path in (*found, bus / "health.py", bus / "access.py", bus / "tracing.py", bus / "http_listener.py"):
         module = importlib.import_module(f"{path.parent.name}.{path.stem}")
         for _, model in inspect.getmembers(module, inspect.isclass):
             if issubclass(model, BaseSettings) and model.__module__ == module.__name__:

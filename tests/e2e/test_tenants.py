@@ -504,7 +504,7 @@ def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
     with pytest.raises(RefusedError, match="keeps") as full:
         for _ in range(6):
             blobs.put(os.urandom(3 << 20))
-    assert full.value.code == "router.blobs_full"
+    assert full.value.code == "router.limit"
     dave.control.close()
 
 

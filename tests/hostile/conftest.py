@@ -26,6 +26,11 @@ def executor_settings():
 def cluster(folder, executor_settings):
     with contextlib.ExitStack() as stack:
         yield Cluster(folder, stack, executor=executor_settings)
+def cluster(request, tmp_path_factory):
+    """A module's `ROUTER`: settings of its router."""
+    with contextlib.ExitStack() as stack:
+        settings = getattr(request.module, "ROUTER", None)
+        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, router=settings)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -303,3 +305,121 @@ def test_first_frame_of_anything_is_refused_in_words(opened, port, certificates,
     inside, welcome = enter(opened)
     assert welcome.kind == Kind.WELCOME and synced(inside)
     inside.close()
+PATIENCE_S = 30
+#: HTTP ports of the cluster: the service, its file with the port, what everybody may read there.
+PORTS = {
+    "router": ("router/router.port", "/healthz"),
+    "metering": ("metering/metering.port", "/healthz"),
+    "scheduler": ("scheduler/scheduler.port", "/metrics"),
+}
+
+
+def port_of(cluster, service):
+    return int((cluster.folder / PORTS[service][0]).read_text())
+
+
+def rss(process):
+    """Bytes of a process's memory."""
+    return int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def descriptors(process):
+    return len(list(Path(f"/proc/{process.pid}/fd").iterdir()))
+
+
+def answer(sock):
+    """(status, code) of the answer to what was sent on a connection."""
+    raw = b""
+    while b"\r\n\r\n" not in raw:
+        part = sock.recv(65536)
+        assert part, raw
+        raw += part
+    head, _, body = raw.partition(b"\r\n\r\n")
+    (length,) = [int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: ")]
+    while len(body) < length:
+        body += sock.recv(65536)
+    return int(head.split()[1]), json.loads(body)["code"]
+
+
+def head(path, *more):
+    return "\r\n".join([f"POST {path} HTTP/1.1", "host: h", "content-type: application/json", *more, "", ""]).encode()
+
+
+@contextlib.contextmanager
+def flood(port, count, sent=b""):
+    """`count` connections on which `sent` was sent, and nothing more is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(count):
+                sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), PATIENCE_S))
+                with contextlib.suppress(ConnectionError):
+                    sock.sendall(sent)
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_body_of_200_mib_is_refused_before_it_is_read(cluster):
+    before = rss(cluster.processes["router"])
+    with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
+        sock.sendall(head("/api/v1/tasks", f"content-length: {200 << 20}"))
+        assert answer(sock) == (401, "router.unauthorized")
+        sent = 0
+        with contextlib.suppress(ConnectionError):  # it is cut long before
+            while sent < 200 << 20:
+                sock.sendall(bytes(1 << 20))
+                sent += 1 << 20
+                assert cluster.rest("GET", "me")["auth"] == "tokens"
+        assert sent < 200 << 20
+    with socket.create_connection(("127.0.0.1", port_of(cluster, "router")), PATIENCE_S) as sock:
+        sock.sendall(head("/api/v1/login", "transfer-encoding: chunked") + b"100000\r\n" + bytes(1 << 20))
+        assert answer(sock) == (413, "router.too_large")
+    assert rss(cluster.processes["router"]) < before + (64 << 20)
+
+
+@pytest.mark.parametrize("service", PORTS)
+def test_two_thousand_connections_shut_nobody_else_out(cluster, service):
+    _, path = PORTS[service]
+    for sent in (b"", head("/api/v1/login", "x: y")[:-4]):
+        with flood(port_of(cluster, service), 1000, sent):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port_of(cluster, service)}{path}", timeout=PATIENCE_S) as r:
+                assert r.status == 200
+            assert cluster.rest("GET", "me")["auth"] == "tokens"
+            assert descriptors(cluster.processes[service]) < 600
+
+
+def test_full_table_of_descriptors_shuts_no_operator_out_and_ends_nothing(cluster, alice):
+    router = cluster.processes["router"]
+    usual = resource.prlimit(router.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(router.pid, resource.RLIMIT_NOFILE, (descriptors(router) + 20, usual[1]))
+    try:
+        with flood(port_of(cluster, "router"), 200):
+            for _ in range(20):
+                assert cluster.rest("GET", "me")["auth"] == "tokens"
+    finally:
+        resource.prlimit(router.pid, resource.RLIMIT_NOFILE, usual)
+    assert "no connection can be accepted" in cluster.log("router")
+    assert alice.close(alice.open()).closed
+
+
+def test_guessing_tokens_slows_the_guesser_and_nobody_who_has_one(cluster, alice):
+    assert cluster.rest("GET", "me", token=alice.token)["tenant"] == "alice"
+    refused = set()
+    stop = threading.Event()
+
+    def guess():
+        while not stop.is_set() and "router.too_many" not in refused:
+            refused.add(cluster.rest("POST", "login", {"token": "guess"}, token="none"))
+
+    guessers = [threading.Thread(target=guess) for _ in range(4)]
+    for guesser in guessers:
+        guesser.start()
+    try:
+        for guesser in guessers:
+            guesser.join(PATIENCE_S)
+        assert refused == {"router.unauthorized", "router.too_many"}
+        assert cluster.rest("GET", "me", token=alice.token)["tenant"] == "alice"
+    finally:
+        stop.set()

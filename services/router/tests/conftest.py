@@ -245,6 +245,7 @@ def rig(nats_server, settings):
                 await built.beat()
                 yield built
         finally:
+            jobs.modules.close()
             await world.close()
 
     return make

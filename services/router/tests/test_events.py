@@ -88,17 +88,39 @@ async def test_tenant_hears_of_its_own_tasks_and_scopes_bound_the_rest(rig):
             assert names(yours) == set() and names(figures) == {"metrics"}
 
 
-async def test_slow_follower_is_told_to_read_anew(rig, monkeypatch):
+async def test_slow_follower_is_told_to_read_anew(rig):
     async with rig("a") as r:
         hub = Hub(r.actor)
         slow = hub.join(caller())
         for i in range(events.WAITING + 1):
             slow.tell("tasks", {"changed": [i]})
         assert slow.queue.qsize() == 1 and names(slow) == {"resync"}
-        monkeypatch.setattr(events, "FOLLOWERS", 1)
-        with pytest.raises(RefusedError, match="too many"):
-            hub.join(caller())
         hub.leave(slow)
+
+
+async def test_tenant_follows_so_many_streams_and_leaves_some_to_others_and_to_operators(rig, settings):
+    settings.tenant_streams, settings.streams = 3, 8
+    async with rig("a") as r:
+        hub = Hub(r.actor)
+        bobs = [hub.join(caller("bob", "user")) for _ in range(3)]
+        with pytest.raises(
+            RefusedError, match=r"bob has 3 event streams .* may have 3 \(WOOLY_ROUTER_TENANT_STREAMS\)"
+        ):
+            hub.join(caller("bob", "user"))
+        others = [hub.join(caller(name, "user")) for name in ("alice", "carol", "alice", "carol")]
+        with pytest.raises(RefusedError, match=r"all tenants together .* 7 times") as full:
+            hub.join(caller("dave", "user"))
+        assert full.value.code == "router.limit" and full.value.retry_s > 0
+        operator = hub.join(caller())
+        with pytest.raises(RefusedError, match="all callers together"):
+            hub.join(caller())
+        hub.leave(bobs[0])
+        hub.join(caller("dave", "user"))
+        for follower in (*bobs, *others, operator):
+            hub.leave(follower)
+        hub.close()
+        for follower in list(hub._followers):
+            hub.leave(follower)
 
 
 async def test_nobody_is_looked_for_when_nobody_follows(rig):

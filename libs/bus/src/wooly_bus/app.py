@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -40,6 +41,10 @@ HandlerFunction = Callable[[Q], Awaitable[Message | None]]
 
 #: Requests on one subject that may be in work at once. Actors order what must be ordered.
 CONCURRENT_REQUESTS = 64
+#: The same of tenants' clients, of all tenants and of one: no tenant can have all of them.
+TENANTS_REQUESTS, TENANT_REQUESTS = 128, 32
+#: Bytes of a request of a tenant's client, where its subject carries no more: to read it is done where others wait.
+TENANT_BYTES = 128 << 10
 #: Seconds that requests in work have to finish when a service ends.
 GRACE_S = 5.0
 #: Seconds between two messages with spans.
@@ -69,6 +74,7 @@ class ServiceApp:
     Attributes:
         live: what must hold for the process to be worth keeping, by name; asked by `/livez` (see `health`).
         health_port: where that is answered, inside `running`; None where it is not configured.
+        tenant_requests: requests of one tenant on one subject that are worked on at once; further ones are refused.
         knows_tenants: NATS lets tenants' clients speak for their tenant alone; see `serve_tenants`.
 
     Raises:
@@ -83,6 +89,7 @@ class ServiceApp:
         self.name = name
         self.url = shown(nats_url)
         self.knows_tenants = shows is not None
+        self.tenant_requests = TENANT_REQUESTS
         self._patience_s = patience_s
         self._last_error = ""
         self._ending = False
@@ -161,15 +168,19 @@ class ServiceApp:
         handler: Callable[[Q, str], Awaitable[Message | None]],
         *,
         queue: str = "",
-        at_once: int = CONCURRENT_REQUESTS,
+        at_once: int = TENANTS_REQUESTS,
+        most_bytes: int = TENANT_BYTES,
     ) -> None:
         """Answer what tenants' clients ask at `subjects.for_tenant(subject, tenant)`: the handler gets the tenant, too.
 
         NATS lets nobody publish there but that tenant's clients, so it need not be proved again. Only where NATS
-        knows tenants: without credentials, anybody could say to be anybody, and nothing is served.
+        knows tenants: without credentials, anybody could say to be anybody, and nothing is served. A tenant that asks for too
+        much at once is refused before what it says is read.
         """
         if not self.knows_tenants:
             return
+        working: Counter[str] = Counter()
+        most = max(self.tenant_requests, at_once // 4)
 
         async def answer(body: bytes, message: NatsMessage) -> None:
             tenant = subjects.tenant_of(message.raw_message.subject.rpartition(".")[2])
@@ -180,9 +191,30 @@ class ServiceApp:
             async def bound(request: Q) -> Message | None:
                 return await handler(request, tenant)
 
-            await self._answer(subject, message, lambda: _handled(bound, model, bytes(message.body)))
+            async def limited() -> Message | None:
+                if len(message.body) > most_bytes:
+                    return _too_large(len(message.body), most_bytes)
+                if working[tenant] >= most:
+                    return self._too_many(subject, tenant, most)
+                working[tenant] += 1
+                try:
+                    return await _handled(bound, model, bytes(message.body))
+                finally:
+                    working[tenant] -= 1
+                    if not working[tenant]:
+                        del working[tenant]
+
+            await self._answer(subject, message, limited)
 
         self._subscribe(f"{subject}.*", queue, answer, at_once)
+
+    def _too_many(self, subject: str, tenant: str, most: int) -> ErrorReply:
+        return ErrorReply(
+            code=f"{self.name}.limit",
+            message=f"tenant {tenant} has {most} requests of {subjects.template(subject)} in work here, and may "
+            "have no more at a time; wait for their answers",
+            retryable=True,
+        )
 
     async def _answer(
         self, subject: str, message: NatsMessage, handled: Callable[[], Awaitable[Message | None]]
@@ -325,6 +357,10 @@ async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> 
     except Exception as e:
         log.exception("%s failed", getattr(handler, "__qualname__", handler))
         return ErrorReply(code="internal", message=f"{type(e).__name__}: {e}"[:4096])
+
+
+def _too_large(nbytes: int, most: int) -> ErrorReply:
+    return EnvelopeError(f"a request of {nbytes} bytes, at most {most} are read here").to_reply()
 
 
 def _encoded(reply: Message) -> tuple[bytes, dict[str, str]]:

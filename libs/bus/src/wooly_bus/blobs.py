@@ -103,10 +103,12 @@ class BlobStore:
         js: JetStream.
         tenant: whose.
         bucket: the tenant's bucket, where that is known and the tenant is not.
+        most: messages beyond which JetStream itself takes nothing more for the bucket, whoever puts it (-1: no bound); None: that
+            stays as it is. Bytes are not bounded there: JetStream would set them aside for each tenant.
     """
 
-    def __init__(self, js: JetStreamContext, tenant: str, bucket: str = "") -> None:
-        self._js = js
+    def __init__(self, js: JetStreamContext, tenant: str, bucket: str = "", most: int | None = None) -> None:
+        self._js, self._most = js, most
         self.bucket = bucket or bucket_of(tenant)
         self._store: ObjectStore | None = None
 
@@ -118,7 +120,15 @@ class BlobStore:
                 self._store = await self._js.create_object_store(
                     self.bucket, ObjectStoreConfig(ttl=KEPT_S, replicas=replicas())
                 )
+            await self._bind()
         return self._store
+
+    async def _bind(self) -> None:
+        if self._most is None:
+            return
+        config = (await self._js.stream_info(f"OBJ_{self.bucket}")).config
+        if config.max_msgs != self._most:
+            await self._js.update_stream(config.evolve(max_msgs=self._most))
 
     async def ready(self) -> None:
         """Have the bucket.
@@ -241,14 +251,16 @@ class BlobStore:
 
     # -- piece by piece, for who has no JetStream -----------------------------------------------------------------------
 
-    async def held(self) -> int:
-        """Bytes of the whole bucket.
+    async def held(self) -> tuple[int, int]:
+        """Bytes and messages of the whole bucket: two messages of a blob, and one more for each further piece of it.
 
         Raises:
             StreamError: JetStream does not answer.
         """
         try:
-            return int((await (await self._open()).status()).size)
+            await self._open()
+            state = (await self._js.stream_info(f"OBJ_{self.bucket}")).state
+            return int(state.bytes), int(state.messages)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
 
@@ -294,13 +306,32 @@ class BlobStore:
             for h in (ours, theirs):  # the second for other clients of the object store
                 h.update(data)
             at, count = at + len(data), count + 1
-        options = ObjectMetaOptions(max_chunk_size=PIECE_BYTES)
-        info = ObjectInfo(name, self.bucket, upload, at, datetime.now(UTC).isoformat(), count, options=options)
-        info.digest = f"SHA-256={base64.urlsafe_b64encode(theirs.digest()).decode()}"
+        if ours.hexdigest() != name or at != size:
+            await self.drop(upload)
+            raise BlobCorruptError(f"what was sent is not what {name[:16]}… stands for")
+        await self.seal(name, upload, at, count, theirs.digest())
+
+    async def drop(self, upload: str) -> None:
+        """Remove what there is of an upload.
+
+        Raises:
+            StreamError: JetStream does not answer.
+        """
         try:
-            if ours.hexdigest() != name or at != size:
-                await self._js.purge_stream(f"OBJ_{self.bucket}", subject=self._pieces_of(upload))
-                raise BlobCorruptError(f"what was sent is not what {name[:16]}… stands for")
+            await self._js.purge_stream(f"OBJ_{self.bucket}", subject=self._pieces_of(upload))
+        except (nats.errors.Error, JetStreamError, OSError) as e:
+            raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
+
+    async def seal(self, name: str, upload: str, size: int, count: int, sha256: bytes) -> None:
+        """Make a blob of an upload whose pieces are known to be what the name says.
+
+        Raises:
+            StreamError: JetStream does not answer, or refuses.
+        """
+        options = ObjectMetaOptions(max_chunk_size=PIECE_BYTES)
+        info = ObjectInfo(name, self.bucket, upload, size, datetime.now(UTC).isoformat(), count, options=options)
+        info.digest = f"SHA-256={base64.urlsafe_b64encode(sha256).decode()}"
+        try:
             about = f"$O.{self.bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
             await self._js.publish(about, json.dumps(info.as_dict()).encode(), headers={Header.ROLLUP: "sub"})
         except (nats.errors.Error, JetStreamError, OSError) as e:
@@ -357,6 +388,61 @@ class BlobStore:
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
         return size, b"".join(parts), after
+
+
+class Upload:
+    """A blob that comes piece by piece and is named at its end: no more than one piece of it is in memory.
+
+    Args:
+        store: where it goes.
+    """
+
+    def __init__(self, store: BlobStore) -> None:
+        self._store, self._id = store, secrets.token_hex(16)
+        self._ours, self._theirs = hasher(), hashlib.sha256()
+        self._buffer, self._after, self._count = bytearray(), 0, 0
+        self.size = 0
+
+    async def add(self, data: bytes) -> None:
+        """The next bytes of it.
+
+        Raises:
+            StreamError: JetStream does not answer, or refuses.
+        """
+        self._buffer += data
+        while len(self._buffer) >= PIECE_BYTES:
+            await self._append(bytes(self._buffer[:PIECE_BYTES]))
+            del self._buffer[:PIECE_BYTES]
+
+    async def _append(self, piece: bytes) -> None:
+        self._after = await self._store.append(self._id, self.size, piece, self._after)
+        for h in (self._ours, self._theirs):
+            h.update(piece)
+        self.size, self._count = self.size + len(piece), self._count + 1
+
+    async def finish(self) -> str:
+        """That was all of it. Returns its name.
+
+        Raises:
+            StreamError: JetStream does not answer, or refuses.
+        """
+        if not self._count:
+            self.size = len(self._buffer)
+            return await self._store.put(self._buffer)
+        if self._buffer:
+            await self._append(bytes(self._buffer))
+        name = self._ours.hexdigest()
+        if await self._store.has(name, self.size):
+            await self.abandon()
+        else:
+            await self._store.seal(name, self._id, self.size, self._count, self._theirs.digest())
+        return name
+
+    async def abandon(self) -> None:
+        """Remove what there is of it. Without an answer from JetStream that is left to the leader's round."""
+        if self._count:
+            with contextlib.suppress(StreamError):
+                await self._store.drop(self._id)
 
 
 async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: int = 4) -> list[str]:

@@ -17,6 +17,8 @@ Check = Callable[[], bool]
 
 #: Seconds that somebody who asks may take.
 PATIENCE_S = 5.0
+#: Connections at a time. The next one ends the oldest: whoever asks does so at once, and an idle crowd shuts nobody out.
+CONNECTIONS = 64
 _LONGEST = 8192
 
 
@@ -52,11 +54,19 @@ async def serve_health(
         yield None
         return
 
+    asking: dict[asyncio.StreamWriter, None] = {}
+
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(asking) >= CONNECTIONS:
+            oldest = next(iter(asking))
+            del asking[oldest]
+            oldest.transport.abort()
+        asking[writer] = None
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
             writer.write(_reply(head, live, ready))
             await asyncio.wait_for(writer.drain(), PATIENCE_S)
+        asking.pop(writer, None)
         writer.close()
 
     server = await asyncio.start_server(answer, settings.host, settings.port, limit=_LONGEST)

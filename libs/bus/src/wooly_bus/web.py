@@ -22,15 +22,15 @@ class Buckets:
     """
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._rate, self._burst, self._clock = rate, burst, clock
+        self.rate, self._burst, self._clock = rate, burst, clock
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
-    def take(self, caller: str) -> bool:
-        """One request more. False if it is too much."""
+    def take(self, caller: str, cost: float = 1.0) -> bool:
+        """One request more, which takes `cost` out of the bucket, if need be more than is in it. False if the bucket is empty."""
         now = self._clock()
         left, at = self._left.get(caller, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate)
-        self._left[caller] = (left - 1 if left >= 1 else left, now)
+        left = min(self._burst, left + (now - at) * self.rate)
+        self._left[caller] = (left - cost if left >= 1 else left, now)
         self._left.move_to_end(caller)
         if len(self._left) > CALLERS:
             self._left.popitem(last=False)

@@ -54,6 +54,8 @@ class WorkerProcess:
         steps: what the last answer's work consisted of: names, and when each began and ended in ns since 1970.
     """
 
+    #: What it is, in messages: goes before the target.
+    noun: ClassVar[str] = "the compiler for"
     #: What is raised.
     error: ClassVar[type[WisError]] = WorkerError
 
@@ -85,11 +87,11 @@ class WorkerProcess:
         except (EOFError, BrokenPipeError):
             code = process.wait()
             self.close()
-            raise self._failed(f"the compiler for {target} crashed (exit {code}) on {what}") from None
+            raise self._failed(f"{self.noun} {target} crashed (exit {code}) on {what}") from None
         except TimeoutError:
             self.close()
             seconds = f"{self._limits.seconds:g} s"
-            raise self._failed(f"the compiler for {target} took more than {seconds} on {what}") from None
+            raise self._failed(f"{self.noun} {target} took more than {seconds} on {what}") from None
 
     def _failed(self, message: str) -> WisError:
         """What is not the request's fault for sure: it may be asked again."""

@@ -33,8 +33,13 @@ from wooly_wis.verifier import ProgramFacts, verify_program
 
 MAGIC = b"WSM1"
 MAGIC_WITH_SOURCES = b"WSM2"
-MAX_MODULE_BYTES = 64 << 20
+#: Bytes of a module. Constants are not in it. To decode and check a MiB takes up to a second: whoever does it for strangers does
+#: it in a process beside.
+MAX_MODULE_BYTES = 16 << 20
+#: Nodes of a module: programs, their forms, an eighth of the words of their bodies, sources, constants, inputs, outputs, steps.
+MAX_NODES = 1 << 18
 _HEADER = struct.Struct("<4sIIIII")
+_PROGRAM = struct.Struct("<4sII")  # how a program begins; see `codec`
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CONSTANT = struct.Struct(f"<{DIGEST_SIZE}sQ")
@@ -227,7 +232,10 @@ def decode_module(data: bytes) -> Module:
     least = 4 * (n_programs + n_sources) + _CONSTANT.size * n_constants + 4 * n_inputs + 20 * n_outputs + 17 * n_steps
     if least > len(data):
         raise DecodeError(f"what the header counts cannot fit {len(data)} bytes", 4)
+    nodes = n_programs + n_sources + n_constants + n_inputs + n_outputs + n_steps
+    _check_nodes(nodes)
     sources, programs = [tuple([r.padded() for _ in range(n)]) for n in (n_sources, n_programs)]
+    _check_nodes(nodes + sum([_nodes_of(raw) for raw in programs]))
     constants = tuple([Constant(*_CONSTANT.unpack(r.take(_CONSTANT.size))) for _ in range(n_constants)])
     inputs = tuple([r.tensor() for _ in range(n_inputs)])
     outputs = tuple([Output(r.tensor(), *r.words(2)) for _ in range(n_outputs)])
@@ -235,6 +243,23 @@ def decode_module(data: bytes) -> Module:
     if r.pos != len(data):
         raise DecodeError("bytes after the module", r.pos)
     return Module(programs, constants, inputs, outputs, steps, sources)
+
+
+def _check_nodes(nodes: int) -> None:
+    if nodes > MAX_NODES:
+        raise DecodeError(
+            f"module of {nodes} nodes (programs, forms, an eighth of their words, constants, inputs, outputs, steps), at most "
+            f"{MAX_NODES}; record fewer steps, or split it into several modules",
+            4,
+        )
+
+
+def _nodes_of(program: bytes) -> int:
+    """Forms of a program and an eighth of its words, as its header counts them, no more than its bytes can hold."""
+    if len(program) < _PROGRAM.size:
+        return 0
+    _, forms, words = _PROGRAM.unpack_from(program)
+    return int(min(forms + words // 8, len(program) // 4))
 
 
 def _step(r: _Reader) -> Load | Run:

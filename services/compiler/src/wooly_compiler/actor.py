@@ -92,7 +92,9 @@ class CompilerActor:
             self._app.serve(subject, CompileKernelRequest, self.on_compile_kernel, queue=QUEUE)
         subject = subjects.COMPILER_PROGRAM_EXPLAIN
         self._app.serve(subject, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
-        self._app.serve_tenants(subject, ExplainProgramRequest, self.on_explain_tenants, queue=QUEUE)
+        self._app.serve_tenants(
+            subject, ExplainProgramRequest, self.on_explain_tenants, queue=QUEUE, most_bytes=1 << 20
+        )
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
         """See that there is an artifact."""

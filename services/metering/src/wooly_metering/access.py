@@ -17,6 +17,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.http_front import Known, Rule
 from wooly_bus.web import Buckets, from_elsewhere
 from wooly_wis.messages import CheckTokenReply, CheckTokenRequest
 
@@ -51,10 +52,11 @@ class Access:
         Raises:
             RefusedError: no valid token, too many requests, or no router answers.
         """
-        if not self._buckets.take(f"from {address}"):
-            raise RefusedError("metering.too_many", "too many requests; slow down", retryable=True)
         name, now = hashlib.sha256(secret.encode()).hexdigest() if secret else "", self._clock()
         at, known = self._known.get(name, (0.0, None))
+        # Strangers share the rate of their address; whoever showed a valid token has one of their own.
+        whose = f"from {address}" if known is None else known.actor
+        self._take(whose)
         if known is None or not 0 <= now - at < REMEMBERED_S:
             known = await self._ask(name)
             self._known[name] = now, known
@@ -66,6 +68,28 @@ class Access:
         if known.until is not None and now >= known.until:
             raise RefusedError("router.unauthorized", "a valid token is needed")
         return known
+
+    async def admit(self, request: Request, nbytes: int, rule: Rule) -> Known | None:
+        """Let a request in by its head; see `wooly_bus.http_front`.
+
+        Raises:
+            RefusedError: see `caller`; or a page of another origin's has a browser ask.
+        """
+        address = request.client.host if request.client else ""
+        if not rule.token:
+            self._take(f"from {address}")
+            return None
+        scheme, _, secret = request.headers.get("authorization", "").partition(" ")
+        caller = await self.caller(secret.strip() if scheme.lower() == "bearer" else "", address)
+        why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), caller.auth)
+        if why:
+            raise RefusedError("router.forbidden", why)
+        return Known(caller, caller.tenant)
+
+    def _take(self, whose: str) -> None:
+        if not self._buckets.take(whose):
+            rate = f"on average {self._buckets.rate:g} a second are answered"
+            raise RefusedError("metering.too_many", f"too many requests {whose}: {rate}; slow down", retryable=True)
 
     async def _ask(self, name: str) -> CheckTokenReply:
         ask = CheckTokenRequest(secret_hash=name)
@@ -93,12 +117,7 @@ def needs(verb: Verb, *, everybody: bool = False) -> Callable[..., Awaitable[Che
     async def check(
         request: Request, shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
     ) -> CheckTokenReply:
-        access: Access = request.app.state.access
-        address = request.client.host if request.client else ""
-        caller = await access.caller("" if shown is None else shown.credentials, address)
-        why = from_elsewhere(request.headers.get("origin", ""), request.headers.get("host", ""), caller.auth)
-        if why:
-            raise RefusedError("router.forbidden", why)
+        caller: CheckTokenReply = request.state.caller  # `Access.admit` let them in; `shown` is for the documentation
         if f"credits:{verb}" not in caller.may:
             raise RefusedError("router.forbidden", f"this token may not {verb} credits")
         if everybody and caller.tenant is not None:

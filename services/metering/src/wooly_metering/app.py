@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import sqlalchemy.exc
-import uvicorn
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError
+from wooly_bus.http_listener import HttpServer
 from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
 from wooly_bus.tracing import setup_tracing
@@ -31,14 +31,6 @@ from wooly_metering.settings import MeteringSettings
 log = logging.getLogger("wooly.metering")
 #: Requests a second that may come from one address on average; four times as many at once.
 RATE = 100.0
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to `until_signalled`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 async def serve(settings: MeteringSettings, database: Database) -> None:
@@ -71,14 +63,7 @@ async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActo
     port_file = settings.state_dir / "metering.port"
     with socket.create_server((settings.http_host, settings.http_port)) as listener:
         tls = settings.tls()
-        factory = None if tls is None else lambda config, default: tls
-        config = uvicorn.Config(
-            create_rest(actor, registry, access, scraper),
-            log_level="warning",
-            lifespan="off",
-            ssl_context_factory=factory,
-        )
-        server = _Server(config)
+        server = HttpServer(create_rest(actor, registry, access, scraper), "metering", tls=tls)
         task = asyncio.create_task(server.serve(sockets=[listener]))
 
         async def served() -> None:

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.http_front import Front, Rule
+from wooly_bus.http_listener import HttpSettings
 from wooly_bus.web import shows
 from wooly_wis.credits import (
     AddPlanRequest,
@@ -49,7 +51,9 @@ _STATUS = {
     "router.unauthorized": 401,
     "router.forbidden": 403,
     "metering.statement": 404,
+    "metering.too_large": 413,
     "metering.too_many": 429,
+    "metering.limit": 429,
     "metering.no_router": 503,
 }
 Reader = Annotated[CheckTokenReply, Depends(needs("read"))]
@@ -147,7 +151,20 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
         """For Prometheus."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
+    guarded, free = Rule(token=True, body=HttpSettings().body_bytes), Rule(token=False, body=0)
+
+    def rule(method: str, path: str) -> Rule:
+        return guarded if path.startswith("/api/") else free
+
+    api.add_middleware(Front, service="metering", rule=rule, admit=access.admit, refuse=refusal)
     return api
+
+
+def refusal(error: BusError) -> JSONResponse:
+    """What a refused caller is answered."""
+    status = _STATUS.get(error.code, 409) if isinstance(error, RefusedError) else 503
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
+    return _error(status, error.code, str(error), headers, retryable=error.retryable)
 
 
 def _errors(api: FastAPI) -> None:
@@ -169,9 +186,7 @@ def _errors(api: FastAPI) -> None:
 
     @api.exception_handler(BusError)
     async def refused(request: Request, error: BusError) -> JSONResponse:
-        status = _STATUS.get(error.code, 409) if isinstance(error, RefusedError) else 503
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-        return _error(status, error.code, str(error), headers, retryable=error.retryable)
+        return refusal(error)
 
     @api.exception_handler(SQLAlchemyError)
     async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:

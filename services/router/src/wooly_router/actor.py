@@ -35,6 +35,7 @@ from wooly_wis.messages import (
 )
 
 from wooly_router.advice import Advice
+from wooly_router.blobs import TenantBlobs
 from wooly_router.ceilings import CeilingActor
 from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import overcommit_of
@@ -42,6 +43,7 @@ from wooly_router.core.registry import LOST_AFTER_S, Registry
 from wooly_router.core.tasks import still_running
 from wooly_router.executors import Executors
 from wooly_router.gate import Caller, Gate
+from wooly_router.limits import Limits
 from wooly_router.opening import OPEN_BUDGET_S, Opening
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
@@ -90,11 +92,15 @@ class RouterActor:
         self._app = app
         self._started = clock()
         self.issuer = settings.issuer()
+        self.limits = Limits(settings)
+        self.blobs = TenantBlobs(app, settings)
         self.advice = Advice(app)
         self.executors = Executors(app)
         self.ceilings = CeilingActor(app, world, gate, settings.ceilings())
         self.tenants = TenantActor(app, world, gate, self.ceilings)
-        self._opening = Opening(settings, world, self.registry, self.executors, self.advice, self.issuer, clock)
+        self._opening = Opening(
+            settings, world, self.registry, self.executors, self.advice, self.issuer, clock, self.limits
+        )
         self.credentials_s = settings.credentials_s
         #: Leases that were prolonged and are not written down yet, and sessions whose lease is being prolonged.
         self._prolonged: dict[str, float] = {}

@@ -8,14 +8,14 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 
-import uvicorn
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from wooly_bus.app import ServiceApp, until_signalled
 from wooly_bus.channel import ChannelError
 from wooly_bus.errors import BusError, shown
+from wooly_bus.http_listener import HttpServer
 from wooly_bus.leadership import Leadership
 from wooly_bus.private import keep_private
 from wooly_bus.supervision import Work, run, run_for_ever, supervised
@@ -42,16 +42,6 @@ log = logging.getLogger("wooly.router")
 LAST_ANSWERS_S = 3.0
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: signals belong to `until_signalled`. `closing` ends what would not end by itself."""
-
-    closing: Callable[[], None]
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(settings: RouterSettings) -> None:
     """Serve until a signal comes.
 
@@ -62,12 +52,13 @@ async def serve(settings: RouterSettings) -> None:
     """
     world = World(Database(settings.database(), durable=settings.durable), settings.cluster())
     app = ServiceApp("router", settings.nats_url)
+    app.tenant_requests = settings.tenant_requests
     gate = Gate(world, settings.auth, time.time, settings.owner(time.time))
     actor = RouterActor(settings, app, world, gate)
     leadership = Leadership(app, "router", f"{socket.gethostname()}-{os.getpid()}")
     jobs = JobActor(app, actor)
     desk = TaskActor(app, actor, jobs)
-    BlobActor(app, gate, settings.blob_bytes, settings.tenant_blob_bytes)
+    BlobActor(app, gate, actor.blobs, settings.blob_bytes)
     world.traces.keeps = handing_over() is not None
     traces = TraceActor(app, world, gate)
     access = Access(gate, Buckets(settings.rate_limit, 4 * settings.rate_limit))
@@ -76,14 +67,7 @@ async def serve(settings: RouterSettings) -> None:
     port_file = settings.state_dir / "router.port"
     api = create_api(actor, desk, access, traces)
     tls = settings.tls()
-    config = uvicorn.Config(
-        api,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
-    )
-    server = _Server(config)
+    server = HttpServer(api, "router", tls=tls)
     server.closing = api.state.hub.close
     try:
         await actor.resume()
@@ -107,6 +91,7 @@ async def serve(settings: RouterSettings) -> None:
                 }
                 await run_for_ever(works, until_signalled)
     finally:
+        jobs.modules.close()
         port_file.unlink(missing_ok=True)
         listener.close()
         await world.close()
@@ -145,7 +130,7 @@ async def first_token(settings: RouterSettings, world: World, now: float) -> Non
 
 
 @contextlib.asynccontextmanager
-async def _rest(server: _Server, listener: socket.socket) -> AsyncIterator[Work]:
+async def _rest(server: HttpServer, listener: socket.socket) -> AsyncIterator[Work]:
     """Serve REST inside the block. Yields what goes on for as long; at the end of the block, answers are finished."""
     http = asyncio.create_task(server.serve(sockets=[listener]))
 
@@ -156,7 +141,6 @@ async def _rest(server: _Server, listener: socket.socket) -> AsyncIterator[Work]
         yield served
     finally:
         server.should_exit = True
-        server.closing()
         await asyncio.wait((http,), timeout=LAST_ANSWERS_S)
 
 

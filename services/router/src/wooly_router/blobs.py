@@ -8,18 +8,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import BlobStore, buckets, name_of
+from wooly_bus.blobs import KEPT_S, BlobStore, buckets, name_of
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import StreamError
 from wooly_wis.messages import PIECE_BYTES, GetBlobReply, GetBlobRequest, PutBlobReply, PutBlobRequest
 
 from wooly_router.gate import Gate
+from wooly_router.limits import LimitError
+from wooly_router.settings import RouterSettings
 
 log = logging.getLogger("wooly.router")
 #: Tenants whose buckets are remembered.
@@ -30,28 +35,123 @@ AT_ONCE = 2
 SIZE_S = 1.0
 
 
+@dataclass(slots=True)
+class _Held:
+    """What a bucket had at a time, and what uploads that began and pieces that came since will add."""
+
+    at: float
+    nbytes: int
+    pieces: int
+    begun: int = 0
+    came: int = 0
+
+
+class TenantBlobs:
+    """The buckets of all tenants, and what each tenant may keep in its own; over NATS and REST alike.
+
+    Args:
+        app: the connection to NATS.
+        settings: limits.
+    """
+
+    def __init__(self, app: ServiceApp, settings: RouterSettings) -> None:
+        self._app, self._settings = app, settings
+        self._bytes, self._pieces = settings.tenant_blob_bytes, settings.tenant_blob_pieces
+        #: What JetStream enforces, for all routers and whoever puts: a little more, for results of jobs that run already.
+        self._most = self._pieces + self._pieces // 8 or -1
+        self._stores: OrderedDict[str, BlobStore] = OrderedDict()
+        self._held: dict[str, _Held] = {}
+        self._transfers: Counter[str] = Counter()
+
+    def store(self, tenant: str) -> BlobStore:
+        """A tenant's bucket."""
+        store = self._stores.get(tenant) or BlobStore(self._app.jetstream(), tenant, most=self._most)
+        self._stores[tenant] = store
+        self._stores.move_to_end(tenant)
+        if len(self._stores) > BUCKETS:
+            _, old = self._stores.popitem(last=False)
+            self._held.pop(old.bucket, None)
+        return store
+
+    async def room_for(self, tenant: str, nbytes: int, *, begins: bool) -> None:
+        """Whether a tenant may put so many bytes more, by what its bucket had within the last second and what came since.
+
+        All that an upload will take counts when it begins, so that several at the same time do not count on the same room; its
+        pieces are counted again as they come, by themselves. Several routers may together let in what comes within a second.
+
+        Raises:
+            LimitError: it may not.
+        """
+        if not self._bytes and not self._pieces:
+            return
+        store, now = self.store(tenant), time.monotonic()
+        held = self._held.get(store.bucket)
+        if held is None or now - held.at >= SIZE_S:
+            held = self._held[store.bucket] = _Held(now, *await store.held())
+        since = held.begun if begins else held.came
+        for kept, more, limit, what, setting in (
+            (held.nbytes + since, nbytes, self._bytes, "bytes of blobs", "TENANT_BLOB_BYTES"),
+            (held.pieces, 1, self._pieces, "pieces of blobs", "TENANT_BLOB_PIECES"),
+        ):
+            if limit and kept + more > limit:
+                raise LimitError(
+                    f"tenant {tenant} keeps {kept} {what} already, of {limit} that it may (WOOLY_ROUTER_{setting}), and "
+                    f"{more} more were to come; blobs go {KEPT_S / 86400:.0f} days after they were put"
+                )
+        if begins:
+            held.begun += nbytes
+        else:
+            held.came += nbytes
+            held.pieces += 1
+
+    def may_transfer(self, tenant: str) -> None:
+        """Whether a tenant may put or read one blob more over REST.
+
+        Raises:
+            LimitError: so many are under way.
+        """
+        most = self._settings.tenant_transfers
+        if self._transfers[tenant] >= most:
+            raise LimitError(
+                f"tenant {tenant} puts or reads {self._transfers[tenant]} blobs over REST on this router, and may {most} at a "
+                "time (WOOLY_ROUTER_TENANT_TRANSFERS); wait for one of them",
+                retry_s=1.0,
+            )
+
+    @contextlib.contextmanager
+    def transfer(self, tenant: str) -> Iterator[None]:
+        """One blob of a tenant's is put or read over REST inside the block."""
+        self._transfers[tenant] += 1
+        try:
+            yield
+        finally:
+            self._transfers[tenant] -= 1
+            if not self._transfers[tenant]:
+                del self._transfers[tenant]
+
+
 class BlobActor:
-    """Answers tenants' clients.
+    """Answers tenants' clients over NATS.
 
     Args:
         app: the connection to NATS.
         gate: who may ask.
+        blobs: the tenants' buckets.
         blob_bytes: the largest blob.
-        tenant_bytes: what one tenant may keep; 0: anything.
     """
 
-    def __init__(self, app: ServiceApp, gate: Gate, blob_bytes: int, tenant_bytes: int) -> None:
-        self._app, self._gate = app, gate
-        self._blob_bytes, self._tenant_bytes = blob_bytes, tenant_bytes
-        self._stores: OrderedDict[str, BlobStore] = OrderedDict()
-        self._sizes: dict[str, tuple[float, int]] = {}
+    def __init__(self, app: ServiceApp, gate: Gate, blobs: TenantBlobs, blob_bytes: int) -> None:
+        self._gate, self._blobs, self._blob_bytes = gate, blobs, blob_bytes
         self._turn = asyncio.Semaphore(AT_ONCE)
-        app.serve_tenants(subjects.ROUTER_BLOB_PUT, PutBlobRequest, self.on_put_blob, queue="router")
+        app.serve_tenants(
+            subjects.ROUTER_BLOB_PUT, PutBlobRequest, self.on_put_blob, queue="router", most_bytes=2 * PIECE_BYTES
+        )
         app.serve_tenants(subjects.ROUTER_BLOB_GET, GetBlobRequest, self.on_get_blob, queue="router")
 
     async def on_put_blob(self, request: PutBlobRequest, tenant: str) -> PutBlobReply:
         """Take a piece of a blob; see `PutBlobRequest`."""
-        store = self._store((await self._gate.of_tenant(tenant, request.tenant)).own)
+        own = (await self._gate.of_tenant(tenant, request.tenant)).own
+        store = self._blobs.store(own)
         if request.nbytes > self._blob_bytes:
             raise RefusedError("router.too_large", f"a blob has at most {self._blob_bytes} bytes")
         data = _bytes(request.data)
@@ -62,7 +162,8 @@ class BlobActor:
             )
         if (not request.offset or reached == request.nbytes) and await store.has(request.digest, request.nbytes):
             return PutBlobReply(kept=True)
-        await self._room_for(store, len(data) if request.offset else request.nbytes, begins=not request.offset)
+        taken = len(data) if request.offset else request.nbytes
+        await self._blobs.room_for(own, taken, begins=not request.offset)
         if whole:
             if name_of(data) != request.digest:
                 raise RefusedError("bus.blob_corrupt", f"what was sent is not what {request.digest[:16]}… stands for")
@@ -81,36 +182,9 @@ class BlobActor:
 
     async def on_get_blob(self, request: GetBlobRequest, tenant: str) -> GetBlobReply:
         """Give a piece of a blob."""
-        store = self._store((await self._gate.of_tenant(tenant, request.tenant)).own)
+        store = self._blobs.store((await self._gate.of_tenant(tenant, request.tenant)).own)
         size, data, after = await store.piece(request.digest, request.after)
         return GetBlobReply(nbytes=size, data=base64.b64encode(data).decode(), after=after)
-
-    def _store(self, tenant: str) -> BlobStore:
-        store = self._stores.get(tenant) or BlobStore(self._app.jetstream(), tenant)
-        self._stores[tenant] = store
-        self._stores.move_to_end(tenant)
-        if len(self._stores) > BUCKETS:
-            _, old = self._stores.popitem(last=False)
-            self._sizes.pop(old.bucket, None)
-        return store
-
-    async def _room_for(self, store: BlobStore, nbytes: int, *, begins: bool) -> None:
-        """Raises RefusedError where the tenant would keep too much, by what its bucket had within the last second.
-
-        What an upload that begins will take counts from now on; its further pieces have been counted.
-        """
-        if not self._tenant_bytes:
-            return
-        now = time.monotonic()
-        at, held = self._sizes.get(store.bucket, (-SIZE_S, 0))
-        if now - at >= SIZE_S:
-            at, held = now, await store.held()
-        if held + nbytes > self._tenant_bytes:
-            raise RefusedError(
-                "router.blobs_full",
-                f"this tenant keeps {held} bytes of blobs already, of {self._tenant_bytes} that it may",
-            )
-        self._sizes[store.bucket] = (at, held + nbytes if begins else held)
 
 
 class AbandonedUploads:

@@ -1,4 +1,4 @@
-"""The router's own figures in Prometheus's text: what became of spans."""
+"""The router's own figures in Prometheus's text: what became of spans, and what tenants' modules took to check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,26 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
+from wooly_router.modules import ModuleChecks
 from wooly_router.traces import TraceActor
+
+
+class ModuleCollector(Collector):
+    """Reads `ModuleChecks` when asked."""
+
+    def __init__(self, checks: ModuleChecks) -> None:
+        self._checks = checks
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """The figures now."""
+        spent = CounterMetricFamily(
+            "wooly_module_check_seconds",
+            "Processor time that the modules of a tenant's jobs took to be decoded and checked.",
+            labels=("tenant",),
+        )
+        for tenant, ns in sorted(self._checks.spent_ns.items()):
+            spent.add_metric((tenant,), ns / 1e9)
+        yield spent
 
 
 class SpanCollector(Collector):

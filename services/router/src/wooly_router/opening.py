@@ -31,6 +31,7 @@ from wooly_router.core.placement import Want, as_record, summary
 from wooly_router.core.queue import held_devices
 from wooly_router.core.registry import Registry
 from wooly_router.executors import Executors
+from wooly_router.limits import Limits
 from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import Lease, PartRecord, TaskRecord
 from wooly_router.state.world import World
@@ -55,6 +56,7 @@ class Opening:
         advice: asks other services before.
         issuer: signs NATS credentials for sessions; None: NATS asks for none.
         clock: seconds since the epoch.
+        limits: of each tenant.
     """
 
     def __init__(
@@ -66,7 +68,9 @@ class Opening:
         advice: Advice,
         issuer: Issuer | None,
         clock: Callable[[], float],
+        limits: Limits,
     ) -> None:
+        self._limits = limits
         self._settings, self._world, self._registry, self._clock = settings, world, registry, clock
         self._executors, self._advice, self._issuer = executors, advice, issuer
         self._channel_key = settings.channel_signer()
@@ -78,6 +82,7 @@ class Opening:
         Raises:
             RefusedError: it cannot be opened now; the message says why, with the numbers.
         """
+        self._limits.begin(request.tenant)
         until = self._clock() + OPEN_BUDGET_S
         await self._first_heartbeat()
         task = TaskRecord(
@@ -114,7 +119,9 @@ class Opening:
     async def _open_task(
         self, request: OpenSessionRequest, task: TaskRecord, until: float, trace_id: str
     ) -> OpenSessionReply:
-        async with self._world.database.writing() as s:
+        async with self._world.database.deciding() as s:  # of opens at the same time, each counts those before it
+            held = await self._world.tasks.count(s, task.tenant, "session", "pending", "started")
+            self._limits.check(task.tenant, "open sessions", held, "tenant_sessions", "close one first")
             await self._world.tasks.add(s, task)
         failed: dict[str, BusError] = {}
         silent: set[str] = set()

@@ -64,8 +64,23 @@ class RouterSettings(BaseSettings):
         tls_cert: PEM file with the certificate of REST; empty: REST is not encrypted.
         tls_key: PEM file with its private key; empty: in the same file.
         blob_bytes: the largest blob that tenants may put over NATS, where they have no JetStream of their own.
-        tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more over NATS; 0: no
-            limit.
+        tenant_blob_bytes: bytes of blobs, results of jobs among them, beyond which a tenant may put no more; 0: no limit. No
+            job is taken in then either, for its results would be blobs.
+        tenant_blob_pieces: pieces of blobs beyond which a tenant may put no more; 0: no limit. A blob has one more than it has
+            times 512 KiB. NATS keeps an index of them in memory, and itself refuses what goes an eighth beyond.
+        tenant_sessions: sessions that one tenant may have open, or be opening, at a time.
+        tenant_jobs: jobs of one tenant that may wait at a time.
+        tenant_opens: sessions opened and jobs submitted a second by one tenant, on average, on one router; four times as many at
+            once.
+        tenant_requests: requests over NATS of one tenant that one router works on at a time, per kind of request; further ones
+            are refused.
+        tenant_streams: event streams that one tenant may follow on one router.
+        tenant_transfers: blobs that one tenant may put or read over REST at a time, on one router.
+        streams: event streams of one router in all; one in eight is for operators and administrators alone.
+        module_s: seconds that a job's module may take to be decoded and checked, in a process beside the router.
+        module_memory: bytes of address space of that process.
+        module_workers: such processes; a tenant has one of them at a time.
+        module_queue: jobs of one tenant that may wait for one on one router.
         upload_idle_s: a blob's upload over NATS that no piece came for in this time is given up: its pieces are removed, and
             count no more.
         rate_limit: requests a second that one caller of REST may make on average; four times as many at once.
@@ -102,7 +117,19 @@ class RouterSettings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     blob_bytes: int = Field(default=16 << 30, ge=1)
-    tenant_blob_bytes: int = Field(default=0, ge=0)
+    tenant_blob_bytes: int = Field(default=64 << 30, ge=0)
+    tenant_blob_pieces: int = Field(default=1_000_000, ge=0)
+    tenant_sessions: int = Field(default=256, ge=1)
+    tenant_jobs: int = Field(default=2000, ge=1)
+    tenant_opens: float = Field(default=50.0, gt=0)
+    tenant_requests: int = Field(default=32, ge=1, le=64)
+    tenant_streams: int = Field(default=16, ge=1)
+    tenant_transfers: int = Field(default=4, ge=1)
+    streams: int = Field(default=256, ge=2)
+    module_s: float = Field(default=20.0, gt=0)
+    module_memory: int = Field(default=2 << 30, ge=1 << 28)
+    module_workers: int = Field(default=2, ge=1, le=64)
+    module_queue: int = Field(default=16, ge=1)
     upload_idle_s: float = Field(default=3600.0, ge=300)
     rate_limit: float = Field(default=100.0, gt=0)
     traces_kept: int = Field(default=1000, ge=0, le=1_000_000)

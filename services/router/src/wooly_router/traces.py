@@ -40,6 +40,8 @@ log = logging.getLogger("wooly.router")
 WRITE_S = 0.3
 #: Spans of one reply: what a message carries.
 PAGE = 256
+#: Bytes of spans that a tenant's client adds at once.
+SPANS_BYTES = 1 << 20
 
 
 @contextlib.asynccontextmanager
@@ -90,7 +92,9 @@ class TraceActor:
         app.serve(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self.on_add_spans, queue="router")
         app.serve(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace, queue="router")
         app.serve(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces, queue="router")
-        app.serve_tenants(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self._add_of, queue="router")
+        app.serve_tenants(
+            subjects.ROUTER_TRACE_ADD, AddSpansRequest, self._add_of, queue="router", most_bytes=SPANS_BYTES
+        )
         app.serve_tenants(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace_of, queue="router")
         app.serve_tenants(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces_of, queue="router")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from pydantic import ValidationError
@@ -39,12 +38,12 @@ async def serve(settings: SchedulerSettings) -> None:
                 port_file.write_text(str(metrics.port))
                 log.info("scheduler: metrics on http://%s:%d/metrics", settings.metrics_host, metrics.port)
             works: dict[str, Work] = {"follower": actor.follow, "checkpoints": actor.keep, "forgetting": actor.forget}
+            if metrics is not None:
+                works["metrics"] = metrics.run
             await run_for_ever(works, until_signalled)
             await actor.stop()
     finally:
         port_file.unlink(missing_ok=True)
-        if metrics is not None:
-            await asyncio.to_thread(metrics.close)
 
 
 @supervised("scheduler", (BusError, ValidationError, OSError))

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
+import socket
+import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+from wooly_bus.http_listener import HttpServer
 from wooly_bus.web import shows
 from wooly_dispatch.events import PRIORITIES
 
 from wooly_scheduler.actor import SchedulerActor
 from wooly_scheduler.gpu import GpuActor
 
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+#: Seconds for which the text of one scrape is given to others.
+FRESH_S = 0.5
 
 
 class GpuCollector(Collector):
     """Reads the actors when somebody asks, in their own event loop: figures of one scrape are of one moment."""
 
-    def __init__(self, actor: SchedulerActor, loop: asyncio.AbstractEventLoop) -> None:
-        self._actor, self._loop = actor, loop
+    def __init__(self, actor: SchedulerActor) -> None:
+        self._actor = actor
 
     def collect(self) -> Iterable[Metric]:
-        async def read() -> list[Metric]:
-            return list(families(self._actor.gpus.values()))
-
-        return asyncio.run_coroutine_threadsafe(read(), self._loop).result(10)
+        return list(families(self._actor.gpus.values()))
 
     def describe(self) -> Iterable[Metric]:
         return []
@@ -136,20 +136,8 @@ def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
     yield from (*session_counters.values(), *session_gauges.values(), *tenant_counters.values())
 
 
-def _guarded(app: WSGIApplication, scraper: str) -> WSGIApplication:
-    """`app` for those who show a token."""
-
-    def guard(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if shows(environ.get("HTTP_AUTHORIZATION", ""), scraper):
-            return app(environ, start_response)
-        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
-        return [b"the scraper's token is needed\n"]
-
-    return guard
-
-
 class MetricsServer:
-    """`/metrics` on a port of its own, in threads of its own; one scrape waits for nobody but the event loop.
+    """`/metrics` on a port of its own. However often it is asked, the text is made once in `FRESH_S`.
 
     Raises:
         OSError: the port is taken.
@@ -159,15 +147,38 @@ class MetricsServer:
     """
 
     def __init__(self, actor: SchedulerActor, host: str, port: int, scraper: str = "") -> None:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(GpuCollector(actor, asyncio.get_running_loop()))
-        self._server, self._thread = start_http_server(port, host, registry)
-        self.port = self._server.server_port
-        if scraper:  # nobody knows the port yet
-            self._server.set_app(_guarded(make_wsgi_app(registry), scraper))
+        self._scraper = scraper
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(GpuCollector(actor))
+        self._listener = socket.create_server((host, port))
+        self._server = HttpServer(self._answer, "scheduler")
+        self._made, self._text = -FRESH_S, b""
+        self.port: int = self._listener.getsockname()[1]
 
-    def close(self) -> None:
-        """Stop listening."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(2)
+    async def run(self) -> None:
+        """Answer, until cancelled."""
+        try:
+            await self._server.serve(sockets=[self._listener])
+        finally:
+            self._listener.close()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        status, text, kind = 200, b"", CONTENT_TYPE_LATEST
+        if self._scraper and not shows(Headers(scope=scope).get("authorization", ""), self._scraper):
+            status, text, kind = 401, b"the scraper's token is needed\n", "text/plain"
+        elif scope["path"] not in ("/metrics", "/") or scope["method"] not in ("GET", "HEAD"):
+            status, text, kind = 404, b"there is GET /metrics\n", "text/plain"
+        else:
+            text = self._latest()
+        headers = [(b"content-type", kind.encode()), (b"content-length", str(len(text)).encode())]
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": text})
+
+    def _latest(self) -> bytes:
+        if time.monotonic() - self._made >= FRESH_S:
+            self._made, self._text = time.monotonic(), generate_latest(self._registry)
+        return self._text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -13,10 +14,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from wooly_bus.blobs import BlobMissingError
 from wooly_bus.errors import BusError, RefusedError
+from wooly_bus.http_front import Front, Rule
+from wooly_bus.http_listener import HttpSettings
 
 from wooly_router import ui
 from wooly_router.actor import RouterActor
-from wooly_router.exporter import SpanCollector
+from wooly_router.exporter import ModuleCollector, SpanCollector
+from wooly_router.limits import LimitError
 from wooly_router.rest import cluster, credentials, credits, events, login, metrics, tasks, tenants, traces
 from wooly_router.rest.access import Access
 from wooly_router.rest.models import Health, Problem
@@ -41,7 +45,10 @@ STATUS = {
     "router.bad_value": 422,
     "router.too_large": 413,
     "router.too_many": 429,
+    "router.limit": 429,
 }
+#: Bytes of the body of a request that shows no token.
+LOGIN_BYTES = 4096
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     status: {"model": Problem} for status in (400, 401, 403, 404, 405, 409, 413, 422, 429, 500, 503)
 }
@@ -63,13 +70,38 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     ui.serve(api)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(SpanCollector(tracing))
+    registry.register(ModuleCollector(desk.jobs.modules))
 
     @api.get("/metrics", include_in_schema=False)
     async def figures() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     _answer_errors(api)
+    body_bytes = HttpSettings().body_bytes
+    rules = {
+        ("POST", "/api/v1/login"): Rule(token=False, body=LOGIN_BYTES),
+        ("POST", "/api/v1/blobs"): Rule(token=True, body=tasks.BLOB_BYTES, streamed=True),
+    }
+
+    def rule(method: str, path: str) -> Rule:
+        if path.startswith("/api/"):
+            return rules.get((method, path.rstrip("/"))) or Rule(token=True, body=body_bytes)
+        return Rule(token=False, body=0)
+
+    api.add_middleware(Front, service="router", rule=rule, admit=access.admit, refuse=refusal)
     return api
+
+
+def refusal(error: BusError) -> JSONResponse:
+    """What a refused caller is answered."""
+    if isinstance(error, RefusedError):
+        status = STATUS.get(error.code, 409)
+    else:
+        status = 404 if isinstance(error, BlobMissingError) else 503
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+    if isinstance(error, LimitError) and error.retry_s:
+        headers["Retry-After"] = str(math.ceil(error.retry_s))
+    return _error(status, error.code, str(error), headers or None, retryable=error.retryable)
 
 
 def _answer_errors(api: FastAPI) -> None:
@@ -86,12 +118,7 @@ def _answer_errors(api: FastAPI) -> None:
 
     @api.exception_handler(BusError)
     async def refused(request: Request, error: BusError) -> JSONResponse:
-        if isinstance(error, RefusedError):
-            status = STATUS.get(error.code, 409)
-        else:
-            status = 404 if isinstance(error, BlobMissingError) else 503
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-        return _error(status, error.code, str(error), headers, retryable=error.retryable)
+        return refusal(error)
 
     @api.exception_handler(SQLAlchemyError)
     async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:

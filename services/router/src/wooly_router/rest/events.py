@@ -23,7 +23,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials
 from wooly_bus.errors import RefusedError
 from wooly_bus.supervision import start_task
 
@@ -31,7 +30,8 @@ from wooly_router.actor import RouterActor
 from wooly_router.core.cluster import ClusterConfig
 from wooly_router.core.tasks import ENDED
 from wooly_router.gate import Caller
-from wooly_router.rest.access import Access, admitted, bearer, secret_of
+from wooly_router.limits import LimitError
+from wooly_router.rest.access import Access, admitted, secret_of
 from wooly_router.rest.metrics import live
 from wooly_router.state.nodes import GroupRecord
 
@@ -43,8 +43,10 @@ EVERY_S = 1.0
 GPUS_A_SECOND = 100
 #: Seconds after which somebody who follows is asked again who they are, and hears that we are still there.
 KEEP_S = 15.0
-#: Who may follow one router, and how many events may wait for one of them.
-FOLLOWERS, WAITING = 256, 64
+#: Events that may wait for one follower.
+WAITING = 64
+#: Of the streams that one router may have, those that tenants leave to operators and administrators: one in so many.
+OPERATORS_SHARE = 8
 #: Changed tasks that one event names.
 NAMED = 200
 
@@ -83,6 +85,7 @@ class Hub:
 
     def __init__(self, actor: RouterActor, every_s: float = EVERY_S) -> None:
         self._actor, self._every_s = actor, every_s
+        self._limits = actor.limits
         self._followers: set[Follower] = set()
         self._watching: asyncio.Task[None] | None = None
         self._closed = False
@@ -93,8 +96,21 @@ class Hub:
         Raises:
             RefusedError: too many do.
         """
-        if self._closed or len(self._followers) >= FOLLOWERS:
-            raise RefusedError("router.too_many", "too many follow this router's events", retryable=True)
+        if self._closed:
+            raise RefusedError("router.too_many", "this router ends", retryable=True)
+        most, held = self._limits.streams, len(self._followers)
+        if caller.tenant is not None:
+            mine = len([f for f in self._followers if f.caller.tenant == caller.tenant])
+            self._limits.check(caller.tenant, "event streams on this router", mine, "tenant_streams", "close one")
+            most -= max(most // OPERATORS_SHARE, 1)
+            held = len([f for f in self._followers if f.caller.tenant is not None])
+        if held >= most or len(self._followers) >= self._limits.streams:
+            whose = "all tenants together" if caller.tenant is not None else "all callers together"
+            raise LimitError(
+                f"{whose} follow this router's events {held} times, and may {most} times (WOOLY_ROUTER_STREAMS); "
+                "try again, or ask another router",
+                retry_s=15.0,
+            )
         follower = Follower(caller)
         self._followers.add(follower)
         if self._watching is None:
@@ -179,12 +195,11 @@ def _framed(event: str, data: Any) -> str:
 async def events(
     request: Request,
     caller: Annotated[Caller, Depends(admitted)],
-    credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)],
 ) -> StreamingResponse:
     """Follow what changes."""
     hub: Hub = request.app.state.hub
     access: Access = request.app.state.access
-    secret, address = secret_of(request, credentials), request.client.host if request.client else ""
+    secret, address = secret_of(request), request.client.host if request.client else ""
     follower = hub.join(caller)
 
     async def stream() -> AsyncIterator[str]:

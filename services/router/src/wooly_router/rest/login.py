@@ -31,13 +31,10 @@ async def login(request: Request, response: Response, body: LoginBody) -> Me:
     """Let a browser in: its requests carry the token in a cookie until it is closed, logged out, or the token ends."""
     access: Access = request.app.state.access
     access.refuse_others(request)
-    address = request.client.host if request.client else ""
-    of_browser = None
-    if access.owner is not None:
-        access.take(f"login from {address}")
-        of_browser = access.owner.log_in(body.token)
+    access.take_login(request)
+    of_browser = access.owner.log_in(body.token) if access.owner is not None else None
     secret = of_browser or body.token
-    caller = await access.caller(secret, address)
+    caller = await access.caller(secret, request.client.host if request.client else "")
     if access.auth == "tokens":
         secure = request.url.scheme == "https"
         response.set_cookie(COOKIE, secret, path="/api/v1", httponly=True, samesite="strict", secure=secure)

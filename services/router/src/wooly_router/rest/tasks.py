@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from wooly_bus.blobs import BlobStore
+from fastapi.responses import StreamingResponse
+from wooly_bus.blobs import Upload
 from wooly_bus.errors import RefusedError
 from wooly_wis.messages import (
     Digest,
@@ -19,6 +21,7 @@ from wooly_wis.messages import (
     TaskState,
 )
 
+from wooly_router.blobs import TenantBlobs
 from wooly_router.gate import Caller
 from wooly_router.rest.access import Access, needs
 from wooly_router.rest.models import (
@@ -185,13 +188,20 @@ async def put_blob(
     request: Request, caller: Annotated[Caller, Depends(needs("blobs", "write"))], tenant: OfTenant = None
 ) -> BlobInfo:
     """Keep the body as a blob of the tenant's: a module, a constant, an input. At most 64 MiB; larger ones go over NATS."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > BLOB_BYTES:
-            raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
-        parts.append(part)
-    return BlobInfo(digest=await _blobs(request, caller, tenant).put(b"".join(parts)), nbytes=size)
+    own, blobs = _whose(caller, tenant), _blobs(request)
+    said = int(request.headers.get("content-length", 0))
+    blobs.may_transfer(own)
+    with blobs.transfer(own):
+        await blobs.room_for(own, said, begins=True)
+        upload = Upload(blobs.store(own))
+        try:
+            async for part in request.stream():
+                await blobs.room_for(own, len(part), begins=False)
+                await upload.add(part)
+            return BlobInfo(digest=await upload.finish(), nbytes=upload.size)
+        except BaseException:
+            await upload.abandon()
+            raise
 
 
 @router.get(
@@ -206,14 +216,28 @@ async def get_blob(
     tenant: OfTenant = None,
 ) -> Response:
     """A blob of the tenant's, at most 64 MiB."""
-    store = _blobs(request, caller, tenant)
-    if await store.size(digest) > BLOB_BYTES:
+    own, blobs = _whose(caller, tenant), _blobs(request)
+    store = blobs.store(own)
+    size = await store.size(digest)
+    if size > BLOB_BYTES:
         raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
-    return Response(await store.get(digest, BLOB_BYTES), media_type="application/octet-stream")
+    blobs.may_transfer(own)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        with blobs.transfer(own):
+            async for chunk in store.chunks(digest):
+                yield chunk
+
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(chunks(), media_type="application/octet-stream", headers=headers)
 
 
-def _blobs(request: Request, caller: Caller, tenant: str | None) -> BlobStore:
+def _blobs(request: Request) -> TenantBlobs:
+    blobs: TenantBlobs = request.app.state.actor.blobs
+    return blobs
+
+
+def _whose(caller: Caller, tenant: str | None) -> str:
     if caller.tenant is not None and tenant not in (None, caller.tenant):
         raise RefusedError("router.forbidden", "this token reaches the blobs of its own tenant only")
-    desk: TaskActor = request.app.state.desk
-    return BlobStore(desk.jobs.jetstream(), tenant or caller.own)
+    return tenant or caller.own

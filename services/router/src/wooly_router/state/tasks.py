@@ -374,6 +374,11 @@ class TaskStore:
         async with self.database.reading() as s:
             return {row[0]: row[1] for row in await s.execute(query)}
 
+    async def count(self, s: AsyncSession, tenant: str, kind: Kind, *states: str) -> int:
+        """How many tasks of a kind a tenant has in some states."""
+        chosen = TaskFilter(tenant=tenant, states=states, kind=kind)
+        return await s.scalar(select(func.count()).select_from(TaskRow).where(*chosen.conditions())) or 0
+
     async def activity(
         self, since: float, until: float, step: int, tenant: str | None = None
     ) -> list[tuple[float, int, int]]:

@@ -1,0 +1,41 @@
+"""What a stranger's message can cost whoever reads it: the first mistake ends the reading of a list."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+from wooly_wis import credits, messages, traces
+from wooly_wis.messages import Message
+
+
+def every_message():
+    found = {
+        model
+        for module in (messages, traces, credits)
+        for model in vars(module).values()
+        if isinstance(model, type) and issubclass(model, Message) and model is not Message
+    }
+    return sorted(found, key=lambda m: m.__name__)
+
+
+def lists_of(model):
+    """The fields of a message that are lists of any length, as pydantic's schema says."""
+    for name, field in model.model_json_schema()["properties"].items():
+        kinds = field.get("anyOf", [field])
+        if any(kind.get("type") == "array" and kind.get("maxItems") != kind.get("minItems", -1) for kind in kinds):
+            yield name
+
+
+CASES = [(model, name) for model in every_message() for name in lists_of(model)]
+
+
+def test_cases_are_found():
+    assert (messages.SubmitJob, "inputs") in CASES and (traces.AddSpansRequest, "spans") in CASES
+
+
+@pytest.mark.parametrize(("model", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_list_of_mistakes_in_a_message_is_one_mistake(model, name):
+    raw = json.dumps({name: [{"no such field": 1}] * 20_000})
+    with pytest.raises(ValidationError) as refused:
+        model.model_validate_json(raw)
+    assert len([e for e in refused.value.errors() if e["loc"][0] == name]) < 40

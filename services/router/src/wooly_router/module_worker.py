@@ -1,0 +1,33 @@
+"""`python -m wooly_router.module_worker BYTES`: decodes and checks jobs' modules, in a process with limits; see `modules`.
+
+What a module does to this process it does to nobody else: it is killed when a module takes too long, and another is started.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from wooly_bus.worker import serve
+from wooly_wis.errors import WisError
+from wooly_wis.module import ModuleError, check_module, decode_module
+
+
+def check(request: dict[str, Any]) -> bytes:
+    """What is to be said of the module in the file `path`: JSON with `peak` bytes, or `code` and `message`; `cpu_ns` it took."""
+    began = time.process_time_ns()
+    found: dict[str, Any]
+    try:
+        found = {"peak": check_module(decode_module(Path(request["path"]).read_bytes()))}
+    except WisError as e:
+        found = {"code": e.code, "message": str(e)[:4096]}
+    except (MemoryError, RecursionError) as e:
+        found = {"code": ModuleError.code, "message": f"it takes too much memory to be checked ({type(e).__name__})"}
+    return json.dumps(found | {"cpu_ns": time.process_time_ns() - began}).encode()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), check)

@@ -1,0 +1,133 @@
+"""Modules of jobs: checked in processes beside the router, in turns of tenants, within limits."""
+
+import asyncio
+import threading
+
+import pytest
+from wooly_bus.blobs import BlobStore
+from wooly_router.limits import LimitError
+from wooly_router.modules import ModuleCheckError, ModuleChecks
+from wooly_router.settings import RouterSettings
+from wooly_wis.codec import encode_program
+from wooly_wis.errors import DecodeError
+from wooly_wis.module import MAX_MODULE_BYTES, MAX_NODES, Load, Module, decode_module, encode_module
+from wooly_wis.program import Program
+
+pytestmark = pytest.mark.connected
+PATIENCE_S = 30
+
+
+class Held:
+    """Stands for a process: answers when told."""
+
+    def __init__(self):
+        self.asked, self.release = [], threading.Semaphore(0)
+
+    def ask(self, request, target, what):
+        self.asked.append(what)
+        assert self.release.acquire(timeout=PATIENCE_S)
+        return b'{"peak": 5, "cpu_ns": 7}'
+
+    def close(self):
+        pass
+
+
+class Store:
+    """A bucket in which every blob is."""
+
+    def __init__(self):
+        self.read = 0
+
+    async def size(self, name):
+        return 3
+
+    async def chunks(self, name):
+        self.read += 1
+        yield b"abc"
+
+
+@pytest.fixture
+def held(tmp_path):
+    """Checks with one process, which waits, and room for two more of a tenant's."""
+    checks = ModuleChecks(RouterSettings(state_dir=tmp_path, module_workers=1, module_queue=2))
+    process = Held()
+    checks._idle = checks._all = [process]
+    yield checks, process
+    checks.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_tenants_take_turns_however_many_modules_one_of_them_has(held):
+    checks, process = held
+    asking = [asyncio.create_task(checks.check(Store(), "bob", f"bob-{i}")) for i in range(3)]
+    await until(lambda: process.asked)
+    asking.append(asyncio.create_task(checks.check(Store(), "alice", "alice-0")))
+    await asyncio.sleep(0)
+    for _ in asking:
+        process.release.release()
+    found = await asyncio.wait_for(asyncio.gather(*asking), PATIENCE_S)
+    assert [what[:-1] for what in process.asked] in (
+        ["bob-0", "bob-1", "alice-0", "bob-2"],
+        ["bob-0", "alice-0", "bob-1", "bob-2"],
+    )
+    assert {f.peak for f in found} == {5} and checks.spent_ns == {"bob": 21, "alice": 7}
+
+
+async def test_modules_of_one_tenant_that_wait_have_a_limit(held):
+    checks, process = held
+    asking = [asyncio.create_task(checks.check(Store(), "bob", f"{i}")) for i in range(3)]
+    await until(lambda: process.asked and len(checks._waiting["bob"]) == 2)
+    with pytest.raises(LimitError, match=r"2 modules that wait .* may have 2 \(WOOLY_ROUTER_MODULE_QUEUE\)"):
+        await checks.check(Store(), "bob", "3")
+    for _ in range(4):
+        process.release.release()
+    assert (await checks.check(Store(), "alice", "0")).peak == 5
+    await asyncio.gather(*asking)
+
+
+async def test_submission_that_is_sent_again_joins_the_first_and_a_known_module_is_not_checked_anew(held):
+    checks, process = held
+    store = Store()
+    twice = [asyncio.create_task(checks.check(store, "bob", "m")) for _ in range(2)]
+    await until(lambda: process.asked)
+    twice[0].cancel()  # whoever asked first is gone; the other one still waits
+    process.release.release()
+    assert (await twice[1]).peak == 5
+    assert (await checks.check(store, "bob", "m")).peak == 5
+    assert store.read == len(process.asked) == 1
+    other = asyncio.create_task(checks.check(store, "alice", "m"))  # nobody learns what others submitted
+    await until(lambda: len(process.asked) == 2)
+    process.release.release()
+    await other
+
+
+async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_next_is_checked(rig, settings):
+    settings.module_s = 3.0
+    slow = encode_module(Module((encode_program(Program((), ())),) * (MAX_NODES - 1), (), (), (), ()))
+    async with rig() as r:
+        store, checks = BlobStore(r.app.jetstream(), "bob"), r.jobs.modules
+        small = await store.put(encode_module(Module((), (), (), (), ())))
+        assert (await checks.check(store, "bob", small)).refusal == ""
+        for process in checks._all:
+            process._limits = type(process._limits)(seconds=0.05)
+        found = await checks.check(store, "bob", await store.put(slow))
+        assert found.refusal.startswith(ModuleCheckError.code) and "took more than 0.05 s" in found.refusal
+        assert checks.spent_ns["bob"] >= 0.05e9
+        for process in checks._all:
+            process._limits = type(process._limits)(seconds=PATIENCE_S)
+        other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
+        assert "loads source 1 of 0" in (await checks.check(store, "bob", other)).refusal
+
+
+def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
+    empty = encode_program(Program((), ()))
+    with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* at most {MAX_NODES}; record fewer steps"):
+        decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))
+    assert decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_NODES))).steps
+    with pytest.raises(DecodeError, match=str(MAX_MODULE_BYTES)):
+        decode_module(bytes(MAX_MODULE_BYTES + 1))
