@@ -244,6 +244,44 @@ async def test_service_knows_the_tenant_from_the_connection(url, authority, issu
                 await asyncio.to_thread(client.close)
 
 
+async def test_tenant_whose_requests_wait_keeps_no_other_tenant_from_being_answered(
+    url, authority, issuer, monkeypatch
+):
+    monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
+    app, release, waiting = ServiceApp("router", url), asyncio.Event(), [0]
+
+    async def answer(request, tenant):
+        if tenant == "bob":
+            waiting[0] += 1
+            await release.wait()
+        return TasksReply(tasks=(), next=tenant)
+
+    app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, answer, queue="router")
+    app.tenant_requests = 3
+    async with app.running(), contextlib.AsyncExitStack() as stack:
+        clients = {}
+        for name in ("alice", "bob"):
+            client = await asyncio.to_thread(ControlClient, Access(url, lambda name=name: issuer.client(name, USER)))
+            stack.push_async_callback(asyncio.to_thread, client.close)
+            clients[name] = client
+
+        def ask(name):
+            return asyncio.to_thread(
+                clients[name].request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply, timeout=30
+            )
+
+        bobs = [asyncio.create_task(ask("bob")) for _ in range(3)]
+        async with asyncio.timeout(30):
+            while waiting[0] < 3:
+                await asyncio.sleep(0.01)
+        with pytest.raises(RefusedError, match="tenant bob has 3 requests .* in work here") as refused:
+            await ask("bob")
+        assert refused.value.code == "router.limit" and refused.value.retryable
+        assert (await ask("alice")).next == "alice" and not release.is_set()
+        release.set()
+        assert [reply.next for reply in await asyncio.gather(*bobs)] == ["bob"] * 3
+
+
 async def test_client_learns_at_once_what_its_credentials_do_not_allow(url, authority, issuer, monkeypatch):
     client = await asyncio.to_thread(ControlClient, Access(url, lambda: issuer.client("acme", {"tasks:read"})))
     try:

@@ -180,7 +180,6 @@ class ServiceApp:
         if not self.knows_tenants:
             return
         working: Counter[str] = Counter()
-        most = max(self.tenant_requests, at_once // 4)
 
         async def answer(body: bytes, message: NatsMessage) -> None:
             tenant = subjects.tenant_of(message.raw_message.subject.rpartition(".")[2])
@@ -194,6 +193,7 @@ class ServiceApp:
             async def limited() -> Message | None:
                 if len(message.body) > most_bytes:
                     return _too_large(len(message.body), most_bytes)
+                most = self.tenant_requests * at_once // TENANTS_REQUESTS
                 if working[tenant] >= most:
                     return self._too_many(subject, tenant, most)
                 working[tenant] += 1
