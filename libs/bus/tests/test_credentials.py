@@ -274,7 +274,7 @@ async def test_tenant_whose_requests_wait_keeps_no_other_tenant_from_being_answe
         async with asyncio.timeout(30):
             while waiting[0] < 3:
                 await asyncio.sleep(0.01)
-        with pytest.raises(RefusedError, match="tenant bob has 3 requests .* in work here") as refused:
+        with pytest.raises(RefusedError, match=r"tenant bob has 3 requests .* in work here") as refused:
             await ask("bob")
         assert refused.value.code == "router.limit" and refused.value.retryable
         assert (await ask("alice")).next == "alice" and not release.is_set()
