@@ -72,8 +72,8 @@ class RouterSettings(BaseSettings):
         tenant_jobs: jobs of one tenant that may wait at a time.
         tenant_opens: sessions opened and jobs submitted a second by one tenant, on average, on one router; four times as many at
             once.
-        tenant_requests: requests over NATS of one tenant that one router works on at a time, per kind of request; 32 times as many
-            renewals. Further ones are refused.
+        tenant_requests: requests over NATS of one tenant that one router works on at a time, per kind of request; 32 times as
+            many renewals. Further ones are refused.
         tenant_streams: event streams that one tenant may follow on one router.
         tenant_transfers: blobs that one tenant may put or read over REST at a time, on one router.
         streams: event streams of one router in all; one in eight is for operators and administrators alone.
