@@ -23,14 +23,15 @@ def executor_settings():
 
 
 @pytest.fixture(scope="module")
-def cluster(folder, executor_settings):
+def router_settings():
+    """The same of the router."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, executor_settings, router_settings):
     with contextlib.ExitStack() as stack:
-        yield Cluster(folder, stack, executor=executor_settings)
-def cluster(request, tmp_path_factory):
-    """A module's `ROUTER`: settings of its router."""
-    with contextlib.ExitStack() as stack:
-        settings = getattr(request.module, "ROUTER", None)
-        yield Cluster(tmp_path_factory.mktemp("cluster"), stack, router=settings)
+        yield Cluster(folder, stack, executor=executor_settings, router=router_settings)
 
 
 @pytest.fixture(scope="module")

@@ -177,6 +177,8 @@ def test_neighbour_of_a_saturating_p0_that_declares_nothing_keeps_a_share(cluste
         for tenant, session in opened:
             tenant.close(session)
         cluster.rest("PUT", "tenants/bob", {"class_ceiling": 2})
+
+
 # -- much work out of few bytes ------------------------------------------------------------------------------------------
 
 

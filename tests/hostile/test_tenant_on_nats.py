@@ -149,6 +149,8 @@ def test_session_opens_no_third_tunnel(bob):
         ends.callback(tunnel(bob, opened).close)
         with pytest.raises(ChannelError, match="has 2 tunnels here, and 2 is the limit for one session"):
             tunnel(bob, opened)
+
+
 def sent_raw(tenant, subject, data):
     """The code with which a request that is no message of ours is refused."""
 

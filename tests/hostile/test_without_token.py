@@ -301,6 +301,8 @@ def test_first_frame_of_anything_is_refused_in_words(opened, port, certificates,
     inside, welcome = enter(opened)
     assert welcome.kind == Kind.WELCOME and synced(inside)
     inside.close()
+
+
 PATIENCE_S = 30
 #: HTTP ports of the cluster: the service, its file with the port, what everybody may read there.
 PORTS = {

@@ -42,15 +42,10 @@ from wooly_router.core.placement import as_record, summary
 from wooly_router.core.queue import plan
 from wooly_router.core.tasks import backoff_s
 from wooly_router.executors import EXECUTOR_TIMEOUT_S
-<<<<<<< HEAD
 from wooly_router.gate import DEFAULT_TENANT, Caller
-from wooly_router.state.tasks import PartRecord, TaskRecord, session_of
-=======
-from wooly_router.gate import DEFAULT_TENANT
 from wooly_router.limits import LimitError
 from wooly_router.modules import ModuleChecks
-from wooly_router.state.tasks import PartRecord, TaskRecord
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
+from wooly_router.state.tasks import PartRecord, TaskRecord, session_of
 from wooly_router.traces import trace_of
 
 log = logging.getLogger("wooly.router")
@@ -132,33 +127,19 @@ class JobActor:
         queue, what = subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT
         turn, working = asyncio.Semaphore(COMMANDS_AT_ONCE), set[asyncio.Task[None]]()
         async for taken in take(self._app.jetstream(), queue, what, "router", self._ensure_commands):
-<<<<<<< HEAD
-            try:
-                with consumer_span("router", what, taken.headers):
-                    job = decode(taken.data, SubmitJob)
-                    caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
-                    tenant = self._router.gate.makes_for(caller, job.tenant)
-                    await self._take_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
-                await taken.done()
-            except (EnvelopeError, RefusedError) as e:
-                log.warning("a job that cannot be read, or is nobody's, is dropped: %s", e)
-                await taken.done()
-            except Exception:
-                log.exception("a job could not be taken in; it comes again")
-                await taken.later(2.0)
-=======
             await turn.acquire()  # the module of one job may take long; those of others are looked at meanwhile
-            task = asyncio.create_task(self._take_command(taken, what))
+            task = asyncio.create_task(self._take_one(taken, what))
             working.add(task)
             task.add_done_callback(working.discard)
             task.add_done_callback(lambda _: turn.release())
 
-    async def _take_command(self, taken: Taken, what: str) -> None:
+    async def _take_one(self, taken: Taken, what: str) -> None:
         try:
             with consumer_span("router", what, taken.headers):
                 job = decode(taken.data, SubmitJob)
                 caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
-                await self.on_submit_job(job.model_copy(update={"tenant": caller.own, "credential": ""}))
+                tenant = self._router.gate.makes_for(caller, job.tenant)
+                await self._take_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
             await taken.done()
         except LimitError as e:  # it waits in the queue: what was acknowledged will be a task
             await taken.later(max(e.retry_s, LIMITED_S))
@@ -168,7 +149,6 @@ class JobActor:
         except Exception:
             log.exception("a job could not be taken in; it comes again")
             await taken.later(2.0)
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
 
     async def _take_command(self, job: SubmitJob, caller: Caller) -> None:
         """Take in a job whose submitter waits for no answer: what is refused to others is a job that failed."""
@@ -193,11 +173,8 @@ class JobActor:
         `caller`: who submits it; an administrator is not bound by its tenant's ceilings.
 
         Raises:
-<<<<<<< HEAD
             RefusedError: it asks for more than its tenant may have.
-=======
             LimitError: its tenant has too many that wait, or submits too fast.
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
             StreamError: its module cannot be looked at now.
         """
         known = await self._tasks.get(job.job_id)
@@ -205,19 +182,16 @@ class JobActor:
             if known.tenant != job.tenant:
                 log.warning("job %s of %s is dropped: the id is another tenant's", job.job_id, job.tenant)
             return known
-<<<<<<< HEAD
         wish = Wish.of_start(job.priority, job.weight, job.gpu_mode)
         granted = await self._router.ceilings.granted(job.tenant, wish, caller)
         return await self._submit(job.model_copy(update={"priority": granted.priority, "weight": granted.weight}))
 
     async def _submit(self, job: SubmitJob, refusal: str = "") -> TaskRecord:
         """Write a job down: as pending, or, with a `refusal`, as failed."""
-=======
         self._router.limits.begin(job.tenant)
         async with self._world.database.reading() as s:  # before its module is fetched and checked
             await self._room_for(s, job.tenant)
         await self._router.blobs.room_for(job.tenant, 0, begins=True)  # what it computes will be blobs
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
         now = self._router.clock()
         task = TaskRecord(
             id=job.job_id,
@@ -243,27 +217,13 @@ class JobActor:
             traced = replace(task, spec=(task.spec or {}) | {"trace": parent}) if parent else task
             return await self._take_in(job, traced, refusal)
 
-<<<<<<< HEAD
     async def _take_in(self, job: SubmitJob, task: TaskRecord, refusal: str) -> TaskRecord:
         if not refusal:
             task, refusal = await self._examined(job, task)
-        async with self._world.database.writing() as s:
-=======
-    async def _take_in(self, job: SubmitJob, task: TaskRecord) -> TaskRecord:
-        now, refusal = task.created_at, ""
-        try:
-            checked = await self.modules.check(self._router.blobs.store(job.tenant), job.tenant, job.module)
-            refusal = checked.refusal
-            task = replace(task, required_vram=task.required_vram or max(checked.peak, 1))
-        except (BlobMissingError, BlobCorruptError) as e:
-            refusal = f"{e.code}: {e}"
-        async with (
-            self._world.database.deciding() as s
-        ):  # of jobs that come at the same time, each counts those before it
+        async with self._world.database.deciding() as s:  # of jobs that come at once, each counts those before it
             if (known := await self._tasks.get(job.job_id, s)) is not None:
                 return known
             await self._room_for(s, job.tenant)
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
             if not await self._tasks.add(s, task):
                 return await self._tasks.get(job.job_id, s) or task
             if refusal:
@@ -271,19 +231,14 @@ class JobActor:
         self._changed.set()
         return task
 
-<<<<<<< HEAD
     async def _examined(self, job: SubmitJob, task: TaskRecord) -> tuple[TaskRecord, str]:
         """The job with the memory that its module needs, and why it can never run; empty: it can."""
         try:
-            store = BlobStore(self._app.jetstream(), job.tenant)
-            module = decode_module(await store.get(job.module, MAX_MODULE_BYTES))
-            peak = check_module(module)
-            return replace(task, required_vram=task.required_vram or max(peak, 1)), ""
-        except StreamError:
-            raise
-        except (WisError, BusError) as e:
+            checked = await self.modules.check(self._router.blobs.store(job.tenant), job.tenant, job.module)
+        except (BlobMissingError, BlobCorruptError) as e:
             return task, f"{e.code}: {e}"
-=======
+        return replace(task, required_vram=task.required_vram or max(checked.peak, 1)), checked.refusal
+
     async def _room_for(self, s: AsyncSession, tenant: str) -> None:
         """Whether a tenant may have one more job that waits.
 
@@ -294,7 +249,6 @@ class JobActor:
         self._router.limits.check(
             tenant, "jobs that wait", waiting, "tenant_jobs", "wait for some of them, or cancel them"
         )
->>>>>>> 9a8849f (A token before the body; modules checked beside the router; limits per tenant)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
