@@ -23,11 +23,15 @@ def executor_settings():
 
 
 @pytest.fixture(scope="module")
-def cluster(request, folder, executor_settings):
-    """A module's `ROUTER`: settings of its router."""
+def router_settings():
+    """The same of the router."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, executor_settings, router_settings):
     with contextlib.ExitStack() as stack:
-        router = getattr(request.module, "ROUTER", None)
-        yield Cluster(folder, stack, router=router, executor=executor_settings)
+        yield Cluster(folder, stack, executor=executor_settings, router=router_settings)
 
 
 @pytest.fixture(scope="module")

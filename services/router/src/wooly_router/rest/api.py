@@ -22,7 +22,7 @@ from wooly_router.actor import RouterActor
 from wooly_router.exporter import ModuleCollector, SpanCollector
 from wooly_router.limits import LimitError
 from wooly_router.rest import cluster, credentials, credits, events, login, metrics, tasks, tenants, traces
-from wooly_router.rest.access import Access
+from wooly_router.rest.access import Access, secret_of
 from wooly_router.rest.models import Health, Problem
 from wooly_router.tasks import TaskActor
 from wooly_router.traces import TraceActor
@@ -68,12 +68,18 @@ def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: Tra
     for module in routed:
         api.include_router(module.router, prefix="/api/v1")
     ui.serve(api)
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(SpanCollector(tracing))
-    registry.register(ModuleCollector(desk.jobs.modules))
+    free, named = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
+    for registry in (free, named):
+        registry.register(SpanCollector(tracing))
+    named.register(ModuleCollector(desk.jobs.modules))
 
     @api.get("/metrics", include_in_schema=False)
-    async def figures() -> Response:
+    async def figures(request: Request) -> Response:
+        try:  # tenants' names are for those alone who may read figures
+            caller = await access.still(secret_of(request), request.client.host if request.client else "")
+            registry = named if "metrics:read" in caller.may else free
+        except RefusedError:
+            registry = free
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     _answer_errors(api)
