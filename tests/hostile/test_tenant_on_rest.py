@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,12 @@ from urllib.parse import urlsplit
 
 import pytest
 from wooly_bus.blobs import name_of
-from wooly_wis.codec import encode_program
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.frames import Kind, pack_run
 from wooly_wis.module import MAX_NODES, Module, encode_module
-from wooly_wis.program import Program
+from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
 PATIENCE_S = 60
@@ -103,158 +107,7 @@ def test_cancel_of_a_session_whose_operator_still_runs_says_so_until_it_has_ende
     channel.close()
 
 
-PATIENCE_S = 60
 #: Tight limits, so that little is needed to reach them.
-ROUTER = {"TENANT_SESSIONS": "5", "TENANT_JOBS": "10", "TENANT_STREAMS": "3", "TENANT_OPENS": "8"}
-EMPTY = encode_module(Module((), (), (), (), ()))
-
-
-@contextlib.contextmanager
-def asked(cluster, method, path, token, body=None):
-    """The answer, still open; a body may be bytes, or what becomes JSON."""
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    connection = http.client.HTTPConnection(urlsplit(cluster.url).netloc, timeout=PATIENCE_S)
-    try:
-        headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        connection.request(method, f"/api/v1/{path}", data, headers)
-        yield connection.getresponse()
-    finally:
-        connection.close()
-
-
-def told(cluster, method, path, token, body=None):
-    """(status, JSON, seconds after which to try again) of an answer."""
-    with asked(cluster, method, path, token, body) as answer:
-        return answer.status, json.loads(answer.read() or b"null"), answer.headers.get("Retry-After")
-
-
-def blob(cluster, tenant, data):
-    status, answer, _ = told(cluster, "POST", "blobs", tenant.token, data)
-    assert status == 201, answer
-    return answer["digest"]
-
-
-def waiting_job(module):
-    """A job that waits: no node is in its group."""
-    return {"module": module, "node_groups": ["nowhere"]}
-
-
-def hostile_module(programs):
-    """A lawful module that takes long to check: many programs, each different."""
-    raw = [encode_program(Program((), ()))] * programs
-    return encode_module(Module(tuple(raw), (), (), (), ()))
-
-
-def test_bodies_are_refused_beyond_the_limit_of_their_route(cluster, alice, bob):
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, b" " * (2 << 20))
-    assert (status, answer["code"]) == (413, "router.too_large") and "1048576" in answer["message"]
-    for body in (b"[" * 500_000, json.dumps({"module": "x", "inputs": [{}] * 200_000}).encode()):
-        assert told(cluster, "POST", "tasks", bob.token, body)[0] in (400, 422)
-    assert told(cluster, "GET", "tasks", alice.token)[0] == 200
-
-
-def test_event_streams_of_one_tenant_leave_those_of_others(cluster, alice, bob):
-    with contextlib.ExitStack() as held:
-        for _ in range(3):
-            assert held.enter_context(asked(cluster, "GET", "events", bob.token)).status == 200
-        status, answer, _ = told(cluster, "GET", "events", bob.token)
-        assert (status, answer["code"]) == (429, "router.limit")
-        assert "3 event streams" in answer["message"] and "WOOLY_ROUTER_TENANT_STREAMS" in answer["message"]
-        for token in (alice.token, cluster.token):
-            assert held.enter_context(asked(cluster, "GET", "events", token)).status == 200
-
-
-def test_sessions_of_one_tenant_are_counted_over_all_that_ask_at_once(cluster, alice, bob):
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: _opened(bob), range(8)))
-    opened = [a for a in answers if not isinstance(a, str)]
-    refused = [a for a in answers if isinstance(a, str)]
-    assert 1 <= len(opened) <= 5 and all("WOOLY_ROUTER_TENANT_SESSIONS" in why for why in refused), answers
-    hers = alice.open()
-    assert alice.close(hers).closed
-    for one in opened:
-        assert bob.close(one).closed
-    assert bob.close(bob.open()).closed  # what is closed counts no more
-
-
-def _opened(tenant):
-    try:
-        return tenant.open()
-    except Exception as e:
-        assert e.code == "router.limit"
-        return str(e)
-
-
-def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster, alice, bob):
-    module = blob(cluster, bob, EMPTY)
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda _: told(cluster, "POST", "tasks", bob.token, waiting_job(module)), range(200)))
-    made = [a["task"]["task_id"] for status, a, _ in answers if status == 201]
-    assert 1 <= len(made) <= 10
-    refused = {(status, a["code"]) for status, a, _ in answers if status != 201}
-    assert refused == {(429, "router.limit")}
-    assert any("WOOLY_ROUTER_TENANT_JOBS" in a["message"] for status, a, _ in answers if status != 201)
-    fast = [after for status, a, after in answers if status != 201 and "WOOLY_ROUTER_TENANT_OPENS" in a["message"]]
-    assert fast and set(fast) == {"1"}
-    hers = blob(cluster, alice, EMPTY)
-    assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
-    for task in made:
-        assert told(cluster, "POST", f"tasks/{task}/cancel", bob.token, {})[0] == 200
-
-
-def test_module_that_takes_long_to_check_holds_nobody_else_up(cluster, alice, bob):
-    module = blob(cluster, bob, hostile_module(MAX_NODES // 3))
-    hers = blob(cluster, alice, EMPTY)
-    answers = []
-
-    def submit():
-        answers.append(told(cluster, "POST", "tasks", bob.token, {"job_id": "job-of-bob", **waiting_job(module)}))
-
-    submitting = threading.Thread(target=submit)
-    submitting.start()
-    try:
-        for path in ("me", "tasks", "overview"):
-            assert told(cluster, "GET", path, alice.token)[0] == 200
-        assert told(cluster, "POST", "tasks", alice.token, waiting_job(hers))[0] == 201
-        assert alice.close(alice.open()).closed
-        assert submitting.is_alive()  # all of that while the module was looked at
-    finally:
-        submitting.join(PATIENCE_S)
-    (status, answer, _) = answers[0]
-    assert status == 201, answer
-    assert told(cluster, "POST", "tasks/job-of-bob/cancel", bob.token, {})[0] == 200
-    for token, shown in ((cluster.token, True), (alice.token, False)):
-        with http_text(cluster.url + "/metrics", token) as text:
-            assert ('wooly_module_check_seconds_total{tenant="bob"}' in text) is shown
-
-
-def test_module_of_too_many_nodes_or_bytes_fails_with_the_limit_and_the_cure(cluster, bob):
-    module = blob(cluster, bob, hostile_module(MAX_NODES + 1))
-    status, answer, _ = told(cluster, "POST", "tasks", bob.token, {"module": module})
-    assert status == 201 and answer["task"]["state"] == "failed"
-    assert str(MAX_NODES) in answer["task"]["reason"] and "split it" in answer["task"]["reason"]
-
-
-def test_blobs_put_at_the_same_time_stay_within_what_a_tenant_may_keep(cluster, alice, carol):
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(lambda i: told(cluster, "POST", "blobs", carol.token, bytes([i]) * (3 << 20)), range(8))
-        )
-    kept = [a["nbytes"] for status, a, _ in answers if status == 201]
-    refused = {(status, a["code"]) for status, a, _ in answers if status != 201}
-    assert 1 <= len(kept) <= 4 and refused == {(429, "router.limit")}
-    assert blob(cluster, alice, b"hers")
-
-
-@contextlib.contextmanager
-def http_text(url, token):
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)
-    try:
-        connection.request("GET", parts.path, headers={"Authorization": f"Bearer {token}"})
-        yield connection.getresponse().read().decode()
-    finally:
-        connection.close()
 
 
 # -- what a tenant may have at a time ----------------------------------------------------------------------------------
