@@ -39,6 +39,8 @@ from wooly_scheduler.settings import SchedulerSettings
 
 log = logging.getLogger("wooly.scheduler")
 BUCKET = "WOOLY_SCHEDULER"
+#: Bytes that the bucket may take: a checkpoint, and the next one while it is written.
+BUCKET_BYTES = 2 * MAX_BYTES + (1 << 20)
 OBJECT = "checkpoint"
 #: The journal stream, where no executor has made it yet.
 STREAM_AGE_S = 24 * 3600.0
@@ -165,9 +167,10 @@ class SchedulerActor:
             try:
                 store = await js.object_store(BUCKET)
             except NotFoundError:
-                store = await js.create_object_store(
-                    BUCKET, config=ObjectStoreConfig(description="the scheduler's own", replicas=replicas())
+                config = ObjectStoreConfig(
+                    description="the scheduler's own", max_bytes=BUCKET_BYTES, replicas=replicas()
                 )
+                store = await js.create_object_store(BUCKET, config=config)
             await store.put(OBJECT, checkpoint)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             log.warning(
