@@ -21,6 +21,8 @@ from collections.abc import Sequence
 
 from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError, EncodeError
+from wooly_wis.limits import MAX_FORM_NODES, MAX_FORMS, MAX_INSTRUCTIONS, MAX_PROGRAM_BYTES, MAX_REFERENCES
+from wooly_wis.pauses import pause
 from wooly_wis.program import (
     Attr,
     Form,
@@ -37,7 +39,6 @@ from wooly_wis.program import (
 
 MAGIC = b"WIS1"
 DIGEST_SIZE = 32
-MAX_PROGRAM_BYTES = 16 << 20
 MAX_DEPTH = 16
 MAX_DIMS = 64
 
@@ -193,11 +194,12 @@ def encode_program(program: Program) -> bytes:
 class _Reader:
     """A cursor that refuses to run past its end."""
 
-    __slots__ = ("data", "end", "pos")
+    __slots__ = ("data", "end", "nodes", "pos")
 
     def __init__(self, data: bytes, pos: int = 0, end: int | None = None) -> None:
         self.data = data
         self.pos = pos
+        self.nodes = 0
         self.end = len(data) if end is None else end
 
     def take(self, n: int) -> bytes:
@@ -206,6 +208,14 @@ class _Reader:
             raise DecodeError(f"{n} bytes wanted, {self.end - start} left", start)
         self.pos = start + n
         return self.data[start : self.pos]
+
+    def node(self) -> None:
+        """One more operand or value is read."""
+        self.nodes += 1
+        if not self.nodes & 31:
+            if self.nodes > MAX_FORM_NODES:
+                raise DecodeError(f"a form of more than {MAX_FORM_NODES} operands and values", self.pos)
+            pause()
 
     def u8(self) -> int:
         return self.take(1)[0]
@@ -227,6 +237,7 @@ class _Reader:
 def _decode_value(r: _Reader, depth: int) -> Attr:
     if depth > MAX_DEPTH:
         raise DecodeError(f"attribute nested deeper than {MAX_DEPTH}", r.pos)
+    r.node()
     at = r.pos
     tag = r.u8()
     if tag == _NONE:
@@ -269,6 +280,7 @@ def _dtype(r: _Reader) -> DType:
 
 
 def _decode_operand(r: _Reader) -> Operand:
+    r.node()
     at = r.pos
     head = r.u8()
     if head & 0xF > Role.INOUT or head >> 4 > 1:
@@ -330,8 +342,14 @@ def split_program(data: bytes) -> tuple[list[bytes], array[int]]:
         raise DecodeError("not a WIS program of version 1", 0)
     if 4 * n_words > len(data) or 4 * n_forms > len(data):
         raise DecodeError(f"{n_forms} forms and {n_words} words cannot fit {len(data)} bytes", 4)
+    if n_forms > MAX_FORMS:
+        raise DecodeError(f"{n_forms} forms, at most {MAX_FORMS}", 4)
+    if n_words > MAX_INSTRUCTIONS + MAX_REFERENCES:
+        raise DecodeError(f"{n_words} words, at most {MAX_INSTRUCTIONS + MAX_REFERENCES}", 8)
     forms: list[bytes] = []
-    for _ in range(n_forms):
+    for k in range(n_forms):
+        if not k & 63:
+            pause()
         size = r.u32()
         forms.append(r.take(size))
         if any(r.take(-size % 4)):
@@ -349,7 +367,7 @@ def body_of(words: array[int], arity: Sequence[int]) -> tuple[Instruction, ...]:
     """Instructions from body words, given the number of operands of each form.
 
     Raises:
-        DecodeError: a form index is out of range or the last instruction is cut short.
+        DecodeError: a form index is out of range, the last instruction is cut short, or there are too many.
     """
     body: list[Instruction] = []
     flat = words.tolist()
@@ -363,6 +381,10 @@ def body_of(words: array[int], arity: Sequence[int]) -> tuple[Instruction, ...]:
             raise DecodeError(f"instruction {len(body)} is cut short")
         body.append(Instruction(form, tuple(flat[i + 1 : j])))
         i = j
+        if not len(body) & 63:
+            if len(body) > MAX_INSTRUCTIONS:
+                raise DecodeError(f"more than {MAX_INSTRUCTIONS} instructions")
+            pause()
     return tuple(body)
 
 

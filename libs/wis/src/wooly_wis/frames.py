@@ -94,6 +94,17 @@ def unpack_run(payload: bytes | memoryview) -> Run:
     return Run(digest, bindings.tolist(), bytes(payload[b:c]), frees.tolist(), bool(flags & REPLY))
 
 
+def wants_reply(payload: bytes | memoryview) -> bool:
+    """Whether a RUN frame asks for an answer: its head alone is read.
+
+    Raises:
+        DecodeError: it is cut short.
+    """
+    if len(payload) < RUN_HEAD.size:
+        raise DecodeError("RUN frame is cut short")
+    return bool(RUN_HEAD.unpack_from(payload)[4] & REPLY)
+
+
 def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
     """(buffer, byte offset, byte count) of a READ frame.
 

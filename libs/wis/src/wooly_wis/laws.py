@@ -12,6 +12,7 @@ from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.foreign import launch_of
 from wooly_wis.optable import TABLE, check
+from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
 
 MAX_BYTES = 1 << 40
@@ -97,6 +98,7 @@ def _views_present(form: Form) -> str | None:
 
 def _view_extent(form: Form) -> str | None:
     for k, operand in enumerate(form.operands):
+        pause()
         view = operand.view
         if view is None:
             continue
@@ -121,6 +123,8 @@ def overlaps_itself(view: View) -> bool:
 
 def _outputs_distinct(form: Form) -> str | None:
     for k, operand in enumerate(form.operands):
+        if not k & 31:
+            pause()
         if operand.role is not Role.IN and operand.view is not None and overlaps_itself(operand.view):
             return f"operand {k} is written and overlaps itself"
     return None
@@ -162,6 +166,7 @@ def _refs_in_range(form: Form) -> str | None:
         if isinstance(value, ParamRef) and value.index >= len(form.params):
             return f"param {value.index} of {len(form.params)} is referred to"
         if isinstance(value, tuple):
+            pause()
             for item in value:
                 found = complaint(item)
                 if found:

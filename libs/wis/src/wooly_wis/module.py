@@ -15,7 +15,7 @@ Layout, little endian; `str8`, `view` and padding as in `codec`:
 
 Only "WSM2" has sources, at least one: texts of kernels in other languages (`foreign`) that its programs launch. A load's source
 counts the constants first, then the inputs. Nothing may follow the last step. `check_module` says whether it can
-run.
+run; `limits` has the most of everything.
 """
 
 from __future__ import annotations
@@ -29,7 +29,18 @@ from wooly_wis.codec import DIGEST_SIZE, MAX_DIMS, decode_program, digest
 from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError, EncodeError, WisError
 from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, OPCODE, decode_source, launch_of
-from wooly_wis.verifier import ProgramFacts, verify_program
+from wooly_wis.limits import (
+)
+from wooly_wis.limits import (
+    MAX_MODULE_INSTRUCTIONS,
+    MAX_MODULE_NODES,
+    MAX_MODULE_PROGRAMS,
+    MAX_MODULE_REFERENCES,
+    MAX_MODULE_STEPS,
+)
+from wooly_wis.pauses import pause
+from wooly_wis.program import Program
+from wooly_wis.verifier import ProgramFacts, nodes_of, verify_program
 
 MAGIC = b"WSM1"
 MAGIC_WITH_SOURCES = b"WSM2"
@@ -176,7 +187,7 @@ class _Reader:
 
     def __init__(self, data: bytes) -> None:
         self.data = data
-        self.pos = 0
+        self.pos = self.references = 0
 
     def take(self, n: int) -> bytes:
         start = self.pos
@@ -234,15 +245,22 @@ def decode_module(data: bytes) -> Module:
         raise DecodeError(f"what the header counts cannot fit {len(data)} bytes", 4)
     nodes = n_programs + n_sources + n_constants + n_inputs + n_outputs + n_steps
     _check_nodes(nodes)
+    if n_programs > MAX_MODULE_PROGRAMS or n_steps > MAX_MODULE_STEPS:
+        most = f"{MAX_MODULE_PROGRAMS} programs and {MAX_MODULE_STEPS} steps"
+        raise DecodeError(f"a module of {n_programs} programs and {n_steps} steps, at most {most}", 4)
     sources, programs = [tuple([r.padded() for _ in range(n)]) for n in (n_sources, n_programs)]
     _check_nodes(nodes + sum([_nodes_of(raw) for raw in programs]))
     constants = tuple([Constant(*_CONSTANT.unpack(r.take(_CONSTANT.size))) for _ in range(n_constants)])
     inputs = tuple([r.tensor() for _ in range(n_inputs)])
     outputs = tuple([Output(r.tensor(), *r.words(2)) for _ in range(n_outputs)])
-    steps = tuple([_step(r) for _ in range(n_steps)])
+    steps = []
+    for k in range(n_steps):
+        if not k & 15:
+            pause()
+        steps.append(_step(r))
     if r.pos != len(data):
         raise DecodeError("bytes after the module", r.pos)
-    return Module(programs, constants, inputs, outputs, steps, sources)
+    return Module(programs, constants, inputs, outputs, tuple(steps), sources)
 
 
 def _check_nodes(nodes: int) -> None:
@@ -270,6 +288,9 @@ def _step(r: _Reader) -> Load | Run:
     if kind != 1:
         raise DecodeError(f"unknown kind of step {kind}", at)
     program, n_bind, n_param, n_free = r.unpack(_RUN)
+    r.references += n_bind + n_free
+    if r.references > MAX_MODULE_REFERENCES:
+        raise DecodeError(f"a module whose steps name buffers more than {MAX_MODULE_REFERENCES} times", at)
     bindings = r.words(n_bind)
     params = r.take(8 * n_param)
     return Run(program, bindings, params, r.words(n_free))
@@ -294,14 +315,25 @@ def check_module(module: Module) -> int:
     ):
         if len(set(names)) != len(names):
             raise ModuleError(f"two {what} have the same name")
-    programs = [decode_program(raw) for raw in module.programs]
-    facts = [verify_program(p) for p in programs]
+    programs: list[Program] = []
+    facts: list[ProgramFacts] = []
+    instructions = nodes = 0
+    for raw in module.programs:
+        program = decode_program(raw)
+        instructions += len(program.body)
+        nodes += sum([nodes_of(f) for f in program.forms])
+        if instructions > MAX_MODULE_INSTRUCTIONS or nodes > MAX_MODULE_NODES:
+            most = f"{MAX_MODULE_INSTRUCTIONS} instructions, {MAX_MODULE_NODES} operands and values of attributes"
+            raise ModuleError(f"its programs have more than {most} in all")
+        programs.append(program)
+        facts.append(verify_program(program))
     _check_sources(module, {launch_of(f).source for p in programs for f in p.forms if f.opcode == OPCODE})
     words = [sum(2 if k.name == "C128" else 1 for k in p.param_kinds) for p in programs]
     n_sources = len(module.constants) + len(module.inputs)
     live: dict[int, int] = {}
     held = peak = 0
     for number, step in enumerate(module.steps):
+        pause()
         if isinstance(step, Load):
             if step.source >= n_sources:
                 raise ModuleError(f"step {number} loads source {step.source} of {n_sources}")

@@ -7,22 +7,27 @@ per slot: is the bound buffer as large as `ProgramFacts.slot_bytes` says.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wooly_wis.codec import encode_form
 from wooly_wis.errors import VerifyError
 from wooly_wis.laws import FORM_LAWS
-from wooly_wis.program import Form, Program
+from wooly_wis.limits import MAX_FORMS, MAX_INSTRUCTIONS, MAX_NODES, MAX_PARAMS, MAX_REFERENCES
+from wooly_wis.pauses import pause
+from wooly_wis.program import Attr, Form, Program
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Upper bounds on what a program may ask of a reader."""
 
-    instructions: int = 65536
-    forms: int = 16384
-    slots: int = 262144
-    params: int = 262144
+    instructions: int = MAX_INSTRUCTIONS
+    forms: int = MAX_FORMS
+    slots: int = MAX_REFERENCES
+    references: int = MAX_REFERENCES
+    params: int = MAX_PARAMS
+    nodes: int = MAX_NODES
 
 
 DEFAULT_LIMITS = Limits()
@@ -72,6 +77,7 @@ class Verifier:
             self._good.move_to_end(id(form))
             return known[1]
         for law in FORM_LAWS:
+            pause()
             complaint = law.check(form)
             if complaint is not None:
                 raise VerifyError(f"{form.opcode}: {complaint}", instruction=instruction, law=law.name)
@@ -81,27 +87,33 @@ class Verifier:
             self._good.popitem(last=False)
         return ends
 
-    def verify(self, program: Program) -> ProgramFacts:
+    def verify(self, program: Program, ends: Sequence[tuple[int, ...]] | None = None) -> ProgramFacts:
         """Check a whole program.
+
+        Args:
+            program: decoded.
+            ends: per form what `verify_form` found, from a reader that keeps forms: all are good, and no two are the same.
 
         Raises:
             VerifyError: names the instruction and the law.
         """
-        self._check_counts(program)
-        ends: list[tuple[int, ...] | None] = [None] * len(program.forms)
+        self._check_counts(program, known=ends is not None)
+        found: list[tuple[int, ...] | None] = [None] * len(program.forms)
         need: list[int] = []
         alloc: list[int | None] = []
         freed: list[bool] = []
         next_form = 0
         for i, instruction in enumerate(program.body):
+            if not i & 15 or len(instruction.slots) > 64:
+                pause()
             index = instruction.form
             if index > next_form:
                 raise VerifyError(f"form {index} is used before form {next_form}", instruction=i, law="form-order")
             form = program.forms[index]
             if index == next_form:
                 next_form += 1
-                ends[index] = self.verify_form(form, i)
-            mine = ends[index]
+                found[index] = self.verify_form(form, i) if ends is None else ends[index]
+            mine = found[index]
             assert mine is not None
             if len(instruction.slots) != len(form.operands):
                 raise VerifyError("slots do not fit the form's operands", instruction=i, law="arity")
@@ -133,16 +145,42 @@ class Verifier:
         kept = sum(s for s, gone in zip(alloc, freed, strict=True) if s is not None and not gone)
         return ProgramFacts(tuple(need), tuple(alloc), tuple(freed), total, kept)
 
-    def _check_counts(self, program: Program) -> None:
-        limits = self._limits
+    def _check_counts(self, program: Program, *, known: bool) -> None:
+        limits, forms = self._limits, program.forms
         if len(program.body) > limits.instructions:
             raise VerifyError(f"{len(program.body)} instructions, at most {limits.instructions}", law="limits")
-        if len(program.forms) > limits.forms:
-            raise VerifyError(f"{len(program.forms)} forms, at most {limits.forms}", law="limits")
-        if sum(len(program.forms[i.form].params) for i in program.body) > limits.params:
+        if len(forms) > limits.forms:
+            raise VerifyError(f"{len(forms)} forms, at most {limits.forms}", law="limits")
+        params = references = 0
+        for i, instruction in enumerate(program.body):
+            if not i & 127:
+                pause()
+            params += len(forms[instruction.form].params)
+            references += len(instruction.slots)
+        if params > limits.params:
             raise VerifyError(f"more than {limits.params} params", law="limits")
-        if len({encode_form(f) for f in program.forms}) != len(program.forms):
+        if references > limits.references:
+            raise VerifyError(f"slots are named {references} times, at most {limits.references}", law="limits")
+        if known:
+            return
+        if sum([nodes_of(f) for f in forms]) > limits.nodes:
+            raise VerifyError(f"more than {limits.nodes} operands and values in all forms", law="limits")
+        seen: set[bytes] = set()
+        for form in forms:
+            pause()
+            seen.add(encode_form(form))
+        if len(seen) != len(forms):
             raise VerifyError("a form is listed twice", law="form-unique")
+
+
+def nodes_of(form: Form) -> int:
+    """Operands and values of attributes in a form: what decoding it takes grows with them."""
+
+    def values(value: Attr) -> int:
+        return 1 + sum([values(v) for v in value]) if isinstance(value, tuple) else 1
+
+    pause()
+    return len(form.operands) + sum([values(value) for _, value in form.attrs])
 
 
 def verify_program(program: Program, limits: Limits = DEFAULT_LIMITS) -> ProgramFacts:

@@ -1,7 +1,8 @@
 """The one thread that owns the device: it reads all sessions' channels, runs what the dispatch core decides, and answers.
 
-A frame that occupies the device (RUN, DEFINE) is a program of the core. Any other only moves bytes between the host's memory and
-the channel, and is processed as soon as the frames before it are. Other threads talk to the loop through `call`.
+A frame that occupies the device (RUN) is a program of the core. What grows with a client's bytes (DEFINE, SOURCE) is taken in by
+decoders beside this thread. Any other frame only moves bytes between the host's memory and the channel, and is processed as soon
+as the frames before it are. Other threads talk to the loop through `call`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from wooly_bus.channel import (
 )
 from wooly_bus.channel.token import Pass
 from wooly_dispatch.events import Policy
-from wooly_wis.codec import DIGEST_SIZE
+from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import (
     PROTOCOL,
@@ -41,21 +42,25 @@ from wooly_wis.frames import (
     unpack_read,
     unpack_run,
 )
+from wooly_wis.limits import MAX_PROGRAM_BYTES
 
 from wooly_executor.answers import Answers, awaited
 from wooly_executor.collector import Collector
 from wooly_executor.cores import WorkerClock
+from wooly_executor.decoding import Decoders, Decoding
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.entrance import Entrance, Hello, TurnedAwayError, refusal
 from wooly_executor.errors import (
     AdmissionError,
     ContextLostError,
     ExecutorError,
+    HostMemoryError,
     InternalError,
     LoopEndedError,
     UnknownSessionError,
 )
-from wooly_executor.estimates import Cut, Definitions, turns
+from wooly_executor.estimates import Cut, turns
+from wooly_executor.host_account import Holder, HostLimits, to_end
 from wooly_executor.landing import land, sink
 from wooly_executor.memory.book import Scope
 from wooly_executor.pace import FASTEST, FULL, Pace
@@ -74,10 +79,21 @@ QUEUE_FRAMES = 4096
 QUEUE_BYTES = 32 << 20
 WINDOW = 64 << 20
 STOPPING = "the executor is stopping"
-#: Frames that occupy the device.
-_WORK = frozenset((Kind.RUN, Kind.DEFINE))
+#: Frames that decoders take in.
+_DECODED = frozenset((Kind.DEFINE, Kind.SOURCE))
+#: Frames that wait while their session is held or suspended.
+_WORK = frozenset((Kind.RUN, *_DECODED))
 #: Frames behind which nothing is begun: what is defined decides what runs take, what is read must not change on its way.
-_BARS = frozenset((Kind.DEFINE, Kind.READ))
+_BARS = frozenset((*_DECODED, Kind.READ))
+#: Bytes of a definition that this thread takes in itself while no other session is open: that takes less than 10 ms, and a
+#: decoder's answer would come 0.2 ms later.
+DECODED_HERE = 8 << 10
+#: Frames of a session that are processed before others have their turn.
+TURN = 64
+#: Bytes of a PIN frame.
+PIN_BYTES = 4096
+#: Seconds between two looks at what sessions make the host hold.
+REVIEW_S = 0.5
 #: Frames that need the session's memory on the device, and not the device.
 _TOUCHES = frozenset((Kind.READ, Kind.OFFER, Kind.SEAL))
 
@@ -95,6 +111,7 @@ class DeviceLoop:
         pace: Pace | None = None,
         collector: Collector | None = None,
         strangers: StrangerLimits | None = None,
+        limits: HostLimits | None = None,
     ) -> None:
         self.runtime = runtime
         self.tiers = tiers
@@ -129,10 +146,18 @@ class DeviceLoop:
         self._usual = UsualBook()
         self._workers = WorkerClock()
         self._store = ProgramStore(runtime)
-        self._definitions = Definitions()
+        self.limits = limits or HostLimits()
+        self.decoders = Decoders(self.limits.decode_s)
+        self._gate = self.decoders.gate
         self._sessions: dict[str, Session] = {}
-        self._polled = 0
-        self._answers = Answers(self.server, self._proceed)
+        self._polled = self._reviewed = 0
+        self._turn = 0
+        self._more: dict[Session, None] = {}
+        self._answers = Answers(
+            self.server, self._proceed, lambda session, why: self._end_session(session, why), self.limits
+        )
+        if tiers is not None:
+            self._store.on_dropped = tiers.forget
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._ended = False
@@ -193,6 +218,7 @@ class DeviceLoop:
         session = Session(session_id, entry, most, self._store, self.runtime, swappable=swappable, promised=quota or 0)
         self.vram.open(session, tenant, scope)
         session.hosted, session.tenant, session.opaque = hosted, tenant, opaque
+        session.limits = self.limits
         session.used = self.usage.opened(session_id, tenant, model, session.borne, self.vram.clock())
         self._sessions[session_id] = session
         self.dispatch.opened(session, policy or Policy(), tenant)
@@ -204,6 +230,7 @@ class DeviceLoop:
         if session is None:
             return False
         self.entrance.close(session_id)
+        self._more.pop(session, None)
         self.dispatch.closed(session)
         if session.spans is not None:
             session.spans.end(session, reason)
@@ -236,6 +263,7 @@ class DeviceLoop:
         if hold is not None:
             session.hold = hold
             self._refuse(session)
+        self._proceed(session)
         return session.paused or bool(session.hold)
 
     def _refuse(self, session: Session) -> None:
@@ -290,7 +318,7 @@ class DeviceLoop:
         for session_id in list(self._sessions):
             self._attempt(self.close_session, session_id, self.lost or STOPPING)
         self._ended = True
-        for ending in (self._refuse_calls, self.vram.stop, self.acceptor.close, self.server.close, self.on_ended):
+        for ending in (self._refuse_calls, self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self.on_ended):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:
@@ -327,7 +355,12 @@ class DeviceLoop:
 
     def _timeout(self) -> float | None:
         """Seconds until there may be something to do though no event comes; None: there will not."""
-        timeouts = [self.vram.timeout(), None if self._collector is None else self._collector.timeout()]
+        timeouts = [
+            self.vram.timeout(),
+            None if self._collector is None else self._collector.timeout(),
+            self._answers.timeout(),
+            0.0 if self._more else None,
+        ]
         return min([t for t in timeouts if t is not None], default=None)
 
     def _tell_lost(self, session: Session, code: str) -> None:
@@ -339,12 +372,48 @@ class DeviceLoop:
                     self._answers.refuse(conn, frame, code, self.lost)
 
     def _poll(self, timeout: float | None) -> None:
-        for event in self.server.poll(timeout):
-            self._on_event(event)
+        gate = self._gate
+        gate.resting = timeout != 0
+        events = self.server.poll(timeout)
+        gate.resting = False
+        self._turn += 1
+        if self._more:
+            more, self._more = self._more, {}
+            for session in more:
+                self._proceed(session)
+        for event in events:
+            try:
+                self._on_event(event)
+            except (MemoryError, RecursionError) as e:
+                self._exhausted(event.conn, e)
         if self._answers.lending:
             self._answers.take_back()
         self._answers.flush()
-        self._polled = time.perf_counter_ns()
+        self._polled = now = time.perf_counter_ns()
+        if now - self._reviewed > REVIEW_S * 1e9:
+            self._reviewed = now
+            self._review()
+
+    def _review(self) -> None:
+        """End a session where sessions make the host hold too much."""
+        holders = [Holder(s.id, s.account.tenant or s.id, s.host_use()) for s in self._sessions.values()]
+        found = to_end(holders, self.limits, self._store.held)
+        if found is not None:
+            self._end_session(self._sessions[found[0]], found[1])
+
+    def _exhausted(self, conn: Connection, error: MemoryError | RecursionError) -> None:
+        """What a client sent needs more memory, or a deeper stack, than there is: its session ends, and no other."""
+        what = "host memory" if isinstance(error, MemoryError) else "stack"
+        why = f"{HostMemoryError.code}: the executor has not enough {what} for what its client sent {error}".rstrip()
+        if conn.owner is not None:
+            self._end_session(conn.owner, why)
+        else:
+            conn.close(why)
+
+    def _end_session(self, session: Session, why: str) -> None:
+        """A session ends, alone, for something that its client did."""
+        log.warning("session %s of tenant %s ends: %s", session.id, session.tenant or "default", why)
+        self.close_session(session.id, why)
 
     def _run_calls(self) -> None:
         while not self._calls.empty():
@@ -354,18 +423,18 @@ class DeviceLoop:
 
     def _launch(self) -> None:
         """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
+        launch = self.dispatch.launch
         work, gpu_ns, core_ns, stopped = self.dispatch.take(), 0, 0, None
+        if launch is not None:
+            self._gate.priority = launch.priority
         if work is not None:
             session, workers, beyond = work[0], self._workers.read(), self.runtime.beyond_ns
             gpu_ns, last = self._piece(*work)
-            if work[1].kind == Kind.RUN:  # taking in a program is the host's work: a turn, and nothing to bill
-                core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
-                self.busy_ns += gpu_ns
-                session.used.launched(
-                    gpu_ns, core_ns, self.vram.clock(), self._pace_of(session, work[1], last, core_ns)
-                )
-                if self.pace is not None:
-                    self.pace.worked(gpu_ns)
+            core_ns = gpu_ns + self._workers.read() - workers + self.runtime.beyond_ns - beyond
+            self.busy_ns += gpu_ns
+            session.used.launched(gpu_ns, core_ns, self.vram.clock(), self._pace_of(session, work[1], last, core_ns))
+            if self.pace is not None:
+                self.pace.worked(gpu_ns)
             if last < work[3]:
                 stopped = (*work[:2], last)
             self._answers.flush()
@@ -373,6 +442,10 @@ class DeviceLoop:
             self._collector.worked()
         self._look()
         self.dispatch.done(gpu_ns, stopped, core_ns)
+
+    def _ppm(self) -> int:
+        """The pace of a core now, in millionths."""
+        return FULL if self.pace is None else self.pace.ppm
 
     def _pace_of(self, session: Session, frame: Frame, last: int, core_ns: int) -> int:
         """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
@@ -445,12 +518,20 @@ class DeviceLoop:
     def _proceed(self, session: Session) -> None:
         """Process what need not wait for the device, and submit what does, as far as that can be known."""
         queue, conn = session.queue, session.conn
-        while conn is not None and not conn.closed:
-            if session.known and queue[0].kind not in _WORK:
+        if session.turn != self._turn:
+            session.turn, session.served = self._turn, 0
+        while conn is not None and not conn.closed and not session.unread:
+            if session.known and queue[0].kind != Kind.RUN:
                 if queue[0].kind in _TOUCHES and not self._reachable(session, queue[0]):
                     return
                 if queue[0].kind == Kind.PIN and session.sealing:
                     return  # what is to be kept is not hashed yet
+                if queue[0].kind in _DECODED and not self._decoded(session, queue[0]):
+                    return
+                session.served += 1
+                if session.served > TURN and len(self._sessions) > 1:
+                    self._more[session] = None
+                    return
                 self._end(session, conn, queue[0], None)
             elif session.known < len(queue) and not session.barred:
                 frame = queue[session.known]
@@ -466,15 +547,64 @@ class DeviceLoop:
                 if kind == Kind.RUN:
                     frame.cut = session.expected(bytes(frame.payload[:DIGEST_SIZE]))
                     self.dispatch.submit(session, frame)
-                elif kind == Kind.DEFINE:
-                    frame.cut = self._definitions.expected(len(frame.payload))
-                    self.dispatch.submit(session, frame)
+                elif kind in _DECODED and session.known > 1:
+                    self._decode(session, frame)  # beside the runs before it
             else:
                 if not queue and conn.waiting_for_sink and not session.lending:
                     conn.resume()
                 if conn.paused and len(queue) < QUEUE_FRAMES // 2 and session.queued_bytes < QUEUE_BYTES // 2:
                     conn.resume()
                 return
+
+    def _decoded(self, session: Session, frame: Frame) -> bool:
+        """Whether a frame that is first in its queue is taken in. If not, somebody is at it, or its session is suspended."""
+        if frame.decoded is None and session.decoding is None:
+            if session.hold or session.paused:
+                return False
+            alone = len(self._sessions) == 1 and len(frame.payload) <= DECODED_HERE
+            if alone or (len(frame.payload) <= MAX_PROGRAM_BYTES and self._store.known(digest(frame.payload))):
+                work, begun = self._taking_in(session, frame), time.thread_time_ns()
+                try:
+                    frame.decoded = work(), None
+                except ContextLostError:
+                    raise
+                except Exception as e:
+                    frame.decoded = None, e
+                session.used.decoded(time.thread_time_ns() - begun, self._ppm())
+            else:
+                self._decode(session, frame)
+        return frame.decoded is not None
+
+    def _decode(self, session: Session, frame: Frame) -> None:
+        """Have decoders take in a frame. Nothing behind it is begun before it is processed."""
+        if session.hold or session.paused or session.decoding is not None:
+            return
+
+        def done(result: Any, error: Exception | None, core_ns: int) -> None:
+            self.call(lambda: taken_in(result, error, core_ns))
+
+        def taken_in(result: Any, error: Exception | None, core_ns: int) -> None:
+            session.used.decoded(core_ns, self._ppm())
+            session.decoding, frame.decoded = None, (result, error)
+            if session.conn is not None and session.queue:
+                self._proceed(session)
+
+        priority = self.dispatch.priority_of(session.id)
+        session.decoding = Decoding(
+            session.tenant or session.id, priority, len(frame.payload), self._taking_in(session, frame), done
+        )
+        self.decoders.submit(session.decoding)
+
+    def _taking_in(self, session: Session, frame: Frame) -> Callable[[], Any]:
+        """What takes in a frame, in any thread."""
+        frame.begun_ns = time.time_ns()
+        take = session.define if frame.kind == Kind.DEFINE else session.take_source
+
+        def work() -> Any:
+            with torch.inference_mode():
+                return take(bytes(frame.payload))
+
+        return work
 
     def _reachable(self, session: Session, frame: Frame) -> bool:
         """Whether the memory that a frame touches is there, with room for what it changes."""
@@ -535,33 +665,22 @@ class DeviceLoop:
         gpu_ns = 0
         error: Exception | None = None
         try:
-            if frame.kind == Kind.DEFINE:
-                # No work for a device, but it takes the device's thread.
-                begun, told = time.thread_time_ns(), time.time_ns()
-                try:
-                    ready = session.define(bytes(frame.payload))
-                    if session.spans is not None:
-                        session.spans.defined(ready.digest, len(frame.payload), told)
-                finally:
-                    gpu_ns = time.thread_time_ns() - begun
-                    self._definitions.observe(len(frame.payload), gpu_ns)
-            else:
-                if not first:
-                    if session.spans is not None and session.spans.fresh:
-                        frame.begun_ns = time.time_ns()
-                    self.vram.begun(session, frame)
-                    frame.running = session.begin(unpack_run(frame.payload), frame.seq)
-                if frame.running is not None:
-                    self.occupied = session.id, time.perf_counter_ns()
-                    times = self._advance(conn, frame.running.execution, frame.cut, first, last)
-                    self.occupied = None
-                    gpu_ns = sum(times)
-                    frame.running.gpu_ns += gpu_ns
-                    if conn.closed:
-                        return gpu_ns, last
-                    last = first + len(times)
-                    if frame.running.execution.outcome.failed_at is None:
-                        frame.running.ready.observe(frame.cut, first, times)
+            if not first:
+                if session.spans is not None and session.spans.fresh:
+                    frame.begun_ns = time.time_ns()
+                self.vram.begun(session, frame)
+                frame.running = session.begin(unpack_run(frame.payload), frame.seq)
+            if frame.running is not None:
+                self.occupied = session.id, time.perf_counter_ns()
+                times = self._advance(conn, frame.running.execution, frame.cut, first, last)
+                self.occupied = None
+                gpu_ns = sum(times)
+                frame.running.gpu_ns += gpu_ns
+                if conn.closed:
+                    return gpu_ns, last
+                last = first + len(times)
+                if frame.running.execution.outcome.failed_at is None:
+                    frame.running.ready.observe(frame.cut, first, times)
         except ContextLostError:
             raise
         except Exception as e:
@@ -609,6 +728,9 @@ class DeviceLoop:
             self._process(session, conn, frame)
         except ContextLostError:
             raise
+        except (MemoryError, RecursionError) as e:
+            self._exhausted(conn, e)
+            return
         except (ExecutorError, DecodeError) as e:
             session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
             self._answers.failure_if_awaited(session, conn, frame)
@@ -641,15 +763,15 @@ class DeviceLoop:
                 self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
         elif kind == Kind.WRITE:
             land(session)  # data is in place already, or on its way, or its failure is kept
-        elif kind == Kind.DEFINE or frame.refused:
+        elif kind in _DECODED:
+            self._keep(session, frame)
+        elif frame.refused:
             return
         elif kind == Kind.READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not self._answers.failure(session, conn):
                 memory = session.memory(buffer, offset, nbytes, writing=False)
-                self._answers.data(session, conn, session.runtime.device.read(memory))
-        elif kind == Kind.SOURCE:
-            session.take_source(bytes(frame.payload))
+                self._answers.data(session, conn, memory)
         elif kind == Kind.SYNC:
             if not self._answers.failure(session, conn):
                 self._answers.say(conn, {})
@@ -657,18 +779,33 @@ class DeviceLoop:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
             stats |= {"bytes": session.bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
-            self._answers.say(conn, stats | self.vram.stats(session))
+            self._answers.say(conn, stats | self.vram.stats(session) | session.host_use().to_json())
         elif kind == Kind.OFFER:
             self._answers.say(conn, {"known": self._offer(session, frame)})
         elif kind == Kind.SEAL:
             buffer, nbytes, _, name = unpack_content(frame.payload)
             self.vram.contents.seal(session, buffer, nbytes, name)
         elif kind == Kind.PIN:
+            if len(frame.payload) > PIN_BYTES:
+                raise DecodeError(f"PIN frame of {len(frame.payload)} bytes, at most {PIN_BYTES}")
             self._answers.say(conn, self._pin(session, unpack_json(frame.payload)))
         elif kind == Kind.CLOSE:
             self.close_session(session.id, "")
         else:
             conn.close(f"frame kind {kind} is not one that a client sends")
+
+    def _keep(self, session: Session, frame: Frame) -> None:
+        """What a frame defines is taken in: runs may name it, and programs."""
+        assert frame.decoded is not None
+        result, error = frame.decoded
+        if error is not None:
+            raise error
+        if frame.kind == Kind.SOURCE:
+            session.keep_source(*result)
+            return
+        session.keep(result)
+        if session.spans is not None:
+            session.spans.defined(result.digest, len(frame.payload), frame.begun_ns)
 
     def _offer(self, session: Session, frame: Frame) -> bool:
         buffer, nbytes, head, name = unpack_content(frame.payload)

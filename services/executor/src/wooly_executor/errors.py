@@ -34,6 +34,18 @@ class UnknownSourceError(ExecutorError):
     code = "executor.unknown_source"
 
 
+class DecodingTooLongError(ExecutorError):
+    """Taking in what a session sent needs more time of a core than it may."""
+
+    code = "executor.decoding_too_long"
+
+
+class DecodingCancelledError(ExecutorError):
+    """The session for which something was decoded is gone."""
+
+    code = "executor.decoding_cancelled"
+
+
 class OpaqueKernelError(ExecutorError):
     """A kernel that cannot be checked, of a tenant who lacks the permission `opaque_kernels`."""
 
@@ -70,6 +82,12 @@ class InternalError(ExecutorError):
     """The executor itself is at fault; only the session that met the fault hears of it."""
 
     code = "executor.internal"
+
+
+class HostMemoryError(ExecutorError):
+    """The executor has no host memory left for what a session asks; the session ends."""
+
+    code = "executor.host_memory"
 
 
 class AdmissionError(ExecutorError):

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from wooly_wis.optable import cost
+from wooly_wis.pauses import pause
 from wooly_wis.program import Form, Program
 
 from wooly_executor.runtime.protocol import Rates
@@ -130,6 +131,8 @@ class Estimate:
         kernels: list[int] = []
         held = 0
         for i, ns in enumerate(self._positions):
+            if not i & 511:
+                pause()
             if held and held + ns > longest:
                 edges.append(i)
                 kernels.append(max(held, LEAST_NS))
@@ -170,18 +173,3 @@ def turns(kernels: tuple[int, ...], first: int, last: int, longest: int) -> tupl
 
 UNKNOWN = Cut((1 << 62,), (LEAST_NS,))
 """Of a frame that will be refused when its turn comes."""
-
-
-class Definitions:
-    """What taking in a program costs, in ns of the device's thread: by its bytes, as the worst of late."""
-
-    def __init__(self) -> None:
-        self._ns_per_byte = 2_000
-
-    def expected(self, nbytes: int) -> Cut:
-        """For a definition of so many bytes."""
-        return Cut(UNKNOWN.edges, (max(nbytes * self._ns_per_byte, LEAST_NS),))
-
-    def observe(self, nbytes: int, ns: int) -> None:
-        """One took so long."""
-        self._ns_per_byte = max(ns // max(nbytes, 1), self._ns_per_byte * 15 // 16, 1)

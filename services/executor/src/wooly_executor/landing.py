@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
+
 from wooly_bus.channel import Connection, ProtocolError
+from wooly_bus.channel.framing import MAX_FRAME
 from wooly_wis.frames import WRITE_HEAD
 
 from wooly_executor.errors import ContextLostError, ExecutorError, OutOfMemoryError
 from wooly_executor.session import Session
 from wooly_executor.vram import Vram
+
+#: Where bytes go that are taken off the wire and dropped, of all sessions: written, never read. No page of it is there before.
+_DROPPED = memoryview(mmap.mmap(-1, MAX_FRAME))
 
 
 def sink(vram: Vram, conn: Connection, prefix: bytes, nbytes: int) -> memoryview | None:
@@ -33,10 +39,10 @@ def sink(vram: Vram, conn: Connection, prefix: bytes, nbytes: int) -> memoryview
         raise
     except ExecutorError as e:
         session.fail(e.code, str(e), 0)
-        return memoryview(bytearray(nbytes))  # taken off the wire and dropped; the failure is kept
+        return _DROPPED[:nbytes]  # the failure is kept
     except (RuntimeError, MemoryError) as e:
         session.fail(OutOfMemoryError.code, str(e), 0)
-        return memoryview(bytearray(nbytes))
+        return _DROPPED[:nbytes]
     session.counters.bytes_in += nbytes
     return into
 

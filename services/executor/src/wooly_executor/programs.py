@@ -1,22 +1,27 @@
 """The programs that sessions have defined: decoded, verified, prepared, shared by digest.
 
-Forms are kept by their bytes: a program with one new shape decodes and verifies one new form.
+Forms are kept by their bytes: a program with one new shape decodes and verifies one new form. Decoders' threads and the device's
+thread use the store together; what takes long pauses (`wooly_wis.pauses`), and never with the lock held.
 """
 
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict
-from collections.abc import Mapping
+import threading
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from wooly_wis.codec import body_of, decode_form, digest, split_program
-from wooly_wis.errors import VerifyError, WisError
+from wooly_wis.errors import DecodeError, VerifyError, WisError
 from wooly_wis.foreign import OPCODE, UNCHECKED, Source, launch_of
+from wooly_wis.limits import MAX_NODES, MAX_PROGRAM_BYTES
+from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
-from wooly_wis.verifier import ProgramFacts, Verifier
+from wooly_wis.verifier import ProgramFacts, Verifier, nodes_of
 
 from wooly_executor.errors import (
     BindingError,
@@ -31,11 +36,21 @@ from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
-#: What the store keeps at most, in numbers and in bytes of definitions.
+#: What the store keeps of forms and of programs that no session has any more: in numbers, and in bytes of host memory.
 FORMS_KEPT = 65536
-FORM_BYTES_KEPT = 32 << 20
+FORMS_HELD = 128 << 20
 PROGRAMS_KEPT = 8192
-PROGRAM_BYTES_KEPT = 256 << 20
+PROGRAMS_HELD = 256 << 20
+#: Host memory of what was decoded and prepared, in bytes: measured with tracemalloc on CPython 3.11, over programs of 64 to 8,000
+#: instructions, and rounded up for what is put together of a program that is run often. Of a program; of each of its instructions,
+#: and each slot that one names; of each kernel that its run is cut into, with its measured times; of a form, and of each of its
+#: operands and values.
+PROGRAM_BYTES = 4096
+INSTRUCTION_BYTES = 1024
+REFERENCE_BYTES = 400
+KERNEL_BYTES = 1536
+FORM_BYTES = 512
+NODE_BYTES = 320
 _NO_SOURCES: Mapping[bytes, Source] = MappingProxyType({})
 
 
@@ -52,6 +67,7 @@ class ReadyProgram:
         written: slots that the program writes.
         peak_bytes: most that the program's own slots hold at one time.
         nbytes: length of its definition.
+        held: bytes of host memory that it takes, with its forms, as far as can be said.
         kept: (slot, bytes) of the buffers that it leaves behind.
         workspace: bytes that it needs beside them.
         room: all that it takes at most, with what blocks are rounded up to.
@@ -72,6 +88,7 @@ class ReadyProgram:
     written: frozenset[int]
     peak_bytes: int
     nbytes: int
+    held: int
     kept: tuple[tuple[int, int], ...]
     workspace: int
     room: int
@@ -122,18 +139,91 @@ class Author:
     opaque: bool = False
 
 
+class _Known(NamedTuple):
+    """A form that obeys the laws.
+
+    Attributes:
+        form: decoded.
+        ends: bytes that each operand's buffer must have.
+        ns: what an instruction of it should take.
+        nodes: its operands and values.
+    """
+
+    form: Form
+    ends: tuple[int, ...]
+    ns: int
+    nodes: int
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that it takes."""
+        return FORM_BYTES + NODE_BYTES * self.nodes
+
+
 class ProgramStore:
-    """Programs of all sessions of one executor, by digest."""
+    """Programs of all sessions of one executor, by digest.
+
+    Attributes:
+        held: bytes of host memory of the programs that sessions have, each counted once.
+        on_dropped: called when nobody has a program any more, and it is not kept either: its digest.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._rates = runtime.rates()
-        self._verifier = Verifier()
-        self._forms: dict[bytes, Form] = {}
-        self._form_ns: dict[bytes, int] = {}
-        self._form_bytes = 0
-        self._ready: OrderedDict[bytes, ReadyProgram] = OrderedDict()
-        self._ready_bytes = 0
+        self._lock = threading.Lock()
+        self._forms: OrderedDict[bytes, _Known] = OrderedDict()
+        self._forms_held = 0
+        self._ready: dict[bytes, ReadyProgram] = {}
+        self._idle: OrderedDict[bytes, ReadyProgram] = OrderedDict()
+        self._idle_held = 0
+        self._holders: Counter[bytes] = Counter()
+        self.held = 0
+        self.on_dropped: Callable[[bytes], None] = lambda digest: None
+
+    # -- who has what (the device's thread) --------------------------------------------------------------------------
+
+    def hold(self, ready: ReadyProgram) -> None:
+        """One more session has a program."""
+        name = ready.digest
+        self._holders[name] += 1
+        if self._holders[name] > 1:
+            return
+        self.held += ready.held
+        with self._lock:
+            idle = self._idle.pop(name, None)
+            if idle is not None:
+                self._idle_held -= idle.held
+            self._ready[name] = ready
+        self._trim()
+
+    def let_go(self, ready: ReadyProgram) -> None:
+        """A session has it no more. It is kept for a while."""
+        name = ready.digest
+        self._holders[name] -= 1
+        if self._holders[name]:
+            return
+        del self._holders[name]
+        self.held -= ready.held
+        with self._lock:
+            self._idle[name] = ready
+            self._idle_held += ready.held
+        self._trim()
+
+    def _trim(self) -> None:
+        """Forget programs that nobody has, where there are too many."""
+        while self._idle and (self._idle_held > PROGRAMS_HELD or len(self._idle) > PROGRAMS_KEPT):
+            with self._lock:
+                name, gone = self._idle.popitem(last=False)
+                self._idle_held -= gone.held
+                del self._ready[name]
+            self.on_dropped(name)
+
+    # -- taking in (any thread) --------------------------------------------------------------------------------------
+
+    def known(self, name: bytes) -> bool:
+        """Whether a program is here already, so that `define` takes no time."""
+        return name in self._ready
 
     def define(
         self, raw: bytes, sources: Mapping[bytes, Source] = _NO_SOURCES, author: Author | None = None
@@ -148,47 +238,50 @@ class ProgramStore:
         Raises:
             ExecutorError: the program is not well-formed, breaks a law, or cannot run here.
         """
+        if len(raw) > MAX_PROGRAM_BYTES:
+            raise DecodeError(f"program of {len(raw)} bytes, at most {MAX_PROGRAM_BYTES}")
         name = digest(raw)
         ready, author = self._ready.get(name), author or Author()
         if ready is not None:
-            self._ready.move_to_end(name)
             _check_sources(ready.sources, sources)
             self._check_author(ready.sources, sources, author, unchecked=ready.unchecked)
             for kernel in ready.kernels:
                 kernel.retry()
             return ready
-        try:
-            form_bytes, words = split_program(raw)
-            forms = tuple([self._form(f) for f in form_bytes])
-            program = Program(forms, body_of(words, [len(f.operands) for f in forms]))
-            facts = self._verifier.verify(program)
-            dynamic = _dynamic_slots(program)
-        except WisError as e:
-            error = OperationError(str(e), getattr(e, "instruction", None))
-            error.code = e.code
-            raise error from e
+        ready = self._made(name, raw, sources, author)
+        with self._lock:
+            other = self._ready.get(name)
+            if other is None:
+                self._ready[name] = self._idle[name] = ready
+                self._idle_held += ready.held
+        return other or ready
+
+    def _made(self, name: bytes, raw: bytes, sources: Mapping[bytes, Source], author: Author) -> ReadyProgram:
+        """A program, decoded, verified and prepared."""
+        program, known, facts = self._checked(raw)
         kinds = program.param_kinds
-        foreign = [(f, launch_of(f)) for f in forms if f.opcode == OPCODE]
+        foreign = [(k.form, launch_of(k.form)) for k in known if k.form.opcode == OPCODE]
         named = frozenset([launch.source for _, launch in foreign])
         _check_sources(named, sources)
         unchecked = any(dict(launch.options).get(UNCHECKED) for _, launch in foreign)
         self._check_author(named, sources, author, unchecked=unchecked)
-        kernels = [
-            self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant)
-            for form, launch in foreign
-        ]
+        with self._lock:
+            kernels = [
+                self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant)
+                for form, launch in foreign
+            ]
         prepared = self._runtime.prepare(program, facts)
-        form_ns = [self._expected(raw, form) for raw, form in zip(form_bytes, forms, strict=True)]
-        estimate = Estimate(program, form_ns, prepared.pieces)
+        estimate = Estimate(program, [k.ns for k in known], prepared.pieces)
         prepared.edges = estimate.cut.edges
-        peak = _peak_bytes(program, facts)
+        survey = _survey(program, facts)
         kept = tuple(
             (slot, nbytes)
             for slot, (nbytes, gone) in enumerate(zip(facts.slot_alloc, facts.slot_freed, strict=True))
             if nbytes is not None and not gone
         )
-        workspace = max(0, peak - facts.kept_bytes)
-        ready = ReadyProgram(
+        pause()
+        workspace = max(0, survey.peak - facts.kept_bytes)
+        return ReadyProgram(
             name,
             facts,
             prepared,
@@ -196,24 +289,47 @@ class ProgramStore:
             struct.Struct("<" + "".join(_FORMAT[k] for k in kinds)),
             kinds,
             not any(k in (ParamKind.BOOL, ParamKind.C128) for k in kinds),
-            dynamic,
-            _written_slots(program),
-            peak,
+            survey.dynamic,
+            survey.written,
+            survey.peak,
             len(raw),
+            _held(program, known, len(estimate.cut.edges)),
             kept,
             workspace,
             room_of([*[nbytes for _, nbytes in kept], workspace]),
-            sum(forms[i.form].opcode not in ("alloc", "free") for i in program.body),
+            survey.computing,
             named,
             tuple(dict.fromkeys(kernels)),
             unchecked,
         )
-        self._ready[name] = ready
-        self._ready_bytes += ready.nbytes
-        while len(self._ready) > PROGRAMS_KEPT or self._ready_bytes > PROGRAM_BYTES_KEPT:
-            _, gone = self._ready.popitem(last=False)
-            self._ready_bytes -= gone.nbytes
-        return ready
+
+    def _checked(self, raw: bytes) -> tuple[Program, list[_Known], ProgramFacts]:
+        """A program that obeys the laws.
+
+        Raises:
+            OperationError: it does not, or is not well-formed.
+        """
+        known: list[_Known] = []
+        try:
+            form_bytes, words = split_program(raw)
+            if len(set(form_bytes)) != len(form_bytes):
+                raise VerifyError("a form is listed twice", law="form-unique")
+            nodes = 0
+            for each in form_bytes:
+                try:
+                    known.append(self._form(each))
+                except VerifyError:
+                    Verifier().verify_form(decode_form(each), _first_use(words, known))  # says where
+                    raise
+                nodes += known[-1].nodes
+                if nodes > MAX_NODES:
+                    raise VerifyError(f"more than {MAX_NODES} operands and values in all forms", law="limits")
+            program = Program(tuple([k.form for k in known]), body_of(words, [len(k.form.operands) for k in known]))
+            return program, known, Verifier().verify(program, [k.ends for k in known])
+        except WisError as e:
+            error = OperationError(str(e), getattr(e, "instruction", None))
+            error.code = e.code
+            raise error from e
 
     def _check_author(
         self, named: frozenset[bytes], sources: Mapping[bytes, Source], author: Author, *, unchecked: bool
@@ -237,26 +353,36 @@ class ProgramStore:
                 '{"opaque_kernels": true}'
             )
 
-    def _form(self, raw: bytes) -> Form:
-        form = self._forms.get(raw)
-        if form is None:
-            form = decode_form(raw)
-            _check_references(form)
-            if len(self._forms) >= FORMS_KEPT or self._form_bytes + len(raw) > FORM_BYTES_KEPT:
-                # The verifier remembers the forms too, so both start anew.
-                self._forms.clear()
-                self._form_ns.clear()
-                self._form_bytes = 0
-                self._verifier = Verifier()
-            self._forms[raw] = form
-            self._form_bytes += len(raw)
-        return form
+    def _form(self, raw: bytes) -> _Known:
+        known = self._forms.get(raw)
+        if known is not None:
+            return known
+        pause()
+        form = decode_form(raw)
+        _check_references(form)
+        ends = Verifier(remember=0).verify_form(form)
+        known = _Known(form, ends, instruction_ns(form, self._rates), nodes_of(form))
+        with self._lock:
+            self._forms[raw] = known
+            self._forms_held += known.held
+            while len(self._forms) > FORMS_KEPT or self._forms_held > FORMS_HELD:
+                self._forms_held -= self._forms.popitem(last=False)[1].held
+        return known
 
-    def _expected(self, raw: bytes, form: Form) -> int:
-        ns = self._form_ns.get(raw)
-        if ns is None:
-            ns = self._form_ns[raw] = instruction_ns(form, self._rates)
-        return ns
+
+def _first_use(words: array[int], known: list[_Known]) -> int:
+    """The first instruction whose form is not one of these, which come before it."""
+    at = count = 0
+    while at < len(words) and words[at] < len(known):
+        at, count = at + 1 + len(known[words[at]].form.operands), count + 1
+    return count
+
+
+def _held(program: Program, known: list[_Known], kernels: int) -> int:
+    """Bytes of host memory that a program takes, with its forms."""
+    references = sum([len(i.slots) for i in program.body])
+    own = PROGRAM_BYTES + INSTRUCTION_BYTES * len(program.body) + REFERENCE_BYTES * references + KERNEL_BYTES * kernels
+    return own + sum([k.held for k in known])
 
 
 def _check_sources(named: frozenset[bytes], sources: Mapping[bytes, Source]) -> None:
@@ -289,47 +415,52 @@ def _check_references(form: Form) -> None:
         check(value)
 
 
-def _dynamic_slots(program: Program) -> frozenset[int]:
-    """Slots whose size only the operator knows that fills them.
+class _Survey(NamedTuple):
+    """What its instructions say of a program: slots of unknown size, slots that it writes, most bytes held, how many compute."""
+
+    dynamic: frozenset[int]
+    written: frozenset[int]
+    peak: int
+    computing: int
+
+
+def _survey(program: Program, facts: ProgramFacts) -> _Survey:
+    """Look at every instruction once.
 
     Raises:
-        VerifyError: one is used a second time, where nothing could have checked its bounds.
+        OperationError: a slot whose size only the operator knows that fills it is used a second time, where nothing could have
+            checked its bounds.
     """
-    dynamic: dict[int, int] = {}
+    dynamic: set[int] = set()
     used: set[int] = set()
+    written: set[int] = set()
+    held = peak = computing = 0
     for i, instruction in enumerate(program.body):
+        if not i & 15 or len(instruction.slots) > 64:
+            pause()
         form = program.forms[instruction.form]
         for slot, operand in zip(instruction.slots, form.operands, strict=True):
             unsized = form.opcode == "extern" and operand.view is None
             if slot in dynamic or (unsized and slot in used):
-                raise VerifyError(
+                complaint = VerifyError(
                     f"slot {slot} is of unknown size and used twice", instruction=i, law="unknown-size-once"
                 )
+                error = OperationError(str(complaint), i)
+                error.code = complaint.code
+                raise error
             if unsized:
-                dynamic[slot] = i
+                dynamic.add(slot)
             used.add(slot)
-    return frozenset(dynamic)
-
-
-def _written_slots(program: Program) -> frozenset[int]:
-    return frozenset(
-        slot
-        for i in program.body
-        for slot, o in zip(i.slots, program.forms[i.form].operands, strict=True)
-        if o.role is not Role.IN
-    )
-
-
-def _peak_bytes(program: Program, facts: ProgramFacts) -> int:
-    held = peak = 0
-    for instruction in program.body:
-        opcode = program.forms[instruction.form].opcode
-        if opcode == "alloc":
+            if operand.role is not Role.IN:
+                written.add(slot)
+        if form.opcode == "alloc":
             held += facts.slot_alloc[instruction.slots[0]] or 0
             peak = max(peak, held)
-        elif opcode == "free":
+        elif form.opcode == "free":
             held -= facts.slot_alloc[instruction.slots[0]] or 0
-    return peak
+        else:
+            computing += 1
+    return _Survey(frozenset(dynamic), frozenset(written), peak, computing)
 
 
 __all__ = ["ExecutorError", "ProgramStore", "ReadyProgram"]

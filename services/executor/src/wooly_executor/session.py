@@ -20,6 +20,7 @@ from wooly_wis.codec import digest
 from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, Source, decode_source
 from wooly_wis.frames import Run
 
+from wooly_executor.decoding import Decoding
 from wooly_executor.errors import (
     BindingError,
     ExecutorError,
@@ -29,6 +30,7 @@ from wooly_executor.errors import (
     UnknownSourceError,
 )
 from wooly_executor.estimates import UNKNOWN, Cut
+from wooly_executor.host_account import BUFFER_BYTES, FRAME_BYTES, PIECE_BYTES, HostLimits, HostUse
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.ledger import WORKSPACE_KEPT
 from wooly_executor.mover import Job
@@ -45,9 +47,7 @@ if TYPE_CHECKING:
 
 #: Programs that a session may refer to by digest. The client keeps fewer, in the same order of use.
 PROGRAMS_KEPT = 1100
-#: Bytes of their definitions. No client reaches it with programs of the usual size.
-PROGRAM_BYTES_KEPT = 256 << 20
-#: Buffers of a session, lost ones among them: each takes memory of the host that is on no account.
+#: Buffers of a session, lost ones among them.
 BUFFERS_KEPT = 1 << 20
 #: Contents of a session, the largest that it shared, that the router remembers of it.
 BROUGHT = 64
@@ -123,7 +123,8 @@ class Frame:
         need: bytes that it lacks, where it waits for room.
         reserved: bytes that are promised to it.
         refused: what it asks for was answered already: its session is held.
-        begun_ns: when its program began, where that is to be told; ns since 1970.
+        begun_ns: when its program began, or it was first looked at, where that is to be told; ns since 1970.
+        decoded: what it defines, once that is taken in: the result, or what was raised.
     """
 
     seq: int
@@ -137,6 +138,7 @@ class Frame:
     reserved: int = 0
     refused: bool = False
     begun_ns: int = 0
+    decoded: tuple[Any, Exception | None] | None = None
 
 
 @dataclass(eq=False)
@@ -153,6 +155,13 @@ class Session:
         known: how many of them, from the first, wait for the device or for those before them.
         barred: one of these is to be processed before anything is known of those behind them.
         lending: an answer may still be leaving straight from the buffers' memory.
+        unread: its client has to read answers before anything else of it is processed.
+        unread_since: when its client last read some of these, monotonic seconds.
+        unread_bytes: how much was left then.
+        lent: what is left to send of an answer that leaves in pieces.
+        decoding: what takes in its next definition.
+        turn: the loop's turn in which it was last served.
+        served: how many of its frames were processed in that.
         running: a program was begun and has not ended.
         swappable: its memory may leave the device.
         promised: bytes that it declared to need.
@@ -178,6 +187,10 @@ class Session:
         used: what it uses of the device, for metering.
         tenant: whose it is.
         opaque: whether it may launch kernels in texts that nobody here can check.
+        program_bytes: of the definitions of its programs.
+        program_held: of host memory, that its programs take.
+        programs_lost: it has forgotten some, as they took too much.
+        limits: what it may make the host hold.
         sources: texts of its own kernels, by digest.
         compiling: its next program waits for kernels that are being compiled.
         landing: brings what was received last to the device, where it was not received there.
@@ -198,6 +211,13 @@ class Session:
     known: int = 0
     barred: bool = False
     lending: bool = False
+    unread: bool = False
+    unread_since: float = 0.0
+    unread_bytes: int = 0
+    lent: Tensor | None = None
+    decoding: Decoding | None = None
+    turn: int = 0
+    served: int = 0
     running: bool = False
     swappable: bool = True
     promised: int = 0
@@ -229,6 +249,8 @@ class Session:
     spans: SessionSpans | None = None
     programs: OrderedDict[bytes, ReadyProgram] = field(default_factory=OrderedDict)
     program_bytes: int = 0
+    program_held: int = 0
+    programs_lost: bool = False
     tenant: str = ""
     opaque: bool = False
     brought: dict[str, int] = field(default_factory=dict)
@@ -236,6 +258,7 @@ class Session:
     source_bytes: int = 0
     compiling: bool = False
     landing: Callable[[], None] | None = None
+    limits: HostLimits = field(default_factory=HostLimits)
 
     def largest_brought(self) -> tuple[str, ...]:
         """The names of the largest contents that it shared, largest first."""
@@ -244,33 +267,63 @@ class Session:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def define(self, raw: bytes) -> ReadyProgram:
-        """Take a program's definition."""
-        ready = self.store.define(raw, self.sources, Author(self.tenant or self.id, self.opaque))
-        if ready.digest not in self.programs:
-            self.program_bytes += ready.nbytes
-        self.programs[ready.digest] = ready
-        self.programs.move_to_end(ready.digest)
-        while len(self.programs) > PROGRAMS_KEPT or self.program_bytes > PROGRAM_BYTES_KEPT:
-            _, gone = self.programs.popitem(last=False)
-            self.program_bytes -= gone.nbytes
-        return ready
+        """Take in a program's definition, for `keep`. A decoder's thread may do so while nothing else of the session is done."""
+        return self.store.define(raw, self.sources, Author(self.tenant or self.id, self.opaque))
 
-    def take_source(self, raw: bytes) -> None:
-        """Take the source of kernels, for programs that name it.
+    def keep(self, ready: ReadyProgram) -> None:
+        """From now on runs may name this program."""
+        programs = self.programs
+        if ready.digest not in programs:
+            self.program_bytes += ready.nbytes
+            self.program_held += ready.held
+            self.store.hold(ready)
+            programs[ready.digest] = ready
+        programs.move_to_end(ready.digest)
+        most = self.limits.definitions
+        while len(programs) > PROGRAMS_KEPT or (self.program_held > most and len(programs) > 1):
+            self.programs_lost = self.programs_lost or len(programs) <= PROGRAMS_KEPT
+            _, gone = programs.popitem(last=False)
+            self._let_go(gone)
+
+    def _let_go(self, gone: ReadyProgram) -> None:
+        self.program_bytes -= gone.nbytes
+        self.program_held -= gone.held
+        self.store.let_go(gone)
+
+    def take_source(self, raw: bytes) -> tuple[bytes, Source, int]:
+        """Take in the source of kernels, for `keep_source`; threads as in `define`. Returns its name, itself, its bytes.
 
         Raises:
             DecodeError: it is none.
+        """
+        return digest(raw), decode_source(raw), len(raw)
+
+    def keep_source(self, name: bytes, source: Source, nbytes: int) -> None:
+        """From now on programs may name this source.
+
+        Raises:
             UnknownSourceError: the session has sent too many.
         """
-        name = digest(raw)
         if name in self.sources:
             return
-        if len(self.sources) >= MAX_SOURCES or self.source_bytes + len(raw) > MAX_SOURCES_BYTES:
+        if len(self.sources) >= MAX_SOURCES or self.source_bytes + nbytes > MAX_SOURCES_BYTES:
             raise UnknownSourceError(
                 f"a session defines at most {MAX_SOURCES} kernel sources, and {MAX_SOURCES_BYTES} bytes of them"
             )
-        self.sources[name] = decode_source(raw)
-        self.source_bytes += len(raw)
+        self.sources[name] = source
+        self.source_bytes += nbytes
+
+    def host_use(self) -> HostUse:
+        """What it makes the host hold now."""
+        conn = self.conn
+        return HostUse(
+            queue=self.queued_bytes + FRAME_BYTES * len(self.queue),
+            answers=0 if conn is None else conn.queued_bytes + PIECE_BYTES * conn.queued_pieces,
+            definitions=self.program_bytes,
+            decoded=self.program_held,
+            sources=self.source_bytes,
+            buffers=BUFFER_BYTES * len(self.buffers),
+        )
 
     def expected(self, digest: bytes) -> Cut:
         """What a run of a program is expected to take."""
@@ -348,7 +401,7 @@ class Session:
     def _begin(self, run: Run, seq: int) -> Running:
         ready = self.programs.get(run.digest)
         if ready is None:
-            raise UnknownProgramError(f"this session has not defined the program {run.digest.hex()[:16]}")
+            raise UnknownProgramError(self._unknown(run.digest))
         self.programs.move_to_end(run.digest)
         params = ready.unpack_params(run.params)
         self._check_bindings(ready, run.bindings)
@@ -363,6 +416,15 @@ class Session:
         self.running = True
         execution = self.runtime.begin(prepared, self.buffers, bindings, params)
         return Running(run, seq, ready, execution, before, freed, prepared)
+
+    def _unknown(self, name: bytes) -> str:
+        said = f"this session has not defined the program {name.hex()[:16]}"
+        if self.programs_lost:
+            said += (
+                f", or it was forgotten: the session's programs took more than {self.limits.definitions} bytes of host memory "
+                "(WOOLY_EXECUTOR_DEFINITIONS)"
+            )
+        return said
 
     def _finish(self, running: Running) -> Outcome:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
@@ -482,9 +544,14 @@ class Session:
         self.vram.close(self)
         self.buffers.clear()
         self.queue.clear()
+        if self.decoding is not None:
+            self.decoding.cancelled = True
+        for gone in self.programs.values():
+            self._let_go(gone)
         self.programs.clear()
-        self.sources.clear()
-        self.bytes = self.queued_bytes = self.program_bytes = self.known = 0
+        self.sources = {}
+        self.lent = None
+        self.bytes = self.queued_bytes = self.source_bytes = self.known = 0
 
 
 __all__ = ["Counters", "ExecutorError", "Failure", "Frame", "Residence", "Running", "Session"]

@@ -33,6 +33,8 @@ Jit = Literal["0", "exact", "full"]
 OFTEN = 16
 #: Programs of which it is known whether there is a plan.
 KEPT = 8192
+#: Digest of a program, mode, the params that decide on its plan.
+Key = tuple[bytes, str, tuple[tuple[int, bytes], ...]]
 
 
 class State(Enum):
@@ -138,7 +140,8 @@ class Tiers:
         self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self.on_wanted: Callable[[], None] = lambda: None
-        self._known: OrderedDict[tuple[bytes, str, tuple[tuple[int, bytes], ...]], Wanted] = OrderedDict()
+        self._known: OrderedDict[Key, Wanted] = OrderedDict()
+        self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}
 
     def choose(self, ready: ReadyProgram, jit: Jit, params: Sequence[Any], spans: SessionSpans | None = None) -> Any:
@@ -198,6 +201,12 @@ class Tiers:
         for then in waiting:
             then()
 
+    def forget(self, digest: bytes) -> None:
+        """No session has this program any more: what is known of its plans goes with it."""
+        self._deciding.pop(digest, None)
+        for key in self._keys.pop(digest, ()):
+            self._known.pop(key, None)
+
     def _want(self, entry: Wanted, spans: SessionSpans | None) -> None:
         entry.state = State.WANTED
         entry.trace = spans.parent if spans is not None and spans.take() else ""
@@ -218,8 +227,10 @@ class Tiers:
             entry = self._known[key] = Wanted(name, ready.prepared.program, ready.facts, mode, decided, ready.estimate)
             if not ready.computing:
                 entry.state = State.NONE
+            self._keys.setdefault(name, {})[key] = None
             if len(self._known) > KEPT:
-                self._known.popitem(last=False)
+                gone, _ = self._known.popitem(last=False)
+                self._keys[gone[0]].pop(gone)
         else:
             self._known.move_to_end(key)
         return entry

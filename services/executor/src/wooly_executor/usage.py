@@ -35,7 +35,7 @@ class Used:
 
     Attributes:
         gpu_ns: device time since it was taken last.
-        core_ns: cores times device time since then.
+        core_ns: cores times device time since then, and what decoders took.
         paced: that, times the pace at which each launch is priced (`wooly_executor.pace`), in ns times millionths.
         runs: programs that ended since then.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
@@ -85,6 +85,11 @@ class Used:
         borne = self.byte_ns - before
         self.executing_byte_ns += part if part < borne else borne
 
+    def decoded(self, core_ns: int, pace: int = FULL) -> None:
+        """What its client sent was taken in, at that pace: it took so much of a core, and none of the device."""
+        self.core_ns += core_ns
+        self.paced += core_ns * pace
+
     def ran(self, digest: bytes, program: Program) -> None:
         """A program ended."""
         found = self.runs.get(digest)
@@ -105,7 +110,7 @@ class Used:
 
     def due(self, now: int) -> bool:
         """Whether there is anything to tell."""
-        if self.ended or self.gpu_ns or self.runs:
+        if self.ended or self.gpu_ns or self.core_ns or self.runs:
             return True
         return now - self._since > IDLE_NS and self.byte_ns - self.executing_byte_ns >= (self._idle_told + 1) * MIB_US
 

@@ -23,6 +23,8 @@ from wooly_bus.channel.framing import ACK, END, HEADER, MAX_REASON, ChannelClose
 
 log = logging.getLogger("wooly.channel")
 READ_PER_POLL = 4 << 20
+#: What a frame counts for in that beside its bytes: 64 small frames of one connection in one poll, then it is others' turn.
+FRAME_COST = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class Connection:
         self.queued_bytes += size + HEADER.size
         self.server._dirty[self] = None
         return self._sent
+
+    @property
+    def queued_pieces(self) -> int:
+        """Headers and payloads that wait to be written."""
+        return len(self._out)
 
     def ack(self, seq: int) -> None:
         """Say that everything up to `seq` is processed. Sent with the next frame or at the end of the poll."""
@@ -361,6 +368,8 @@ class ChannelServer:
                 budget -= n
             if budget <= 0 and isinstance(conn.sock, ssl.SSLSocket) and conn.sock.pending():
                 self._resumed[conn] = None
+        except MemoryError:
+            self._close(conn, "there is no memory left for what it sends")
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except ProtocolError as e:
@@ -382,6 +391,7 @@ class ChannelServer:
             if conn._header_got == HEADER.size:
                 conn._header_got = 0
                 self._begin(conn)
+                return n + FRAME_COST
             return n
         if incoming.got < len(incoming.payload):
             n = conn.sock.recv_into(memoryview(incoming.payload)[incoming.got :])

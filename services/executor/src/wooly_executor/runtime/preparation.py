@@ -12,6 +12,7 @@ from torch import Tensor
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import OPCODE, launch_of
 from wooly_wis.optable import result_operands
+from wooly_wis.pauses import pause
 from wooly_wis.program import Form, ParamRef, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
@@ -117,6 +118,7 @@ class _Preparation:
         freed: list[int] = []
         place, places = 0, []
         for i, act in enumerate(out.acts):
+            pause()
             if act.form.opcode == "free":
                 freed.append(act.slots[0])
             else:
@@ -159,6 +161,8 @@ class _Preparation:
         """For every slot that the program allocates: act and operand of its first use after the alloc."""
         first: dict[int, tuple[int, int]] = {}
         for i, act in enumerate(self.out.acts):
+            if not i & 63:
+                pause()
             if act.form.opcode == "alloc":
                 continue
             for k, slot in enumerate(act.slots):
@@ -189,6 +193,7 @@ class _Preparation:
 
     def _operand(self, slot: int, view: View) -> int:
         """The register that holds this view, with a step that fills it if it is the first to ask."""
+        pause()
         known = self._register_of.get((slot, view))
         if known is not None:
             return known

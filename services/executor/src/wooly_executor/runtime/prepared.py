@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from wooly_wis.dtypes import DType
+from wooly_wis.pauses import pause
 from wooly_wis.program import Form, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
@@ -116,6 +117,8 @@ def acts_of(program: Program) -> list[Act]:
     found: list[Act] = []
     first_param = 0
     for i, instruction in enumerate(program.body):
+        if not i & 63:
+            pause()
         form = program.forms[instruction.form]
         found.append(Act(i, form, instruction.slots, first_param))
         first_param += len(form.params)

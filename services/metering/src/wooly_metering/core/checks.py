@@ -58,8 +58,8 @@ def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
         return f"{record.gpu_ns} ns of device time in {record.span_us} us"
     gpu_us = record.gpu_ns // 1000
     gpu_us += gpu_us * SLACK_PERCENT // 100 + SLACK_US
-    if record.core_ns > gpu_us * 1000 * event.cores:
-        return f"{record.core_ns} core-ns in {record.gpu_ns} ns of a device with {event.cores} cores"
+    if record.core_ns > (gpu_us * event.cores + span_us) * 1000:  # a core may have decoded what the client sent
+        return f"{record.core_ns} core-ns in {record.span_us} us and {record.gpu_ns} ns of a device with {event.cores} cores"
     memory_mib = -(-event.memory >> 20)
     if record.resident_mib_us > gpu_us * memory_mib:
         return f"{record.resident_mib_us} MiB-us resident in {record.gpu_ns} ns of a device with {memory_mib} MiB"
