@@ -206,8 +206,8 @@ class Client:
 class Device:
     """A device loop in a thread of this process, reached over its unix socket."""
 
-    def __init__(self, path, runtime, memory, dispatch, swap=None):
-        self.loop = DeviceLoop(runtime, memory, dispatch, swap)
+    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None):
+        self.loop = DeviceLoop(runtime, memory, dispatch, swap, limits=limits)
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
         self.closed, self.clients, self.brought = [], [], {}
         self.may_end = False
@@ -284,9 +284,9 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None):
+        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None):
             path = Path(directory) / f"{len(devices)}.sock"
-            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap))
+            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits))
             return devices[-1]
 
         yield make

@@ -177,7 +177,7 @@ def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, 
             found = replayed(server.batches())
             (entries,) = found.values()  # of one journal still
             done = [e for e, _ in entries if isinstance(e, LaunchDoneEvent)]
-            return len(done) >= 62 and entries
+            return len(done) >= 61 and entries
 
     events = [event for event, _ in until(arrived)]
     opened = next(event for event in events if isinstance(event, SessionOpenedEvent))

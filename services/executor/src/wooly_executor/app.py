@@ -211,8 +211,8 @@ def main(argv: list[str] | None = None) -> int:
     if runtime.device.host:  # a GPU's events tell what its own cores did
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
-    strangers = settings.stranger_limits()
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector(), strangers)
+    strangers, limits = settings.stranger_limits(), settings.limits()
+    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector(), strangers, limits)
     loop.vram.overcommit_percent = settings.overcommit_percent
     alone = (
         prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None

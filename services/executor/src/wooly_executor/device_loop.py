@@ -224,6 +224,12 @@ class DeviceLoop:
         self.dispatch.opened(session, policy or Policy(), tenant)
         self.entrance.open(session_id, entry)
 
+    def bill_decoding(self, session_id: str, core_ns: int) -> None:
+        """What a session runs was decoded before it was opened: it took so many ns of a core (in the loop's thread)."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.used.decoded(core_ns)
+
     def close_session(self, session_id: str, reason: str) -> bool:
         """End a session and free all it has (in the loop's thread). False if there is none of that id."""
         session = self._sessions.pop(session_id, None)

@@ -30,9 +30,11 @@ from wooly_dispatch.events import Policy
 from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
 from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
+from wooly_wis.limits import MAX_MODULE_BYTES
 from wooly_wis.messages import JobEnded, JobOutput, RunJobReply, RunJobRequest
-from wooly_wis.module import MAX_MODULE_BYTES, Load, Module, check_module, decode_module
+from wooly_wis.module import Load, Module, check_module, decode_module
 
+from wooly_executor.decoding import Decoding
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
 from wooly_executor.session import PROGRAMS_KEPT
@@ -176,8 +178,8 @@ class Jobs:
         begun = time.monotonic()
         store = BlobStore(js, request.tenant)
         with step("executor", "fetch_module"):
-            module = decode_module(await store.get(request.module, MAX_MODULE_BYTES))
-            peak = check_module(module)
+            raw = await store.get(request.module, MAX_MODULE_BYTES)
+        module, peak, core_ns = await self._checked(request, raw)
         if peak > (request.quota or self._loop.memory):
             raise JobFailedError(f"its buffers need {peak} bytes, {request.quota or self._loop.memory} were asked for")
         with step("executor", "fetch_inputs"):
@@ -188,7 +190,7 @@ class Jobs:
         secret, hosted = secrets.token_hex(32), hosted_under()
         try:
             try:
-                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, secret, policy, hosted)))
+                await asyncio.wrap_future(self._loop.call(lambda: self._open(request, secret, policy, hosted, core_ns)))
             except ExecutorError as e:
                 far.close()
                 raise JobLostError(str(e)) from e
@@ -221,7 +223,44 @@ class Jobs:
         )
         return tuple(outputs), summary
 
-    def _open(self, request: RunJobRequest, secret: str, policy: Policy, hosted: SpanContext | None) -> None:
+    async def _checked(self, request: RunJobRequest, raw: bytes) -> tuple[Module, int, int]:
+        """A module that can run, the most bytes that its buffers have at once, and the ns of a core that finding out took.
+
+        Decoders do that, beside the device's thread and beside this event loop.
+
+        Raises:
+            JobFailedError: it cannot run, or finding out takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[tuple[Module, int, int]] = loop.create_future()
+
+        def work() -> tuple[Module, int]:
+            module = decode_module(raw)
+            return module, check_module(module)
+
+        def done(result: tuple[Module, int], error: Exception | None, core_ns: int) -> None:
+            def tell() -> None:
+                if found.cancelled():
+                    return
+                if error is not None:
+                    found.set_exception(error)
+                else:
+                    found.set_result((*result, core_ns))
+
+            loop.call_soon_threadsafe(tell)
+
+        decoding = Decoding(request.tenant or request.session_id, request.policy.priority, len(raw), work, done)
+        self._loop.decoders.submit(decoding)
+        try:
+            return await found
+        except (WisError, ExecutorError) as e:
+            raise JobFailedError(f"its module cannot run: {e}") from e
+        finally:
+            decoding.cancelled = True
+
+    def _open(
+        self, request: RunJobRequest, secret: str, policy: Policy, hosted: SpanContext | None, core_ns: int
+    ) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         entry = SharedPass(secret)
@@ -235,6 +274,7 @@ class Jobs:
             hosted=hosted,
             opaque=request.opaque_kernels,
         )
+        self._loop.bill_decoding(request.session_id, core_ns)
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
         """What the module's loads read: its constants, then its inputs."""

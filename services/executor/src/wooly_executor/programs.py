@@ -42,9 +42,9 @@ FORMS_HELD = 128 << 20
 PROGRAMS_KEPT = 8192
 PROGRAMS_HELD = 256 << 20
 #: Host memory of what was decoded and prepared, in bytes: measured with tracemalloc on CPython 3.11, over programs of 64 to 8,000
-#: instructions, and rounded up for what is put together of a program that is run often. Of a program; of each of its instructions,
-#: and each slot that one names; of each kernel that its run is cut into, with its measured times; of a form, and of each of its
-#: operands and values.
+#: instructions, and rounded up for what is put together of a program that is run often. Of a program; of each instruction, and
+#: each slot that it names; of each kernel that a run is cut into, with its measured times; of a form, and of each of its operands
+#: and values.
 PROGRAM_BYTES = 4096
 INSTRUCTION_BYTES = 1024
 REFERENCE_BYTES = 400

@@ -14,6 +14,7 @@ from wooly_bus import host
 from wooly_bus.channel import Endpoint, StrangerLimits
 from wooly_wis.messages import Id
 
+from wooly_executor.host_account import HostLimits
 from wooly_executor.memory.swap import Policy
 from wooly_executor.pace import Pace
 from wooly_executor.vram import SwapSettings
@@ -73,6 +74,39 @@ class ExecutorSettings(BaseSettings):
     overcommit_percent: int = Field(
         default=0, ge=0, le=1000, validation_alias=AliasChoices(f"{PREFIX}OVERCOMMIT_PERCENT", DEFAULT_OVERCOMMIT)
     )
+    answers: int = Field(
+        default=16 << 20,
+        ge=1 << 20,
+        description="bytes of answers that wait for one session's client; with more, nothing else of the session is processed "
+        "until the client reads",
+    )
+    answers_s: float = Field(
+        default=30.0,
+        gt=0,
+        description="seconds after which a session ends whose client reads nothing of the answers that it waits for",
+    )
+    definitions: int = Field(
+        default=512 << 20,
+        ge=1 << 20,
+        description="bytes of host memory that one session's programs may take once decoded (1 to 3 KiB per instruction); with "
+        "more, the session forgets the programs that it used longest ago",
+    )
+    session_host: int = Field(
+        default=1 << 30,
+        ge=1 << 20,
+        description="bytes of host memory that one session may take in all beside its buffers (queue, answers, programs, "
+        "sources); a session with more ends",
+    )
+    sessions_host: Annotated[int, Field(ge=1 << 20)] | None = Field(
+        default=None,
+        description="the same of all sessions, by default a sixteenth of `host_memory`, at least 256 MiB; beyond it the largest "
+        "session of the tenant that holds most ends",
+    )
+    decode_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="seconds of a core that decoding and checking one definition, or the module of one job, may take",
+    )
     dispatch: Literal["fair", "fifo"] = "fair"
     undeclared_percent: int = Field(default=20, ge=0, le=100)
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -94,6 +128,11 @@ class ExecutorSettings(BaseSettings):
         policy = Policy(self.reserve, self.large_allocation, int(self.swap_idle_s * 1e9))
         folder = self.swap_dir or self.state_dir / "swap"
         return SwapSettings(policy, swap_host, self.swap_disk, folder, int(self.swap_patience_s * 1e9))
+
+    def limits(self) -> HostLimits:
+        """What sessions may make the host hold."""
+        executor = self.sessions_host or max(self.host_memory // 16, 256 << 20)
+        return HostLimits(self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s)
 
     def paced(self) -> Pace | None:
         """How the pace of a CPU is measured; None: it is not."""
