@@ -113,10 +113,14 @@ class Answers:
         session: Session | None = conn.owner
         if conn.closed or session is None or session.unread:
             return
-        if conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MOST_PIECES // 2:
+        if self._much(conn):
             session.unread = True
             if not session.lending:
                 self._wait(session, conn)
+
+    def _much(self, conn: Connection) -> bool:
+        """Whether a session that waits for its client to read goes on waiting."""
+        return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MOST_PIECES // 2
 
     def _wait(self, session: Session, conn: Connection) -> None:
         session.unread_since, session.unread_bytes = self._clock(), conn.queued_bytes
@@ -149,7 +153,7 @@ class Answers:
                 self._lend(session, conn)
                 left = session.unread_bytes = conn.queued_bytes
                 session.unread_since = now
-            if left and (session.lending or left > self._limits.answers // 2):
+            if left and (session.lending or self._much(conn)):
                 if left < session.unread_bytes:
                     session.unread_since, session.unread_bytes = now, left
                 elif now - session.unread_since > self._limits.answers_s:

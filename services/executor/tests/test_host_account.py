@@ -1,0 +1,219 @@
+"""What a session may make the executor hold, and what happens to whoever reaches it: alone."""
+
+import gc
+import time
+
+import pytest
+from wooly_bus.channel import ChannelError
+from wooly_executor import landing
+from wooly_executor.host_account import Holder, HostLimits, HostUse, to_end
+from wooly_executor.session import Session
+from wooly_wis.frames import MAX_CHUNK, READ_HEAD, Kind, pack_json
+
+NONE = HostUse(0, 0, 0, 0, 0, 0)
+CHUNK = 64 << 10
+
+
+def use(**more):
+    return HostUse(**{n: more.get(n, 0) for n in ("queue", "answers", "definitions", "decoded", "sources", "buffers")})
+
+
+def test_no_session_ends_below_all_limits():
+    holders = [Holder(f"s{k}", "a", use(decoded=100, queue=1)) for k in range(10)]
+    assert to_end(holders, HostLimits(session=200, executor=200), decoded=100) is None
+    assert to_end([], HostLimits(), decoded=0) is None
+
+
+def test_session_above_its_own_limit_ends_and_its_parts_are_named():
+    holders = [Holder("s", "a", NONE), Holder("t", "b", use(answers=60, queue=50, definitions=1000))]
+    name, why = to_end(holders, HostLimits(session=100), decoded=0)
+    assert name == "t" and "110 bytes of host memory (answers 60, queue 50), at most 100" in why
+
+
+def test_above_the_executors_limit_the_largest_session_of_the_tenant_with_most_ends():
+    holders = [Holder("alice", "a", use(answers=50))]
+    holders += [Holder(f"bob{k}", "b", use(answers=20 + k)) for k in range(4)]
+    name, why = to_end(holders, HostLimits(executor=100), decoded=0)
+    assert name == "bob3" and "136 bytes of host memory, at most 100" in why
+
+
+def test_programs_that_sessions_share_count_once_for_all():
+    holders = [Holder(f"s{k}", "a", use(decoded=90)) for k in range(10)]
+    assert to_end(holders, HostLimits(executor=100), decoded=90) is None
+    assert to_end(holders, HostLimits(executor=100), decoded=101) is not None
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def stocked(device, wis, name, nbytes=1 << 20):
+    client = device.open(name)
+    client.run(wis.body().alloc("x", nbytes), {"x": 1})
+    client.sync()
+    return client
+
+
+def waiting(device, name):
+    session = device.loop._sessions.get(name)
+    return None if session is None else session.host_use().answers
+
+
+def test_session_whose_client_does_not_read_waits_and_goes_on_when_it_reads(make_device, wis):
+    device = make_device(limits=HostLimits(answers=1 << 20))
+    a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
+    a.write(1, bytes(range(256)) * 256)
+    for _ in range(1000):
+        a.ask(1, CHUNK)
+    deadline = time.monotonic() + 30
+    while not device.call(lambda: device.loop._sessions["a"].unread):
+        assert time.monotonic() < deadline
+    for _ in range(50):
+        assert b.read(1, 4) == bytes(4)
+    assert device.call(lambda: waiting(device, "a")) < (1 << 20) + 2 * CHUNK
+    for _ in range(1000):
+        assert a.take(CHUNK) == bytes(range(256)) * 256
+    assert a.sync() == {} and device.call(lambda: waiting(device, "a")) == 0
+
+
+def test_small_answers_that_nobody_reads_are_bounded_by_their_number(make_device, wis):
+    device = make_device(limits=HostLimits(answers=64 << 20))
+    a, b = stocked(device, wis, "a"), device.open("b")
+    for _ in range(60_000):
+        a.ask(1, 300)
+        if device.loop._sessions["a"].unread:
+            break
+    assert device.call(lambda: device.loop._sessions["a"].conn.queued_pieces) <= 8192 + 4
+    assert b.sync() == {}
+
+
+@pytest.mark.parametrize("nbytes", [CHUNK, 64 << 20], ids=["copied", "lent"])
+def test_session_whose_client_reads_nothing_for_too_long_ends_alone(make_device, wis, caplog, nbytes):
+    device = make_device(limits=HostLimits(answers=1 << 20, answers_s=0.2))
+    a, b = stocked(device, wis, "a", 64 << 20), stocked(device, wis, "b")
+    for _ in range(500):
+        a.ask(1, nbytes)
+    device.wait_closed("a")
+    assert b.read(1, 4) == bytes(4)
+    with pytest.raises(ChannelError):  # the reason had no room on the way
+        for _ in range(500):
+            a.take(nbytes)
+    assert "its client has read nothing for 0.2 s" in caplog.text
+
+
+def test_client_that_reads_slowly_keeps_its_session(make_device, wis):
+    device = make_device(limits=HostLimits(answers=1 << 20, answers_s=1.0))
+    a = stocked(device, wis, "a", 64 << 20)
+    a.ask(1, 64 << 20)
+    into, taken = bytearray(4 << 20), 0
+    begun = time.monotonic()
+    while taken < 64 << 20:
+        frame = a.channel.recv_data(memoryview(into), Kind.DATA)
+        assert frame is None
+        taken += len(into)
+        time.sleep(0.1)
+    assert time.monotonic() - begun > 1.5 and a.sync() == {}
+
+
+def test_large_answer_of_a_device_that_the_host_cannot_see_leaves_in_pieces(make_device, wis, monkeypatch):
+    device = make_device(limits=HostLimits(answers=1 << 20))
+    a = device.open("a")
+    content = bytes(range(256)) * (3 << 14)
+    a.run(wis.body().alloc("x", len(content)), {"x": 1})
+    a.write(1, content)
+    a.sync()
+    pieces = []
+    seen = device.loop.runtime.device
+    read = seen.read
+
+    def copied(memory):
+        pieces.append(len(memory))
+        return memoryview(bytes(read(memory)))
+
+    monkeypatch.setattr(seen, "read", copied)
+    monkeypatch.setattr(seen, "host", False)
+    try:
+        assert a.read(1, len(content)) == content
+    finally:
+        monkeypatch.undo()
+    assert len(pieces) == 3 and max(pieces) <= MAX_CHUNK
+
+
+# -- what else there is ----------------------------------------------------------------------------------------------
+
+
+def test_stats_tell_what_the_host_holds(device, wis):
+    a = stocked(device, wis, "a")
+    stats = a.stats()
+    assert stats["host_definitions"] > 0 and stats["host_decoded"] > 10 * stats["host_definitions"]
+    assert stats["host_buffers"] == 600 and stats["host_sources"] == 0
+    assert stats["host_total"] >= stats["host_decoded"] + stats["host_buffers"]
+
+
+def test_writes_that_cannot_land_take_no_memory(device, wis, monkeypatch):
+    a = device.open("a")
+    assert memoryview is type(landing._DROPPED)
+    for k in range(40):
+        a.write(1000 + k, bytes(MAX_CHUNK))
+    with pytest.raises(wis.error, match="buffer 1000 does not exist"):
+        a.sync()
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) is bytearray and len(o) >= MAX_CHUNK]
+
+
+@pytest.mark.parametrize("error", [MemoryError("no bytes"), RecursionError("too deep")])
+def test_error_of_the_hosts_memory_ends_the_session_and_not_the_loop(device, wis, monkeypatch, error):
+    a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
+    memory = Session.memory
+
+    def fails(self, *args, **kwargs):
+        if self.id == "a":
+            raise error
+        return memory(self, *args, **kwargs)
+
+    monkeypatch.setattr(Session, "memory", fails)
+    a.ask(1, 4)
+    device.wait_closed("a")
+    with pytest.raises(ChannelError, match=f"executor.host_memory: .*{error}"):
+        a.take(4)
+    assert b.read(1, 4) == bytes(4)
+
+
+def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(device, wis, monkeypatch):
+    a, b, c = [stocked(device, wis, name) for name in "abc"]
+
+    def fails(*args, **kwargs):
+        raise MemoryError
+
+    for name, client, method in (("a", a, "_begin"), ("b", b, "define")):
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, method, fails)
+            client.run(wis.body().alloc("y", 4), {"y": 9})
+            device.wait_closed(name)
+    assert c.read(1, 4) == bytes(4)
+
+
+def test_session_that_holds_too_much_ends_alone_with_the_parts(make_device, wis):
+    device = make_device(limits=HostLimits(session=300_000))
+    a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
+    for k in range(1000):
+        body = wis.body()
+        body.alloc("x", 4)
+        a.run(body, {"x": 10 + k})
+    device.wait_closed("a")
+    with pytest.raises(ChannelError, match=r"buffers .* at most 300000 .WOOLY_EXECUTOR_SESSION_HOST"):
+        a.sync()
+    assert b.read(1, 4) == bytes(4)
+
+
+def test_question_about_pins_beyond_its_size_is_refused(device, wis):
+    a = device.open("a")
+    a.channel.send(Kind.PIN, pack_json({"do": "list", "name": "x" * 10_000}))
+    with pytest.raises(wis.error, match=r"PIN frame of .* at most 4096"):
+        a.answer()
+
+
+def test_read_of_nothing_is_answered(device, wis):
+    a = stocked(device, wis, "a")
+    a.channel.send(Kind.READ, READ_HEAD.pack(1, 0, 0))
+    frame = a.channel.recv(30)
+    assert frame.kind == Kind.DATA and not frame.payload
