@@ -9,8 +9,8 @@ A client of class P0 asks for one small run after the other and notes how long e
     reads         reads of 64 KiB whose answers it takes
     unread        reads of 64 KiB whose answers it leaves
 
-Both sides, alone and beside, take turns, so that what else the machine does befalls both. The bound is the 99th percentile beside,
-as a multiple of that alone; the spread is that of its rounds.
+Both sides, alone and beside, take turns, so that what else the machine does befalls both. The bound is the 99th percentile
+beside, as a multiple of that alone; the spread is that of its rounds.
 
 Run: .venv/bin/python bench/walls.py [--json] [--rounds N] [--seconds N] [--only KIND]
 """

@@ -18,6 +18,20 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import READ_HEAD, WRITE_HEAD, Kind, pack_run
 from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
+import itertools
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from wooly_bus.channel import ChannelError
+from wooly_testkit.cluster import enter
+from wooly_wis.codec import digest, encode_program
+from wooly_wis.dtypes import DType
+from wooly_wis.foreign import Source, encode_source
+from wooly_wis.frames import CONTENT, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
@@ -344,3 +358,126 @@ def test_workspace_of_a_recurrent_layer_shows_nobodys_memory(talks):
         assert SECRET not in bob.read(14, workspace)
         bob.run([alloc(4)], [[15]], frees=[11, 12, 13, 14, 15])
         keep_and_free(alice, workspace)
+def flat(dtype, n):
+    return View(dtype, (n,), (1,), 0)
+
+
+def allocates(nbytes):
+    """The definition of a program that makes one buffer."""
+    form = Form("alloc", (Operand(Role.OUT, flat(DType.U8, nbytes)),))
+    return encode_program(Program((form,), (Instruction(0, (0,)),)))
+
+
+def additions(forms, first):
+    """The definition of a program of so many forms that nobody has sent before."""
+    attrs = (("args", (OperandRef(0), OperandRef(1))), ("kwargs", ()), ("name", "aten.add_.Tensor"))
+    found = [Form("alloc", (Operand(Role.OUT, flat(DType.U8, 1 << 25)),))]
+    body = [Instruction(0, (0,)), Instruction(0, (1,))]
+    for k in range(forms):
+        v = flat(DType.F32, first + k + 1)
+        found.append(Form("extern", (Operand(Role.INOUT, v), Operand(Role.IN, v)), (), attrs))
+        body.append(Instruction(k + 1, (0, 1)))
+    return encode_program(Program(tuple(found), tuple(body)))
+
+
+def entered(tenant, nbytes=1 << 20):
+    """A session of a tenant that has one buffer, number 1."""
+    channel, answer = enter(tenant.open())
+    assert answer.kind == Kind.WELCOME
+    raw = allocates(nbytes)
+    channel.send(Kind.DEFINE, raw)
+    channel.send(Kind.RUN, pack_run(digest(raw), [1], b"", []))
+    assert works(channel)
+    return channel
+
+
+def works(channel):
+    """Whether a session answers with what its buffer holds."""
+    channel.send(Kind.READ, READ_HEAD.pack(1, 0, 8))
+    into = bytearray(8)
+    return channel.recv_data(memoryview(into), Kind.DATA) is None and not any(into)
+
+
+def resident(cluster):
+    """Bytes of memory that the executor has now."""
+    pages = Path(f"/proc/{cluster.processes['x'].pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def flood(channel, frames):
+    """Send frames until the executor takes no more, or ends the session; for a second at most."""
+    until = time.monotonic() + 1
+    sending = threading.Thread(target=_send, args=(channel, frames, until), daemon=True)
+    sending.start()
+    sending.join(2)
+    return sending
+
+
+def _send(channel, frames, until):
+    with contextlib.suppress(ChannelError, OSError):
+        for kind, *buffers in frames:
+            channel.send(kind, *buffers)
+            if time.monotonic() > until:
+                return
+
+
+def floods(kind):
+    """Frames of an attacker, for ever."""
+    read = READ_HEAD.pack(1, 0, 64 << 10)
+    for k in itertools.count():
+        if kind == "reads":
+            yield Kind.READ, read
+        elif kind == "stats":
+            yield (Kind.STATS,)
+        elif kind == "pins":
+            yield Kind.PIN, pack_json({"do": "list"})
+        elif kind == "offers":
+            yield Kind.OFFER, CONTENT.pack(1, 1 << 20, 0, bytes(32))
+        elif kind == "small definitions":
+            yield Kind.DEFINE, additions(4, 4 * k)
+        elif kind == "sources":
+            yield Kind.SOURCE, encode_source(Source("ttir", f"{k} " + "é" * (500 << 10)))
+        elif kind == "lost writes":
+            yield Kind.WRITE, WRITE_HEAD.pack(99, 0), bytes(4 << 20)
+
+
+@pytest.mark.parametrize("kind", ["reads", "stats", "pins", "offers", "small definitions", "sources", "lost writes"])
+def test_flood_without_reading_takes_little_memory_and_hurts_nobody(cluster, alice, bob, kind):
+    victim, attacker = entered(alice), entered(bob)
+    before = resident(cluster)
+    sending = flood(attacker, floods(kind))
+    assert works(victim)
+    assert resident(cluster) - before < 200 << 20
+    attacker.abort()
+    sending.join(20)
+    attacker.close()
+    assert works(victim)
+    victim.close()
+
+
+def test_maximal_definition_is_taken_in_while_others_work(cluster, alice, bob):
+    victim, attacker = entered(alice), entered(bob)
+    before = resident(cluster)
+    attacker.send(Kind.DEFINE, additions(6000, 1_000_000))
+    attacker.send(Kind.SYNC)
+    times = []
+    for _ in range(20):
+        begun = time.monotonic()
+        assert works(victim)
+        times.append(time.monotonic() - begun)
+    assert max(times) < 2.0  # in the device's thread it took all of them: seconds
+    assert attacker.recv(60).kind == Kind.RESULT
+    assert resident(cluster) - before < 200 << 20
+    victim.close()
+    attacker.close()
+
+
+def test_definitions_beyond_the_limits_are_refused(cluster, bob):
+    attacker = entered(bob)
+    raw = bytearray(allocates(8))
+    for what in (bytes(raw) + bytes(8 << 20), raw[:4] + struct.pack("<II", 1 << 20, 0) + bytes(4 << 20)):
+        attacker.send(Kind.DEFINE, bytes(what))
+        attacker.send(Kind.SYNC)
+        assert attacker.recv(20).kind == Kind.ERROR
+    assert works(attacker)
+    attacker.close()
