@@ -23,15 +23,19 @@ import os
 import struct
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from wooly_bus import subjects
 from wooly_bus.channel import ChannelError
-from wooly_testkit.cluster import enter
+from wooly_bus.errors import BusError
+from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
 from wooly_wis.frames import CONTENT, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
+from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected

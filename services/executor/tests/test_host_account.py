@@ -1,6 +1,8 @@
 """What a session may make the executor hold, and what happens to whoever reaches it: alone."""
 
+import contextlib
 import gc
+import threading
 import time
 
 import pytest
@@ -78,13 +80,22 @@ def test_session_whose_client_does_not_read_waits_and_goes_on_when_it_reads(make
 def test_small_answers_that_nobody_reads_are_bounded_by_their_number(make_device, wis):
     device = make_device(limits=HostLimits(answers=64 << 20))
     a, b = stocked(device, wis, "a"), device.open("b")
-    for _ in range(400):
-        for _ in range(200):
-            a.ask(1, 300)
-        if device.call(lambda: device.loop._sessions["a"].unread):
-            break
+
+    def ask():
+        with contextlib.suppress(ChannelError):
+            for _ in range(60_000):
+                a.ask(1, 300)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    deadline = time.monotonic() + 60
+    while not device.call(lambda: device.loop._sessions["a"].unread):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
     assert device.call(lambda: device.loop._sessions["a"].conn.queued_pieces) <= 8192 + 4
     assert b.sync() == {}
+    a.channel.abort()
+    asking.join()
 
 
 @pytest.mark.parametrize("nbytes", [CHUNK, 64 << 20], ids=["copied", "lent"])
