@@ -324,7 +324,14 @@ class DeviceLoop:
         for session_id in list(self._sessions):
             self._attempt(self.close_session, session_id, self.lost or STOPPING)
         self._ended = True
-        for ending in (self._refuse_calls, self.vram.stop, self.decoders.stop, self.acceptor.close, self.server.close, self.on_ended):
+        for ending in (
+            self._refuse_calls,
+            self.vram.stop,
+            self.decoders.stop,
+            self.acceptor.close,
+            self.server.close,
+            self.on_ended,
+        ):
             self._attempt(ending)
 
     def _attempt(self, step: Callable[..., object], *args: object) -> None:
