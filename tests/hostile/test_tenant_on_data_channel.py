@@ -3,22 +3,6 @@
 import contextlib
 import itertools
 import json
-import struct
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
-from wooly_bus import subjects
-from wooly_bus.channel.framing import ChannelClosedError
-from wooly_bus.errors import BusError
-from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.assembly_parser import row_major
-from wooly_wis.codec import digest, encode_program
-from wooly_wis.dtypes import DType
-from wooly_wis.frames import READ_HEAD, WRITE_HEAD, Kind, pack_run
-from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
-import itertools
 import os
 import struct
 import threading
@@ -29,8 +13,10 @@ from pathlib import Path
 import pytest
 from wooly_bus import subjects
 from wooly_bus.channel import ChannelError
+from wooly_bus.channel.framing import ChannelClosedError
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
+from wooly_wis.assembly_parser import row_major
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
@@ -362,6 +348,8 @@ def test_workspace_of_a_recurrent_layer_shows_nobodys_memory(talks):
         assert SECRET not in bob.read(14, workspace)
         bob.run([alloc(4)], [[15]], frees=[11, 12, 13, 14, 15])
         keep_and_free(alice, workspace)
+
+
 def flat(dtype, n):
     return View(dtype, (n,), (1,), 0)
 

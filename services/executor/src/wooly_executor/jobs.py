@@ -30,9 +30,8 @@ from wooly_dispatch.events import Policy
 from wooly_wis.codec import digest
 from wooly_wis.errors import WisError
 from wooly_wis.frames import MAX_CHUNK, PROTOCOL, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run, unpack_json
-from wooly_wis.limits import MAX_MODULE_BYTES
 from wooly_wis.messages import JobEnded, JobOutput, RunJobReply, RunJobRequest
-from wooly_wis.module import Load, Module, check_module, decode_module
+from wooly_wis.module import MAX_MODULE_BYTES, Load, Module, check_module, decode_module
 
 from wooly_executor.decoding import Decoding
 from wooly_executor.device_loop import DeviceLoop
