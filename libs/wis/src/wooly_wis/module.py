@@ -30,8 +30,6 @@ from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError, EncodeError, WisError
 from wooly_wis.foreign import MAX_SOURCES, MAX_SOURCES_BYTES, OPCODE, decode_source, launch_of
 from wooly_wis.limits import (
-)
-from wooly_wis.limits import (
     MAX_MODULE_INSTRUCTIONS,
     MAX_MODULE_NODES,
     MAX_MODULE_PROGRAMS,
