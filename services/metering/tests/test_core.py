@@ -93,7 +93,7 @@ def test_usage_is_priced_by_the_plan_that_held_when_it_began():
         ({"flops": 1 << 63}, "flops is"),
         ({"flops": 10**4000}, "astronomical"),
         ({"gpu_ns": 1_100_000_000}, "of device time in"),
-        ({"core_ns": 1_000_000_000}, "core-ns in"),
+        ({"core_ns": 3_000_000_000}, "core-ns in"),
         ({"resident_mib_us": 1_000 * SECOND}, "resident in"),
         ({"idle_mib_us": 1_100 * SECOND}, "resident than"),
         ({"priority": 5}, "no class 5"),
