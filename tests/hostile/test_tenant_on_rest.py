@@ -21,9 +21,13 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, R
 
 pytestmark = pytest.mark.connected
 PATIENCE_S = 60
-#: Tight limits, so that little is needed to reach them.
-ROUTER = {"TENANT_SESSIONS": "5", "TENANT_JOBS": "10", "TENANT_STREAMS": "3", "TENANT_OPENS": "8"}
 EMPTY = encode_module(Module((), (), (), (), ()))
+
+
+@pytest.fixture(scope="module")
+def router_settings():
+    """Tight limits, so that little is needed to reach them."""
+    return {"TENANT_SESSIONS": "5", "TENANT_JOBS": "10", "TENANT_STREAMS": "3", "TENANT_OPENS": "8"}
 
 
 # -- class and weight ------------------------------------------------------------------------------------------------
