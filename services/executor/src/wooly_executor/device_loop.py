@@ -417,7 +417,8 @@ class DeviceLoop:
     def _exhausted(self, conn: Connection, error: MemoryError | RecursionError) -> None:
         """What a client sent needs more memory, or a deeper stack, than there is: its session ends, and no other."""
         what = "host memory" if isinstance(error, MemoryError) else "stack"
-        why = f"{HostMemoryError.code}: the executor has not enough {what} for what its client sent {error}".rstrip()
+        why = f"{HostMemoryError.code}: the executor has not enough {what} for what its client sent"
+        why += f": {error}" if str(error) else ""
         if conn.owner is not None:
             self._end_session(conn.owner, why)
         else:
@@ -791,7 +792,7 @@ class DeviceLoop:
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
-            stats |= {"bytes": session.bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
+            stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
             self._answers.say(conn, stats | self.vram.stats(session) | session.host_use().to_json())
         elif kind == Kind.OFFER:
             self._answers.say(conn, {"known": self._offer(session, frame)})
