@@ -120,6 +120,11 @@ class Connection:
         """Headers and payloads that wait to be written."""
         return len(self._out)
 
+    @property
+    def receiving_bytes(self) -> int:
+        """Memory that is set apart for a frame which is not all there yet."""
+        return 0 if self._incoming is None else len(self._incoming.payload)
+
     def ack(self, seq: int) -> None:
         """Say that everything up to `seq` is processed. Sent with the next frame or at the end of the poll."""
         if seq > self._ack:
