@@ -95,6 +95,7 @@ class Connection:
     _out: deque[memoryview] = field(default_factory=deque)
     _ack: int = 0
     _acked: int = 0
+    _last_ack: memoryview | None = None
     _held: bool = False
     _interest: int = 0
     _in_events: bool = False
@@ -134,8 +135,14 @@ class Connection:
     def _queue_ack(self) -> None:
         if self._ack > self._acked:
             self._acked = self._ack
-            self._out.append(memoryview(HEADER.pack(0, ACK, 0, 0, self._ack)))
-            self.queued_bytes += HEADER.size
+            ack = memoryview(HEADER.pack(0, ACK, 0, 0, self._ack))
+            # Nobody reads: the new one takes the place of the last. Not of one that is first, which TLS may have half sent.
+            if len(self._out) > 1 and self._out[-1] is self._last_ack:
+                self._out[-1] = ack
+            else:
+                self._out.append(ack)
+                self.queued_bytes += HEADER.size
+            self._last_ack = ack
 
     def pause(self) -> None:
         """Stop reading this connection."""
