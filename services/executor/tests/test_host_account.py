@@ -281,4 +281,4 @@ def test_acknowledgements_that_nobody_reads_take_the_place_of_each_other(device,
     for _ in range(100):
         a.channel.send(Kind.SEAL, CONTENT.pack(1, 1 << 20, 0, bytes(32)))
         until(lambda seq=a.channel._sent: device.call(lambda: conn._ack) == seq)
-    assert 40 < before and device.call(lambda: conn.queued_pieces) <= before + 1
+    assert before > 40 and device.call(lambda: conn.queued_pieces) <= before + 1
