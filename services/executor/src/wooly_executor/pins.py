@@ -17,7 +17,7 @@ from wooly_executor.session import Session
 
 #: Names are told to others, in messages and their heads: characters of one, all of which can be printed.
 NAME_LENGTH = 128
-#: Of one tenant: names, and tensors under all of them. Each tensor takes half a kilobyte of the host's memory, which no session bears.
+#: Of one tenant: names, and tensors under all of them. Each tensor takes host memory that no session bears.
 PINS_PER_TENANT = 64
 TENSORS_PER_TENANT = 131_072
 
@@ -47,7 +47,9 @@ class Pins:
         """
         account = session.account
         if not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
-            raise BindingError(f"{name[:NAME_LENGTH]!r} is no name for weights: 1 to {NAME_LENGTH} characters that can be printed")
+            raise BindingError(
+                f"{name[:NAME_LENGTH]!r} is no name for weights: it has 1 to {NAME_LENGTH} characters that can be printed"
+            )
         key = (account.tenant, name)
         if not account.shared:
             raise BindingError(
