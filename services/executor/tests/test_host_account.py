@@ -209,7 +209,8 @@ def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(dev
     for name, client, method in (("a", a, "_begin"), ("b", b, "define")):
         with monkeypatch.context() as patch:
             patch.setattr(Session, method, fails)
-            client.run(wis.body().alloc("y", 4), {"y": 9})
+            with contextlib.suppress(ChannelError):  # the session may end before all is sent
+                client.run(wis.body().alloc("y", 4), {"y": 9})
             device.wait_closed(name)
     assert c.read(1, 4) == bytes(4)
 

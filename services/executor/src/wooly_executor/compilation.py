@@ -100,7 +100,7 @@ class PlanSource:
 
     def _give_up(self, entry: Wanted) -> None:
         """Nobody can use a plan any more: its program is let go of."""
-        getting = self._getting.get(entry)
+        getting = self._getting.pop(entry, None)  # one that never began ends without a word
         if getting is not None:
             getting.cancel()
 
@@ -112,13 +112,18 @@ class PlanSource:
                 while not self._tiers.wanted.empty():
                     entry = self._tiers.wanted.get_nowait()
                     if entry is not None and not entry.forgotten:
-                        self._getting[entry] = task = tasks.create_task(self._serve(entry))
-                        task.add_done_callback(lambda _, entry=entry: self._getting.pop(entry, None))
+                        self._getting[entry] = tasks.create_task(self._serve(entry))
                 await self._heard.wait()
                 self._heard.clear()
 
     async def _serve(self, entry: Wanted) -> None:
         """Get one plan, and hand it over."""
+        try:
+            await self._hand_over(entry)
+        finally:
+            self._getting.pop(entry, None)
+
+    async def _hand_over(self, entry: Wanted) -> None:
         name = entry.digest.hex()[:16]
         with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
             prepared, why, final = await self._got(entry)
