@@ -8,6 +8,7 @@ import pytest
 from wooly_executor import device_loop
 from wooly_executor.decoding import HIGHER_WAIT, SLICE_NS, Decoders, Decoding
 from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError
+from wooly_executor.session import Session
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
@@ -261,3 +262,34 @@ def test_many_small_frames_leave_others_their_turn(device, wis, monkeypatch):
     for _ in range(300):
         assert a.answer()["programs"] == 1
     assert a.floats(1, 1) == [5.0]
+
+
+def test_runs_that_name_many_buffers_count_with_the_time_that_these_take(device, wis, monkeypatch):
+    """Looking up thousands of buffers is device time like any other: else a tenant has the thread for nothing."""
+    begin, finish = Session.begin, Session.finish
+
+    def slow(method):
+        def slowly(*args):
+            time.sleep(0.05)
+            return method(*args)
+
+        return slowly
+
+    a, count = device.open("a"), device_loop.MANY_BUFFERS // 8
+    body = wis.body()
+    for k in range(count):
+        body.alloc(f"x{k}", 4)
+    a.run(body, range(count))
+    a.sync()
+    monkeypatch.setattr(Session, "begin", slow(begin))
+    monkeypatch.setattr(Session, "finish", slow(finish))
+    device.call(device.loop.take_usage)
+    a.run(body, range(count, 2 * count))
+    a.sync()
+    (taken,) = device.call(device.loop.take_usage)
+    assert taken.gpu_ns > 90_000_000
+    a.start(b"?" * 32, range(count))  # one that fails has taken the time, too
+    with pytest.raises(wis.error):
+        a.sync()
+    (taken,) = device.call(device.loop.take_usage)
+    assert taken.gpu_ns > 40_000_000

@@ -2,15 +2,18 @@
 
 import contextlib
 import gc
+import socket
 import threading
 import time
 
 import pytest
 from wooly_bus.channel import ChannelError
+from wooly_bus.channel.framing import HEADER, MAX_FRAME
 from wooly_executor import landing
 from wooly_executor.host_account import Holder, HostLimits, HostUse, to_end
-from wooly_executor.session import Session
-from wooly_wis.frames import MAX_CHUNK, READ_HEAD, Kind, pack_json
+from wooly_executor.session import LOST_AT_ONCE, Session
+from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, Kind, pack_json
+from wooly_wis.limits import MAX_FREES, MAX_REFERENCES
 
 NONE = HostUse(0, 0, 0, 0, 0, 0)
 CHUNK = 64 << 10
@@ -53,6 +56,13 @@ def stocked(device, wis, name, nbytes=1 << 20):
     client.run(wis.body().alloc("x", nbytes), {"x": 1})
     client.sync()
     return client
+
+
+def until(true):
+    end = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def waiting(device, name):
@@ -199,7 +209,8 @@ def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(dev
     for name, client, method in (("a", a, "_begin"), ("b", b, "define")):
         with monkeypatch.context() as patch:
             patch.setattr(Session, method, fails)
-            client.run(wis.body().alloc("y", 4), {"y": 9})
+            with contextlib.suppress(ChannelError):  # the session may end before all is sent
+                client.run(wis.body().alloc("y", 4), {"y": 9})
             device.wait_closed(name)
     assert c.read(1, 4) == bytes(4)
 
@@ -229,3 +240,46 @@ def test_read_of_nothing_is_answered(device, wis):
     a.channel.send(Kind.READ, READ_HEAD.pack(1, 0, 0))
     frame = a.channel.recv(30)
     assert frame.kind == Kind.DATA and not frame.payload
+
+
+@pytest.mark.parametrize("kind", ["bindings", "frees"])
+def test_run_that_names_more_than_any_program_has_is_refused_before_it_is_unpacked(device, wis, kind):
+    a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
+    many = range(10, 10 + (1 << 20))
+    a.start(b"?" * 32, many if kind == "bindings" else (), b"", many if kind == "frees" else ())
+    with pytest.raises(wis.error, match=rf"RUN frame of .*1048576 .*at most {MAX_REFERENCES}, .* and {MAX_FREES}"):
+        a.sync()
+    assert device.held()["a"][1] == 1 and b.read(1, 4) == bytes(4)
+
+
+def test_run_of_an_unknown_program_makes_up_few_buffers(device, wis):
+    a = stocked(device, wis, "a")
+    a.start(b"?" * 32, [*range(10, 10 + MAX_REFERENCES - 1), 1])
+    with pytest.raises(wis.error, match="has not defined"):
+        a.sync()
+    assert device.held()["a"][1] == 1 + LOST_AT_ONCE
+    with pytest.raises(wis.error, match="has not defined"):
+        a.read(1, 4)
+
+
+def test_frame_that_is_on_its_way_is_on_the_account(device, wis):
+    a = stocked(device, wis, "a")
+    a.sync()
+    before = device.call(lambda: device.loop._sessions["a"].host_use().queue)
+    a.channel._sock.sendall(HEADER.pack(MAX_FRAME, Kind.DEFINE, 0, 0, a.channel._sent + 1))
+    until(lambda: device.call(lambda: device.loop._sessions["a"].host_use().queue) - before >= MAX_FRAME)
+
+
+def test_acknowledgements_that_nobody_reads_take_the_place_of_each_other(device, wis):
+    a = stocked(device, wis, "a")
+    conn = device.call(lambda: device.loop._sessions["a"].conn)
+    conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    a.write(1, bytes(1 << 20))
+    for _ in range(40):
+        a.ask(1, 64 << 10)
+    until(lambda: device.call(lambda: conn._ack) == a.channel._sent)
+    before = device.call(lambda: conn.queued_pieces)
+    for _ in range(100):
+        a.channel.send(Kind.SEAL, CONTENT.pack(1, 1 << 20, 0, bytes(32)))
+        until(lambda seq=a.channel._sent: device.call(lambda: conn._ack) == seq)
+    assert before > 40 and device.call(lambda: conn.queued_pieces) <= before + 1

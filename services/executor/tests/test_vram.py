@@ -4,11 +4,13 @@ import contextlib
 import errno
 import os
 import struct
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from wooly_bus.contents import chunk_digest, content_id, name_in_circle
+from wooly_executor import mover, pins
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.vram import SwapSettings
@@ -258,6 +260,58 @@ def test_pinned_weights_outlive_their_session(device):
     assert b.pin("remove", "llama") == {"removed": True}
     assert b.read(1, len(data)) == data
     device.check()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a\r\nNats-Rollup: all", "\ud800"])
+def test_name_that_cannot_be_told_to_others_pins_nothing(device, name):
+    a = device.open("a", scope=SHARED, tenant="acme")
+    assert not a.load(1, content(4))
+    a.sealed()
+    assert "no name for weights" in a.pin("add", name)["error"]
+    assert device.call(lambda: device.loop.vram.state().model_dump_json()) and not a.pin("list")["pins"]
+
+
+def test_pins_of_a_tenant_have_a_limit(device, monkeypatch):
+    monkeypatch.setattr(pins, "PINS_PER_TENANT", 2)
+    monkeypatch.setattr(pins, "TENSORS_PER_TENANT", 3)
+    a, b = [device.open(n, scope=SHARED, tenant=t) for n, t in (("a", "acme"), ("b", "other"))]
+    for client in (a, b):
+        client.load(1, content(4))
+        client.sealed()
+    assert "bytes" in a.pin("add", "one") and "bytes" in a.pin("add", "two")
+    assert "at most" not in b.pin("add", "one").get("error", "")
+    assert "may have 2 models and 3 tensors" in a.pin("add", "three")["error"]
+    assert a.pin("remove", "one")["removed"]
+    a.load(2, content(5))
+    a.load(3, content(6))
+    a.sealed()
+    assert "this one would have 4 tensors" in a.pin("add", "three")["error"]
+
+
+def test_cancelled_hash_holds_no_memory_while_it_waits(device, wis, monkeypatch):
+    """A client that has memory hashed and frees it again has none of it kept by hashes that wait for their turn."""
+    going, go_on = threading.Event(), threading.Event()
+    steps = mover.HashJob.steps
+
+    def slow(job):
+        going.set()
+        assert go_on.wait(30)
+        yield from steps(job)
+
+    monkeypatch.setattr(mover.HashJob, "steps", slow)
+    submitted = []
+    submit = device.loop.vram.mover.submit
+    monkeypatch.setattr(device.loop.vram.mover, "submit", lambda job: (submitted.append(job), submit(job)))
+    a = device.open("a", scope=SHARED)
+    try:
+        for k in range(1, 5):
+            a.load(k, content(4))
+            a.run(wis.body().free("x"), {"x": k})
+        assert going.wait(30)
+        a.sync()
+        assert len(submitted) == 4 and all(job.source is None for job in submitted)
+    finally:
+        go_on.set()
 
 
 # -- swapping --------------------------------------------------------------------------------------------------------

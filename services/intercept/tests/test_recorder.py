@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from wooly import device
+from wooly import recorder as recorder_module
 from wooly.recorder import EARLY
 
 
@@ -100,3 +101,20 @@ def test_a_program_has_no_more_instructions_than_it_may(cuda, sent):
     assert lengths[0] in range(EARLY, EARLY + 3)  # the executor had nothing to do
     assert max(lengths) <= limit + 2  # an operator's alloc, itself, and what it lets die
     assert min(lengths[1:-1]) >= limit // 2
+
+
+def test_buffers_that_die_together_are_freed_by_several_runs(cuda, monkeypatch):
+    monkeypatch.setattr(recorder_module, "MAX_FREES", 4)
+    recorder = device.current().devices.recorders[0]
+    frees = []
+    run = recorder.link.run
+    monkeypatch.setattr(recorder.link, "run", lambda *args: frees.append(list(args[3])) or run(*args))
+    tensors = [torch.full((3,), float(k), device=cuda) for k in range(11)]
+    recorder.sync()
+    before = recorder.link.stats()["buffers"]
+    frees.clear()
+    tensors.clear()
+    while recorder.open or recorder.heap.dead:
+        recorder.flush()
+    assert sum(len(f) for f in frees) == 11 and max(len(f) for f in frees) == 4
+    assert recorder.link.stats()["buffers"] == before - 11

@@ -11,6 +11,7 @@ from typing import Any
 
 from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.errors import DecodeError
+from wooly_wis.limits import MAX_FREES, MAX_PARAMS, MAX_REFERENCES
 
 PROTOCOL = 1
 MAX_CHUNK = 4 << 20
@@ -78,11 +79,16 @@ def unpack_run(payload: bytes | memoryview) -> Run:
     """The content of a RUN frame.
 
     Raises:
-        DecodeError: counts do not fit the payload, or unknown flags.
+        DecodeError: counts do not fit the payload, or are more than a program can have, or unknown flags.
     """
     if len(payload) < RUN_HEAD.size:
         raise DecodeError("RUN frame is cut short")
     digest, n_bind, n_param, n_free, flags = RUN_HEAD.unpack_from(payload)
+    if n_bind > MAX_REFERENCES or n_param > 2 * MAX_PARAMS or n_free > MAX_FREES:
+        raise DecodeError(
+            f"RUN frame of {n_bind} bindings, {n_param} words of params and {n_free} buffers to free, "
+            f"at most {MAX_REFERENCES}, {2 * MAX_PARAMS} and {MAX_FREES}"
+        )
     a = RUN_HEAD.size
     b = a + 8 * n_bind
     c = b + 8 * n_param

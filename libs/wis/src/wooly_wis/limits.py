@@ -18,6 +18,8 @@ MAX_FORMS: Final = 16_384
 MAX_REFERENCES: Final = 262_144
 #: Params that one run of a program takes.
 MAX_PARAMS: Final = 131_072
+#: Buffers that are to be freed after one run. 65,536 take some 30 ms; a client with more sends them with its next runs.
+MAX_FREES: Final = 65_536
 #: Operands and values of attributes, in one form and in all forms of a program. An operator on 8,192 tensors has 16,384.
 MAX_FORM_NODES: Final = 32_768
 MAX_NODES: Final = 262_144

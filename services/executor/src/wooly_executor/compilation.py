@@ -89,6 +89,20 @@ class PlanSource:
         self._heard: asyncio.Event = asyncio.Event()
         events = asyncio.get_running_loop()
         self._tiers.on_wanted = lambda: events.call_soon_threadsafe(self._heard.set)
+        self._getting: dict[Wanted, asyncio.Task[None]] = {}
+        self._tiers.on_forgotten = self._forget
+        self._events = events
+
+    def _forget(self, entry: Wanted) -> None:
+        """Give a plan up (in the device loop's thread)."""
+        with contextlib.suppress(RuntimeError):  # the event loop is over
+            self._events.call_soon_threadsafe(self._give_up, entry)
+
+    def _give_up(self, entry: Wanted) -> None:
+        """Nobody can use a plan any more: its program is let go of."""
+        getting = self._getting.pop(entry, None)  # one that never began ends without a word
+        if getting is not None:
+            getting.cancel()
 
     async def run(self) -> None:
         """Get what is wanted, until cancelled."""
@@ -97,13 +111,19 @@ class PlanSource:
             while True:
                 while not self._tiers.wanted.empty():
                     entry = self._tiers.wanted.get_nowait()
-                    if entry is not None:
-                        tasks.create_task(self._serve(entry))
+                    if entry is not None and not entry.forgotten:
+                        self._getting[entry] = tasks.create_task(self._serve(entry))
                 await self._heard.wait()
                 self._heard.clear()
 
     async def _serve(self, entry: Wanted) -> None:
         """Get one plan, and hand it over."""
+        try:
+            await self._hand_over(entry)
+        finally:
+            self._getting.pop(entry, None)
+
+    async def _hand_over(self, entry: Wanted) -> None:
         name = entry.digest.hex()[:16]
         with step("executor", "compile", entry.trace, program=name, mode=entry.mode) as span:
             prepared, why, final = await self._got(entry)

@@ -75,7 +75,7 @@ class Contents:
                 continue
             job = session.sealing.pop(buffer, None)
             if job is not None:
-                job.cancelled = True
+                job.cancel()
             if buffer in session.account.shared:
                 written = self._ledger.write(session.account, buffer, self._clock())
                 source = self.here[written.store] if written.copy else self.here.pop(written.store)

@@ -90,6 +90,8 @@ _BARS = frozenset((*_DECODED, Kind.READ))
 DECODED_HERE = 8 << 10
 #: Frames of a session that are processed before others have their turn.
 TURN = 64
+#: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
+MANY_BUFFERS = 16 << 10
 #: Bytes of a PIN frame.
 PIN_BYTES = 4096
 #: Seconds between two looks at what sessions make the host hold.
@@ -676,7 +678,9 @@ class DeviceLoop:
         conn = session.conn
         if conn is None or conn.closed or frame.ended:
             return 0, last
-        gpu_ns = 0
+        gpu_ns = beside_ns = 0
+        many = len(frame.payload) > MANY_BUFFERS
+        since = time.perf_counter_ns() if many else 0
         error: Exception | None = None
         try:
             if not first:
@@ -684,6 +688,8 @@ class DeviceLoop:
                     frame.begun_ns = time.time_ns()
                 self.vram.begun(session, frame)
                 frame.running = session.begin(unpack_run(frame.payload), frame.seq)
+            if many:
+                beside_ns = time.perf_counter_ns() - since
             if frame.running is not None:
                 self.occupied = session.id, time.perf_counter_ns()
                 times = self._advance(conn, frame.running.execution, frame.cut, first, last)
@@ -691,7 +697,7 @@ class DeviceLoop:
                 gpu_ns = sum(times)
                 frame.running.gpu_ns += gpu_ns
                 if conn.closed:
-                    return gpu_ns, last
+                    return gpu_ns + beside_ns, last
                 last = first + len(times)
                 if frame.running.execution.outcome.failed_at is None:
                     frame.running.ready.observe(frame.cut, first, times)
@@ -699,13 +705,18 @@ class DeviceLoop:
             raise
         except Exception as e:
             error, self.occupied = e, None
+            if many and not beside_ns:
+                beside_ns = time.perf_counter_ns() - since
             if frame.running is not None:
                 session.abandon(frame.running)
                 frame.running = None
         if last == len(frame.cut.kernels) or error is not None:
+            since = time.perf_counter_ns() if many else 0
             self._end(session, conn, frame, error)
+            if many:
+                beside_ns += time.perf_counter_ns() - since
             self._proceed(session)
-        return gpu_ns, last
+        return gpu_ns + beside_ns, last
 
     def _advance(self, conn: Connection, execution: Execution, cut: Cut, first: int, last: int) -> list[int]:
         """Run kernels `first` to `last` - 1, or up to an edge where a higher class waits. Returns what each took, in ns.

@@ -43,7 +43,7 @@ class HostUse:
     """Bytes that one session makes the host hold.
 
     Attributes:
-        queue: frames that are not processed.
+        queue: frames that are not processed, and the one that is on its way.
         answers: answers that its client has not read.
         definitions: what it has defined, as it came.
         decoded: the same, decoded and prepared.

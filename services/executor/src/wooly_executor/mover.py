@@ -51,6 +51,10 @@ class Job:
         """Do it, and yield the bytes of each chunk."""
         raise NotImplementedError
 
+    def cancel(self) -> None:
+        """Nobody needs it any more. From any thread."""
+        self.cancelled = True
+
 
 @dataclass
 class Saving:
@@ -119,19 +123,28 @@ class LoadJob(Job):
 
 @dataclass(eq=False)
 class HashJob(Job):
-    """Finds what the content of a block is: the digest of its first chunk and its content id."""
+    """Finds what the content of a block is: the digest of its first chunk and its content id.
+
+    A cancelled one holds no memory while it waits for its turn: its block may be on nobody's account any more.
+    """
 
     source: Tensor | None = None
     head: bytes = b""
     content: bytes = b""
 
     def steps(self) -> Iterator[int]:
-        assert self.source is not None
-        size, digests = len(self.source), []
+        source = self.source
+        if source is None:
+            return
+        size, digests = len(source), []
         for at in range(0, size, CHUNK):
-            digests.append(chunk_digest(self.source[at : at + CHUNK].cpu().numpy().data))
+            digests.append(chunk_digest(source[at : at + CHUNK].cpu().numpy().data))
             yield min(CHUNK, size - at)
         self.head, self.content = digests[0], content_id(digests, size)
+
+    def cancel(self) -> None:
+        """See `Job`."""
+        self.cancelled, self.source = True, None
 
 
 class Mover:

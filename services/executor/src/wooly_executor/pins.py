@@ -15,6 +15,12 @@ from wooly_executor.memory.ledger import Ledger
 from wooly_executor.samples import Samples
 from wooly_executor.session import Session
 
+#: Names are told to others, in messages and their heads: characters of one, all of which can be printed.
+NAME_LENGTH = 128
+#: Of one tenant: names, and tensors under all of them. Each tensor takes host memory that no session bears.
+PINS_PER_TENANT = 64
+TENSORS_PER_TENANT = 131_072
+
 
 class Pins:
     """What is pinned on one device.
@@ -37,9 +43,13 @@ class Pins:
         """Keep what the session shares when it is gone, under a name. Returns the bytes.
 
         Raises:
-            BindingError: the session shares nothing, or its tenant has pinned something under that name.
+            BindingError: the session shares nothing, that is no name, or its tenant has pinned something under it, or too much.
         """
         account = session.account
+        if not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
+            raise BindingError(
+                f"{name[:NAME_LENGTH]!r} is no name for weights: it has 1 to {NAME_LENGTH} characters that can be printed"
+            )
         key = (account.tenant, name)
         if not account.shared:
             raise BindingError(
@@ -47,9 +57,17 @@ class Pins:
             )
         if key in self.accounts:
             raise BindingError(f"weights {name!r} are pinned already; `wooly weights rm {name}` first")
+        stores = dict.fromkeys(account.shared.values())
+        mine = [pin for (tenant, _), pin in self.accounts.items() if tenant == account.tenant]
+        tensors = len(stores) + sum([len(pin.shared) for pin in mine])
+        if len(mine) >= PINS_PER_TENANT or tensors > TENSORS_PER_TENANT:
+            raise BindingError(
+                f"the tenant's {len(mine)} pinned models and this one would have {tensors} tensors; a tenant may have "
+                f"{PINS_PER_TENANT} models and {TENSORS_PER_TENANT} tensors here: `wooly weights rm` lets go of one"
+            )
         now = self._clock()
         pin = self._ledger.open(f"pin {account.tenant} {name}", tenant=account.tenant, scope=account.scope, now=now)
-        for number, store in enumerate(dict.fromkeys(account.shared.values()), 1):
+        for number, store in enumerate(stores, 1):
             self._ledger.adopt(pin, number, store, now)
         self.accounts[key] = pin
         self._samples.open(pin, now)

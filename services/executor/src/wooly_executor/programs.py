@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from wooly_wis.codec import body_of, decode_form, digest, split_program
 from wooly_wis.errors import DecodeError, VerifyError, WisError
-from wooly_wis.foreign import OPCODE, UNCHECKED, Source, launch_of
+from wooly_wis.foreign import OPCODE, UNCHECKED, Launch, Source, launch_of
 from wooly_wis.limits import MAX_NODES, MAX_PROGRAM_BYTES
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, Program, Role
@@ -260,16 +260,20 @@ class ProgramStore:
         """A program, decoded, verified and prepared."""
         program, known, facts = self._checked(raw)
         kinds = program.param_kinds
-        foreign = [(k.form, launch_of(k.form)) for k in known if k.form.opcode == OPCODE]
+        foreign: list[tuple[Form, Launch]] = []
+        for k in known:
+            if k.form.opcode == OPCODE:
+                pause()
+                foreign.append((k.form, launch_of(k.form)))
         named = frozenset([launch.source for _, launch in foreign])
         _check_sources(named, sources)
         unchecked = any(dict(launch.options).get(UNCHECKED) for _, launch in foreign)
         self._check_author(named, sources, author, unchecked=unchecked)
-        with self._lock:
-            kernels = [
-                self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant)
-                for form, launch in foreign
-            ]
+        kernels: list[ForeignKernel] = []
+        for form, launch in foreign:
+            pause()
+            with self._lock:  # for one kernel at a time: the device's thread takes it, too
+                kernels.append(self._runtime.foreign.kernel(sources[launch.source], launch, form, author.tenant))
         prepared = self._runtime.prepare(program, facts)
         estimate = Estimate(program, [k.ns for k in known], prepared.pieces)
         prepared.edges = estimate.cut.edges

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 PROGRAMS_KEPT = 1100
 #: Buffers of a session, lost ones among them.
 BUFFERS_KEPT = 1 << 20
+#: Buffers that a run of an unknown program may lose though they never were: each takes a microsecond, and memory.
+LOST_AT_ONCE = 1 << 15
 #: Contents of a session, the largest that it shared, that the router remembers of it.
 BROUGHT = 64
 
@@ -317,7 +319,7 @@ class Session:
         """What it makes the host hold now."""
         conn = self.conn
         return HostUse(
-            queue=self.queued_bytes + FRAME_BYTES * len(self.queue),
+            queue=self.queued_bytes + FRAME_BYTES * len(self.queue) + (0 if conn is None else conn.receiving_bytes),
             answers=0 if conn is None else conn.queued_bytes + PIECE_BYTES * conn.queued_pieces,
             definitions=self.program_bytes,
             decoded=self.program_held,
@@ -391,7 +393,7 @@ class Session:
                 if slot not in ready.written:
                     continue
             known = self.buffers.get(buffer)
-            if known is None and len(self.buffers) >= BUFFERS_KEPT:
+            if known is None and (len(self.buffers) >= BUFFERS_KEPT or (not fits and slot >= LOST_AT_ONCE)):
                 continue  # whoever reads it is told that it does not exist
             if known is None:
                 self.buffers[buffer] = Buffer(0, None, None, why)

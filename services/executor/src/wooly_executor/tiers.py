@@ -59,6 +59,7 @@ class Wanted:
         why: why there is none.
         waiting: to be called once more is known.
         trace: the session that asked first, as `traceparent`; empty: it is not traced.
+        forgotten: nobody can use it any more.
     """
 
     digest: bytes
@@ -73,6 +74,7 @@ class Wanted:
     why: str = ""
     waiting: list[Callable[[], None]] = field(default_factory=list)
     trace: str = ""
+    forgotten: bool = False
     _run: tuple[Cut | None, int] = (None, 0)
 
     def taken_ns(self) -> int:
@@ -140,6 +142,8 @@ class Tiers:
         self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
         self.on_wanted: Callable[[], object] = lambda: None
+        #: Told, in the loop's thread, of what was wanted and nobody can use any more: whoever gets it holds its program.
+        self.on_forgotten: Callable[[Wanted], object] = lambda entry: None
         self._known: OrderedDict[Key, Wanted] = OrderedDict()
         self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}
@@ -205,7 +209,12 @@ class Tiers:
         """No session has this program any more: what is known of its plans goes with it."""
         self._deciding.pop(digest, None)
         for key in self._keys.pop(digest, ()):
-            self._known.pop(key, None)
+            self._forget(self._known.pop(key, None))
+
+    def _forget(self, entry: Wanted | None) -> None:
+        if entry is not None and entry.state is State.WANTED and not entry.waiting:
+            entry.forgotten = True
+            self.on_forgotten(entry)
 
     def _want(self, entry: Wanted, spans: SessionSpans | None) -> None:
         entry.state = State.WANTED
@@ -229,8 +238,9 @@ class Tiers:
                 entry.state = State.NONE
             self._keys.setdefault(name, {})[key] = None
             if len(self._known) > KEPT:
-                gone, _ = self._known.popitem(last=False)
+                gone, forgotten = self._known.popitem(last=False)
                 self._keys[gone[0]].pop(gone)
+                self._forget(forgotten)
         else:
             self._known.move_to_end(key)
         return entry

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from wooly_wis.codec import digest, encode_form, join_program
 from wooly_wis.dtypes import DType
+from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
@@ -386,10 +387,13 @@ class Recorder:
                 self._short.clear()
             self._short.add(cut[0])
         assert not (reply and afterwards), "an answer is awaited that others would come before"
+        rest = self._frees[MAX_FREES:]  # they go with the next program
+        del self._frees[MAX_FREES:]
         try:
             seq = self._send(link, array("I", self.words).tobytes(), self, self.bind, self.params, self._frees, reply)
         finally:
             self._abandon()
+            self._frees = rest
         for send in afterwards:
             send(link)
         if mark is not None:

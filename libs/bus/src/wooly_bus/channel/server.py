@@ -95,6 +95,7 @@ class Connection:
     _out: deque[memoryview] = field(default_factory=deque)
     _ack: int = 0
     _acked: int = 0
+    _last_ack: memoryview | None = None
     _held: bool = False
     _interest: int = 0
     _in_events: bool = False
@@ -120,6 +121,11 @@ class Connection:
         """Headers and payloads that wait to be written."""
         return len(self._out)
 
+    @property
+    def receiving_bytes(self) -> int:
+        """Memory that is set apart for a frame which is not all there yet."""
+        return 0 if self._incoming is None else len(self._incoming.payload)
+
     def ack(self, seq: int) -> None:
         """Say that everything up to `seq` is processed. Sent with the next frame or at the end of the poll."""
         if seq > self._ack:
@@ -129,8 +135,14 @@ class Connection:
     def _queue_ack(self) -> None:
         if self._ack > self._acked:
             self._acked = self._ack
-            self._out.append(memoryview(HEADER.pack(0, ACK, 0, 0, self._ack)))
-            self.queued_bytes += HEADER.size
+            ack = memoryview(HEADER.pack(0, ACK, 0, 0, self._ack))
+            # Nobody reads: the new one takes the place of the last. Not of one that is first, which TLS may have half sent.
+            if len(self._out) > 1 and self._out[-1] is self._last_ack:
+                self._out[-1] = ack
+            else:
+                self._out.append(ack)
+                self.queued_bytes += HEADER.size
+            self._last_ack = ack
 
     def pause(self) -> None:
         """Stop reading this connection."""

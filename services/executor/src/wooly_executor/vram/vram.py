@@ -122,7 +122,7 @@ class Vram:
         self._waiting.wants.pop(session.id, None)
         self._samples.close(session.account, self._residents.stowed(session))
         for job in session.sealing.values():
-            job.cancelled = True
+            job.cancel()
         session.sealing.clear()
         session.buried = True
         if session.job is not None:
@@ -260,7 +260,7 @@ class Vram:
         session.guarded.discard(buffer)
         job = session.sealing.pop(buffer, None)
         if job is not None:
-            job.cancelled = True
+            job.cancel()
         copy = session.copies.pop(buffer, None)
         if copy is not None:
             self.stowage.drop(copy)

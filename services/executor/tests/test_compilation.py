@@ -1,0 +1,67 @@
+"""Plans on their way: what sessions make others get for them ends with its use."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from wooly_executor import tiers as tiers_module
+from wooly_executor.compilation import PlanSource
+from wooly_executor.programs import ProgramStore
+from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
+from wooly_executor.tiers import OFTEN, Tiers
+from wooly_wis.dtypes import DType
+
+
+@pytest.fixture
+async def source(tmp_path, monkeypatch):
+    """A source of plans that never come."""
+    loop = SimpleNamespace(tiers=Tiers(), busy_ns=0, dispatch=SimpleNamespace(state=SimpleNamespace(flights=())))
+    found = PlanSource(None, loop, None, "gpu-0", tmp_path)
+
+    async def never(entry):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(found, "_got", never)
+    running = asyncio.create_task(found.run())
+    yield found
+    assert not running.done()
+    running.cancel()
+
+
+async def until(true):
+    async with asyncio.timeout(30):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def wanted(tiers, wis, *counts):
+    """Programs that were run often."""
+    store = ProgramStore(TorchCpuRuntime())
+    found = []
+    for count in counts:
+        view = wis.at(DType.F32, count)
+        found.append(store.define(wis.body().call("aten.relu_.default", ("inout", "x", view)).raw))
+        for _ in range(OFTEN):
+            tiers.choose(found[-1], "exact", [])
+    return found
+
+
+async def test_plan_of_a_program_that_nobody_has_any_more_is_given_up(source, wis):
+    tiers = source._tiers
+    first, second = wanted(tiers, wis, 1, 2)
+    await until(lambda: len(source._getting) == 2)
+    tiers.forget(first.digest)
+    await until(lambda: [entry.digest for entry in source._getting] == [second.digest])
+
+
+async def test_plan_that_is_given_up_before_anybody_looked_is_not_asked_for(source, wis):
+    tiers = source._tiers
+    first, second = wanted(tiers, wis, 1, 2)
+    tiers.forget(first.digest)
+    await until(lambda: [entry.digest for entry in source._getting] == [second.digest])
+
+
+async def test_plans_on_their_way_are_no_more_than_those_that_are_known(source, wis, monkeypatch):
+    monkeypatch.setattr(tiers_module, "KEPT", 2)
+    programs = wanted(source._tiers, wis, 1, 2, 3, 4)
+    await until(lambda: {entry.digest for entry in source._getting} == {p.digest for p in programs[2:]})
