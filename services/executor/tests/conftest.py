@@ -244,7 +244,7 @@ class Device:
         self.call(steer)
 
     def held(self):
-        return self.call(lambda: {s.id: (s.bytes, len(s.buffers)) for s in self.loop.sessions()})
+        return self.call(lambda: {s.id: (s.held_bytes, len(s.buffers)) for s in self.loop.sessions()})
 
     def check(self):
         """Every byte is on an account."""

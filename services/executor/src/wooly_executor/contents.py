@@ -110,7 +110,7 @@ class Contents:
         def left(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._orphan_left(each.store, copy, error))
 
-        self._mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(each.store, source, copy)]))
+        self._mover.submit(SaveJob(LEAST_URGENT, left, pieces=[Saving(("store", each.store), source, copy)]))
 
     def _orphan_left(self, store: int, copy: Copy, error: Exception | None) -> None:
         known = store in self.here

@@ -328,7 +328,7 @@ class ExecutorActor(Actor):
             utilization=min(1.0, max(0.0, share)),
             weights=tuple(weights),
             memory=memory,
-            work=WorkDone(**self._loop.work.to_json()),
+            work=WorkDone.model_validate(self._loop.work.to_json()),
         )
 
     def _look(self) -> tuple[MemoryState, list[str]]:

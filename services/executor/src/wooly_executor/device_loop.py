@@ -791,7 +791,7 @@ class DeviceLoop:
         elif kind == Kind.STATS:
             counters = session.counters
             stats = {name: getattr(counters, name) for name in counters.__slots__}
-            stats |= {"bytes": session.bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
+            stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
             self._answers.say(conn, stats | self.vram.stats(session) | session.host_use().to_json())
         elif kind == Kind.OFFER:
             self._answers.say(conn, {"known": self._offer(session, frame)})

@@ -232,7 +232,8 @@ class Dispatch:
         old, flows = self.state, self._flows
         self.state, self.launch = DispatchState(), None
         self._flows, self._numbers = {}, {}
-        self.entries = entries = deque()
+        entries: Entries = deque()
+        self.entries = entries
         self._begin()
         for flow in flows:
             session = old.sessions[flow]

@@ -16,6 +16,7 @@ from wooly_wis.errors import DecodeError
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 
 from wooly_executor.session import Failure
+from wooly_executor.tiers import Jit
 
 
 class TurnedAwayError(ProtocolError):
@@ -37,7 +38,7 @@ class Hello:
 
     session_id: str
     entry: Pass
-    jit: str
+    jit: Jit
     trace: Any
 
 

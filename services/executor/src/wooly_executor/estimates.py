@@ -104,10 +104,10 @@ class Estimate:
                 measured = sorted(samples)[len(samples) // 2]
                 self._positions[begin:end] = [ns * measured // whole for ns in within]
             begin = end
-        samples = self._samples
+        taken = self._samples
         cut = self._cut(longest)
         if cut.edges == edges:
-            self._samples, self.cut = samples, before
+            self._samples, self.cut = taken, before
             self._revise()
             return False
         self.cut = cut

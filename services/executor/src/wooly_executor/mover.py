@@ -56,7 +56,7 @@ class Job:
 class Saving:
     """One block that leaves the device."""
 
-    key: object
+    key: tuple[str, int]
     source: Tensor
     copy: Copy
 
@@ -65,7 +65,7 @@ class Saving:
 class Loading:
     """One block that comes; `target` is where it is then, `lost` why it is not."""
 
-    key: object
+    key: tuple[str, int]
     copy: Copy
     target: Tensor | None = None
     lost: str = ""
@@ -129,7 +129,7 @@ class HashJob(Job):
         assert self.source is not None
         size, digests = len(self.source), []
         for at in range(0, size, CHUNK):
-            digests.append(chunk_digest(memoryview(self.source[at : at + CHUNK].cpu().numpy())))
+            digests.append(chunk_digest(self.source[at : at + CHUNK].cpu().numpy().data))
             yield min(CHUNK, size - at)
         self.head, self.content = digests[0], content_id(digests, size)
 

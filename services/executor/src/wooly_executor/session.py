@@ -150,7 +150,7 @@ class Session:
         id: session id.
         entry: what lets its client in.
         quota: bytes it may hold.
-        bytes: bytes it holds.
+        held_bytes: bytes it holds.
         queue: frames received and not yet processed.
         known: how many of them, from the first, wait for the device or for those before them.
         barred: one of these is to be processed before anything is known of those behind them.
@@ -204,7 +204,7 @@ class Session:
     store: ProgramStore
     runtime: Runtime
     conn: Connection | None = None
-    bytes: int = 0
+    held_bytes: int = 0
     buffers: dict[int, Buffer] = field(default_factory=dict)
     queue: deque[Frame] = field(default_factory=deque)
     queued_bytes: int = 0
@@ -372,7 +372,7 @@ class Session:
         for buffer in buffers:
             gone = known.pop(buffer, None)
             if gone is not None:
-                self.bytes -= gone.nbytes
+                self.held_bytes -= gone.nbytes
         if buffers:
             self.vram.free(self, buffers)
 
@@ -408,7 +408,7 @@ class Session:
         bindings, vram = run.bindings, self.vram
         if self.guarded:
             vram.contents.unshare(self, [bindings[slot] for slot in ready.written])
-        before = self.bytes
+        before = self.held_bytes
         freed = sum([self.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
         prepared = choose(self.tiers, ready, self.jit, params, self.spans)
         kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
@@ -430,7 +430,7 @@ class Session:
         run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
         vram = self.vram
         self.running = False
-        self.bytes += ready.facts.kept_bytes - running.freed
+        self.held_bytes += ready.facts.kept_bytes - running.freed
         if ready.prepared.dropped:
             vram.free(self, [run.bindings[slot] for slot in ready.prepared.dropped])
         if self.account.workspace > WORKSPACE_KEPT:
@@ -438,8 +438,8 @@ class Session:
         for slot in ready.dynamic:
             made = self.buffers.get(run.bindings[slot])
             if made is not None:
-                self.bytes += made.nbytes
-        self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.peak_bytes, self.bytes)
+                self.held_bytes += made.nbytes
+        self.counters.peak_bytes = max(self.counters.peak_bytes, before + ready.peak_bytes, self.held_bytes)
         self.counters.programs += 1
         self.counters.instructions += len(ready.prepared.program.body)
         if outcome.failed_at is not None:
@@ -455,8 +455,8 @@ class Session:
             OutOfMemoryError: they are more than the session may hold, or than there is room for.
         """
         try:
-            if self.bytes > self.quota:
-                raise self._out_of_memory(self.bytes - before, before)
+            if self.held_bytes > self.quota:
+                raise self._out_of_memory(self.held_bytes - before, before)
             for slot in ready.dynamic:
                 made = self.buffers.get(run.bindings[slot])
                 if made is not None:
@@ -488,8 +488,8 @@ class Session:
                 raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
         if len(self.buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
             raise OutOfMemoryError(f"the session has {len(self.buffers)} buffers, at most {BUFFERS_KEPT}")
-        if self.bytes + ready.peak_bytes > self.quota:
-            raise self._out_of_memory(ready.peak_bytes, self.bytes)
+        if self.held_bytes + ready.peak_bytes > self.quota:
+            raise self._out_of_memory(ready.peak_bytes, self.held_bytes)
 
     def _out_of_memory(self, wanted: int, held: int) -> OutOfMemoryError:
         self.account.ooms += 1
@@ -551,7 +551,7 @@ class Session:
         self.programs.clear()
         self.sources = {}
         self.lent = None
-        self.bytes = self.queued_bytes = self.source_bytes = self.known = 0
+        self.held_bytes = self.queued_bytes = self.source_bytes = self.known = 0
 
 
 __all__ = ["Counters", "ExecutorError", "Failure", "Frame", "Residence", "Running", "Session"]

@@ -149,7 +149,7 @@ class Copy:
         if self.file is not None:
             part = source[start:stop]
             host = part if self._in_place else self._pages.take(stop - start).copy_(part)
-            self.file.write(memoryview(host.numpy()), self._at + start)
+            self.file.write(host.numpy().data, self._at + start)
             self._done_with(host)
             return
         if self._host is None:
@@ -165,7 +165,7 @@ class Copy:
         if self.file is not None:
             part = target[start:stop]
             host = part if self._in_place else self._pages.take(stop - start)
-            self.file.read(memoryview(host.numpy()), self._at + start)
+            self.file.read(host.numpy().data, self._at + start)
             if not self._in_place:
                 part.copy_(host)
             self._done_with(host)

@@ -139,7 +139,7 @@ class Tiers:
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        self.on_wanted: Callable[[], None] = lambda: None
+        self.on_wanted: Callable[[], object] = lambda: None
         self._known: OrderedDict[Key, Wanted] = OrderedDict()
         self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}

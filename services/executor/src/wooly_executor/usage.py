@@ -166,7 +166,7 @@ class UsageBook:
     """
 
     def __init__(self) -> None:
-        self.on_ended: Callable[[], None] = lambda: None
+        self.on_ended: Callable[[], object] = lambda: None
         self._open: dict[str, Used] = {}
         self._ended: list[Used] = []
 

@@ -32,7 +32,8 @@ def adoptable(t: Any, view: View, f: Frame, device: TorchDevice) -> Tensor:
         and not t.is_neg()
         and not any((isinstance(r, Tensor) and r.is_set_to(t)) or _shares(r, t) for r in f.registers)
     ):
-        return t
+        fits: Tensor = t
+        return fits
     own = as_view(device.zeroed(view.end, dtype), view)
     own.copy_(t)
     return own

@@ -72,11 +72,11 @@ class TorchDevice:
 
     def read(self, memory: Tensor) -> memoryview:
         """The bytes of a flat tensor of bytes: in place, or a copy where the host cannot reach them."""
-        return memoryview(memory.numpy())
+        return memory.numpy().data
 
     def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
         """Where to put what is to become the bytes of a flat tensor of bytes, and what brings it there; None: it is there."""
-        return memoryview(memory.numpy()), None
+        return memory.numpy().data, None
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Memory of the host for bytes on their way from the device or to it, or kept for it."""

@@ -96,12 +96,12 @@ class GpuDevice(TorchDevice):
         """See `TorchDevice`: a copy."""
         host = self._staging(len(memory))
         self._copied(host, memory)
-        return memoryview(host.numpy())
+        return host.numpy().data
 
     def landing(self, memory: Tensor) -> tuple[memoryview, Callable[[], None] | None]:
         """See `TorchDevice`."""
         host = self._staging(len(memory))
-        return memoryview(host.numpy()), lambda: self._copied(memory, host)
+        return host.numpy().data, lambda: self._copied(memory, host)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See `TorchDevice`: locked, so that copies go on while programs run. Where no more can be locked, as any memory is."""

@@ -211,5 +211,5 @@ def _changed(before: dict[int, Tensor], after: dict[int, Tensor]) -> tuple[list[
         if found is None or not storage.nbytes():
             found = known[storage.data_ptr()] = (len(made), False)
             made.append(bytes_of(t, 0, storage.nbytes()))
-        left[name] = Place(*found, t.dtype, tuple(t.shape), t.stride(), t.storage_offset())
+        left[name] = Place(*found, t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
     return made, left

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from wooly_wis.artifact import POCL_UNITS, Artifact, Code, pocl_target
 from wooly_wis.dtypes import DType
-from wooly_wis.foreign import STATUS_WORDS, ForeignCode
+from wooly_wis.foreign import STATUS_WORDS, ForeignCode, Parameter
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
 from wooly_wis.program import Form
@@ -64,6 +64,17 @@ def missing() -> str:
     if importlib.util.find_spec("pyopencl") is None:
         return "the module pyopencl is not installed: pip install 'pyopencl[pocl]'"
     return ""
+
+
+def _scalar(parameter: Parameter) -> Any:
+    """The NumPy type of a kernel's scalar parameter.
+
+    Raises:
+        KeyError: no kernel takes such a one.
+    """
+    if parameter.dtype is None:
+        raise KeyError("a scalar without a type")
+    return _SCALAR[parameter.dtype]
 
 
 class OpenClRuntime(TorchCpuRuntime):
@@ -211,7 +222,7 @@ class _Unit:
             queue.finish()
             if alone:
                 return 0
-            taken = max(event.profile.end - event.profile.start, 0)
+            taken: int = max(event.profile.end - event.profile.start, 0)
             spread(beyond(taken, groups, threads))
             return taken
 
@@ -230,7 +241,7 @@ class _Unit:
             entry = cl.Kernel(program, code.entry)
             types: list[Any] = [None]
             for p in parameters:
-                types += [None, np.uint64] if p.buffer else [_SCALAR[p.dtype]]
+                types += [None, np.uint64] if p.buffer else [_scalar(p)]
             if entry.num_args != len(types):
                 raise OperationError(f"its code takes {entry.num_args} arguments, not {len(types)}")
             entry.set_scalar_arg_dtypes(types)
@@ -256,7 +267,7 @@ class _Unit:
                 raise OperationError(f"ended, as it took more than {limit_s():g} s (WOOLY_EXECUTOR_KERNEL_S)")
             if word[1]:
                 raise OperationError(misdeed(int(word[1]), int(word[2]), code.places))
-            taken = max(event.profile.end - event.profile.start, 0)
+            taken: int = max(event.profile.end - event.profile.start, 0)
             self._spread(beyond(taken, grid[0] * grid[1] * grid[2], self.threads))
             return taken
 
@@ -279,7 +290,7 @@ class _Unit:
         """A buffer on memory that torch owns. It does not keep it alive; where it is gone, its address is not used either."""
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         flags = self._cl.mem_flags.READ_WRITE | self._cl.mem_flags.USE_HOST_PTR
-        made = self._cl.Buffer(self._context, flags, hostbuf=np.frombuffer(memory, np.uint8))
+        made = self._cl.Buffer(self._context, flags, hostbuf=np.frombuffer(memoryview(memory), np.uint8))
         if len(self._buffers) >= WRAPPED:
             self._buffers.clear()
         self._buffers[address] = nbytes, made

@@ -522,9 +522,9 @@ class _Preparation:
             targets.append((register, view, fresh))
         trusted = [False] * len(targets)
         if invoke is not None:
-            fresh = [r for r in invoke.call.op._schema.returns if r.alias_info is None]
+            returned = [r for r in invoke.call.op._schema.returns if r.alias_info is None]
             if not all(t[2] for t in targets) or (
-                len(fresh) != len(targets) and [str(r.type) for r in fresh] != ["List[Tensor]"]
+                len(returned) != len(targets) and [str(r.type) for r in returned] != ["List[Tensor]"]
             ):
                 invoke = None
             else:

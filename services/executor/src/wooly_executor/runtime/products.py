@@ -109,4 +109,4 @@ def _quicker() -> bool:
         vendor = Path("/proc/cpuinfo").read_text().partition("vendor_id")[2].partition("\n")[0].strip(" \t:")
     except OSError:
         return False
-    return vendor == "AuthenticAMD" and torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    return vendor == "AuthenticAMD" and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)

@@ -203,9 +203,13 @@ class ReferenceRuntime(TorchCpuRuntime):
 
         gradients = gradients_of(form)
         if gradients is not None:
-            read = [t for t in operands if t is not None]  # the results come last
-            found = on_zeros(lambda own: differentiate(call, own, gradients))(read)
-            for k, t in zip(results, found, strict=True):
+            given = [t for t in operands if t is not None]  # the results come last
+
+            def backward(own: list[Tensor]) -> Any:
+                return differentiate(call, own, gradients)
+
+            gained = on_zeros(backward)(given)
+            for k, t in zip(results, gained, strict=True):
                 tensor(k).copy_(t)
             return
         value = (call if writes_all(library.op) else on_zeros(call))(operands)

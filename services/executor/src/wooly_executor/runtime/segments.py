@@ -407,9 +407,10 @@ def compile_steps(
     """
     apart: set[int] = set()
     for _ in range(8):
-        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
+        found: Any = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
         if not isinstance(found, set):
-            return found
+            made: tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None = found
+            return made
         apart |= found
     return None
 

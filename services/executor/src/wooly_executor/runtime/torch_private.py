@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import _reinterpret_tensor
+from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
@@ -18,7 +18,7 @@ reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 
 #: `storage_at(address, device, nbytes)`: memory of a device that somebody else keeps.
-storage_at: Callable[..., torch.UntypedStorage] = torch._C._construct_storage_from_data_pointer
+storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 #: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default

@@ -28,7 +28,7 @@ def stats_of(session: Session, residents: Residents) -> dict[str, int]:
         "own_bytes": held,
         "shared_bytes": part,
         "workspace_bytes": account.workspace,
-        "available_bytes": max(0, min(session.quota - session.bytes, ledger.spare + others)),
+        "available_bytes": max(0, min(session.quota - session.held_bytes, ledger.spare + others)),
         "quota_bytes": session.quota,
         "out_of_memory": account.ooms,
         "sealing": len(session.sealing),

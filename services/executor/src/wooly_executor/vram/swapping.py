@@ -52,7 +52,7 @@ class Swapping:
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def leave(self, session: Session, blocks: list[tuple[object, Tensor, Place, int]], urgency: int) -> None:
+    def leave(self, session: Session, blocks: list[tuple[tuple[str, int], Tensor, Place, int]], urgency: int) -> None:
         """Have a session's memory copied elsewhere. Per block: its key, its bytes, where to, how many."""
         file = None
         if any(to is Place.DISK for _, _, to, _ in blocks):
@@ -117,7 +117,7 @@ class Swapping:
             s for s in self._ledger.sole_stores(account) if ("store", s) not in saved and s not in self._contents.copies
         ]
         for piece in job.pieces:
-            kind, key = piece.key  # type: ignore[misc]
+            kind, key = piece.key
             if kind == "own":
                 if key in account.own:
                     session.copies[key] = piece.copy
@@ -196,7 +196,7 @@ class Swapping:
         """What was copied back is the session's memory; what was lost on the way poisons its buffers."""
         lost: dict[int, str] = {}
         for piece in job.pieces:
-            kind, key = piece.key  # type: ignore[misc]
+            kind, key = piece.key
             if kind == "own":
                 known = session.buffers[key]
                 known.base, known.view = piece.target, None

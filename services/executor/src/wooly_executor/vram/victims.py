@@ -97,7 +97,7 @@ class Victims:
         rest = [name for name in eligible if name not in plan.victims]
         log.info("room for %s: %s leave; %s could have", for_whom.id, self._named(plan.victims), self._named(rest))
         sessions, urgency = self._here.sessions, self._here.priority(for_whom)
-        left: dict[str, list[tuple[object, Tensor, Place, int]]] = {name: [] for name in plan.victims}
+        left: dict[str, list[tuple[tuple[str, int], Tensor, Place, int]]] = {name: [] for name in plan.victims}
         for move in plan.moves:
             if move.content < 0:
                 session, buffer = owners[move.content]

@@ -177,7 +177,7 @@ class Vram:
     def _admit_tightly(self, session: Session, frame: Frame, need: int, peak: int) -> bool:
         if session.known:
             return False
-        if session.bytes + peak > session.quota:
+        if session.held_bytes + peak > session.quota:
             return True  # it fails by itself, and nobody need leave for it
         ledger, now = self.ledger, self.clock()
         if ledger.spare - need < self.policy.reserve:
