@@ -156,7 +156,7 @@ async def test_job_above_a_ceiling_is_refused_and_one_that_nobody_waits_for_has_
             await r.jobs.on_submit_tenants(job("job-00001", **wanted), "bob")
         assert await r.tasks.get("job-00001") is None
         caller = await r.actor.gate.over_nats(bob, "bob", "tasks:write")
-        await r.jobs._take_command(job("job-00002", **wanted), caller)
+        await r.jobs._submit_command(job("job-00002", **wanted), caller)
         failed = await r.tasks.get("job-00002")
         assert failed.state == "failed" and "router.above_ceiling" in failed.reason and words in failed.reason
 

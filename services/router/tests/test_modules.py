@@ -11,7 +11,7 @@ from wooly_router.settings import RouterSettings
 from wooly_wis.codec import encode_program
 from wooly_wis.errors import DecodeError
 from wooly_wis.limits import MAX_MODULE_PROGRAMS, MAX_MODULE_STEPS
-from wooly_wis.module import MAX_MODULE_BYTES, MAX_NODES, Load, Module, decode_module, encode_module
+from wooly_wis.module import MAX_MODULE_BYTES, MAX_NODES, Load, Module, decode_module, encode_module, module_digest
 from wooly_wis.program import Program
 
 pytestmark = pytest.mark.connected
@@ -121,6 +121,8 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
         assert checks.spent_ns["bob"] >= 0.05e9
         for process in checks._all:
             process._limits = type(process._limits)(seconds=PATIENCE_S)
+        again = await checks.check(store, "bob", module_digest(slow).hex())  # the machine had too much to do: that is over
+        assert "loads source 0 of 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
         assert "loads source 1 of 0" in (await checks.check(store, "bob", other)).refusal
 
