@@ -217,6 +217,18 @@ async def test_lowered_ceiling_brings_down_what_runs_and_what_waits(rig):
         assert (waiting.priority, waiting.spec["weight"]) == (2, 50)
 
 
+async def test_what_waits_for_a_device_to_itself_shares_one_once_its_tenant_may_not_have_it(rig):
+    async with rig("a", auth="tokens") as r:
+        await tenant(r, "bob", exclusive=True)
+        async with r.actor.world.database.writing() as s:
+            for name, state in (("job-00001", "pending"), ("job-00002", "started")):
+                task = TaskRecord(name, "job", "bob", r.clock(), gpu_mode="exclusive", state=state)
+                await r.tasks.add(s, task)
+        await r.actor.tenants.put(NOBODY, "bob", TenantChange(exclusive=False))
+        modes = [(await r.tasks.get(name)).gpu_mode for name in ("job-00001", "job-00002")]
+        assert modes == ["shared", "exclusive"], "a device that a task has to itself stays so until the task ends"
+
+
 async def test_silent_executor_keeps_no_ceiling_from_being_lowered(rig):
     async with rig("a", auth="tokens") as r:
         opened = await r.open(credential=await tenant(r, "bob", class_ceiling=0), priority=0)
