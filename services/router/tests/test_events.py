@@ -7,8 +7,8 @@ import json
 import httpx
 import pytest
 from wooly_bus.errors import RefusedError
-from wooly_router.gate import ROLES, Caller
 from wooly_bus.web import Buckets
+from wooly_router.gate import ROLES, Caller
 from wooly_router.rest import events
 from wooly_router.rest.access import Access
 from wooly_router.rest.api import create_api

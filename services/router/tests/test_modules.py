@@ -121,7 +121,9 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
         assert checks.spent_ns["bob"] >= 0.05e9
         for process in checks._all:
             process._limits = type(process._limits)(seconds=PATIENCE_S)
-        again = await checks.check(store, "bob", module_digest(slow).hex())  # the machine had too much to do: that is over
+        again = await checks.check(
+            store, "bob", module_digest(slow).hex()
+        )  # the machine had too much to do: that is over
         assert "loads source 0 of 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
         assert "loads source 1 of 0" in (await checks.check(store, "bob", other)).refusal
@@ -131,7 +133,9 @@ def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
     empty = encode_program(Program((), ()))
     with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* at most {MAX_NODES}; record fewer steps"):
         decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))
-    with pytest.raises(DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* at most {MAX_MODULE_PROGRAMS} programs"):
+    with pytest.raises(
+        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* at most {MAX_MODULE_PROGRAMS} programs"
+    ):
         decode_module(encode_module(Module((empty,) * (MAX_MODULE_PROGRAMS + 1), (), (), (), ())))
     with pytest.raises(DecodeError, match=f"{MAX_MODULE_STEPS + 1} steps, at most .* {MAX_MODULE_STEPS} steps"):
         decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * (MAX_MODULE_STEPS + 1))))

@@ -22,7 +22,11 @@ class HeldStream(StreamingResponse):
     """
 
     def __init__(
-        self, content: AsyncIterator[str | bytes], release: Callable[[], None], media_type: str, headers: Mapping[str, str]
+        self,
+        content: AsyncIterator[str | bytes],
+        release: Callable[[], None],
+        media_type: str,
+        headers: Mapping[str, str],
     ) -> None:
         super().__init__(content, media_type=media_type, headers=headers)
         self._release = release
