@@ -324,6 +324,25 @@ def test_admission_asks_only_about_our_pods_and_at_the_handlers():
         assert hook["clientConfig"]["caBundle"]
 
 
+def test_figures_of_all_tenants_ask_for_a_token_where_tenants_are_told_apart():
+    monitored = {"metrics": {"serviceMonitor": {"enabled": True}}}
+    objects = rendered({"keysSecret": "wooly-keys", **monitored})
+    guarded = {}
+    for container in containers(objects):
+        variables = {v["name"]: v.get("value") for v in container["env"]} if "env" in container else {}
+        guarded |= {name: container for name in variables if name.endswith("_METRICS_TOKEN")}
+    assert set(guarded) == {"WOOLY_SCHEDULER_METRICS_TOKEN", "WOOLY_METERING_METRICS_TOKEN"}
+    for container in guarded.values():
+        assert "/etc/wooly/metrics" in {m["mountPath"] for m in container["volumeMounts"]}
+    (credentials,) = [o for o in of_kind(objects, "Secret") if "admin-token" in o.get("data", {})]
+    shown = {"name": credentials["metadata"]["name"], "key": "metrics-token"}
+    assert "metrics-token" in credentials["data"]
+    (monitor,) = of_kind(objects, "ServiceMonitor")
+    assert [e["authorization"]["credentials"] for e in monitor["spec"]["endpoints"]] == [shown]
+    (free,) = of_kind(rendered(monitored), "ServiceMonitor")  # everybody is an administrator there
+    assert "authorization" not in free["spec"]["endpoints"][0]
+
+
 def test_dashboard_asks_for_metrics_that_are_exported():
     from wooly_metering.exporter import CreditsCollector
     from wooly_scheduler.exporter import families

@@ -133,6 +133,7 @@ def asked(cluster, method, path, token, body=None):
 def told(cluster, method, path, token, body=None):
     """(status, JSON, seconds after which to try again) of an answer."""
     with asked(cluster, method, path, token, body) as answer:
+        assert answer.headers.get_content_type() == "application/json", "a stream has no end that could be read"
         return answer.status, json.loads(answer.read() or b"null"), answer.headers.get("Retry-After")
 
 
@@ -147,10 +148,12 @@ def waiting_job(module):
     return {"module": module, "node_groups": ["nowhere"]}
 
 
-def hostile_module(programs):
-    """A lawful module that takes long to check: many programs, each different."""
-    raw = [encode_program(Program((), ()))] * programs
-    return encode_module(Module(tuple(raw), (), (), (), ()))
+def hostile_module(programs, forms=0):
+    """A module that takes long to check, lawful up to the limits: many programs, each of many different forms."""
+    takes = [View(DType.U8, (nbytes + 1,), (1,)) for nbytes in range(forms)]
+    body = tuple([Instruction(i, (i,)) for i in range(forms)])
+    program = Program(tuple([Form("alloc", (Operand(Role.OUT, view),)) for view in takes]), body)
+    return encode_module(Module((encode_program(program),) * programs, (), (), (), ()))
 
 
 def test_bodies_are_refused_beyond_the_limit_of_their_route(cluster, alice, bob):
@@ -211,7 +214,7 @@ def test_jobs_of_one_tenant_that_wait_have_a_limit_and_so_has_their_rate(cluster
 
 
 def test_module_that_takes_long_to_check_holds_nobody_else_up(cluster, alice, bob):
-    module = blob(cluster, bob, hostile_module(MAX_NODES // 3))
+    module = blob(cluster, bob, hostile_module(1000, 40))
     hers = blob(cluster, alice, EMPTY)
     answers = []
 

@@ -24,6 +24,7 @@ from wooly_bus import subjects
 from wooly_bus.channel import ChannelClient, Endpoint, client_context
 from wooly_bus.channel.framing import HEADER
 from wooly_bus.rpc import ControlClient
+from wooly_local.stack import StackError, begin_stack
 from wooly_testkit import forks
 from wooly_testkit.certificates import make_certificates
 from wooly_testkit.cluster import enter
@@ -166,6 +167,18 @@ def test_other_user_reads_no_file_and_reaches_no_socket_of_a_local_stack(local):
         argv = [sys.executable, "-c", READS, str(local.state_dir)]
         told = subprocess.run(argv, capture_output=True, text=True, cwd="/")
         assert (told.returncode, told.stdout, told.stderr) == (0, "", "True\n")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another user")
+def test_folder_of_another_user_is_no_stacks_and_nothing_is_written_through_its_links(tmp_path):
+    victim, trap = tmp_path / "victim", tmp_path / "trap"
+    victim.write_text("not to be emptied")
+    trap.mkdir(mode=0o755)
+    (trap / "supervisor.log").symlink_to(victim)
+    os.chown(trap, 65534, 65534)
+    with pytest.raises(StackError, match="belongs to user 65534"):
+        begin_stack(trap)
+    assert victim.read_text() == "not to be emptied"
 
 
 def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(local):

@@ -449,6 +449,27 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
+def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowhere(guarded, visit, tmp_path):
+    owner = "wooly_" + "o" * 43
+    (tmp_path / "owner.token").write_text(owner)
+    keys = {"WOOLY_ROUTER_AUTH": "tokens", "WOOLY_ROUTER_OWNER_TOKEN": str(tmp_path / "owner.token")}
+    url = guarded.router("owned", **keys)
+    head = {"Authorization": f"Bearer {owner}"}
+    code = httpx.post(f"{url}/api/v1/login/code", headers=head, trust_env=False).json()["code"]
+    page = visit(f"#/login/{code}", url=url)
+    page.get_by_role("heading", name="Dashboard").wait_for()
+    assert "login" not in page.url and code not in page.content()
+    page.go_back()
+    assert page.url == "about:blank", "the code does not lie in the history"
+    page.go_forward()
+    page.get_by_role("heading", name="Dashboard").wait_for()
+    (cookie,) = page.context.cookies()
+    assert cookie["httpOnly"] and cookie["sameSite"] == "Strict" and cookie["value"] not in (owner, code)
+    again = visit(f"#/login/{code}", url=url, expected=["status of 401"])
+    again.get_by_label("API token").wait_for()
+    assert again.context.cookies() == [] and code not in again.url
+
+
 @pytest.mark.parametrize("width", [390, 768])
 def test_narrow_windows_hold_every_page(visit, cluster, width):
     task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")

@@ -9,9 +9,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+from nats import connect
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
+from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_compiler.actor import CompilerActor, whole
 from wooly_compiler.build import pocl
@@ -229,6 +231,51 @@ async def test_every_pass_is_explained(nats, tmp_path):
     names = [name for name, _ in stages]
     assert names == ["resolve-views", "expand", "remove-redundant", "remove-dead", "fuse", "weigh", "lower"]
     assert "powers are the library's" in stages[-1][1]  # of an exponent that nobody named
+
+
+async def test_tenant_has_one_program_explained_at_a_time_and_keeps_no_other_tenant_waiting(
+    nats, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(ServiceApp, "knows_tenants", True, raising=False)
+    monkeypatch.setattr(ServiceApp, "__setattr__", _but_not("knows_tenants"))
+    asked, release = [], asyncio.Event()
+
+    async def ask(self, request, target, what):
+        asked.append(what)
+        await release.wait()
+        return b"[]"
+
+    async with service(nats, tmp_path):
+        monkeypatch.setattr(CompilerActor, "_ask", ask)
+        raw = base64.b64encode(encode_program(program()[0])).decode()
+        data, headers = encode(ExplainProgramRequest(program=raw, mode="exact"))
+        clients = {t: await connect(nats, inbox_prefix=subjects.client_inbox(t, "u")) for t in ("bob", "alice")}
+
+        def explain(tenant):
+            subject = subjects.for_tenant(subjects.COMPILER_PROGRAM_EXPLAIN, tenant)
+            return asyncio.create_task(clients[tenant].request(subject, data, timeout=30, headers=headers))
+
+        flood = [explain("bob") for _ in range(8)]
+        await asyncio.wait(flood, return_when=asyncio.FIRST_COMPLETED)
+        hers = explain("alice")
+        while len(asked) < 2:
+            await asyncio.sleep(0.01)
+        done, _ = await asyncio.wait(flood, timeout=0.2)
+        assert len(done) == 7 and len(asked) == 2, "one of bob's and hers are in work"
+        release.set()
+        for answer in (await hers, *await asyncio.gather(*flood)):
+            if b"compiler.limit" not in answer.data:
+                assert decode_reply(answer.data, answer.headers, ExplainProgramReply).stages
+        for each in clients.values():
+            await each.close()
+
+
+def _but_not(name):
+    def change(self, key, value):
+        if key != name:
+            object.__setattr__(self, key, value)
+
+    return change
 
 
 def test_every_variable_is_in_the_readme():

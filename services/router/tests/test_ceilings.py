@@ -156,7 +156,7 @@ async def test_job_above_a_ceiling_is_refused_and_one_that_nobody_waits_for_has_
             await r.jobs.on_submit_tenants(job("job-00001", **wanted), "bob")
         assert await r.tasks.get("job-00001") is None
         caller = await r.actor.gate.over_nats(bob, "bob", "tasks:write")
-        await r.jobs._take_command(job("job-00002", **wanted), caller)
+        await r.jobs._submit_command(job("job-00002", **wanted), caller)
         failed = await r.tasks.get("job-00002")
         assert failed.state == "failed" and "router.above_ceiling" in failed.reason and words in failed.reason
 
@@ -215,6 +215,18 @@ async def test_lowered_ceiling_brings_down_what_runs_and_what_waits(rig):
         assert [(await r.tasks.get(name)).priority for name in (mine, lighter, yours)] == [2, 3, 0]
         waiting = await r.tasks.get("job-00001")
         assert (waiting.priority, waiting.spec["weight"]) == (2, 50)
+
+
+async def test_what_waits_for_a_device_to_itself_shares_one_once_its_tenant_may_not_have_it(rig):
+    async with rig("a", auth="tokens") as r:
+        await tenant(r, "bob", exclusive=True)
+        async with r.actor.world.database.writing() as s:
+            for name, state in (("job-00001", "pending"), ("job-00002", "started")):
+                task = TaskRecord(name, "job", "bob", r.clock(), gpu_mode="exclusive", state=state)
+                await r.tasks.add(s, task)
+        await r.actor.tenants.put(NOBODY, "bob", TenantChange(exclusive=False))
+        modes = [(await r.tasks.get(name)).gpu_mode for name in ("job-00001", "job-00002")]
+        assert modes == ["shared", "exclusive"], "a device that a task has to itself stays so until the task ends"
 
 
 async def test_silent_executor_keeps_no_ceiling_from_being_lowered(rig):

@@ -7,8 +7,11 @@ import json
 import httpx
 import pytest
 from wooly_bus.errors import RefusedError
+from wooly_bus.web import Buckets
 from wooly_router.gate import ROLES, Caller
 from wooly_router.rest import events
+from wooly_router.rest.access import Access
+from wooly_router.rest.api import create_api
 from wooly_router.rest.events import Hub
 from wooly_router.state.nodes import GroupRecord
 
@@ -166,3 +169,23 @@ async def test_stream_needs_a_token_and_ends_with_it(rig, monkeypatch):
             assert answer.headers["content-type"].startswith("text/event-stream")
             assert answer.text.startswith("retry: 2000") and "event: metrics" in answer.text
             assert not api.state.hub._followers
+
+
+async def test_stream_whose_client_left_before_it_began_is_followed_no_more(rig):
+    async with rig("a") as r:
+        api = create_api(r.actor, r.desk, Access(r.actor.gate, Buckets(100.0, 100.0)), r.traces)
+        came = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive():
+            return came.pop() if came else {"type": "http.disconnect"}
+
+        async def send(message):
+            await asyncio.sleep(0)
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
+            "path": "/api/v1/events", "raw_path": b"/api/v1/events", "query_string": b"", "root_path": "", "scheme": "http",
+            "headers": [(b"host", b"127.0.0.1")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+        }  # fmt: skip
+        await asyncio.wait_for(api(scope, receive, send), 10)
+        assert not api.state.hub._followers

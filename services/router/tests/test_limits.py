@@ -89,3 +89,14 @@ async def test_blobs_and_jobs_of_a_tenant_stop_at_what_it_may_keep(rig, settings
             blobs._held.clear()
             with pytest.raises(RefusedError, match="TENANT_BLOB_PIECES"):
                 await r.jobs.on_submit_job(SubmitJob(job_id="job-0001", tenant="carol", module=module))
+
+
+async def test_job_counts_once_against_the_rate_of_its_tenant(rig, settings):
+    settings.tenant_opens = 0.25  # one at once
+    with start_nats_server() as url:
+        async with rig(url=url) as r:
+            module = await BlobStore(r.app.jetstream(), "bob").put(EMPTY)
+            task = await r.jobs.on_submit_job(SubmitJob(job_id="bob-0001", tenant="bob", module=module))
+            assert task.state == "pending"
+            with pytest.raises(RefusedError, match="WOOLY_ROUTER_TENANT_OPENS"):
+                await r.jobs.on_submit_job(SubmitJob(job_id="bob-0002", tenant="bob", module=module))

@@ -10,7 +10,8 @@ from wooly_router.modules import ModuleCheckError, ModuleChecks
 from wooly_router.settings import RouterSettings
 from wooly_wis.codec import encode_program
 from wooly_wis.errors import DecodeError
-from wooly_wis.module import MAX_MODULE_BYTES, MAX_NODES, Load, Module, decode_module, encode_module
+from wooly_wis.limits import MAX_MODULE_PROGRAMS, MAX_MODULE_STEPS
+from wooly_wis.module import MAX_MODULE_BYTES, MAX_NODES, Load, Module, decode_module, encode_module, module_digest
 from wooly_wis.program import Program
 
 pytestmark = pytest.mark.connected
@@ -108,7 +109,7 @@ async def test_submission_that_is_sent_again_joins_the_first_and_a_known_module_
 
 async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_next_is_checked(rig, settings):
     settings.module_s = 3.0
-    slow = encode_module(Module((encode_program(Program((), ())),) * (MAX_NODES - 1), (), (), (), ()))
+    slow = encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_MODULE_STEPS))
     async with rig() as r:
         store, checks = BlobStore(r.app.jetstream(), "bob"), r.jobs.modules
         small = await store.put(encode_module(Module((), (), (), (), ())))
@@ -120,6 +121,10 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
         assert checks.spent_ns["bob"] >= 0.05e9
         for process in checks._all:
             process._limits = type(process._limits)(seconds=PATIENCE_S)
+        again = await checks.check(
+            store, "bob", module_digest(slow).hex()
+        )  # the machine had too much to do: that is over
+        assert "loads source 0 of 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
         assert "loads source 1 of 0" in (await checks.check(store, "bob", other)).refusal
 
@@ -128,6 +133,12 @@ def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
     empty = encode_program(Program((), ()))
     with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* at most {MAX_NODES}; record fewer steps"):
         decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))
-    assert decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_NODES))).steps
+    with pytest.raises(
+        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* at most {MAX_MODULE_PROGRAMS} programs"
+    ):
+        decode_module(encode_module(Module((empty,) * (MAX_MODULE_PROGRAMS + 1), (), (), (), ())))
+    with pytest.raises(DecodeError, match=f"{MAX_MODULE_STEPS + 1} steps, at most .* {MAX_MODULE_STEPS} steps"):
+        decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * (MAX_MODULE_STEPS + 1))))
+    assert decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_MODULE_STEPS))).steps
     with pytest.raises(DecodeError, match=str(MAX_MODULE_BYTES)):
         decode_module(bytes(MAX_MODULE_BYTES + 1))

@@ -106,6 +106,12 @@ async def test_codes_cannot_be_guessed_at_more_than_the_callers_rate(rest):
         assert told[0] == 401 and told[-1] == 429
 
 
+async def test_login_is_possible_where_it_costs_all_that_its_address_may_ask(rest):
+    async with rest(rate=5.0) as (_, client), client() as browser:
+        assert (await browser.post("/login", json={"token": TOKEN})).status_code == 200
+        assert (await browser.get("/me")).status_code == 200
+
+
 async def test_nats_without_a_tenant_is_the_owners_and_a_shown_token_is_asked(rest):
     async with rest() as (r, _):
         gate = r.actor.gate

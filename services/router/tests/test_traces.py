@@ -183,6 +183,26 @@ async def test_flood_of_spans_fills_no_memory(rig, monkeypatch):
 
 
 @pytest.mark.connected
+async def test_flood_of_a_tenants_spans_displaces_none_of_others(rig, monkeypatch):
+    monkeypatch.setattr("wooly_router.traces.QUEUE_SPANS", 16)
+    async with rig(auth="tokens") as r:
+        tenants, asks = r.actor.world.tenants, {}
+        for name, trace_id in (("bob", A), ("dave", B), ("alice", "c" * 32)):
+            await tenants.add(TenantRecord(name, 1.0))
+            _, secret = await tenants.add_token(name, "t", "user", 1.0)
+            await r.traces.store.bind(trace_id, name, name, "", 1.0)
+            spans = tuple([span(i, trace_id) for i in range(1, 11)])
+            asks[name] = AddSpansRequest(task_id=name, credential=secret, spans=spans)
+        for name in ("bob", "bob", "dave", "dave", "alice"):
+            await r.traces.on_add_spans(asks[name])
+        await r.traces.on_spans(SpansRecorded(service="executor", spans=tuple([span(i) for i in range(20, 28)])))
+        await r.traces.write()
+        kept = {name: len(await ids(r.traces.store, a.spans[0].trace_id)) for name, a in asks.items()}
+        assert kept == {"bob": 4 + 8, "dave": 4, "alice": 0}, "bob's own, and all of the executor's"
+        assert (await r.traces.on_add_spans(asks["alice"])).taken == 4
+
+
+@pytest.mark.connected
 async def test_long_trace_is_read_in_pages(rig, monkeypatch):
     async with rig() as r:
         await r.traces.store.bind(A, "t", "x", "", 1.0)

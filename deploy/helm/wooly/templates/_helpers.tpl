@@ -84,6 +84,29 @@ tolerations: {{ toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 
+{{/* What Prometheus shows for `/metrics`, which names tenants: asked for where tenants are told apart. Of a service in capitals. */}}
+{{- define "wooly.metricsEnv" -}}
+{{- if .root.Values.keysSecret }}
+- {name: WOOLY_{{ .service }}_METRICS_TOKEN, value: /etc/wooly/metrics/token}
+{{- end }}
+{{- end -}}
+
+{{- define "wooly.metricsMount" -}}
+{{- if .Values.keysSecret }}
+- {name: metrics, mountPath: /etc/wooly/metrics, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "wooly.metricsVolume" -}}
+{{- if .Values.keysSecret }}
+- name: metrics
+  secret:
+    secretName: {{ include "wooly.secret" . }}
+    defaultMode: 0440
+    items: [{key: metrics-token, path: token}]
+{{- end }}
+{{- end -}}
+
 {{/* NATS as services see it: with a key, or with a password that Kubernetes puts into the URL. */}}
 {{- define "wooly.natsEnv" -}}
 {{- $nats := .root.Values.nats }}

@@ -19,6 +19,7 @@ import psutil
 from wooly_bus.access import Access
 from wooly_bus.authority import Authority
 from wooly_bus.credentials import Credentials
+from wooly_bus.private import refuse_foreign
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 15.0
@@ -251,6 +252,10 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
     if state_dir is None:
         state_dir = Path(tempfile.mkdtemp(prefix="wooly-")) if ephemeral else default_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        refuse_foreign(state_dir)  # before anything in it is believed, or written through a link of theirs
+    except PermissionError as e:
+        raise StackError(f"{e}; name another one (WOOLYAI_STATE_DIR)") from e
     if read_stack(state_dir) is not None:
         raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
     if is_starting(state_dir):

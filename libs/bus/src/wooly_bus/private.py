@@ -21,9 +21,7 @@ def keep_private(folder: Path, *ours: str) -> None:
     """
     os.umask(0o077)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    owner = folder.stat().st_uid
-    if owner not in (0, os.geteuid()):
-        raise PermissionError(f"the state folder {folder} belongs to user {owner}, who could put files of theirs in it")
+    refuse_foreign(folder)
     for pattern in ours:
         for found in folder.glob(pattern):
             _tighten(found)
@@ -31,6 +29,17 @@ def keep_private(folder: Path, *ours: str) -> None:
                 for path, folders, files in os.walk(found):
                     for name in (*folders, *files):
                         _tighten(Path(path, name))
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Use no folder of another user's: what is read and written there would be theirs.
+
+    Raises:
+        OSError: it belongs to another user than this one or root, or does not exist.
+    """
+    owner = folder.stat().st_uid
+    if owner not in (0, os.geteuid()):
+        raise PermissionError(f"the state folder {folder} belongs to user {owner}, who could put files of theirs in it")
 
 
 def _tighten(path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from opentelemetry import trace
 from wooly_bus import subjects
-from wooly_bus.app import ServiceApp
+from wooly_bus.app import TENANT_REQUESTS, TENANTS_REQUESTS, ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import StreamError
@@ -59,6 +59,11 @@ def _bytes(text: str) -> bytes:
         raise RefusedError("compiler.request", f"what is asked for is no base64: {e}") from e
 
 
+#: Programs of tenants that are explained, or wait for a worker, at once: one of each tenant's. Workers compile what runs, too,
+#: first come, first served.
+EXPLAINED = TENANTS_REQUESTS // TENANT_REQUESTS
+
+
 class CompilerActor:
     """Owns the workers. Connect it with `serve_families` once NATS is there.
 
@@ -93,7 +98,12 @@ class CompilerActor:
         subject = subjects.COMPILER_PROGRAM_EXPLAIN
         self._app.serve(subject, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
         self._app.serve_tenants(
-            subject, ExplainProgramRequest, self.on_explain_tenants, queue=QUEUE, most_bytes=1 << 20
+            subject,
+            ExplainProgramRequest,
+            self.on_explain_tenants,
+            queue=QUEUE,
+            at_once=EXPLAINED,
+            most_bytes=1 << 20,
         )
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
@@ -173,7 +183,7 @@ class CompilerActor:
             found = await self._ask(what, request.target or "any CPU", "a program to be explained")
         except WisError as e:
             raise RefusedError("compiler.refused", str(e)[:4000]) from e
-        packed = base64.b64encode(zlib.compress(found, 9)).decode()
+        packed = base64.b64encode(await asyncio.to_thread(zlib.compress, found, 9)).decode()
         if len(packed) > 900_000:
             raise RefusedError("compiler.too_large", f"the text after every pass has {len(found):,} bytes")
         return ExplainProgramReply(compiler=version(), stages=packed)

@@ -104,8 +104,9 @@ class TenantBlobs:
             held.came += nbytes
             held.pieces += 1
 
-    def may_transfer(self, tenant: str) -> None:
-        """Whether a tenant may put or read one blob more over REST.
+    @contextlib.contextmanager
+    def transfer(self, tenant: str) -> Iterator[None]:
+        """One blob of a tenant's is put or read over REST inside the block.
 
         Raises:
             LimitError: so many are under way.
@@ -117,10 +118,6 @@ class TenantBlobs:
                 "time (WOOLY_ROUTER_TENANT_TRANSFERS); wait for one of them",
                 retry_s=1.0,
             )
-
-    @contextlib.contextmanager
-    def transfer(self, tenant: str) -> Iterator[None]:
-        """One blob of a tenant's is put or read over REST inside the block."""
         self._transfers[tenant] += 1
         try:
             yield

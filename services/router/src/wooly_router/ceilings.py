@@ -79,7 +79,7 @@ class CeilingActor:
         Executors are told directly, so that it needs no scheduler. A device that a session has to itself stays so until it ends.
         """
         ceilings = await self.of(tenant)
-        await self._world.tasks.bring_down(tenant, ceilings.priority, ceilings.weight)
+        await self._world.tasks.bring_down(tenant, ceilings.priority, ceilings.weight, exclusive=ceilings.exclusive)
         running = [t for t in await self._world.tasks.in_states("started") if t.tenant == tenant]
         parts = [(session_of(task), part.executor_id) for task in running for part in task.parts]
         await asyncio.gather(*[self._bring_down(*part, ceilings) for part in parts])

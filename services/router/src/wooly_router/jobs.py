@@ -193,10 +193,6 @@ class JobActor:
 
     async def _submit(self, job: SubmitJob, refusal: str = "") -> TaskRecord:
         """Write a job down: as pending, or, with a `refusal`, as failed."""
-        self._router.limits.begin(job.tenant)
-        async with self._world.database.reading() as s:  # before its module is fetched and checked
-            await self._room_for(s, job.tenant)
-        await self._router.blobs.room_for(job.tenant, 0, begins=True)  # what it computes will be blobs
         now = self._router.clock()
         task = TaskRecord(
             id=job.job_id,

@@ -106,8 +106,9 @@ class ModuleChecks:
                 )
                 try:
                     found = json.loads(await work)
-                except ModuleCheckError as e:
-                    found = {"code": e.code, "message": str(e), "cpu_ns": time.monotonic_ns() - began}
+                except ModuleCheckError as e:  # maybe the machine had too much to do: another time it may be checked
+                    self._charge(tenant, time.monotonic_ns() - began)
+                    return Checked(refusal=f"{e.code}: {e}")
         finally:
             self._give_back(tenant, process)
         self._charge(tenant, found["cpu_ns"])

@@ -51,7 +51,7 @@ class TenantActor:
     async def put(self, caller: Caller, name: str, change: TenantChange) -> TenantInfo:
         """Make a tenant, or change one; what runs above a ceiling that is lowered is brought down."""
         made = await self._world.tenants.put(name, self._gate.clock(), change)
-        if change.class_ceiling is not None or change.weight_ceiling is not None:
+        if any(limit is not None for limit in (change.class_ceiling, change.weight_ceiling, change.exclusive)):
             await self._ceilings.enforce(name)
         given = {field: value for field, value in asdict(change).items() if value is not None}
         detail = given | {"disabled": made.disabled, "opaque_kernels": made.opaque_kernels}

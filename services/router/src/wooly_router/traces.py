@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -40,6 +40,9 @@ log = logging.getLogger("wooly.router")
 WRITE_S = 0.3
 #: Spans of one reply: what a message carries.
 PAGE = 256
+#: Of the spans that wait to be written, those of one tenant's clients, and of all clients: one in so many. Whoever sends more
+#: loses its own, and none of a service or of another tenant.
+TENANTS_SHARE, CLIENTS_SHARE = 4, 2
 #: Bytes of spans that a tenant's client adds at once.
 SPANS_BYTES = 1 << 20
 
@@ -86,7 +89,9 @@ class TraceActor:
         self.kept = 0
         self.dropped: Counter[tuple[str, str]] = Counter()
         self._world, self._gate = world, gate
-        self._waiting: deque[tuple[str, SpanRecord]] = deque()
+        #: Service, span, and of a client's its tenant; and how many there are of each tenant's.
+        self._waiting: deque[tuple[str, SpanRecord, str]] = deque()
+        self._of_clients: Counter[str] = Counter()
         if self.store.keeps:
             app.serve(subjects.SPANS, SpansRecorded, self.on_spans, queue="router")
         app.serve(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self.on_add_spans, queue="router")
@@ -120,11 +125,17 @@ class TraceActor:
             raise _no_trace(f"task {request.task_id} has no trace")
         mine = [s for s in request.spans if s.trace_id == trace_id]
         self.dropped["client", "unknown"] += len(request.spans) - len(mine)
-        return AddSpansReply(taken=self._take("client", mine))
+        room = min(
+            QUEUE_SPANS // TENANTS_SHARE - self._of_clients[caller.own],
+            QUEUE_SPANS // CLIENTS_SHARE - self._of_clients.total(),
+        )
+        taken = self._take("client", mine, max(room, 0), caller.own)
+        self._of_clients[caller.own] += taken
+        return AddSpansReply(taken=taken)
 
-    def _take(self, service: str, spans: tuple[SpanRecord, ...] | list[SpanRecord]) -> int:
-        room = max(QUEUE_SPANS - len(self._waiting), 0)
-        self._waiting.extend([(service, s) for s in spans[:room]])
+    def _take(self, service: str, spans: Sequence[SpanRecord], most: int = QUEUE_SPANS, tenant: str = "") -> int:
+        room = min(max(QUEUE_SPANS - len(self._waiting), 0), most)
+        self._waiting.extend([(service, s, tenant) for s in spans[:room]])
         if len(spans) > room:
             self.dropped[service, "queue"] += len(spans) - room
         return min(len(spans), room)
@@ -141,7 +152,9 @@ class TraceActor:
     async def write(self) -> None:
         """Write what came. What cannot be written is dropped: a database that is away must not fill the memory."""
         while self._waiting:
-            spans = [self._waiting.popleft() for _ in range(min(512, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(512, len(self._waiting)))]
+            self._of_clients -= Counter([tenant for service, _, tenant in batch if service == "client"])
+            spans = [(service, span) for service, span, _ in batch]
             try:
                 unknown, full = await self.store.add(spans)
             except SQLAlchemyError as e:

@@ -86,6 +86,17 @@ class Access:
         name = hash_of(secret)
         if self._gate.auth == "tokens" and name not in self._proved:
             self._take(f"from {address}", 1.0)  # so that secrets are not guessed
+        caller = await self.proved(secret, address)
+        self._take(caller.actor, cost)
+        return caller
+
+    async def proved(self, secret: str, address: str) -> Caller:
+        """Who has a secret for which its address has paid: requests that show it cost its address nothing from now on.
+
+        Raises:
+            RefusedError: no valid token.
+        """
+        name = hash_of(secret)
         try:
             caller = await self._gate.caller(secret, address)
         except RefusedError:
@@ -95,7 +106,6 @@ class Access:
         self._proved.move_to_end(name)
         if len(self._proved) > PROVED:
             self._proved.popitem(last=False)
-        self._take(caller.actor, cost)
         return caller
 
     async def still(self, secret: str, address: str) -> Caller:

@@ -21,8 +21,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Request
-from fastapi.responses import StreamingResponse
+from fastapi import APIRouter, Depends, Request, Response
 from wooly_bus.errors import RefusedError
 from wooly_bus.supervision import start_task
 
@@ -32,6 +31,7 @@ from wooly_router.core.tasks import ENDED
 from wooly_router.gate import Caller
 from wooly_router.limits import LimitError
 from wooly_router.rest.access import Access, admitted, secret_of
+from wooly_router.rest.held import HeldStream
 from wooly_router.rest.metrics import live
 from wooly_router.state.nodes import GroupRecord
 
@@ -195,7 +195,7 @@ def _framed(event: str, data: Any) -> str:
 async def events(
     request: Request,
     caller: Annotated[Caller, Depends(admitted)],
-) -> StreamingResponse:
+) -> Response:
     """Follow what changes."""
     hub: Hub = request.app.state.hub
     access: Access = request.app.state.access
@@ -219,8 +219,6 @@ async def events(
                 yield item
         except RefusedError:  # its token has ended
             return
-        finally:
-            hub.leave(follower)
 
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-    return StreamingResponse(stream(), media_type="text/event-stream", headers=headers)
+    return HeldStream(stream(), lambda: hub.leave(follower), "text/event-stream", headers)

@@ -34,7 +34,7 @@ async def login(request: Request, response: Response, body: LoginBody) -> Me:
     access.take_login(request)
     of_browser = access.owner.log_in(body.token) if access.owner is not None else None
     secret = of_browser or body.token
-    caller = await access.caller(secret, request.client.host if request.client else "")
+    caller = await access.proved(secret, request.client.host if request.client else "")
     if access.auth == "tokens":
         secure = request.url.scheme == "https"
         response.set_cookie(COOKIE, secret, path="/api/v1", httponly=True, samesite="strict", secure=secure)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import StreamingResponse
 from wooly_bus.blobs import Upload
 from wooly_bus.errors import RefusedError
 from wooly_wis.messages import (
@@ -24,6 +23,7 @@ from wooly_wis.messages import (
 from wooly_router.blobs import TenantBlobs
 from wooly_router.gate import Caller
 from wooly_router.rest.access import Access, needs
+from wooly_router.rest.held import HeldStream
 from wooly_router.rest.models import (
     BlobInfo,
     CancelBody,
@@ -190,7 +190,6 @@ async def put_blob(
     """Keep the body as a blob of the tenant's: a module, a constant, an input. At most 64 MiB; larger ones go over NATS."""
     own, blobs = _whose(caller, tenant), _blobs(request)
     said = int(request.headers.get("content-length", 0))
-    blobs.may_transfer(own)
     with blobs.transfer(own):
         await blobs.room_for(own, said, begins=True)
         upload = Upload(blobs.store(own))
@@ -221,15 +220,10 @@ async def get_blob(
     size = await store.size(digest)
     if size > BLOB_BYTES:
         raise RefusedError("router.too_large", f"a blob over REST has at most {BLOB_BYTES} bytes")
-    blobs.may_transfer(own)
-
-    async def chunks() -> AsyncIterator[bytes]:
-        with blobs.transfer(own):
-            async for chunk in store.chunks(digest):
-                yield chunk
-
+    held = contextlib.ExitStack()
+    held.enter_context(blobs.transfer(own))
     headers = {"Content-Length": str(size)}
-    return StreamingResponse(chunks(), media_type="application/octet-stream", headers=headers)
+    return HeldStream(store.chunks(digest), held.close, "application/octet-stream", headers)
 
 
 def _blobs(request: Request) -> TenantBlobs:

@@ -241,12 +241,21 @@ class TaskStore:
             found = await s.execute(update(TaskRow).where(condition).values(priority=priority).returning(TaskRow.id))
             return found.first() is not None
 
-    async def bring_down(self, tenant: str, priority: int, weight: int) -> None:
-        """Let no task of a tenant's that has not ended have a higher class than this, and no job of its a larger weight."""
+    async def bring_down(self, tenant: str, priority: int, weight: int, *, exclusive: bool) -> None:
+        """Let no task of a tenant's that has not ended have a higher class than this, and no job of its a larger weight.
+
+        Args:
+            tenant: whose.
+            priority: the highest class.
+            weight: the largest weight.
+            exclusive: whether what waits may get a device to itself; otherwise it is going to share one.
+        """
         query = select(TaskRow).where(TaskRow.tenant == tenant, TaskRow.state.not_in(ENDED))
         async with self.database.writing() as s:
             for row in await s.scalars(query):
                 row.priority = max(row.priority, priority)
+                if not exclusive and row.state == "pending":
+                    row.gpu_mode = "shared"
                 if row.spec is not None and row.spec.get("weight", 1) > weight:
                     row.spec = row.spec | {"weight": weight}
 
