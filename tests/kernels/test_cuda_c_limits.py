@@ -18,12 +18,13 @@ def launch(tmp_path_factory):
     runtime.kernel_s = 0.2
     worker = WorkerProcess(Limits(seconds=100), "wooly_compiler.worker", (str(folder / "compiler"),))
 
-    def run(text, memory, grid=(1, 1, 1), block=(1, 1, 1)):
+    def run(text, memory, grid=(1, 1, 1), block=(1, 1, 1), limit_s=0.2):
         request = {
             "what": "foreign", "language": "cuda-c", "text": text, "entry": "f", "args": ["*u8"], "block": block, "options": [],
             "target": runtime.target(), "name": "a test's",
         }  # fmt: skip
         code = decode_code(worker.ask(request, runtime.target(), "a test's kernel"), "a test's")
+        runtime.kernel_s = limit_s
         return runtime._load_foreign(code, block)([(memory.ctypes.data, memory.nbytes)], grid)
 
     yield run
@@ -56,7 +57,7 @@ def test_an_endless_kernel_is_ended(what, launch):
     with pytest.raises(OperationError, match=r"took more than 0.2 s \(WOOLY_EXECUTOR_KERNEL_S\)"):
         launch(HEAD + ENDLESS[what] + " }", memory, block=(8, 1, 1))
     memory[:] = 0
-    launch("__global__ void f(int* a) { a[threadIdx.x] = threadIdx.x; }", memory, block=(64, 1, 1))
+    launch("__global__ void f(int* a) { a[threadIdx.x] = threadIdx.x; }", memory, block=(64, 1, 1), limit_s=30)
     assert memory.tolist() == list(range(64))
 
 
