@@ -114,7 +114,7 @@ def _through(
     rows = [
         *verdict.scripts(load.runs, faults, references.of),
         *verdict.jobs(load.jobs, load.expected),
-        *verdict.ledger(reported, evidence.ledger(installation.databases["metering"])),
+        *verdict.ledger(reported, *evidence.ledger(installation.databases["metering"])),
         *verdict.streams(streams, queues),
     ]
     return rows, faults
@@ -149,13 +149,15 @@ async def _mirror(installation: Installation) -> None:
     await client.close()
 
 
-async def _settled(installation: Installation) -> tuple[verdict.Sums, dict[str, tuple[int, int, int]]]:
+async def _settled(installation: Installation) -> tuple[evidence.Records, dict[str, tuple[int, int, int]]]:
     """All reported usage, once metering has booked it (or has had the time), and the streams."""
     client = await evidence.connect(installation.nats_url, installation.service_creds)
     until = time.monotonic() + SETTLE_S
     while True:
         reported = await evidence.usage(client)
-        if reported == evidence.ledger(installation.databases["metering"]) or time.monotonic() > until:
+        booked, by_journal = evidence.ledger(installation.databases["metering"])
+        left = [key for key, record in reported.items() if key not in booked and record[0] not in by_journal]
+        if not left or time.monotonic() > until:
             break
         await asyncio.sleep(2)
     streams = await evidence.streams(client)

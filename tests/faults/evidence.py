@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 
 from nats.aio.client import Client
@@ -16,6 +15,10 @@ from wooly_bus.envelope import decode
 from wooly_wis.credits import UsageRecorded
 
 MIRROR = "FAULTS_USAGE"
+#: Bytes of a message that NATS carries at most, as it is configured by default.
+MESSAGE_BYTES = 1 << 20
+#: (life of an executor, batch, place in it) -> (session, gpu_ns, core_ns)
+Records = dict[tuple[str, int, int], tuple[str, int, int]]
 
 
 async def connect(nats_url: str, creds: Path) -> Client:
@@ -35,40 +38,44 @@ async def mirror_usage(client: Client) -> None:
     await client.jetstream().add_stream(config)
 
 
-async def usage(client: Client) -> dict[str, tuple[int, int, int, int]]:
-    """Per session what executors reported: entries, runs, gpu_ns, core_ns. A batch that was published twice counts once."""
+async def usage(client: Client) -> Records:
+    """The records that executors published, as far as the copy has them: metering may take one away before it is copied.
+
+    What a scheduler tells of a session as a whole, by its journal, is not among them.
+    """
     js = client.jetstream()
     info = await js.stream_info(MIRROR)
-    seen: set[tuple[str, int]] = set()
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    found: dict[tuple[str, int, int], tuple[str, int, int]] = {}
     for sequence in range(max(info.state.first_seq, 1), info.state.last_seq + 1):
         try:
             message = await js.get_msg(MIRROR, sequence)
         except JetStreamError:
             continue
         batch = decode(message.data or b"", UsageRecorded)
-        if (batch.source, batch.batch) in seen:
-            continue
-        seen.add((batch.source, batch.batch))
-        for record in batch.records:
-            for i, amount in enumerate((1, record.runs, record.gpu_ns, record.core_ns)):
-                sums[record.session_id][i] += amount
-    return {session: (s[0], s[1], s[2], s[3]) for session, s in sums.items()}
-
-
-async def streams(client: Client) -> dict[str, tuple[int, int, int]]:
-    """Every stream: messages, bytes, and the most bytes that it may have."""
-    found = {}
-    for info in await client.jetstream().streams_info():
-        if info.config.name != MIRROR:
-            found[str(info.config.name)] = (info.state.messages, info.state.bytes, info.config.max_bytes or -1)
+        if not batch.whole:
+            for item, record in enumerate(batch.records):
+                found[batch.source, batch.batch, item] = record.session_id, record.gpu_ns, record.core_ns
     return found
 
 
-def ledger(url: str) -> dict[str, tuple[int, int, int, int]]:
-    """Per session what was booked: entries, runs, gpu_ns, core_ns."""
+async def streams(client: Client) -> dict[str, tuple[int, int, int]]:
+    """Every stream: messages, bytes, and the most bytes that it may have, by its own limit or by that of its messages."""
+    found = {}
+    for info in await client.jetstream().streams_info():
+        if info.config.name != MIRROR:
+            limit, pieces = info.config.max_bytes or -1, info.config.max_msgs or -1
+            most = limit if limit > 0 else pieces * MESSAGE_BYTES
+            found[str(info.config.name)] = (info.state.messages, info.state.bytes, most)
+    return found
+
+
+def ledger(url: str) -> tuple[Records, frozenset[str]]:
+    """The entries that were booked from records, and the sessions of which something was booked by their journal."""
     engine = create_engine(url)
-    sums = "count(*), sum(runs), sum(gpu_ns), sum(core_ns)"
-    query = f"SELECT session_id, {sums} FROM entries WHERE corrects IS NULL GROUP BY session_id"
+    columns = "s.name, e.batch, e.item, e.session_id, e.gpu_ns, e.core_ns, e.reason"
+    query = f"SELECT {columns} FROM entries e JOIN sources s ON s.id = e.source_id WHERE e.corrects IS NULL"
     with engine.connect() as connection:
-        return {r[0]: (int(r[1]), int(r[2]), int(r[3]), int(r[4])) for r in connection.execute(text(query))}
+        rows = connection.execute(text(query)).all()
+    engine.dispose()
+    booked = {(r[0], int(r[1]), int(r[2])): (str(r[3]), int(r[4]), int(r[5])) for r in rows if not r[6]}
+    return booked, frozenset([str(r[3]) for r in rows if r[6]])

@@ -82,12 +82,13 @@ def test_verdict_of_jobs_names_lost_failed_double_and_wrong_ones():
         assert row(verdict.jobs([good, job], {"short": ("d",)}), name).ok is False, name
 
 
-def test_verdict_of_the_ledger_names_missing_double_and_strange_lines():
-    reported = {"s": (2, 10, 100, 200)}
-    assert all(r.ok is not False for r in verdict.ledger(reported, reported))
-    assert row(verdict.ledger(reported, {}), "sessions reported and not booked").ok is False
-    assert row(verdict.ledger(reported, {"s": (4, 20, 200, 400)}), "sessions whose sums differ").ok is False
-    assert row(verdict.ledger(reported, reported | {"t": (1, 1, 1, 1)}), "sessions booked and not reported").ok is False
+def test_verdict_of_the_ledger_names_missing_and_changed_records_but_not_those_of_dead_executors():
+    key, record = ("executor-0/1", 1, 0), ("s", 100, 200)
+    assert all(r.ok is not False for r in verdict.ledger({key: record}, {key: record}, ()))
+    other = {("executor-0/1", 2, 0): record}
+    assert row(verdict.ledger({key: record}, other, ()), "records seen and not booked").ok is False
+    assert row(verdict.ledger({key: record}, {key: ("s", 200, 400)}, ()), "records booked with other").ok is False
+    assert all(r.ok is not False for r in verdict.ledger({key: record}, other, ("s",)))
 
 
 def test_verdict_of_streams_wants_bounds_and_empty_queues():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from schedule import Fault
@@ -106,29 +106,31 @@ def jobs(found: Sequence[Job], expected: Mapping[str, tuple[str, ...]]) -> list[
     ]
 
 
-#: session -> (entries, runs, gpu_ns, core_ns)
-Sums = Mapping[str, tuple[int, int, int, int]]
+#: (life of an executor, batch, place in it) -> (session, gpu_ns, core_ns)
+Records = Mapping[tuple[str, int, int], tuple[str, int, int]]
 
 
-def ledger(reported: Sums, booked: Sums) -> list[Row]:
-    """What executors reported is what was booked, to the nanosecond, per session."""
-    missing = sorted(s for s in reported if s not in booked and any(reported[s]))
-    strange = sorted(s for s in booked if s not in reported)
-    differ = sorted(s for s in booked if s in reported and booked[s] != reported[s])
-    seconds, entries = sum(sums[3] for sums in booked.values()) / 1e9, sum(sums[0] for sums in booked.values())
+def ledger(reported: Records, booked: Records, by_journal: Collection[str]) -> list[Row]:
+    """Every record that an executor published is booked once, to the nanosecond.
+
+    Args:
+        reported: records that were seen.
+        booked: entries of records; their key is unique in the ledger.
+        by_journal: sessions of dead executors, of which a part was booked by the journal: a record that came later counts less.
+    """
+    mine = {key: record for key, record in reported.items() if record[0] not in by_journal}
+    missing = sorted(key for key in mine if key not in booked and any(mine[key][1:]))
+    differ = sorted(key for key in mine if key in booked and mine[key] != booked[key])
+    sessions, seconds = {r[0] for r in booked.values()}, sum(r[2] for r in booked.values()) / 1e9
+    found = f"{len(booked)} of {len(sessions)} sessions, {seconds:.1f} core seconds; of {len(by_journal)} a part by the journal"
     return [
+        Row("entries booked", found, bool(booked)),
+        Row("records seen and not booked", f"{len(missing)} of {len(mine)}", not missing, tuple(map(str, missing))),
         Row(
-            "sessions booked",
-            f"{len(booked)}, {entries} entries, {seconds:.1f} core seconds",
-            bool(booked),
-        ),
-        Row("sessions reported and not booked", str(len(missing)), not missing, tuple(missing)),
-        Row("sessions booked and not reported", str(len(strange)), not strange, tuple(strange)),
-        Row(
-            "sessions whose sums differ (missing or double lines)",
+            "records booked with other amounts",
             str(len(differ)),
             not differ,
-            tuple(f"{s}: reported {reported[s]}, booked {booked[s]}" for s in differ),
+            tuple(f"{key}: reported {mine[key]}, booked {booked[key]}" for key in differ),
         ),
     ]
 

@@ -16,7 +16,7 @@ from opentelemetry import trace
 from sqlalchemy.ext.asyncio import AsyncSession
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
-from wooly_bus.blobs import BlobCorruptError, BlobMissingError, BlobStore
+from wooly_bus.blobs import BlobCorruptError, BlobMissingError
 from wooly_bus.envelope import decode
 from wooly_bus.errors import BusError, EnvelopeError, RefusedError
 from wooly_bus.queue_reader import Taken, take
@@ -94,12 +94,12 @@ class JobActor:
 
     async def prepare(self) -> None:
         """Have what submitters expect to be there: the queue, the events, the default tenant's blobs. Until JetStream has it."""
-        js, complaint = self._app.jetstream(), ""
+        complaint = ""
         while True:
             try:
                 await self._ensure_commands()
                 await self._ensure_events()
-                await BlobStore(js, DEFAULT_TENANT).ready()
+                await self._router.blobs.store(DEFAULT_TENANT).ready()
                 return
             except StreamError as e:
                 if str(e) != complaint:
