@@ -90,7 +90,7 @@ FAULTS = {
     "argument-without-value": ("wis.verify", "argument-has-value"),
     "foreign-operator": ("wis.verify", "allow-list"),
     "garbage-run": ("wis.decode", "cut short"),
-    "counts-of-run": ("wis.decode", "do not fit"),
+    "counts-of-run": ("wis.decode", "at most 262144, 262144 and 65536"),
     "read-of-unknown": ("executor.binding", "buffer 99 does not exist"),
     "read-beyond": ("executor.binding", "bytes 8 to 24 of buffer 1"),
     "read-of-garbage": ("wis.decode", "wrong length"),

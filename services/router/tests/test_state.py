@@ -447,7 +447,7 @@ async def test_ended_tasks_and_other_tenants_stay_where_a_tenant_is_brought_down
             await store.add(s, task(name, kind="job", tenant=tenant, priority=0, spec=spec))
     async with database.writing() as s:
         await store.move(s, "over", "cancelled", "", 2.0)
-    await store.bring_down("x", 3, 7)
+    await store.bring_down("x", 3, 7, exclusive=False)
     found = {name: await store.get(name) for name in ("mine", "over", "yours")}
     assert {n: (t.priority, t.spec["weight"]) for n, t in found.items()} == {
         "mine": (3, 7),

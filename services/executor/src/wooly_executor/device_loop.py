@@ -153,6 +153,7 @@ class DeviceLoop:
         self._gate = self.decoders.gate
         self._sessions: dict[str, Session] = {}
         self._polled = self._reviewed = 0
+        self._unreviewed = False  # something came since sessions were last reviewed
         self._turn = 0
         self._more: dict[Session, None] = {}
         self._answers = Answers(
@@ -375,6 +376,7 @@ class DeviceLoop:
             None if self._collector is None else self._collector.timeout(),
             self._answers.timeout(),
             0.0 if self._more else None,
+            REVIEW_S if self._unreviewed else None,
         ]
         return min([t for t in timeouts if t is not None], default=None)
 
@@ -405,8 +407,9 @@ class DeviceLoop:
             self._answers.take_back()
         self._answers.flush()
         self._polled = now = time.perf_counter_ns()
-        if now - self._reviewed > REVIEW_S * 1e9:
-            self._reviewed = now
+        self._unreviewed = self._unreviewed or bool(events)
+        if self._unreviewed and now - self._reviewed > REVIEW_S * 1e9:
+            self._reviewed, self._unreviewed = now, False
             self._review()
 
     def _review(self) -> None:
