@@ -104,6 +104,53 @@ def test_process_that_was_told_to_end_returns_its_own_status():
     assert ran("asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))\nreturn 7")[0] == 7
 
 
+def test_cancelled_work_ends_although_what_it_waits_for_is_done_in_the_same_turn():
+    body = """
+    async def reader():
+        while True:
+            await asyncio.wait_for(came[0], 60)
+            came[0] = asyncio.get_running_loop().create_future()
+
+    def later(turns):
+        loop = asyncio.get_running_loop()
+        loop.call_soon(later, turns - 1) if turns else came[0].set_result(None)
+
+    async def once(turns):
+        came[:] = [asyncio.get_running_loop().create_future()]
+
+        async def ending():
+            await asyncio.sleep(0.01)
+            later(turns)
+
+        await run_for_ever({'reader': reader}, ending)
+
+    came = []
+    for turns in range(8):
+        asyncio.run(asyncio.wait_for(once(turns), 10))
+    return 7
+    """
+    assert ran(body)[0] == 7
+
+
+def test_service_that_does_not_end_when_told_to_is_ended_and_says_where_it_stands():
+    body = """
+    supervision.END_S = 0.2
+    broken.append(time.monotonic())
+
+    async def deaf():
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                pass
+
+    asyncio.run(run_for_ever({'reader': deaf}, lambda: asyncio.sleep(0)))
+    return 7
+    """
+    status, _, log = ran(body)
+    assert status == BROKEN and "0.2 s are over; left: task reader" in log
+
+
 def test_thread_of_a_library_that_fails_while_the_service_stops_is_logged_alone():
     body = """
     asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))

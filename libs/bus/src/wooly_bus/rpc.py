@@ -131,7 +131,8 @@ class ControlClient:
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            if left:  # this is a user's process, whose end must not wait for a task that does not end
+                self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_S))
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 

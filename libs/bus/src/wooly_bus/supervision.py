@@ -14,9 +14,10 @@ import faulthandler
 import functools
 import logging
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar
 
@@ -31,6 +32,8 @@ GRACE_S: Final = 0.7
 #: Seconds after which the process ends even where no Python code can run any more (a C function holds the interpreter). The
 #: status is 1 then, and all stacks are on standard error. Longer than `GRACE_S`, so that a busy machine does not cause it.
 STUCK_S: Final = 2.0
+#: Seconds that a service may take from the signal to its end. Kubernetes gives a pod 30 before it kills its processes.
+END_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +59,18 @@ class _Service:
         self.stopping = False
         self.listeners: list[Callable[[], object]] = []
         self._first = threading.Lock()
-        self._failed = threading.Event()
+        self._ending, self._failed = threading.Event(), threading.Event()
+        self._tasks: Sequence[asyncio.Task[Any]] = ()
         threading.Thread(target=self._end_soon, name="wooly-watchdog", daemon=True).start()
+
+    def stop(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
+        """Begin to end, as it was asked to. After `END_S` it counts as a failure that the process is still there.
+
+        Args:
+            tasks: those that are to end now.
+        """
+        self.stopping, self._tasks = True, tasks
+        self._ending.set()
 
     def fail(self, failure: Failure) -> bool:
         """Begin to end. False if the process is ending already."""
@@ -65,12 +78,18 @@ class _Service:
             return False
         self.failure = failure
         self._failed.set()
+        self._ending.set()
         with contextlib.suppress(Exception):  # standard error is no file
             faulthandler.dump_traceback_later(STUCK_S, exit=True)
         return True
 
     def _end_soon(self) -> NoReturn:
-        self._failed.wait()
+        self._ending.wait()
+        if not self._failed.wait(END_S):
+            left = ", ".join([f"task {task.get_name()}" for task in self._tasks if not task.done()])
+            fail("the wait for the service's end", TimeoutError(f"{END_S:g} s are over; left: {left or 'no task'}"))
+            with contextlib.suppress(Exception):
+                faulthandler.dump_traceback()
         time.sleep(GRACE_S)
         assert self.failure is not None
         os._exit(self.failure.status)
@@ -98,6 +117,7 @@ def supervised(
             global _service
             _service = _Service(service, expected)
             threading.excepthook = _on_thread_exception
+            mend_wait_for()
             status = 0
             try:
                 status = main(*args, **kwargs)
@@ -127,6 +147,21 @@ def run(work: Coroutine[Any, Any, None]) -> None:
             raise
 
     asyncio.run(watched())
+
+
+def mend_wait_for() -> None:
+    """Have `asyncio.wait_for` do on Python 3.11 what it does from 3.12 on; libraries of ours use it, too.
+
+    Before, it forgets that its caller was cancelled when what it waits for is done in the same turn of the event loop: the caller goes
+    on, and whoever waits for its end waits for ever (CPython issue 86296).
+    """
+    if sys.version_info < (3, 12):
+        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for
+
+
+async def _wait_for(fut: Awaitable[T], timeout: float | None) -> T:
+    async with asyncio.timeout(timeout):
+        return await fut
 
 
 def failure() -> Failure | None:
@@ -274,7 +309,7 @@ async def run_for_ever(works: Mapping[str, Work], ending: Work) -> None:
                 task.result()
     finally:
         if _service is not None:
-            _service.stopping = True
+            _service.stop(running)
         for task in (*waiting, *running):
             task.cancel()
         await asyncio.gather(*waiting, *running, return_exceptions=True)

@@ -21,9 +21,11 @@ def pytest_sessionfinish() -> None:
     faulthandler.dump_traceback_later(END_S, exit=True)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Nothing that was forked outlives the tests."""
+    """Nothing that was forked outlives the tests. A worker may now wait for the others to end."""
     forks.shut_down()
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
