@@ -9,8 +9,10 @@ A client of class P0 asks for one small run after the other and notes how long e
     reads         reads of 64 KiB whose answers it takes
     unread        reads of 64 KiB whose answers it leaves
 
-Both sides, alone and beside, take turns, so that what else the machine does befalls both. The bound is the 99th percentile
-beside, as a multiple of that alone; the spread is that of its rounds.
+Three sides take turns, so that what else the machine does befalls all: alone, beside the attacker, and beside an attacker of
+another executor on the same machine. The bound is the 99th percentile beside, as a multiple of that alone; the spread is that of
+its rounds. The third side shows what of it is the machine: where clients and executors share few cores, two processes that
+exchange 64 KiB slow a third one down three times, though they have nothing to do with it.
 
 Run: .venv/bin/python bench/walls.py [--json] [--rounds N] [--seconds N] [--only KIND]
 """
@@ -31,7 +33,7 @@ from figures import row, show
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_bus.channel import ChannelClient, ChannelError, Endpoint
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
@@ -45,6 +47,8 @@ GOAL = 1.5
 SIDE, LAYERS = 128, 40
 #: Seconds between two requests of P0.
 PAUSE_S = 0.002
+#: Of an attacker, one after the other: the executor ends a session that leaves too many answers.
+SESSIONS = 64
 F32 = 4
 
 
@@ -114,7 +118,8 @@ def serve(path, runtime):
     loop = DeviceLoop(make_runtime(runtime), 4 << 30, collector=Collector())
     loop.open_session("p0", SharedPass(TOKEN), None, Policy(priority=0), "alice")
     for kind in KINDS:
-        loop.open_session(kind, SharedPass(TOKEN), None, Policy(priority=2), "bob")
+        for number in range(SESSIONS):
+            loop.open_session(f"{kind} {number}", SharedPass(TOKEN), None, Policy(priority=2), "bob")
     loop.listen(Endpoint.parse(f"unix://{path}"))
     print("ready", flush=True)
     thread = threading.Thread(target=loop.run, daemon=True)
@@ -143,19 +148,27 @@ def attack(path, kind):
             (on.set if line.strip() == "1" else on.clear)()
         os._exit(0)
 
-    client, number = attach(path, kind), 0
     prepared = []
     if kind == "definitions":
         prepared = [many(16_000, 16_000 * k) for k in range(5)]
     elif kind == "operands":
         prepared = [wide(10, 100_000 * k) for k in range(5)]
-    elif kind in ("reads", "unread"):
+    print("ready", flush=True)
+    threading.Thread(target=listen, daemon=True).start()
+    for session in range(SESSIONS):
+        client = attach(path, f"{kind} {session}")
+        with contextlib.suppress(ChannelError):
+            attack_once(client, kind, prepared, on)
+    raise SystemExit(f"the executor ended {SESSIONS} sessions")
+
+
+def attack_once(client, kind, prepared, on):
+    """Work in one session, until the executor ends it."""
+    if kind in ("reads", "unread"):
         raw = encode_program(Program((alloc(1 << 20),), (Instruction(0, (0,)),)))
         client.send(Kind.DEFINE, raw)
         client.send(Kind.RUN, pack_run(digest(raw), [1], b"", []))
-    into = memoryview(bytearray(64 << 10))
-    print("ready", flush=True)
-    threading.Thread(target=listen, daemon=True).start()
+    into, number = memoryview(bytearray(64 << 10)), 0
     while on.wait():
         number += 1
         if prepared:  # another one each time: the forms of the last ones are forgotten by the time they come again
@@ -222,26 +235,30 @@ def spawn(*arguments):
     return process
 
 
-def measure(hurried, path, kind, rounds, seconds):
-    attacker, sides, ratios = spawn("--attack", kind, "--path", path), ([], []), []
+def measure(hurried, path, other, kind, rounds, seconds):
+    attackers = [spawn("--attack", kind, "--path", p) for p in (other, path)]
+    sides, ratios = ([], [], []), []
     try:
         for _ in range(rounds):
-            pair = []
-            for beside in (False, True):
-                attacker.stdin.write(f"{int(beside)}\n")
-                attacker.stdin.flush()
+            turn = []
+            for side in range(3):  # alone, the attacker elsewhere, the attacker here
+                for k, attacker in enumerate(attackers, 1):
+                    attacker.stdin.write(f"{int(k == side)}\n")
+                    attacker.stdin.flush()
                 time.sleep(0.3)
-                pair.append(hurried.during(seconds))
-            for side, times in zip(sides, pair, strict=True):
+                turn.append(hurried.during(seconds))
+            for side, times in zip(sides, turn, strict=True):
                 side.extend(times)
-            ratios.append(p99(pair[1]) / p99(pair[0]))
+            ratios.append(p99(turn[2]) / p99(turn[0]))
     finally:
-        attacker.kill()
-        attacker.wait()
-    alone, beside = sides
+        for attacker in attackers:
+            attacker.kill()
+            attacker.wait()
+    alone, elsewhere, beside = sides
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}, median {statistics.median(ratios):.2f}"
     return [
         row(f"P0, p99 beside {kind}", "ms", p99(beside) * 1e3, p99(alone) * 1e3, GOAL, spread=spread),
+        row(f"P0, p99 beside {kind} at another executor", "ms", p99(elsewhere) * 1e3, p99(alone) * 1e3, None),
         row(f"P0, median beside {kind}", "ms", statistics.median(beside) * 1e3, statistics.median(alone) * 1e3, None),
     ]
 
@@ -265,17 +282,18 @@ def main():
         return
     rows = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as folder:
-        path = str(Path(folder) / "x.sock")
-        executor = spawn("--serve", "--path", path, "--runtime", args.runtime)
+        path, other = (str(Path(folder) / name) for name in ("x.sock", "other.sock"))
+        executors = [spawn("--serve", "--path", p, "--runtime", args.runtime) for p in (path, other)]
         try:
             hurried = Hurried(path)
             for kind in KINDS if args.only is None else (args.only,):
-                rows += measure(hurried, path, kind, args.rounds, args.seconds)
+                rows += measure(hurried, path, other, kind, args.rounds, args.seconds)
                 if not args.json:
-                    print(json.dumps(rows[-2]), file=sys.stderr)
+                    print(json.dumps(rows[-3]), file=sys.stderr)
         finally:
-            executor.kill()
-            executor.wait()
+            for executor in executors:
+                executor.kill()
+                executor.wait()
     show(rows, args.json, title="Walls: what P0 feels", baseline="alone")
 
 

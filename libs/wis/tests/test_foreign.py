@@ -1,5 +1,7 @@
 """Kernels in other languages: sources and codes keep their bytes, and each law of a launch has a form that breaks it."""
 
+import hashlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,7 @@ from wooly_wis.foreign import (
     key_of,
     launch_of,
 )
+from wooly_wis.pauses import PIECE_BYTES, pausing
 from wooly_wis.program import Form, Instruction, Operand, ParamKind, ParamRef, Program, Role, View
 from wooly_wis.verifier import verify_program
 
@@ -54,6 +57,26 @@ def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
         except DecodeError:
             continue
         assert encode_source(source) == data
+
+
+def test_source_of_a_mebibyte_is_taken_in_with_a_pause_after_every_piece():
+    text = "a" + "é→𝄞" * (MAX_SOURCE_BYTES // 9 - 10)  # characters lie on both sides of a piece's end
+    raw, paused = encode_source(Source("ttir", text)), []
+    with pausing(lambda: paused.append(None)):
+        assert decode_source(raw).text == text
+        assert len(paused) >= len(raw) // PIECE_BYTES
+        paused.clear()
+        assert digest(raw) == hashlib.blake2b(raw, digest_size=32).digest()
+        assert len(paused) >= len(raw) // PIECE_BYTES
+
+
+def test_source_that_ends_inside_a_character_is_refused():
+    raw = bytearray(encode_source(Source("ttir", "a" * PIECE_BYTES + "é")))
+    raw[-1:] = b"a"
+    with pytest.raises(DecodeError, match="not UTF-8"):
+        decode_source(bytes(raw))
+    with pytest.raises(DecodeError, match="not UTF-8"):
+        decode_source(bytes(raw[:5]) + b"ttir" + (1).to_bytes(4, "little") + b"\xc3")
 
 
 def test_sources_have_a_language_and_an_end():

@@ -152,11 +152,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 def mend_wait_for() -> None:
     """Have `asyncio.wait_for` do on Python 3.11 what it does from 3.12 on; libraries of ours use it, too.
 
-    Before, it forgets that its caller was cancelled when what it waits for is done in the same turn of the event loop: the caller goes
-    on, and whoever waits for its end waits for ever (CPython issue 86296).
+    Python 3.11 forgets that the caller was cancelled when the awaited future is done in the same turn of the event loop. The
+    caller goes on, and whoever waits for the caller's end waits for ever (CPython issue 86296).
     """
     if sys.version_info < (3, 12):
-        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for
+        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for  # type: ignore[assignment]  # theirs takes generators, too
 
 
 async def _wait_for(fut: Awaitable[T], timeout: float | None) -> T:

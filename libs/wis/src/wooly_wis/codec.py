@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from wooly_wis.dtypes import BY_CODE, DType
 from wooly_wis.errors import DecodeError, EncodeError
 from wooly_wis.limits import MAX_FORM_NODES, MAX_FORMS, MAX_INSTRUCTIONS, MAX_PROGRAM_BYTES, MAX_REFERENCES
-from wooly_wis.pauses import pause
+from wooly_wis.pauses import PIECE_BYTES, pause, pieces
 from wooly_wis.program import (
     Attr,
     Form,
@@ -68,7 +68,12 @@ _VIEW = struct.Struct("<BBQ")
 
 def digest(program_bytes: bytes) -> bytes:
     """The 32-byte name of a program: BLAKE2b over its canonical bytes."""
-    return hashlib.blake2b(program_bytes, digest_size=DIGEST_SIZE).digest()
+    if len(program_bytes) <= PIECE_BYTES:
+        return hashlib.blake2b(program_bytes, digest_size=DIGEST_SIZE).digest()
+    hashing = hashlib.blake2b(digest_size=DIGEST_SIZE)
+    for piece in pieces(program_bytes):
+        hashing.update(piece)
+    return hashing.digest()
 
 
 # -- writing ---------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ ADR 22 is the contract. A source is untrusted text under a digest; here nobody l
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import re
@@ -14,6 +15,7 @@ from typing import Final
 from wooly_wis.codec import DIGEST_SIZE, digest
 from wooly_wis.dtypes import BY_LABEL, DType
 from wooly_wis.errors import DecodeError, EncodeError, RuleError
+from wooly_wis.pauses import pieces
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role
 
 OPCODE: Final = "kernel.launch"
@@ -103,12 +105,23 @@ def decode_source(raw: bytes) -> Source:
     if len(raw) != at + 4 + size:
         raise DecodeError("a kernel's source is cut short, or longer than it says", at)
     try:
-        language, text = raw[5:at].decode("ascii"), raw[at + 4 :].decode("utf-8")
+        language, text = raw[5:at].decode("ascii"), _decoded(raw[at + 4 :])
     except UnicodeDecodeError as e:
         raise DecodeError("a kernel's source is not UTF-8", at) from e
     if language not in LANGUAGES:
         raise DecodeError(f"there is no language {language[:20]!r}; there are {', '.join(LANGUAGES)}", 5)
     return Source(language, text)
+
+
+def _decoded(raw: bytes) -> str:
+    """The text that UTF-8 encodes.
+
+    Raises:
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    found = [decoder.decode(piece) for piece in pieces(raw)]
+    return "".join([*found, decoder.decode(b"", final=True)])
 
 
 # -- the instruction -----------------------------------------------------------------------------------------------------

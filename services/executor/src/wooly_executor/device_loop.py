@@ -42,7 +42,6 @@ from wooly_wis.frames import (
     unpack_read,
     unpack_run,
 )
-from wooly_wis.limits import MAX_PROGRAM_BYTES
 
 from wooly_executor.answers import Answers, awaited
 from wooly_executor.collector import Collector
@@ -88,6 +87,8 @@ _BARS = frozenset((*_DECODED, Kind.READ))
 #: Bytes of a definition that this thread takes in itself while no other session is open: that takes less than 10 ms, and a
 #: decoder's answer would come 0.2 ms later.
 DECODED_HERE = 8 << 10
+#: Bytes of a definition that this thread looks up among the programs that are here: its digest takes some 60 us.
+LOOKED_UP_HERE = 64 << 10
 #: Frames of a session that are processed before others have their turn.
 TURN = 64
 #: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
@@ -580,8 +581,9 @@ class DeviceLoop:
         if frame.decoded is None and session.decoding is None:
             if session.hold or session.paused:
                 return False
-            alone = len(self._sessions) == 1 and len(frame.payload) <= DECODED_HERE
-            if alone or (len(frame.payload) <= MAX_PROGRAM_BYTES and self._store.known(digest(frame.payload))):
+            nbytes, program = len(frame.payload), frame.kind == Kind.DEFINE
+            alone = len(self._sessions) == 1 and nbytes <= DECODED_HERE
+            if alone or (program and nbytes <= LOOKED_UP_HERE and self._store.known(digest(frame.payload))):
                 work, begun = self._taking_in(session, frame), time.thread_time_ns()
                 try:
                     frame.decoded = work(), None

@@ -171,9 +171,10 @@ class NodeStore:
     async def sample(self, samples: Iterable[Sample]) -> None:
         """Keep what devices did and held. Of two at one time and device, the first is kept."""
         async with self.database.writing() as s:
-            for sample in samples:
-                if await s.get(SampleRow, (sample.at, sample.executor_id)) is None:
-                    s.add(SampleRow(**_values(sample)))
+            found = {(sample.at, sample.executor_id): sample for sample in reversed(list(samples))}
+            times = select(SampleRow.at, SampleRow.executor_id).where(SampleRow.at.in_({at for at, _ in found}))
+            kept = {(at, executor_id) for at, executor_id in await s.execute(times)}
+            s.add_all([SampleRow(**_values(sample)) for key, sample in found.items() if key not in kept])
 
     async def history(
         self, since: float, until: float, executor_id: str | None = None, limit: int = 10_000
