@@ -263,10 +263,11 @@ class Installation:
         store.mkdir(exist_ok=True, mode=0o700)
         peers = ", ".join(f"nats://127.0.0.1:{r}" for r in routes)
         # Clients that are told of other servers would go round the links; a server would take a small disk for its limit.
-        text = (
-            f'server_name: {name}\nhost: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}/js", max_file: 64GB }}\n'
-            f"cluster {{ name: wooly, host: 127.0.0.1, port: {route}, no_advertise: true, routes: [{peers}] }}\n"
-        )
+        text = f'server_name: {name}\nhost: 127.0.0.1\nport: {port}\njetstream {{ store_dir: "{store}/js", max_file: 64GB }}\n'
+        if len(routes) > 1:  # one server with routes would wait for the others, without JetStream
+            text += (
+                f"cluster {{ name: wooly, host: 127.0.0.1, port: {route}, no_advertise: true, routes: [{peers}] }}\n"
+            )
         folder = self.folder / "nats"
         folder.mkdir(exist_ok=True)
         (folder / "nats.conf").write_text(self._keys.server_conf.read_text())
