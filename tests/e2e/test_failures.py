@@ -90,3 +90,19 @@ def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluste
     last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
     assert "KeyError: 'injected'" in last.reason, last.reason
     print(f"{part}: ended after {ended:.2f} s, failed over after {failed_over:.2f} s")
+
+
+def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_reason(cluster, alice):
+    for name in "ab":
+        cluster.kill(name)
+    cluster.start("a")
+    cluster.wait(lambda: states(cluster) == {"a": "alive", "b": "lost"})
+    opened = alice.open()
+    channel, _ = enter(opened)
+    cluster.processes["a"].terminate()
+    assert cluster.processes["a"].wait(60) == 0
+    cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
+    assert "executor a ends: it was told to stop" in cluster.log("router")
+    last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
+    assert last.reason == "executor a is lost: it was told to stop"
+    channel.close()

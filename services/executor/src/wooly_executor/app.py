@@ -124,10 +124,10 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         await run_for_ever(works, until_signalled)
         failed = failure()
-        if failed is not None:
-            await actor.say_end(failed.reason)
-        else:
+        if failed is None:
             await actor.jobs.stop()
+        with contextlib.suppress(BusError):  # without NATS nobody hears it: routers notice the silence
+            await actor.say_end("it was told to stop" if failed is None else failed.reason)
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(StreamError, ExecutorError, TimeoutError):
             last = (journal.publish(), borne.publish(), usage.publish(), actor.report_closed())
