@@ -14,6 +14,9 @@ from wooly_testkit.forks import Forked
 # A machine that is busy with other things makes no example wrong.
 hypothesis.settings.register_profile("wooly", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("wooly")
+# PyTorch's threads sleep while they wait for work: spinning, they take the cores from other tests. OpenMP reads it once, when
+# PyTorch is loaded, here and in what is started from here.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # PoCL counts its devices once per process: whoever comes first must ask for all that anybody wants.
 os.environ.setdefault("POCL_DEVICES", "basic pthread")
 # Stacks of one run's own keep what they compile in the user's folder; those of tests in this one.

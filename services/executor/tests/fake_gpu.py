@@ -6,6 +6,7 @@ real one. Failures are set by tests.
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import struct
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fresh_memory import on_zeros
+from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
 from wooly_wis.kernel import interpreter
 from wooly_wis.kernel import text as kernel_text
@@ -228,6 +230,18 @@ class FakeDriver:
     def check(self):
         if self.lost:
             raise ContextLostError(f"the context of fake GPU is lost: {self.lost}")
+
+
+def gpu_runtime(driver, **how):
+    """The runtime of GPUs on such a driver. How fast it is, one of them measures for all: in the driver's time all are equal."""
+    made = GpuRuntime(driver, **how)
+    made._rates = _rates()
+    return made
+
+
+@functools.cache
+def _rates():
+    return GpuRuntime(FakeDriver()).rates()
 
 
 def _at(address, array):

@@ -2,14 +2,13 @@
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
 from wooly_bus.channel import ChannelClient, ChannelServer, Connected, Guest
 from wooly_bus.channel.token import SharedPass
 from wooly_executor.entrance import Entrance, TurnedAwayError
+from wooly_testkit import forks
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 
 
@@ -125,9 +124,10 @@ sys.exit(main(["--standalone", "--token", "t", "--runtime", "torch_cpu", "--list
 
 def test_executor_whose_acceptor_dies_ends(tmp_path):
     """It would hold its sessions and let nobody in; whoever supervises it starts another."""
-    argv = [sys.executable, "-c", WITH_A_DEAD_ACCEPTOR, f"unix://{tmp_path}/s"]
+    (tmp_path / "with_a_dead_acceptor.py").write_text(WITH_A_DEAD_ACCEPTOR)
     env = os.environ | {"OMP_NUM_THREADS": "1", "WOOLY_EXECUTOR_STATE_DIR": str(tmp_path)}
-    ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120, check=False)
+    options = {"like": "wooly_executor", "cwd": tmp_path, "env": env}
+    ran = forks.run("with_a_dead_acceptor", f"unix://{tmp_path}/s", timeout=120, **options)
     assert ran.returncode == 4 and "ZeroDivisionError" in ran.stderr, ran.stderr
 
 

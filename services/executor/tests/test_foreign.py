@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns
+from wooly_executor.runtime.builds import AT_ONCE, OWN_AT_ONCE, BuildRefusedError, Turns, WorkerBuilder
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -54,9 +54,33 @@ SPIN = """module {
 """
 
 
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory):
+    """Compiles for all runtimes here: its process takes a second to start."""
+    return WorkerBuilder(tmp_path_factory.mktemp("builder"))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Where runtimes keep code, for tests that do not ask where it comes from."""
+    return tmp_path_factory.mktemp("kept")
+
+
 @pytest.fixture
-def runtime(tmp_path):
-    return OpenClRuntime(tmp_path)
+def make_runtime(builder):
+    """`make_runtime(folder)`: a runtime that keeps its code there."""
+
+    def make(folder):
+        made = OpenClRuntime(folder)
+        made.foreign._builder = builder
+        return made
+
+    return make
+
+
+@pytest.fixture
+def runtime(make_runtime, kept):
+    return make_runtime(kept)
 
 
 def source(text):
@@ -197,7 +221,7 @@ def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_wh
     assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
 
 
-def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runtime, wis):
+def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, make_runtime, tmp_path, wis):
     class Slow:
         def __init__(self):
             self.asked = []
@@ -211,6 +235,7 @@ def test_who_waits_for_a_kernel_to_be_compiled_holds_up_nobody(make_device, runt
             raise RuntimeError("no compiler today")
 
     go = threading.Event()
+    runtime = make_runtime(tmp_path)
     slow = runtime.foreign._builder = Slow()
     device = make_device(runtime=runtime)
     a, b = device.open("a"), device.open("b")
@@ -241,23 +266,23 @@ def scaled(device, wis, name="a"):
     return client.floats(2, 100)
 
 
-def test_code_on_disk_outlives_the_executor_and_a_changed_byte_is_made_anew(make_device, tmp_path, wis):
-    first = OpenClRuntime(tmp_path)
+def test_code_on_disk_outlives_the_executor_and_a_changed_byte_is_made_anew(make_device, make_runtime, tmp_path, wis):
+    first = make_runtime(tmp_path)
     assert scaled(make_device(runtime=first), wis) == [2.0] * 100
-    second = OpenClRuntime(tmp_path)
+    second = make_runtime(tmp_path)
     assert scaled(make_device(runtime=second), wis) == [2.0] * 100
     assert (first.foreign.counts["here"], second.foreign.counts["here"], second.foreign.counts["disk"]) == (1, 0, 1)
     (kept,) = [p for p in Path(tmp_path / "foreign" / "code").iterdir() if p.name != "compiler"]
     raw = bytearray(kept.read_bytes())
     raw[len(raw) // 2] ^= 1
     kept.write_bytes(raw)
-    third = OpenClRuntime(tmp_path)
+    third = make_runtime(tmp_path)
     assert scaled(make_device(runtime=third), wis) == [2.0] * 100
     assert third.foreign.counts == {"disk": 0, "elsewhere": 0, "here": 1}
 
 
-def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, tmp_path, wis):
-    runtime = OpenClRuntime(tmp_path)
+def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, make_runtime, tmp_path, wis):
+    runtime = make_runtime(tmp_path)
     scaled(make_device(runtime=runtime), wis)
     folder = tmp_path / "foreign" / "code"
     (kept,) = [p for p in folder.iterdir() if p.name != "compiler"]
@@ -270,18 +295,18 @@ def test_code_of_another_kernel_under_this_ones_name_is_not_taken(make_device, t
             self.rejected.append(rejected)
             return "another", kept.read_bytes()
 
-    fresh = OpenClRuntime(tmp_path / "other")
+    fresh = make_runtime(tmp_path / "other")
     remote = fresh.foreign.remote = Elsewhere()
     assert scaled(make_device(runtime=fresh), wis) == [2.0] * 100
     assert remote.rejected == ["", "another"] and fresh.foreign.counts["here"] == 1
 
 
-def test_what_a_compiler_elsewhere_refuses_is_not_tried_here(make_device, tmp_path, wis):
+def test_what_a_compiler_elsewhere_refuses_is_not_tried_here(make_device, make_runtime, tmp_path, wis):
     class Refuses:
         def get(self, source, key, target, rejected):
             raise BuildRefusedError("line 3: not like this", retryable=False)
 
-    runtime = OpenClRuntime(tmp_path)
+    runtime = make_runtime(tmp_path)
     runtime.foreign.remote = Refuses()
     with pytest.raises(wis.error, match="kernel scale: line 3: not like this"):
         scaled(make_device(runtime=runtime), wis)

@@ -12,7 +12,6 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import Buffer, bytes_of
 from wooly_executor.runtime.fresh_memory import on_zeros, writes_all
-from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.gpu_fresh_memory import on_zeros as on_zeroed_pool
 from wooly_executor.runtime.opencl import OpenClRuntime
 from wooly_executor.runtime.reference import ReferenceRuntime
@@ -20,7 +19,7 @@ from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.runtime.torch_private import interpret, zero_fill
 from wooly_wis.dtypes import DType
 
-from services.executor.tests.fake_gpu import FakeDriver
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 
 HERE = Path(__file__).parent / "hostile"
 sys.path.insert(0, str(HERE))
@@ -222,7 +221,7 @@ def _unshared(device, name, nbytes):
 @pytest.mark.parametrize("name", ["ctc_loss"])
 def test_what_an_operator_leaves_unwritten_on_a_gpu_is_zero(wis, junk, name):
     body, operands = CALLS[name]
-    runtime = GpuRuntime(FakeDriver(), hot=2)
+    runtime = gpu_runtime(FakeDriver(), hot=2)
     for runs in (1, 4):  # the second time as hot steps, with graphs
         assert all(JUNK not in raw for raw in left(runtime, body(wis), operands(), runs).values())
 

@@ -3,8 +3,6 @@
 import ctypes
 import re
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from wooly_executor.app import make_runtime
 from wooly_executor.errors import MissingDriverError
 from wooly_executor.runtime import cuda, hip
 from wooly_executor.runtime.packing import Arguments, layout
+from wooly_testkit import forks
 from wooly_wis.artifact import cuda_target
 from wooly_wis.dtypes import DType
 
@@ -73,12 +72,7 @@ def test_runtime_without_its_driver_is_refused_with_the_reason(name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_executor_without_its_driver_ends_with_the_reason():
-    done = subprocess.run(
-        [sys.executable, "-m", "wooly_executor", "--standalone", "--runtime", "cuda"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = forks.run("wooly_executor", "--standalone", "--runtime", "cuda", timeout=60)
     assert done.returncode == 2
     assert "the runtime 'cuda' cannot run here: " in done.stderr and "Traceback" not in done.stderr
 

@@ -9,7 +9,6 @@ import struct
 import pytest
 from wooly_bus.worker import WorkerError
 from wooly_executor.errors import OperationError
-from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.gpu_kernels import fits
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -26,7 +25,7 @@ from wooly_wis.foreign import (
 from wooly_wis.frames import Kind
 from wooly_wis.program import Form, Operand, ParamKind, ParamRef, Role, View
 
-from services.executor.tests.fake_gpu import FakeDriver, Function
+from services.executor.tests.fake_gpu import FakeDriver, Function, gpu_runtime
 
 F32, I32, I64 = DType.F32, DType.I32, DType.I64
 TEXT = encode_source(Source("ttir", "module {}"))
@@ -91,7 +90,7 @@ class Bench:
         self.driver, self.wis = FakeDriver(), wis
         self.fast, self.any = Scale(), Scale()
         self.driver.functions = {b"fast": Function(KINDS, self.fast), b"any": Function(KINDS, self.any)}
-        self.runtime = GpuRuntime(self.driver)
+        self.runtime = gpu_runtime(self.driver)
         images = [image(), image(b"any", (1, 1, 1, 1))] if images is None else images
         self.builder = self.runtime.foreign._builder = Builder(images, error)
         self.device = make_device(runtime=self.runtime)
@@ -248,7 +247,7 @@ def test_a_build_that_fails_is_an_error_of_its_program_alone(make_device, wis):
 def test_an_address_within_an_element_is_refused():
     driver = FakeDriver()
     driver.functions = {b"any": Function(KINDS, Scale())}
-    runtime = GpuRuntime(driver)
+    runtime = gpu_runtime(driver)
     code = ForeignCode("scale", PARAMETERS, (), b"", (image(b"any", (1, 1, 1, 1)),))
     launch = runtime.kernels.load(code, (1, 1, 1))
     with pytest.raises(OperationError, match="argument 1 does not begin at a whole f32"):

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.gpu_ranges import _RULES, in_range
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import allowed
 
-from services.executor.tests.fake_gpu import FakeDriver
+from services.executor.tests.fake_gpu import FakeDriver, gpu_runtime
 from services.executor.tests.test_gpu_runtime import Side, same
 
 aten, F32, I64, nan = torch.ops.aten, DType.F32, DType.I64, math.nan
@@ -112,7 +111,7 @@ def test_index_into_nothing_is_refused_at_once():
 
 @pytest.fixture
 def gpu():
-    return Side(GpuRuntime(FakeDriver()))
+    return Side(gpu_runtime(FakeDriver()))
 
 
 def lookup():

@@ -14,7 +14,6 @@ from wooly_executor.errors import ContextLostError, OperationError
 from wooly_executor.memory.swap import Policy
 from wooly_executor.programs import ProgramStore
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
-from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.protocol import PlanRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
@@ -26,7 +25,7 @@ from wooly_wis.frames import Kind
 from wooly_wis.kernel import text as kernel_text
 from wooly_wis.program import OperandRef, ParamKind, ParamRef
 
-from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver
+from services.executor.tests.fake_gpu import LAUNCH_NS, FakeDriver, gpu_runtime
 
 F32, I64 = DType.F32, DType.I64
 
@@ -67,7 +66,7 @@ def driver():
 
 @pytest.fixture
 def gpu(driver):
-    return Side(GpuRuntime(driver))
+    return Side(gpu_runtime(driver))
 
 
 @pytest.fixture
@@ -231,7 +230,7 @@ def test_code_that_the_driver_does_not_take_is_a_bad_artifact(gpu, driver):
 
 
 def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis):
-    device = make_device(runtime=GpuRuntime(driver))
+    device = make_device(runtime=gpu_runtime(driver))
     a, b = device.open("a"), device.open("b")
     a.make(1, 1.0, 2.0)
     b.make(1, 3.0)
@@ -258,7 +257,7 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
 
 
 def test_uploads_and_reads_go_through_memory_of_the_host(make_device, driver):
-    device = make_device(runtime=GpuRuntime(driver))
+    device = make_device(runtime=gpu_runtime(driver))
     client = device.open("a")
     data = bytes(range(256)) * 4096
     client.load(1, data)
@@ -270,7 +269,7 @@ def test_uploads_and_reads_go_through_memory_of_the_host(make_device, driver):
 def test_contents_are_hashed_and_shared(make_device, driver):
     from wooly_executor.memory.book import Scope
 
-    device = make_device(runtime=GpuRuntime(driver))
+    device = make_device(runtime=gpu_runtime(driver))
     data = struct.pack("<1024f", *range(1024)) * 8
     a, b = (device.open(name, scope=Scope.SHARED) for name in ("a", "b"))
     assert not a.load(1, data)
@@ -283,7 +282,7 @@ def test_contents_are_hashed_and_shared(make_device, driver):
 
 def two_by_turns(make_device, driver, swap, wis, rounds=3):
     """Two sessions of 6 MiB each on a device of 10 MiB: each leaves for the other, and has its bytes when it is back."""
-    device = make_device(runtime=GpuRuntime(driver), memory=10 << 20, swap=swap)
+    device = make_device(runtime=gpu_runtime(driver), memory=10 << 20, swap=swap)
     data = {name: bytes([k, 255 - k]) * (3 << 20) for k, name in enumerate("ab")}
     clients = {name: device.open(name) for name in data}
     for name, client in clients.items():
@@ -326,7 +325,7 @@ def test_swapping_goes_on_where_nothing_can_be_locked_and_says_so(make_device, d
 
 
 def test_pages_are_unlocked_with_the_last_view_of_them(driver):
-    memory = GpuRuntime(driver).device.host_memory(3 << 20)
+    memory = gpu_runtime(driver).device.host_memory(3 << 20)
     view, address = memory[1 << 20 :].view(torch.float32), memory.data_ptr()
     assert driver.locked == {address: 3 << 20} and len(memory) == 3 << 20
     memory.fill_(1)
@@ -339,7 +338,7 @@ def test_pages_are_unlocked_with_the_last_view_of_them(driver):
 
 
 def test_little_memory_of_the_host_is_torchs(driver):
-    assert len(GpuRuntime(driver).device.host_memory(4096)) == 4096 and not driver.locks
+    assert len(gpu_runtime(driver).device.host_memory(4096)) == 4096 and not driver.locks
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

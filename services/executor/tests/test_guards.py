@@ -1,14 +1,13 @@
 """Operators that trust their arguments are not called with those that do not go together."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from wooly_executor.runtime import guards
 from wooly_executor.runtime.calls import LibraryCall, library_call
+from wooly_testkit import forks
 from wooly_wis.dtypes import DType
 from wooly_wis.externs import is_allowed
 from wooly_wis.program import Form, Operand, OperandRef, ParamKind, ParamRef, Role
@@ -16,8 +15,7 @@ from wooly_wis.program import Form, Operand, OperandRef, ParamKind, ParamRef, Ro
 
 @pytest.fixture(scope="module")
 def outcome():
-    script = Path(__file__).parent / "hostile/found.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = forks.run("found", like="wooly_executor", cwd=Path(__file__).parent / "hostile", timeout=120)
     assert done.returncode == 0, f"{done.returncode} at {done.stdout.splitlines()[-1:]}: {done.stderr[-2000:]}"
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from wooly_bus.contents import name_in_circle
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 from wooly_executor.memory.book import Book, Coming, CopyFirst, Gone, InPlace, Leaving, Scope
+from wooly_testkit.effort import examples
 
 SHARED, TENANT, OFF = Scope.SHARED, Scope.TENANT, Scope.OFF
 BASE = b"base"
@@ -382,4 +383,4 @@ class BookMachine(RuleBasedStateMachine):
 
 
 TestBookMachine = BookMachine.TestCase
-TestBookMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestBookMachine.settings = settings(max_examples=examples(40, 100), stateful_step_count=40, deadline=None)

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from wooly_executor.errors import AdmissionError, BindingError, OutOfMemoryError
 from wooly_executor.memory.pool import Pool
+from wooly_testkit.effort import examples
 from wooly_testkit.traces import recorded, tenants
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -228,7 +229,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(20, 40), stateful_step_count=40, deadline=None)
 
 
 def replay(events, capacity, sessions):

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_executor.errors import AdmissionError
 from wooly_executor.memory.swap import (
@@ -19,6 +19,7 @@ from wooly_executor.memory.swap import (
     admit,
     choose,
 )
+from wooly_testkit.effort import examples
 
 NOW = 100 * MINUTE_NS
 IDLE = NOW - 5 * MINUTE_NS
@@ -246,6 +247,7 @@ def test_plan_does_not_depend_on_the_order_in_which_sessions_are_listed(situatio
     assert choose(*situation) == choose(nbytes, now, room, shuffled, contents, policy)
 
 
+@settings(max_examples=examples(25, 200))
 @given(st.data())
 def test_history_of_choices_gives_every_eligible_session_its_turn(data):
     """Sessions come, become busy and idle, and go; between two turns of one, every other that could have gone did."""

@@ -17,11 +17,12 @@ from wooly_bus.channel import Endpoint
 from wooly_bus.errors import NoResponderError
 from wooly_bus.rpc import ControlClient
 from wooly_executor.runtime.opencl import OpenClRuntime
+from wooly_executor.tiers import OFTEN
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.tape import Tape
 from wooly_wis.artifact import family
-from wooly_wis.codec import digest, encode_program
+from wooly_wis.codec import decode_program, digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Launch, Source, encode_source
 from wooly_wis.frames import Kind
@@ -33,10 +34,11 @@ from wooly_wis.messages import (
     HostSessionReply,
     HostSessionRequest,
 )
-from wooly_wis.program import Form, Operand, Role, View
+from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
-N = 1 << 17
+#: Elements: enough that kernels are worth it, and so few that the device idles between two runs.
+N = 1 << 14
 WAIT_S = 90
 
 
@@ -58,8 +60,8 @@ def waited(condition, what):
 class World:
     """NATS, and processes that are started and ended as a test likes."""
 
-    def __init__(self, url, folder):
-        self.url, self.folder = url, folder
+    def __init__(self, url, folder, kernels):
+        self.url, self.folder, self.kernels = url, folder, kernels
         self.control = ControlClient(url)
         self.processes, self.clients, self.sessions = [], [], 0
 
@@ -90,6 +92,9 @@ class World:
 
     def compiler(self, state="compiler"):
         log = f"compiler-{len(self.processes)}.log"
+        (self.folder / state).mkdir(exist_ok=True)
+        if not (self.folder / state / "kernels").exists():
+            (self.folder / state / "kernels").symlink_to(self.kernels)
         process = self.start(
             "wooly_compiler",
             log,
@@ -122,10 +127,16 @@ class World:
             process.wait()
 
 
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Where all compilers keep the code of kernels: a second is spent on each of them once. Artifacts are each test's own."""
+    return tmp_path_factory.mktemp("kernels")
+
+
 @pytest.fixture
-def world(tmp_path):
+def world(tmp_path, kernels):
     with start_nats_server() as url:
-        made = World(url, tmp_path)
+        made = World(url, tmp_path, kernels)
         yield made
         made.close()
 
@@ -164,7 +175,7 @@ class Script:
         self.client = client
         self.raw, self.slots, params = chain()
         self.params = struct.pack(f"<{len(params)}d", *params)
-        self.n = max(self.slots.values()) + 10
+        self.n = decode_program(self.raw).n_slots
         self.made, self.ran, self.answers = 100, 0, []
         values = [((7 * k) % 1000) / 500 - 1 for k in range(N)]
         client.make(self.slots["x"], *values)
@@ -172,7 +183,7 @@ class Script:
 
     def step(self):
         names = {self.slots["x"]: self.slots["x"], self.slots["w"]: self.slots["w"]}
-        n = self.raw_slots()
+        n = self.n
         bindings = [names.get(s, self.made + s) for s in range(n)]
         y, e = bindings[self.slots["y"]], bindings[self.slots["e"]]
         self.client.run(self.raw, bindings, self.params)
@@ -181,15 +192,8 @@ class Script:
         self.made += n
         self.ran += 1
 
-    def raw_slots(self):
-        from wooly_wis.codec import decode_program
-
-        return decode_program(self.raw).n_slots
-
     @staticmethod
     def frees(y, e):
-        from wooly_wis.program import Form, Instruction, Operand, Program, Role
-
         free = Form("free", (Operand(Role.IN, None),))
         return encode_program(Program((free,), (Instruction(0, (0,)), Instruction(0, (1,))))), [y, e]
 
@@ -198,6 +202,8 @@ class Script:
 
     def until(self, name, at_least=1):
         """Run until a counter is that high. Returns how many runs it took."""
+        for _ in range(OFTEN):
+            self.step()
 
         def high():
             self.step()
@@ -273,7 +279,7 @@ def test_code_of_kernels_is_asked_for_shared_through_the_bucket_and_kept(world, 
 
 
 def test_compiler_killed_while_it_is_asked_is_asked_again_when_it_is_back(world, wis):
-    world.executor(timeout_s=2)
+    world.executor(timeout_s=1)
     compiler = world.compiler()
     compiler.send_signal(signal.SIGSTOP)
     mine = Script(world.session(wis, "exact"))

@@ -252,7 +252,7 @@ def same_but_for_what_a_failure_loses(hot, expected):
 
 
 @given(data=st.data())
-@settings(max_examples=examples(150, 400), deadline=None, derandomize=True)
+@settings(max_examples=examples(60, 400), deadline=None, derandomize=True)
 def test_generated_programs_leave_the_same_bytes(wis, data):
     body, params = data.draw(bodies(wis))
     agree(body, params)

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from wooly_executor.errors import MissingDriverError
 from wooly_executor.runtime.reference import ReferenceRuntime
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import PREFIX, ExecutorSettings, complaints
+from wooly_testkit import forks
 from wooly_testkit.executor import executor_process
 
 VALID = {
@@ -50,8 +49,7 @@ def clean(monkeypatch):
 
 def run(*arguments, **variables):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | variables
-    argv = [sys.executable, "-m", "wooly_executor", *arguments]
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    return forks.run("wooly_executor", *arguments, env=environment, timeout=60)
 
 
 def test_every_variable_is_read(clean):
@@ -178,7 +176,8 @@ def test_process_whose_state_directory_cannot_be_made_says_so(tmp_path):
 
 @pytest.mark.parametrize("runtime", ["torch_cpu", "opencl", "reference"])
 def test_process_serves_its_session_and_ends_on_sigterm(wis, runtime):
-    with executor_process(runtime=runtime) as running:
+    anew = {} if runtime == "opencl" else {"start": forks.Forked}  # one starts from nothing, as a user's
+    with executor_process(runtime=runtime, **anew) as running:
         client = wis.client(Endpoint.parse(running.endpoints[0]), running.session_id, running.token)
         client.make(1, 1, 2)
         assert client.floats(1, 2) == [1, 2]

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from wooly_executor import usual
 from wooly_executor.pace import FULL
 from wooly_executor.usual import FIRST, KNOWN, LESS, MORE, SETTLED_NS, Usual, UsualBook
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 
 PLAIN, PLAN = object(), object()
@@ -140,7 +141,7 @@ def test_each_program_being_new_does_not_help_nor_does_another_tenants_balance()
 COSTS = st.sampled_from([0, 1, 1_000, 10**6, 3 * 10**8, 10**10, 10**12])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, 150), deadline=None)
 @given(
     st.lists(
         st.tuples(COSTS, st.integers(1, 400), st.sampled_from([b"p", b"q"]), st.sampled_from([1, 2, 5])), max_size=8

@@ -10,6 +10,7 @@ from wooly_executor.memory.book import Scope
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.vram import SwapSettings
+from wooly_testkit.effort import examples
 from wooly_wis.dtypes import DType
 
 KIB = 1 << 10
@@ -129,6 +130,6 @@ def test_histories_of_sharing_and_swapping_keep_every_byte(wis):
     VramMachine.tools = Tools
     case = VramMachine.TestCase
     case.settings = settings(
-        max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples(20, 60), stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
     )
     case().runTest()

@@ -38,12 +38,14 @@ class Forked(subprocess.Popen[Any]):
     Args:
         module: what it runs as `__main__`.
         arguments: its command line.
+        like: a module of ours whose imports it needs, where `module` is a test's own.
         options: those of `subprocess.Popen` that say where it runs and what it reads and writes.
     """
 
     _status: socket.socket
 
-    def __init__(self, module: str, *arguments: str, **options: Any) -> None:
+    def __init__(self, module: str, *arguments: str, like: str = "", **options: Any) -> None:
+        self._like = like or module
         super().__init__([module, *arguments], **options)
 
     def _execute_child(
@@ -51,7 +53,8 @@ class Forked(subprocess.Popen[Any]):
         startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
         errread: int, errwrite: int, *_: Any,
     ) -> None:  # fmt: skip
-        request = json.dumps([args, dict(os.environ if env is None else env), str(cwd or Path.cwd())]).encode()
+        environment = dict(os.environ if env is None else env)
+        request = json.dumps([args, environment, str(cwd or Path.cwd()), self._like]).encode()
         self._status, theirs = socket.socketpair()
         descriptors = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         with theirs, _lock:
@@ -175,11 +178,11 @@ def _serve(way: socket.socket) -> None:
         request = b""
         while left := int.from_bytes(head, "little") - len(request):
             request += way.recv(left)
-        (module, *arguments), env, cwd = json.loads(request)
-        if module in _WITH_TORCH and not threads:
+        (module, *arguments), env, cwd, like = json.loads(request)
+        if like in _WITH_TORCH and not threads:
             preload(["torch"])
             threads = sys.modules["torch"].get_num_threads()
-        if new := [f"{s}.app" for s in _OF_A_STACK.get(module, ()) if f"{s}.app" not in sys.modules]:
+        if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
             preload(new)
         status_fd, *standard = descriptors
         teller = socket.socket(fileno=status_fd)
