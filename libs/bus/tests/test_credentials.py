@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import stat
-import subprocess
-import sys
 import time
 
 import nats
@@ -20,6 +18,7 @@ from wooly_bus.credentials import Credentials, CredentialsError, Permissions
 from wooly_bus.errors import BusConnectError, RefusedError
 from wooly_bus.keys import Key
 from wooly_bus.rpc import ControlClient
+from wooly_testkit import forks
 from wooly_testkit.nats import nats_server as start
 from wooly_wis.messages import NodesReply, NodesRequest, TasksReply, TasksRequest
 
@@ -80,8 +79,7 @@ def test_keys_are_made_once_and_are_their_owners_alone(authority):
 
 
 def test_command_makes_keys_and_says_where_they_belong(tmp_path):
-    argv = [sys.executable, "-m", "wooly_bus.authority", str(tmp_path / "keys")]
-    said = subprocess.run(argv, check=True, capture_output=True, text=True).stdout
+    said = forks.run("wooly_bus.authority", str(tmp_path / "keys"), timeout=60).stdout
     made = Authority(tmp_path / "keys")
     assert f"WOOLY_EXECUTOR_CHANNEL_KEY={made.channel_public}" in said and str(made.signing_seed) in said
     secret = [path for path in made.folder.iterdir() if path != made.channel_public_file]
@@ -334,29 +332,10 @@ def test_without_credentials_tenants_subjects_are_not_served(nats_server):
     asyncio.run(ask())
 
 
-async def test_client_renews_its_credentials_before_they_end(url, authority, issuer, monkeypatch):
-    made = []
-
-    def renew():
-        made.append(issuer.client("acme", USER, ttl_s=2))
-        return made[-1]
-
-    async with service(url, authority, monkeypatch):
-        client = await asyncio.to_thread(ControlClient, Access(url, renew))
-        try:
-            until = time.monotonic() + 30
-            while len(made) < 4:  # the first ones have ended by then
-                reply = await asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
-                assert reply.next == "acme" and time.monotonic() < until
-                await asyncio.sleep(0.05)
-        finally:
-            await asyncio.to_thread(client.close)
-
-
 class Source:
-    """Makes credentials of two seconds or so, while it is open."""
+    """Makes credentials that hold for `ttl_s` seconds, while it is open."""
 
-    def __init__(self, issuer, ttl_s=3):
+    def __init__(self, issuer, ttl_s):
         self.issuer, self.ttl_s, self.closed, self.made = issuer, ttl_s, False, []
 
     def __call__(self):
@@ -366,134 +345,133 @@ class Source:
         return self.made[-1]
 
 
-async def over(client):
-    """Wait until the server has ended the connection, as it does when credentials end, and would take no other with them."""
-    until = time.monotonic() + 20
-    while not client._nc.is_closed or time.time() < client._held.expires_at + 1:
-        assert time.monotonic() < until
-        await asyncio.sleep(0.05)
+#: Seconds that credentials hold whose end is waited for. Their end is a whole second: it may come up to one second earlier.
+SHORT_S = 3
 
 
-@pytest.fixture
-def asleep(monkeypatch):
-    """A machine that sleeps: nothing is renewed in time."""
-    from wooly_bus.rpc import ControlClient
+class Slept:
+    """What slept over the end of its credentials. All of it sleeps at the same time, because the wait takes seconds.
+
+    Attributes:
+        client: a client whose next credentials are `source`'s.
+        filed: a client whose credentials are in the file `path`.
+        away: a client whose server ended, and whose next credentials are `away_source`'s; `away_port` was its server's.
+    """
+
+    def __init__(self, url, authority, folder):
+        issuer = authority.issuer()
+        self.source, self.away_source = Source(issuer, SHORT_S), Source(issuer, SHORT_S)
+        self.path = folder / "me.creds"
+        self.path.write_text(issuer.client("acme", USER, ttl_s=SHORT_S).text())
+        self.client = ControlClient(Access(url, self.source))
+        self.filed = ControlClient(Access(url, lambda: Credentials.load(self.path)))
+        with start("-c", str(authority.server_conf)) as away_url:
+            self.away = ControlClient(Access(away_url, self.away_source))
+        self.away_port = away_url.rpartition(":")[2]
+        for source in (self.source, self.away_source):
+            source.closed, source.ttl_s = True, 60
+
+    def wait(self):
+        """Wait until the server has ended the connections, as it does when credentials end, and would take no other with them."""
+        until = time.monotonic() + 20
+        for client in (self.client, self.filed):
+            while not client._nc.is_closed or time.time() < client._held.expires_at + 1:
+                assert time.monotonic() < until
+                time.sleep(0.02)
+        while time.time() < self.away_source.made[0].expires_at + 1:
+            time.sleep(0.02)
+
+    def close(self):
+        for client in (self.client, self.filed, self.away):
+            client.close()
+
+
+@pytest.fixture(scope="module")
+def slept(url, authority, tmp_path_factory):
+    """A machine that slept: nothing was renewed in time."""
 
     async def never(self):
         self.asleep = asyncio.Event()  # somebody must hold what a task waits for, or both are garbage
         await self.asleep.wait()
 
-    monkeypatch.setattr(ControlClient, "_keep_valid", never)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ControlClient, "_keep_valid", never)
+        made = Slept(url, authority, tmp_path_factory.mktemp("slept"))
+        made.wait()
+    yield made
+    made.close()
 
 
-async def test_client_that_slept_over_its_credentials_end_gets_new_ones_and_goes_on(
-    url, authority, issuer, monkeypatch, asleep
+async def test_client_that_slept_over_its_credentials_end_says_why_it_gets_none_and_goes_on_once_it_does(
+    url, authority, monkeypatch, slept
 ):
-    source = Source(issuer)
-    async with service(url, authority, monkeypatch):
-        client = await asyncio.to_thread(ControlClient, Access(url, source))
-        try:
-            await over(client)
-            source.ttl_s = 60
-            asked = [
-                asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
-                for _ in range(4)
-            ]
-            assert [reply.next for reply in await asyncio.gather(*asked)] == ["acme"] * 4
-            assert len(source.made) == 2  # one connection for all of them
-        finally:
-            await asyncio.to_thread(client.close)
-
-
-async def test_client_that_gets_no_new_credentials_says_why_and_goes_on_once_it_does(
-    url, authority, issuer, monkeypatch, asleep
-):
-    source = Source(issuer)
-
     def ask():
-        return client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        return slept.client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
 
     async with service(url, authority, monkeypatch):
-        client = await asyncio.to_thread(ControlClient, Access(url, source))
-        try:
-            source.closed = True
-            await over(client)
-            with pytest.raises(CredentialsError, match="REST is away"):
-                await asyncio.to_thread(ask)
-            source.closed, source.ttl_s = False, 60
-            assert (await asyncio.to_thread(ask)).next == "acme"
-        finally:
-            await asyncio.to_thread(client.close)
+        with pytest.raises(CredentialsError, match="REST is away"):
+            await asyncio.to_thread(ask)
+        slept.source.closed = False
+        replies = await asyncio.gather(*[asyncio.to_thread(ask) for _ in range(4)])
+        assert [reply.next for reply in replies] == ["acme"] * 4
+        assert len(slept.source.made) == 2  # one connection for all of them
 
 
-async def test_client_with_a_file_that_nobody_renews_is_told_what_to_do(
-    url, authority, issuer, monkeypatch, tmp_path, asleep
-):
-    path = tmp_path / "me.creds"
-    path.write_text(issuer.client("acme", USER, ttl_s=3).text())
-
+async def test_client_with_a_file_that_nobody_renews_is_told_what_to_do(url, authority, issuer, monkeypatch, slept):
     def ask():
-        return client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        return slept.filed.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
 
     async with service(url, authority, monkeypatch):
-        client = await asyncio.to_thread(ControlClient, Access(url, lambda: Credentials.load(path)))
-        try:
-            await over(client)
-            with pytest.raises(BusConnectError, match=r"ended at 20.*must renew it \(POST /api/v1/credentials"):
-                await asyncio.to_thread(ask)
-            with pytest.raises(BusConnectError, match=r"ended at 20.*renew"):
-                await asyncio.to_thread(ControlClient, Access(url, lambda: Credentials.load(path)))
-            path.write_text(issuer.client("acme", USER, ttl_s=60).text())
-            assert (await asyncio.to_thread(ask)).next == "acme"
-        finally:
-            await asyncio.to_thread(client.close)
+        with pytest.raises(BusConnectError, match=r"ended at 20.*must renew it \(POST /api/v1/credentials"):
+            await asyncio.to_thread(ask)
+        with pytest.raises(BusConnectError, match=r"ended at 20.*renew"):
+            await asyncio.to_thread(ControlClient, Access(url, lambda: Credentials.load(slept.path)))
+        slept.path.write_text(issuer.client("acme", USER, ttl_s=60).text())
+        assert (await asyncio.to_thread(ask)).next == "acme"
 
 
-async def test_client_whose_credentials_ended_while_nats_was_away_comes_back_by_itself(
-    authority, issuer, monkeypatch, tmp_path
-):
+async def test_client_whose_credentials_ended_while_nats_was_away_comes_back_by_itself(authority, monkeypatch, slept):
     """A broken connection is tried again with what it showed before, which the server refuses by then."""
-    source = Source(issuer)
-    with start("-c", str(authority.server_conf)) as url:
-        client = await asyncio.to_thread(ControlClient, Access(url, source))
-        source.closed = True
-    port = url.rpartition(":")[2]
-    try:
-        await asyncio.sleep(max(0.0, source.made[0].expires_at + 1 - time.time()))
-        source.closed, source.ttl_s = False, 60
-        with start("-c", str(authority.server_conf), "-p", port) as url:
-            async with service(url, authority, monkeypatch):
-                ask = (client.insist, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
-                assert (await asyncio.to_thread(*ask)).next == "acme"
-    finally:
-        await asyncio.to_thread(client.close)
+    slept.away_source.closed = False
+    with start("-c", str(authority.server_conf), "-p", slept.away_port) as url:
+        async with service(url, authority, monkeypatch):
+            ask = (slept.away.insist, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+            assert (await asyncio.to_thread(*ask)).next == "acme"
 
 
-async def test_what_a_client_hears_it_hears_over_its_next_connection_too(url, authority, issuer, monkeypatch):
+async def test_client_renews_its_credentials_before_they_end_and_goes_on_asking_and_hearing(
+    url, authority, issuer, monkeypatch
+):
     source = Source(issuer, ttl_s=2)
     subject = subjects.router_task_changed("acme")
 
-    def hear(client, publish):
+    def use(client, publish):
         with client.hearing(subject) as heard:
-            for number in range(3):
-                publish(b"%d" % number)
-                assert heard.get(timeout=20) == b"%d" % number
-                renewed, until = len(source.made), time.monotonic() + 20
-                while len(source.made) == renewed or client._held is not source.made[-1]:
+            for number in range(3):  # the first credentials have ended before the last round
+                until = time.monotonic() + 20
+                while len(source.made) <= number or client._held is not source.made[-1]:
+                    assert client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).next == "acme"
                     assert time.monotonic() < until
                     time.sleep(0.02)
+                publish(b"%d" % number)
+                assert heard.get(timeout=20) == b"%d" % number
+            assert client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).next == "acme"
         with pytest.raises(RefusedError, match="may not hear"), client.hearing(subjects.router_task_changed("other")):
             pass
+        assert time.time() > source.made[0].expires_at
 
     loop = asyncio.get_running_loop()
-    async with connected(url, authority.issuer().service()) as (speaker, _):
+    async with (
+        service(url, authority, monkeypatch),
+        connected(url, authority.issuer().service()) as (speaker, _),
+    ):
 
         def publish(data):
             asyncio.run_coroutine_threadsafe(speaker.publish(subject, data), loop).result(5)
 
         client = await asyncio.to_thread(ControlClient, Access(url, source))
         try:
-            await asyncio.to_thread(hear, client, publish)
+            await asyncio.to_thread(use, client, publish)
         finally:
             await asyncio.to_thread(client.close)
 
@@ -505,7 +483,7 @@ def test_control_client_without_credentials_is_told_so(url):
 
 async def test_service_whose_credentials_end_says_so_and_is_not_live(url, issuer, monkeypatch, tmp_path, caplog):
     path = tmp_path / "service.creds"
-    path.write_text(issuer.issue("service", Permissions(), ttl_s=3).text())
+    path.write_text(issuer.issue("service", Permissions(), ttl_s=2).text())
     monkeypatch.setenv("WOOLY_NATS_CREDS", str(path))
     app, until = ServiceApp("router", url), time.monotonic() + 30
     async with app.running():
@@ -524,8 +502,8 @@ async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monk
     got = asyncio.Queue()
     listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait((sock, peer)))
     app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
-    held = issuer.session("acme", "s1", ["x"], ttl_s=3)
     async with app.running(), contextlib.aclosing(listener):
+        held = issuer.session("acme", "s1", ["x"], ttl_s=2)
         near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
         far, _ = await got.get()
         with pytest.raises(ConnectionAbortedError, match=r"credentials have ended.*WOOLY_ROUTER_SESSION_CREDENTIALS_S"):

@@ -7,7 +7,6 @@ import queue
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 
@@ -48,6 +47,7 @@ from wooly_bus.envelope import encode
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.channel import acceptor_of, greeted
+from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 
 pytestmark = pytest.mark.connected
@@ -60,7 +60,7 @@ class Host:
 
     def __init__(self, url, name, **options):
         self.url, self.subject = url, subjects.executor_tunnel(name)
-        self.memory = bytearray(64 * MB)
+        self.memory = bytearray(5 * WINDOW)
         self.server = ChannelServer({BULK: 8}, self.sink)
         self.jobs, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
         self.held = None
@@ -174,8 +174,8 @@ def test_frames_of_all_sizes_come_back_in_order(host):
     assert host.gone.get(timeout=60) == ""
 
 
-def test_64_megabytes_arrive_exactly_both_ways(host):
-    client, data = host.dial(), os.urandom(64 * MB)
+def test_five_windows_arrive_exactly_both_ways(host):
+    client, data = host.dial(), os.urandom(len(host.memory))
     for at in range(0, len(data), 4 * MB):
         client.send(BULK, at.to_bytes(8, "little"), memoryview(data)[at : at + 4 * MB])
     client.send(ECHO)
@@ -226,21 +226,22 @@ def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
     accepted, done = [], threading.Event()
 
     def push():
-        for n in range(64):
+        for n in range(len(host.memory) // MB):
             client.send(BULK, (n * MB).to_bytes(8, "little"), bytes([n]) * MB)
             accepted.append(n)
         done.set()
 
     thread = threading.Thread(target=push)
     thread.start()
-    assert not done.wait(3)
+    eventually(lambda: len(accepted) * MB >= WINDOW)
+    assert not done.wait(0.5)
     # In nobody's hands but these: the window, four sockets' buffers, one frame that is half in.
     assert len(accepted) * MB <= WINDOW + 5 * tunnels.SOCKET_BUFFER
     host.call(lambda: host.held.resume())
     thread.join()
     client.send(ECHO, b"through")
     assert client.recv(60).payload == b"through"
-    assert all(host.memory[n * MB : (n + 1) * MB] == bytes([n]) * MB for n in range(64))
+    assert all(host.memory[n * MB : (n + 1) * MB] == bytes([n]) * MB for n in accepted)
     client.close()
 
 
@@ -470,41 +471,47 @@ time.sleep(600)
 """
 
 
-@contextlib.contextmanager
-def process(code, *args):
-    running = subprocess.Popen([sys.executable, "-c", code, *args], stdout=subprocess.PIPE, text=True)
-    try:
-        assert running.stdout.readline() == "ready\n"
-        yield running
-    finally:
-        running.kill()
-        running.communicate()
+@pytest.fixture
+def process(tmp_path):
+    """Starts a process of a text; it is ready when this returns."""
+    with contextlib.ExitStack() as stack:
+
+        def start(code, *args):
+            (tmp_path / "other_end.py").write_text(code)
+            env = os.environ | {"PYTHONPATH": str(tmp_path)}
+            running = stack.enter_context(Forked("other_end", *args, stdout=subprocess.PIPE, text=True, env=env))
+            stack.callback(running.kill)
+            assert running.stdout.readline() == "ready\n"
+            return running
+
+        yield start
 
 
-def test_killed_listener_is_noticed(nats_server):
-    with process(HOST_PROCESS, __file__, nats_server) as other:
-        client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
-        client.send(ECHO, b"x")
-        client.recv(60)
-        other.kill()
-        assert "the other end of the tunnel is gone" in broken(client)
+def test_killed_listener_is_noticed(nats_server, process):
+    other = process(HOST_PROCESS, __file__, nats_server)
+    client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
+    client.send(ECHO, b"x")
+    client.recv(60)
+    other.kill()
+    assert "the other end of the tunnel is gone" in broken(client)
 
 
-def test_frozen_listener_is_noticed_while_sending(nats_server):
-    with process(HOST_PROCESS, __file__, nats_server) as other:
-        client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
-        client.window = 1 << 40
-        other.send_signal(signal.SIGSTOP)
-        with pytest.raises(ChannelClosedError, match="silent for 5 s"):
-            while True:
-                client.send(BULK, bytes(8), bytes(MB))
-        client.close()
+def test_frozen_listener_is_noticed_while_sending(nats_server, process, monkeypatch):
+    other = process(HOST_PROCESS, __file__, nats_server)
+    client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
+    client.window = 1 << 40
+    other.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(tunnels, "BEAT_S", 0.1)
+    with pytest.raises(ChannelClosedError, match=r"silent for 0\.5 s"):
+        while True:
+            client.send(BULK, bytes(8), bytes(MB))
+    client.close()
 
 
-def test_killed_client_is_noticed(host):
-    with process(CLIENT_PROCESS, host.url, host.subject) as other:
-        other.kill()
-        assert "the other end of the tunnel is gone" in host.gone.get(timeout=60)
+def test_killed_client_is_noticed(host, process):
+    other = process(CLIENT_PROCESS, host.url, host.subject)
+    other.kill()
+    assert "the other end of the tunnel is gone" in host.gone.get(timeout=60)
 
 
 def test_listener_that_stops_says_so(host):

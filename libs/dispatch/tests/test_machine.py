@@ -23,6 +23,7 @@ from wooly_dispatch.events import (
 from wooly_dispatch.journal import Journal, Replayer
 from wooly_dispatch.state import restore, snapshot
 from wooly_testkit.dispatch import Rig
+from wooly_testkit.effort import examples
 
 US = 1_000
 SESSIONS = st.sampled_from(["a", "b", "c", "d", "e"])
@@ -161,5 +162,9 @@ class DispatchMachine(RuleBasedStateMachine):
 
 TestDispatch = DispatchMachine.TestCase
 TestDispatch.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=examples(40, 150),
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )

@@ -109,7 +109,7 @@ def test_liar_and_30ms_kernels_violate_no_bound():
 def test_two_tenants_share_by_weight_within_two_percent():
     profiles = [FRONT, BEHIND]
     for weights in ((1, 1), (3, 1)):
-        rows = study.shares(profiles, study.Options(seconds=2.0, audit=True), weights)
+        rows = study.shares(profiles, study.Options(seconds=1.0, audit=True), weights)
         assert len(rows) == 3
         assert all(row["share_error"] <= 0.02 and row["violations"] == 0 for row in rows)
 

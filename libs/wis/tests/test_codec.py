@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_testkit import strategies
+from wooly_testkit.effort import examples
 from wooly_wis.codec import decode_form, decode_program, digest, encode_form, encode_program, join_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError, EncodeError
@@ -22,7 +23,7 @@ ADD = Form(
 
 
 @given(strategies.programs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_program_encodes_and_decodes_to_itself(program):
     raw = encode_program(program)
     assert decode_program(raw) == program
@@ -31,7 +32,7 @@ def test_program_encodes_and_decodes_to_itself(program):
 
 
 @given(strategies.externs())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(40, 150), deadline=None)
 def test_form_encodes_and_decodes_to_itself(form):
     assert decode_form(encode_form(form)) == form
 
@@ -47,7 +48,7 @@ def test_join_program_equals_encode_program():
 
 
 @given(strategies.programs(), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(30, 100), deadline=None)
 def test_truncated_program_is_a_decode_error(program, data):
     raw = encode_program(program)
     cut = data.draw(st.integers(0, len(raw) - 1))

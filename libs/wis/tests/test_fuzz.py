@@ -1,19 +1,20 @@
 """Mutated programs: a reader may refuse them, but never crash, hang, or take memory beyond their size.
 
-20,000 mutants here; `make fuzz` runs a million (WOOLY_FUZZ_COUNT).
+5,000 mutants here, 20,000 in the slow run; `make fuzz` runs a million (WOOLY_FUZZ_COUNT).
 """
 
 import os
 import random
 import tracemalloc
 
+from wooly_testkit.effort import examples
 from wooly_wis.codec import decode_program, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import WisError
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind, ParamRef, Program, Role, Symbol, View
 from wooly_wis.verifier import verify_program
 
-COUNT = int(os.environ.get("WOOLY_FUZZ_COUNT", "20000"))
+COUNT = int(os.environ.get("WOOLY_FUZZ_COUNT", examples(5_000, 20_000)))
 INTERESTING = [0, 1, 0x7F, 0x80, 0xFF]
 
 

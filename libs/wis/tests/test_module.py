@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from wooly_testkit.effort import examples
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError, EncodeError, WisError
@@ -104,7 +105,7 @@ def test_mutated_modules_are_refused_or_read_never_worse():
     rng, raw, read, ran = random.Random(7), encode_module(module()), 0, 0
     tracemalloc.start()
     try:
-        for _ in range(5000):
+        for _ in range(examples(1500, 5000)):
             data = bytearray(raw)
             for _ in range(rng.randint(1, 3)):
                 at = rng.randrange(len(data))

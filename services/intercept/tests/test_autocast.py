@@ -1,9 +1,8 @@
 """Mixed precision: each operator of CUDA's lists gives the types that CUDA gives, and the numbers of the same casts by hand."""
 
 import json
+import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +10,20 @@ import pytest
 import torch
 from torch import nn
 from wooly.kernels import autocast as lists
+from wooly_testkit import forks
 
 CASES_FILE = Path(__file__).with_name("autocast_cases.py")
 cases = SimpleNamespace(**runpy.run_path(str(CASES_FILE)))
 
 
 @pytest.fixture(scope="module")
-def oracle():
-    """What PyTorch's own kernels for CUDA say, asked in a process without the Wooly device."""
-    done = subprocess.run([sys.executable, CASES_FILE], capture_output=True, text=True, check=True)
+def oracle(cuda):
+    """What PyTorch's own kernels for CUDA say, asked in a process without the Wooly device.
+
+    After `cuda`, whose executor is a fork: the parent of forks has PyTorch by then.
+    """
+    done = forks.run(CASES_FILE.stem, env=os.environ | {"PYTHONPATH": str(CASES_FILE.parent)}, timeout=200)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 

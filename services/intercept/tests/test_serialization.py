@@ -2,9 +2,8 @@
 
 import copy
 import io
+import os
 import pickle
-import subprocess
-import sys
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import nn
+from wooly_testkit import forks
 
 
 @pytest.fixture
@@ -56,20 +56,29 @@ def test_load_puts_tensors_where_the_location_says(tmp_path, sample, location, w
             assert torch.equal(loaded[name].cpu(), t.cpu())
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_file_is_one_that_pytorch_without_wooly_reads(tmp_path, sample, zipped):
-    torch.save(sample, tmp_path / "x.pt", _use_new_zipfile_serialization=zipped)
-    program = f"""
-import torch
-loaded = torch.load({str(tmp_path / "x.pt")!r}, map_location="cpu")
-assert loaded["row"].tolist() == [3, 4, 5] and loaded["row"].untyped_storage().data_ptr() == loaded["whole"].data_ptr()
-def tag(storage, location):
-    print(location)
-torch.load({str(tmp_path / "x.pt")!r}, map_location=lambda storage, location: print(location) or storage)
+READS = """
+import sys, torch
+assert "wooly" not in sys.modules
+for path in sys.argv[1:]:
+    loaded = torch.load(path, map_location="cpu")
+    assert loaded["row"].tolist() == [3, 4, 5]
+    assert loaded["row"].untyped_storage().data_ptr() == loaded["whole"].data_ptr()
+    seen = set()
+    torch.load(path, map_location=lambda storage, location: seen.add(location) or storage)
+    print(*sorted(seen))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert sorted(set(done.stdout.split())) == ["cpu", "cuda:0"]
-    assert torch.load(tmp_path / "x.pt")["row"].is_cuda
+
+
+def test_files_of_both_formats_are_ones_that_pytorch_without_wooly_reads(tmp_path, sample):
+    (tmp_path / "without_wooly.py").write_text(READS)
+    paths = []
+    for zipped in (True, False):
+        paths.append(tmp_path / f"{zipped}.pt")
+        torch.save(sample, paths[-1], _use_new_zipfile_serialization=zipped)
+        assert torch.load(paths[-1])["row"].is_cuda
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = forks.run("without_wooly", *map(str, paths), env=env, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "cpu cuda:0\n" * 2), done.stderr
 
 
 def test_load_of_a_device_that_does_not_exist_is_refused_as_by_cuda(sample):

@@ -115,8 +115,19 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("make", NETWORKS)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+#: Each kind of network, and each option; the slow run adds the other pairs of the two.
+PACKED = [
+    pytest.param(make, options, marks=() if make == "LSTM" or not options else pytest.mark.slow, id=f"{make}-{name}")
+    for name, options in (
+        ("plain", {}),
+        ("layers", {"num_layers": 2, "bidirectional": True}),
+        ("unbiased", {"bias": False}),
+    )
+    for make in NETWORKS
+]
+
+
+@pytest.mark.parametrize(("make", "options"), PACKED)
 def test_packed_sequences_equal_the_cpu(cuda, make, options):
     torch.manual_seed(0)
     local = NETWORKS[make](4, 6, **options)

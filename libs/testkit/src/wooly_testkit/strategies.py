@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,21 +13,31 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind,
 
 dtypes = st.sampled_from(list(DType))
 finite = st.floats(allow_nan=False)
+# A strategy is looked at as a whole when it is made, which takes longer than a draw: each is made once.
+_SIZES = st.lists(st.integers(0, 4), max_size=4)
+_OFFSETS = st.integers(0, 8)
+_PARAMS = st.lists(st.sampled_from(list(ParamKind)), max_size=3)
+_NAMES = st.sampled_from(["aten.add.Tensor", "aten.mm.default"])
+_KEYS = st.sets(st.sampled_from("abc"))
 
 
 @st.composite
 def views(draw: Any) -> View:
     """Row-major views at small offsets."""
     dtype = draw(dtypes)
-    sizes = tuple(draw(st.lists(st.integers(0, 4), max_size=4)))
+    sizes = tuple(draw(_SIZES))
     strides: list[int] = []
     n = 1
     for size in reversed(sizes):
         strides.append(n)
         n *= max(size, 1)
-    return View(dtype, sizes, tuple(reversed(strides)), draw(st.integers(0, 8)) * dtype.itemsize)
+    return View(dtype, sizes, tuple(reversed(strides)), draw(_OFFSETS) * dtype.itemsize)
 
 
+_VIEWS = views()
+
+
+@functools.cache
 def attrs(n_operands: int, n_params: int) -> Any:
     """Attribute values of every kind."""
     leaves: list[Any] = [
@@ -46,30 +57,37 @@ def attrs(n_operands: int, n_params: int) -> Any:
     return st.recursive(st.one_of(leaves), lambda x: st.lists(x, max_size=3).map(tuple), max_leaves=6)
 
 
+@functools.cache
+def _arguments(n_operands: int, n_params: int) -> Any:
+    return st.lists(attrs(n_operands, n_params), max_size=3)
+
+
 @st.composite
 def externs(draw: Any) -> Form:
     """`extern` forms."""
-    operands = [Operand(Role.IN, draw(views())) for _ in range(draw(st.integers(0, 3)))]
-    operands += [Operand(Role.OUT, draw(views())) for _ in range(draw(st.integers(1, 2)))]
-    params = tuple(draw(st.lists(st.sampled_from(list(ParamKind)), max_size=3)))
-    args = tuple(draw(st.lists(attrs(len(operands), len(params)), max_size=3)))
-    kwargs = tuple((k, draw(attrs(len(operands), len(params)))) for k in draw(st.sets(st.sampled_from("abc"))))
-    name = draw(st.sampled_from(["aten.add.Tensor", "aten.mm.default"]))
+    operands = [Operand(Role.IN, draw(_VIEWS)) for _ in range(draw(st.integers(0, 3)))]
+    operands += [Operand(Role.OUT, draw(_VIEWS)) for _ in range(draw(st.integers(1, 2)))]
+    params = tuple(draw(_PARAMS))
+    args = tuple(draw(_arguments(len(operands), len(params))))
+    kwargs = tuple((k, draw(attrs(len(operands), len(params)))) for k in draw(_KEYS))
+    name = draw(_NAMES)
     return Form("extern", tuple(operands), params, (("args", args), ("kwargs", kwargs), ("name", name)))
 
 
 _POINTWISE = [
     row for row in TABLE.values() if row.family is Family.POINTWISE and row.results[0].dtype is SAME and not row.truths
 ]
+_ROWS = st.sampled_from(_POINTWISE)
+_FLOATS = st.sampled_from([DType.F32, DType.F64, DType.BF16])
 
 
 @st.composite
 def natives(draw: Any) -> Form:
     """Forms of pointwise opcodes: operands of one dtype and size, numbers as params or constants."""
-    row = draw(st.sampled_from(_POINTWISE))
-    view = draw(views())
-    dtype = draw(st.sampled_from([DType.F32, DType.F64, DType.BF16]))
-    view = View(dtype, view.sizes, view.strides, draw(st.integers(0, 8)) * dtype.itemsize)
+    row = draw(_ROWS)
+    view = draw(_VIEWS)
+    dtype = draw(_FLOATS)
+    view = View(dtype, view.sizes, view.strides, draw(_OFFSETS) * dtype.itemsize)
     operands: list[Operand] = []
     params: list[ParamKind] = []
     args: list[Any] = []
@@ -84,6 +102,9 @@ def natives(draw: Any) -> Form:
         else:
             args.append(draw(finite))
     return Form(row.opcode, (*operands, Operand(Role.OUT, view)), tuple(params), (("args", tuple(args)),))
+
+
+_FORMS = st.one_of(externs(), natives())
 
 
 @st.composite
@@ -101,7 +122,7 @@ def programs(draw: Any) -> Program:
         body.append(Instruction(index[form], tuple(slots)))
 
     for _ in range(draw(st.integers(1, 5))):
-        form = draw(st.one_of(externs(), natives()))
+        form = draw(_FORMS)
         slots: list[int] = []
         for operand in form.operands:
             assert operand.view is not None

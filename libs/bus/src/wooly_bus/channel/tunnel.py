@@ -48,7 +48,7 @@ from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
 from wooly_bus.nats_client import NatsClient
-from wooly_bus.rpc import nats_errors, settled
+from wooly_bus.rpc import CLOSE_S, nats_errors, settled
 from wooly_bus.supervision import start_errand, start_thread
 
 log = logging.getLogger("wooly.tunnel")
@@ -200,10 +200,10 @@ class _Tunnel:
                 await self._client.subscribe(self.inbox, cb=self._on_message)
                 await settled(self._client)
         except TimeoutError as e:
-            await self._disconnect()
+            await self._disconnect(CLOSE_S)
             raise ChannelTimeoutError(f"no NATS server answers at {self._access} within {timeout:g} s") from e
         except (OSError, ValueError, nats.errors.Error) as e:
-            await self._disconnect()
+            await self._disconnect(CLOSE_S)
             if isinstance(e, ssl.SSLCertVerificationError):
                 raise ChannelTlsError(
                     f"NATS at {self._access} has a certificate that is not trusted: {e.verify_message}"
@@ -268,10 +268,10 @@ class _Tunnel:
         self._waiting.clear()
         await self._disconnect()
 
-    async def _disconnect(self) -> None:
+    async def _disconnect(self, timeout: float = LINGER_S) -> None:
         # An assertion of nats-py says that there is nothing to close yet; a server that is frozen takes in nothing more.
         with contextlib.suppress(OSError, nats.errors.Error, AssertionError, TimeoutError):
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(timeout):
                 await self._client.close()
 
     async def end(self, reason: str) -> None:
