@@ -12,7 +12,6 @@ import pytest
 
 HERE = Path(__file__).parent
 FINE = ("pass", "skip", "varies")
-WORKERS = 2
 
 
 class Conformance:
@@ -44,23 +43,21 @@ class Conformance:
         assert len(found) == len(lines)
         return found
 
-    def sweep(self, *options, workers=1, parts=None, part=0):
-        """The rows that the program prints. With `workers`, all of them share the work; else one takes one of `parts`.
+    def sweep(self, workers):
+        """The rows that the program prints; that many processes share the work.
 
         A process that dies is a `crash` of the unit at which it was; another one goes on behind it.
         """
-        if workers == 1:
-            return self._rows(part, parts or 1, options)
         with ThreadPoolExecutor(workers) as pool:
-            found = pool.map(lambda n: self._rows(n, workers, options), range(workers))
+            found = pool.map(lambda n: self._rows(n, workers), range(workers))
             return [row for rows in found for row in rows]
 
-    def _rows(self, part, parts, options):
+    def _rows(self, part, parts):
         rows, first = [], 0
         while True:
             argv = [str(self._program), "--part", str(part), "--parts", str(parts), "--first", str(first)]
             process = subprocess.run(
-                [sys.executable, *argv, *map(str, options)],
+                [sys.executable, *argv],
                 capture_output=True,
                 text=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},

@@ -195,7 +195,10 @@ def run_unit(report, unit, device, limit):
         if kwargs is None:
             continue
         if variant == "scheduler":
-            for makers in info.scheduler_inputs:
+            schedulers = info.scheduler_inputs
+            if limit is not None:  # one of them, for every unit another
+                schedulers = [schedulers[index % len(schedulers)]]
+            for makers in schedulers:
                 makers = makers if isinstance(makers, (list, tuple)) else [makers]
                 report.add(*check(info, variant, kwargs, dtype, device, makers), f"{n} ({given.desc})")
         else:

@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 import pytest
 from wooly_bus.channel.framing import DEFAULT_WINDOW
+from wooly_testkit import forks
 from wooly_testkit.delay_proxy import delay_proxy
 from wooly_testkit.executor import executor_process
 
@@ -16,7 +16,8 @@ PROGRAM = Path(__file__).with_name("training.py")
 
 
 def client(*argv):
-    done = subprocess.run([sys.executable, str(PROGRAM), *argv], capture_output=True, text=True, check=False)
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = forks.run(PROGRAM.stem, *argv, cwd=PROGRAM.parent, env=env, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -27,7 +28,8 @@ def local():
     return client()
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(60, marks=pytest.mark.slow)])
+# Every one of a few trainings shows a rule that is broken; a race that is lost seldom is for the slow ones.
+@pytest.mark.parametrize("times", [4, pytest.param(60, marks=pytest.mark.slow)])
 def test_trainings_give_the_cpus_losses_every_time(cuda, local, times):
     spec = importlib.util.spec_from_file_location("training", PROGRAM)
     training = importlib.util.module_from_spec(spec)

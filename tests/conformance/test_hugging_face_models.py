@@ -36,13 +36,27 @@ def results(model, inputs, device):
     return [loss.detach().cpu(), *evaluated], tensors(output), gradients
 
 
-#: A third of them are quick enough for every change; these always.
-FIRST = {"llama", "bert", "gpt2", "t5", "mamba", "vit"}
+#: Each family, and models that compute in a way of their own (relative positions, convolutions, experts, states). The slow
+#: ones are variations of these.
+QUICK = {
+    "llama",
+    "gpt2",
+    "bert",
+    "deberta-v2",
+    "t5",
+    "whisper",
+    "hubert",
+    "vit",
+    "convnext",
+    "clip",
+    "qwen2-moe",
+    "mamba",
+}
 
 
 def architectures():
-    for n, name in enumerate(ARCHITECTURES):
-        yield pytest.param(name, marks=() if name in FIRST or n % 3 == 0 else pytest.mark.slow)
+    for name in ARCHITECTURES:
+        yield pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", list(architectures()))
@@ -91,5 +105,6 @@ def test_training_with_dropout_depends_on_the_seed_alone(cuda):
 
 def test_families_of_the_matrix():
     families = {a.family for a in ARCHITECTURES.values()}
+    assert families == {ARCHITECTURES[name].family for name in QUICK}
     assert families == {"decoder", "encoder", "encoder-decoder", "vision", "speech", "experts", "state space"}
     assert len({a.model for a in ARCHITECTURES.values()}) >= 60

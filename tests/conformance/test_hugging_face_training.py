@@ -1,6 +1,7 @@
 """Trainer, Accelerate and PEFT on the device: losses and weights are the CPU's, bit for bit, where the arithmetic is the same."""
 
 import copy
+import gc
 import math
 import sys
 from pathlib import Path
@@ -16,6 +17,20 @@ pytestmark = [
     pytest.mark.connected,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_garbage():
+    """Trainer and Accelerate collect garbage at every turn: what is imported by now is none, and is not looked through."""
+    import accelerate
+    import peft
+    import transformers
+
+    assert accelerate and peft.LoraConfig and transformers.Trainer and transformers.Seq2SeqTrainer
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +118,8 @@ OPTIONS = {
 }
 
 
-#: The others are slow.
-QUICK = {"plain", "accumulation", "checkpointing", "fused"}
+#: The slow ones add Trainer's way to ask: Accelerate's loop accumulates below, `optimizers.py` has fused ones and schedules.
+QUICK = {"plain", "checkpointing"}
 
 
 def options():
@@ -125,7 +140,8 @@ def test_trainer_gives_the_cpus_losses_and_weights(train, options):
 BOTH = {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+# What bfloat16 gives is compared with the CPU bit for bit below.
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("more", [{}, pytest.param(BOTH, marks=pytest.mark.slow)], ids=["plain", "both"])
 def test_trainer_learns_in_mixed_precision(train, precision, more):
     exact = history(train(**more))
@@ -142,6 +158,7 @@ def test_trainer_with_bfloat16_equals_the_cpu(train):
     assert history(train(bf16=True)) == history(train("cpu", bf16=True))
 
 
+@pytest.mark.slow  # that a compiled training is the same is shown where `torch.compile` is; this adds Trainer's way to ask for it
 def test_trainer_compiles_the_model(train):
     assert history(train(torch_compile=True)) == history(train())
 
@@ -221,8 +238,10 @@ def loop(fresh, device, model=None, precision="no", accumulate=1, save=None):
     return seen, accelerator, accelerator.unwrap_model(model)
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("precision", "accumulate"),
+    [("no", 1), ("bf16", 2), *(pytest.param(*both, marks=pytest.mark.slow) for both in (("no", 2), ("bf16", 1)))],
+)
 def test_accelerate_gives_the_cpus_losses_norms_and_weights(cuda, fresh, precision, accumulate):
     ours, accelerator, mine = loop(fresh, "cuda", precision=precision, accumulate=accumulate)
     assert accelerator.device.type == "cuda" and accelerator.num_processes == 1
@@ -256,7 +275,7 @@ def test_accelerate_tries_smaller_batches_when_memory_is_short(cuda):
 
     tried = []
 
-    @find_executable_batch_size(starting_batch_size=8)
+    @find_executable_batch_size(starting_batch_size=3)
     def run(size):
         tried.append(size)
         if size > 2:
@@ -278,10 +297,14 @@ def adapted(**options):
     return get_peft_model(ARCHITECTURES["llama"].build(), config)
 
 
-LORA = {"plain": {}, "rank stabilised": {"use_rslora": True}, "weight decomposed": {"use_dora": True}}
+LORA = [
+    pytest.param({}, id="plain"),
+    pytest.param({"use_rslora": True}, id="rank stabilised", marks=pytest.mark.slow),  # another factor
+    pytest.param({"use_dora": True}, id="weight decomposed"),
+]
 
 
-@pytest.mark.parametrize("options", LORA.values(), ids=LORA)
+@pytest.mark.parametrize("options", LORA)
 def test_lora_trains_saves_loads_and_merges_as_on_the_cpu(cuda, fresh, tmp_path, options):
     from peft import PeftModel
 

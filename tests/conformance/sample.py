@@ -1,0 +1,39 @@
+"""A sample of all three databases in one process: to import what they import takes longer than the sample.
+
+Run: python sample.py ENDPOINT TOKEN
+It prints `{"database": NAME}` before the lines that the program of this name prints.
+"""
+
+import json
+import sys
+import warnings
+
+import torch
+
+#: Of each database: one of how many units is taken, and how many samples of it. The first are primes: every variant and dtype
+#: has its turn, each time of another operator.
+SAMPLE = {"opinfo": (83, 2), "modules": (37, 2), "optimizers": (7, 1)}
+
+
+def main():
+    import modules
+    import opinfo
+    import optimizers
+    from comparison import Report
+    from wooly import api
+
+    torch.set_num_threads(1)
+    api.attach([sys.argv[1]], "standalone", sys.argv[2])
+    api.install_facade()
+    for database in (opinfo, modules, optimizers):
+        every, samples = SAMPLE[database.__name__]
+        print(json.dumps({"database": database.__name__}))
+        for unit in database.units()[::every]:
+            database.run_unit(Report(), unit, "cuda", samples)
+    api.disable()
+
+
+if __name__ == "__main__":
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        main()

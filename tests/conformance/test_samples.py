@@ -1,0 +1,41 @@
+"""A sample of PyTorch's databases of operators, modules and optimizers on the device, against the CPU.
+
+All of each is the matter of the slow tests of `test_opinfo`, `test_modules` and `test_optimizers`.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from wooly_testkit import forks
+from wooly_testkit.executor import executor_process
+
+pytestmark = pytest.mark.connected
+
+
+@pytest.fixture(scope="module")
+def sampled():
+    """Rows by database. What ends the program or the executor fails the tests."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with executor_process(start=forks.Forked) as running:
+        argv = [running.endpoints[0], running.token]
+        done = forks.run("sample", *argv, cwd=Path(__file__).parent, env=env, timeout=240)
+        assert done.returncode == 0 and running.process.poll() is None, done.stderr
+    found = {}
+    for line in map(json.loads, done.stdout.splitlines()):
+        if "database" in line:
+            rows = found[line["database"]] = []
+        elif "counts" in line:
+            rows.append(line)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("database", "things", "kinds"), [("opinfo", 100, 30), ("modules", 25, 10), ("optimizers", 10, 15)]
+)
+def test_sample_of_a_database_equals_the_cpu(conformance, sampled, database, things, kinds):
+    rows = sampled[database]
+    assert len({row["op"] for row in rows}) > things
+    assert len({(row["variant"], row["dtype"]) for row in rows}) > kinds
+    conformance(database).assert_none_is_new(rows)
