@@ -122,7 +122,7 @@ def _through(
     load = Load(installation.url, installation.nats_url, installation.admin_token, installation.mark, folder)
     load.start()
     series: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-    limits = asyncio.run(_sample(installation, series, load.began, minutes * 60, console))
+    limits = asyncio.run(_sample(installation, series, load.began, minutes * 60, folder / "samples.json", console))
     load.end(60.0)
     return series, limits, (len(load.runs), sum(run.code != 0 for run in load.runs), len(load.jobs))
 
@@ -132,8 +132,10 @@ async def _sample(
     series: dict[tuple[str, str], list[tuple[float, float]]],
     began: float,
     seconds: float,
+    kept: Path,
     console: Console,
 ) -> dict[str, tuple[int, int, int]]:
+    """Sample until the time is over. What was sampled is written to `kept` every minute: a soak of days may be cut short."""
     client = await evidence.connect(installation.nats_url, installation.service_creds)
     told = began
     limits: dict[str, tuple[int, int, int]] = {}
@@ -152,6 +154,7 @@ async def _sample(
         if time.monotonic() - told > 60:
             told = time.monotonic()
             console.print(f"{at / 60:.0f} of {seconds / 60:.0f} minutes")
+            kept.write_text(json.dumps([[*key, found] for key, found in series.items()]))
         await asyncio.sleep(SAMPLE_S)
     await client.close()
     return limits
