@@ -150,10 +150,11 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def mend_wait_for() -> None:
-    """Have `asyncio.wait_for` do on Python 3.11 what it does from 3.12 on; libraries of ours use it, too.
+    """Replace `asyncio.wait_for` on Python 3.11, in this process, by one that never loses a cancellation.
 
-    Python 3.11 forgets that the caller was cancelled when the awaited future is done in the same turn of the event loop. The
-    caller goes on, and whoever waits for the caller's end waits for ever (CPython issue 86296).
+    Python 3.11's own loses the cancellation of the calling task when the awaited future is done in the same turn of the event
+    loop (CPython issue 86296, mended in 3.12). The task then goes on, and code that awaits the task's end never continues.
+    Libraries such as nats-py call `asyncio.wait_for` too, so it is replaced for all of them.
     """
     if sys.version_info < (3, 12):
         asyncio.wait_for = asyncio.tasks.wait_for = _wait_for  # type: ignore[assignment]  # theirs takes generators, too
