@@ -1,4 +1,6 @@
-"""A sample of all three databases in one process: to import what they import takes longer than the sample.
+"""Run a sample of the operator, module and optimizer databases in one process.
+
+Importing PyTorch's test databases takes longer than running the sample, so the three share one import.
 
 Run: python sample.py ENDPOINT TOKEN
 It prints `{"database": NAME}` before the lines that the program of this name prints.

@@ -129,9 +129,10 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         with contextlib.suppress(BusError):  # without NATS nobody hears it: routers notice the silence
             await actor.say_end("it was told to stop" if failed is None else failed.reason)
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
-        with contextlib.suppress(StreamError, ExecutorError, TimeoutError):
-            last = (journal.publish(), borne.publish(), usage.publish(), actor.report_closed())
-            await asyncio.wait_for(asyncio.gather(*last, return_exceptions=True), last_words_s)
+        with contextlib.suppress(BusError, ExecutorError, TimeoutError):
+            async with asyncio.timeout(last_words_s):
+                await asyncio.gather(journal.publish(), borne.publish(), usage.publish(), return_exceptions=True)
+                await actor.report_last_closed()  # the device's thread has answered: sessions that it ended are known
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:
