@@ -23,7 +23,6 @@ from wooly_bus.channel.tunnel import TunnelListener, tunnel_endpoint
 from wooly_bus.channel.tunnel_places import TunnelLimits
 from wooly_bus.errors import BusError
 from wooly_bus.private import keep_private
-from wooly_bus.streams import StreamError
 from wooly_bus.supervision import BROKEN, fail, failure, run, run_for_ever, start_thread, supervised
 from wooly_bus.tracing import setup_tracing
 
