@@ -92,7 +92,7 @@ class Forked(subprocess.Popen[Any]):
 
 def run(module: str, *arguments: str, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
     """`subprocess.run` of `python -m module arguments`, by a fork, with what it printed as text."""
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Forked(module, *arguments, text=True, **pipes, **options) as process:
         try:
             out, errors = process.communicate(timeout=timeout)
