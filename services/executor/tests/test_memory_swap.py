@@ -195,6 +195,7 @@ def freed_by(leaving, residents, contents):
     return sum(contents[k].nbytes for k in {k for r in residents for k in r.contents} - stays)
 
 
+@settings(max_examples=examples(40, 200))
 @given(situations())
 def test_laws_of_the_policy(situation):
     nbytes, now, room, residents, contents, policy = situation
@@ -240,6 +241,7 @@ def test_laws_of_the_policy(situation):
         assert freed(victims + earlier) == plan.freed
 
 
+@settings(max_examples=examples(40, 200))
 @given(situations(), st.randoms())
 def test_plan_does_not_depend_on_the_order_in_which_sessions_are_listed(situation, chance):
     nbytes, now, room, residents, contents, policy = situation

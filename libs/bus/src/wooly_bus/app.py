@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import nats.errors
 from faststream import AckPolicy
 from faststream.nats import NatsBroker
-from faststream.nats.annotations import NatsMessage
 from faststream.nats.security import NatsJWT, NatsSecurity
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -108,6 +107,9 @@ class ServiceApp:
             graceful_timeout=GRACE_S,
             # Control traffic is core NATS: there is nothing to acknowledge, and nothing may be acknowledged by surprise.
             ack_policy=AckPolicy.MANUAL,
+            # Handlers take the message alone: what injects more would be built for each subject, and run for each request.
+            apply_types=False,
+            serializer=None,
             security=NatsSecurity(ssl_context=tls)
             if shows is None
             else NatsJWT(shows.jwt, shows.signature, ssl_context=tls),
@@ -156,8 +158,8 @@ class ServiceApp:
             at_once: requests that may be in work at once; more of them wait for these.
         """
 
-        async def answer(body: bytes, message: NatsMessage) -> None:
-            await self._answer(subject, message, lambda: _handled(handler, model, bytes(message.body)))
+        async def answer(message: Msg) -> None:
+            await self._answer(subject, message, lambda: _handled(handler, model, message.data))
 
         self._subscribe(subject, queue, answer, at_once)
 
@@ -181,9 +183,9 @@ class ServiceApp:
             return
         working: Counter[str] = Counter()
 
-        async def answer(body: bytes, message: NatsMessage) -> None:
-            tenant = subjects.tenant_of(message.raw_message.subject.rpartition(".")[2])
-            if message.reply_to and not subjects.is_inbox_of(message.reply_to, tenant):
+        async def answer(message: Msg) -> None:
+            tenant = subjects.tenant_of(message.subject.rpartition(".")[2])
+            if message.reply and not subjects.is_inbox_of(message.reply, tenant):
                 log.warning("%s dropped: its reply would go to another than %s, who asks", subject, tenant)
                 return
 
@@ -191,14 +193,14 @@ class ServiceApp:
                 return await handler(request, tenant)
 
             async def limited() -> Message | None:
-                if len(message.body) > most_bytes:
-                    return _too_large(len(message.body), most_bytes)
+                if len(message.data) > most_bytes:
+                    return _too_large(len(message.data), most_bytes)
                 most = self.tenant_requests * at_once // TENANTS_REQUESTS
                 if working[tenant] >= most:
                     return self._too_many(subject, tenant, most)
                 working[tenant] += 1
                 try:
-                    return await _handled(bound, model, bytes(message.body))
+                    return await _handled(bound, model, message.data)
                 finally:
                     working[tenant] -= 1
                     if not working[tenant]:
@@ -216,24 +218,20 @@ class ServiceApp:
             retryable=True,
         )
 
-    async def _answer(
-        self, subject: str, message: NatsMessage, handled: Callable[[], Awaitable[Message | None]]
-    ) -> None:
-        with consumer_span(self.name, subject, message.headers):
-            if subjects.is_service(message.reply_to):
-                log.warning("%s dropped: its reply would go to %s", subject, message.reply_to)
+    async def _answer(self, subject: str, message: Msg, handled: Callable[[], Awaitable[Message | None]]) -> None:
+        with consumer_span(self.name, subject, message.headers or {}):
+            if subjects.is_service(message.reply):
+                log.warning("%s dropped: its reply would go to %s", subject, message.reply)
                 return
             reply = await handled()
             if isinstance(reply, ErrorReply):
                 mark_failed(reply.code)
-            if reply is not None and message.reply_to:
+            if reply is not None and message.reply:
                 data, headers = _encoded(reply)
-                await self.broker.publish(data, message.reply_to, headers=headers)
+                await self.broker.publish(data, message.reply, headers=headers)
 
-    def _subscribe(
-        self, subject: str, queue: str, answer: Callable[[bytes, NatsMessage], Awaitable[None]], at_once: int
-    ) -> None:
-        self.broker.subscriber(subject, queue=queue, decoder=_raw, no_reply=True, max_workers=at_once)(answer)
+    def _subscribe(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]], at_once: int) -> None:
+        self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=at_once)(answer)
 
     def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
         """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better.
@@ -371,8 +369,9 @@ def _encoded(reply: Message) -> tuple[bytes, dict[str, str]]:
         return encode(e.to_reply())
 
 
-async def _raw(message: Any) -> bytes:
-    return bytes(message.body)
+async def _received(message: Any) -> Msg:
+    found: Msg = message.raw_message
+    return found
 
 
 async def until_signalled() -> None:
