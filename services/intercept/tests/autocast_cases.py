@@ -136,7 +136,7 @@ LIKE = {"gru_cell": "rnn_relu_cell", "nll_loss2d": "nll_loss", "cross": "atan2",
 
 PAIRS = [(torch.float32,) * 2, (torch.float16,) * 2, (torch.float16, torch.float32), (torch.float32, torch.float16),
          (torch.bfloat16,) * 2, (torch.float64,) * 2]  # fmt: skip
-#: What autocast casts to, and from. The slow run asks for bfloat16 of all pairs: the quick one of those that say where it is used.
+#: What autocast casts to, and from what. The slow run adds bfloat16 for the pairs that are not about what is cast to.
 LOWER = [*[(torch.float16, pair) for pair in PAIRS], *[(torch.bfloat16, pair) for pair in PAIRS[: examples(3, 6)]]]
 
 

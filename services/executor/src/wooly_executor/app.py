@@ -130,8 +130,9 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
             await actor.jobs.stop()
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(StreamError, ExecutorError, TimeoutError):
-            last = (journal.publish(), borne.publish(), usage.publish(), actor.report_closed())
-            await asyncio.wait_for(asyncio.gather(*last, return_exceptions=True), last_words_s)
+            async with asyncio.timeout(last_words_s):
+                await asyncio.gather(journal.publish(), borne.publish(), usage.publish(), return_exceptions=True)
+                await actor.report_last_closed()  # those had the device's thread answer, which may have ended some
 
 
 def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) -> Endpoint:

@@ -351,13 +351,18 @@ class ExecutorActor(Actor):
     async def report_closed(self) -> None:
         """Tell the router of sessions that ended, for ever."""
         while True:
-            session_id, reason, contents = await self._closed.get()
-            await self._app.publish(
-                subjects.EXECUTOR_SESSION_CLOSED,
-                SessionClosed(
-                    session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
-                ),
-            )
+            await self._report(*await self._closed.get())
+
+    async def report_last_closed(self) -> None:
+        """Tell the router of sessions that have ended until now."""
+        while not self._closed.empty():
+            await self._report(*self._closed.get_nowait())
+
+    async def _report(self, session_id: str, reason: str, contents: tuple[str, ...]) -> None:
+        closed = SessionClosed(
+            session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
+        )
+        await self._app.publish(subjects.EXECUTOR_SESSION_CLOSED, closed)
 
 
 @contextlib.contextmanager
