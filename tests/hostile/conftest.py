@@ -1,37 +1,45 @@
-"""One cluster per module, with three tenants: Alice is the victim, Bob the attacker, Carol an innocent neighbour.
+"""A cluster with three tenants: Alice is the victim, Bob the attacker, Carol an innocent neighbour.
 
 Real nats-server with keys, router that asks for tokens, scheduler, metering, executor; attackers have what such a person has, and
-nothing else. One module per kind of attacker.
+nothing else. One module per kind of attacker. All modules of one test process share one cluster, except those that need other
+settings: they have a fixture `cluster` of their own.
 """
 
 import contextlib
 
 import pytest
+from wooly_testkit.certificates import make_certificates
 from wooly_testkit.cluster import Cluster, Tenant
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """Of the cluster's keys, sockets and logs."""
+    """Of the shared cluster's keys, sockets and logs."""
     return tmp_path_factory.mktemp("cluster")
 
 
-@pytest.fixture(scope="module")
-def executor_settings():
-    """Settings of the executor beside the usual ones, without their prefix; a module may have others."""
-    return {}
+@pytest.fixture(scope="session")
+def certificates(folder):
+    """Of the shared cluster's executor."""
+    return make_certificates(folder, "localhost")
 
 
-@pytest.fixture(scope="module")
-def router_settings():
-    """The same of the router."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def cluster(folder, executor_settings, router_settings):
+@pytest.fixture(scope="session")
+def shared(folder, certificates):
+    executor = {
+        "LISTEN": f"unix://{folder}/x.sock,tls://localhost:0",
+        "TLS_CERT": str(certificates.certificate),
+        "TLS_KEY": str(certificates.key),
+        "TUNNELS": "8",
+        "TUNNELS_PER_TENANT": "4",
+    }
     with contextlib.ExitStack() as stack:
-        yield Cluster(folder, stack, executor=executor_settings, router=router_settings)
+        yield Cluster(folder, stack, executor=executor)
+
+
+@pytest.fixture(scope="module")
+def cluster(shared):
+    return shared
 
 
 @pytest.fixture(scope="module")

@@ -396,21 +396,26 @@ def resident(cluster):
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def flood(channel, frames):
-    """Send frames until the executor takes no more, or ends the session; for a second at most."""
-    until = time.monotonic() + 1
-    sending = threading.Thread(target=_send, args=(channel, frames, until), daemon=True)
-    sending.start()
-    sending.join(2)
-    return sending
+class Flood:
+    """Sends frames until the executor takes no more, or ends the session; for a second at most."""
 
+    def __init__(self, channel, frames):
+        self.sent, self._channel, self._frames = 0, channel, frames
+        self.thread = threading.Thread(target=self._send, daemon=True)
+        self.thread.start()
+        before = -1
+        while self.thread.is_alive() and before < self.sent:
+            before = self.sent
+            self.thread.join(0.4)
 
-def _send(channel, frames, until):
-    with contextlib.suppress(ChannelError, OSError):
-        for kind, *buffers in frames:
-            channel.send(kind, *buffers)
-            if time.monotonic() > until:
-                return
+    def _send(self):
+        until = time.monotonic() + 1
+        with contextlib.suppress(ChannelError, OSError):
+            for kind, *buffers in self._frames:
+                self._channel.send(kind, *buffers)
+                self.sent += 1
+                if time.monotonic() > until:
+                    return
 
 
 def floods(kind):
@@ -437,7 +442,7 @@ def floods(kind):
 def test_flood_without_reading_takes_little_memory_and_hurts_nobody(cluster, alice, bob, kind):
     victim, attacker = entered(alice), entered(bob)
     before = resident(cluster)
-    sending = flood(attacker, floods(kind))
+    sending = Flood(attacker, floods(kind)).thread
     assert works(victim)
     assert resident(cluster) - before < 200 << 20
     attacker.abort()

@@ -97,11 +97,6 @@ def _seen(tenant):
     return [s.session_id for gpu in gpus for s in gpu.sessions]
 
 
-@pytest.fixture(scope="module")
-def executor_settings():
-    return {"TUNNELS": "8", "TUNNELS_PER_TENANT": "4"}
-
-
 # -- tunnels -----------------------------------------------------------------------------------------------------------
 
 

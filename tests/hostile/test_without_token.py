@@ -26,7 +26,6 @@ from wooly_bus.channel.framing import HEADER
 from wooly_bus.rpc import ControlClient
 from wooly_local.stack import StackError, begin_stack
 from wooly_testkit import forks
-from wooly_testkit.certificates import make_certificates
 from wooly_testkit.cluster import enter
 from wooly_wis.frames import PROTOCOL, Kind, pack_json
 from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
@@ -203,32 +202,21 @@ def test_address_of_the_pages_logs_one_browser_in_once_and_stands_in_no_log(loca
         assert not any(one in text for one in (code, secret, local.token)), log
 
 
-@pytest.fixture(scope="module")
-def certificates(folder):
-    return make_certificates(folder, "localhost")
-
-
-@pytest.fixture(scope="module")
-def executor_settings(folder, certificates):
-    return {
-        "LISTEN": f"unix://{folder}/x.sock,tls://localhost:0",
-        "TLS_CERT": str(certificates.certificate),
-        "TLS_KEY": str(certificates.key),
-    }
-
-
 # -- the executor's TLS port -----------------------------------------------------------------------------------------------
 
+#: Without an optimizer of PyTorch's, whose import takes longer than all the rest.
 TRAINING = """
 import torch
 torch.manual_seed(0)
 model = torch.nn.Linear(20, 3).cuda()
 x, y = torch.randn(50, 20).cuda(), (torch.arange(50) % 3).cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 losses = []
 for _ in range(10):
     loss = torch.nn.functional.cross_entropy(model(x), y)
-    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    with torch.no_grad():
+        for parameter, gradient in zip(model.parameters(), gradients):
+            parameter -= 0.1 * gradient
     losses.append(loss.item())
 print("trained", losses[-1] < losses[0])
 """
