@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 WOOLY = [sys.executable, "-m", "wooly"]
 
 
-@pytest.fixture
-def stack(pair):
-    return pair
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory):
+    running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2, OMP_NUM_THREADS="1")
+    yield running
+    running.stop()
 
 
 def run(*argv, stack=None, code=0, **options):
