@@ -1,4 +1,7 @@
-"""The whole stack as a user meets it: real nats-server, router, executor and client processes."""
+"""The whole stack as a user meets it: real nats-server, router, executor and client processes.
+
+What is about how a process starts, or what it has imported, starts it anew (`run`); everything else is a fork (`soon`).
+"""
 
 import json
 import os
@@ -24,16 +27,9 @@ ROOT = Path(__file__).parents[2]
 WOOLY = [sys.executable, "-m", "wooly"]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    running = start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
-    yield running
-    running.stop()
-
-
 def environment(stack, env):
-    full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | (env or {})
-    return full | (stack.client_env if stack is not None else {})
+    full = {k: v for k, v in os.environ.items() if not k.startswith("WOOLYAI_")} | {"OMP_NUM_THREADS": "1"}
+    return full | (env or {}) | (stack.client_env if stack is not None else {})
 
 
 def run(*argv, stack=None, env=None, timeout=120, **options):
@@ -41,9 +37,9 @@ def run(*argv, stack=None, env=None, timeout=120, **options):
     return subprocess.run([*WOOLY, *argv], capture_output=True, text=True, env=env, timeout=timeout, **options)
 
 
-def soon(*argv, stack=None, env=None):
-    """As `run`, where the matter is not how a process starts or ends."""
-    return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120)
+def soon(*argv, stack=None, env=None, **options):
+    """As `run`, by a fork."""
+    return forks.run("wooly", *map(str, argv), env=environment(stack, env), timeout=120, **options)
 
 
 def script(tmp_path, text):
@@ -53,20 +49,20 @@ def script(tmp_path, text):
 
 
 def test_digits_example_trains_to_the_same_losses_as_the_cpu(stack, tmp_path):
-    ours = run("run", str(ROOT / "examples/train_digits.py"), "--epochs", "3", stack=stack)
+    ours = soon("run", ROOT / "examples/train_digits.py", "--epochs", "1", stack=stack)
     assert ours.returncode == 0, ours.stderr
     source = (ROOT / "examples/train_digits.py").read_text()
     local = source.replace('device = "cuda"', 'device = "cpu"').replace("torch.cuda.get_device_name()", "'cpu'")
-    theirs = subprocess.run(
-        [sys.executable, script(tmp_path, local), "--epochs", "3"], capture_output=True, text=True, check=True
-    )
+    script(tmp_path, local)
+    theirs = forks.run("script", "--epochs", "1", env=environment(None, None), cwd=tmp_path, timeout=120)
+    assert theirs.returncode == 0, theirs.stderr
 
     def figures(text):
         return [line.split("  ")[1] if line.startswith("epoch") else line for line in text.splitlines()[1:]]
 
     assert figures(ours.stdout) == figures(theirs.stdout) and "test accuracy" in ours.stdout
     assert "local-0" in ours.stderr and "operations" in ours.stderr and "wooly top" in ours.stderr
-    listed = run("tasks", "--json", stack=stack).stdout
+    listed = soon("tasks", "--json", stack=stack).stdout
     assert str(ROOT / "examples/train_digits.py") in {t["name"] for t in json.loads(listed)["tasks"]}
 
 
@@ -99,8 +95,15 @@ def _argv(process):
         return []
 
 
-@pytest.mark.parametrize("method", ["spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
-def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
+@pytest.mark.parametrize(
+    ("method", "children"),
+    [
+        ("spawn", 1),
+        pytest.param("spawn", 2, marks=pytest.mark.slow),  # each imports PyTorch anew
+        pytest.param("forkserver", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method, children):
     path = script(
         tmp_path,
         f"""
@@ -114,21 +117,21 @@ def test_spawned_processes_have_sessions_of_their_own(stack, tmp_path, method):
         if __name__ == "__main__":
             mine = torch.ones(2, device="cuda")
             answers = mp.get_context({method!r}).SimpleQueue()
-            mp.start_processes(work, (answers,), nprocs=2, start_method={method!r})
-            print(sorted(answers.get() for _ in range(2)), mine.sum().item())
+            mp.start_processes(work, (answers,), nprocs={children}, start_method={method!r})
+            print(sorted(answers.get() for _ in range({children})), mine.sum().item())
         """,
     )
-    done = run("run", "-q", path, stack=stack)
+    done = soon("run", "-q", path, stack=stack)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')] 2.0"
+    assert done.stdout.strip() == f"{[(0, 3.0, 'cuda:0'), (1, 6.0, 'cuda:0')][:children]} 2.0"
     deadline = time.monotonic() + 10  # the children closed theirs; the router gives those that just vanish a moment
     while (left := _sessions(stack)) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert left == []
 
 
 def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
-    done = run(
+    done = soon(
         "run", script(tmp_path, "import torch\ntorch.zeros(2, device='cuda')\nraise KeyError('mine')"), stack=stack
     )
     assert done.returncode == 1
@@ -140,10 +143,10 @@ def test_script_error_keeps_its_traceback_and_exit_code(stack, tmp_path):
 
 def test_script_sees_its_own_arguments_and_main(stack, tmp_path):
     path = script(tmp_path, "import sys; print(__name__, sys.argv[1:], sys.path[0])")
-    done = run("run", path, "--epochs", "3", "-m", "x", stack=stack)
+    done = soon("run", path, "--epochs", "3", "-m", "x", stack=stack)
     assert done.stdout == f"__main__ ['--epochs', '3', '-m', 'x'] {tmp_path}\n"
     (tmp_path / "mod.py").write_text("import sys; print('mod', __name__, sys.argv[1:])")
-    done = run("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
+    done = soon("run", "-m", "mod", "a", stack=stack, cwd=tmp_path)
     assert done.stdout == "mod __main__ ['a']\n", done.stderr
 
 
@@ -151,7 +154,7 @@ def test_error_of_the_last_operation_is_not_lost(stack, tmp_path):
     path = script(
         tmp_path, "import torch\nt = torch.zeros(3, device='cuda')\nt.index_select(0, torch.tensor([9], device='cuda'))"
     )
-    done = run("run", path, stack=stack)
+    done = soon("run", path, stack=stack)
     assert done.returncode == 1 and "index out of range" in done.stderr and "script.py:3" in done.stderr
 
 
@@ -179,27 +182,23 @@ def test_no_executor_is_said_with_what_to_start(nats_server, tmp_path):
     assert done.returncode == 1 and "no executor is registered" in done.stderr and "wooly up" in done.stderr
 
 
-def test_killed_executor_is_a_clear_error_and_nothing_hangs(tmp_path):
-    own = forks.start_stack(tmp_path / "own", ephemeral=True)
-    try:
-        path = script(
-            tmp_path,
-            """
-            import torch
-            t = torch.zeros(64, 64, device="cuda")
-            print("ready", flush=True)
-            while True:
-                t = t + 1
-            """,
-        )
-        env = os.environ | own.client_env
-        client = Forked("wooly", "run", path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+def test_killed_executor_is_a_clear_error_and_nothing_hangs(stack, tmp_path):
+    path = script(
+        tmp_path,
+        """
+        import torch
+        t = torch.zeros(64, 64, device="cuda")
+        print("ready", flush=True)
+        while True:
+            t = t + 1
+        """,
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with Forked("wooly", "run", path, env=environment(stack, None), **pipes) as client:
         assert client.stdout.readline() == "ready\n"
-        os.kill(own.services["executor-0"], signal.SIGKILL)
+        os.kill(stack.services["executor-0"], signal.SIGKILL)
         _, errors = client.communicate(timeout=60)
-        assert client.returncode == 1 and "lost the executor" in errors
-    finally:
-        own.stop()
+    assert client.returncode == 1 and "lost the executor" in errors
 
 
 @pytest.mark.slow
@@ -250,7 +249,7 @@ def test_nodes_and_status_in_json_and_rest(stack):
 
 
 def test_doctor_passes_on_a_running_stack(stack):
-    done = run("doctor", "--json", stack=stack)
+    done = soon("doctor", "--json", stack=stack)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(c["ok"] for c in json.loads(done.stdout)["checks"])
 
@@ -279,7 +278,7 @@ def test_doctor_counts_fallbacks_of_a_script(stack, tmp_path):
 
 def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     path = script(tmp_path, "import torch, time; torch.zeros(2, device='cuda').cpu(); print('up', flush=True); input()")
-    env = os.environ | stack.client_env
+    env = environment(stack, None)
     client = Forked("wooly", "run", path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     assert client.stdout.readline() == "up\n"
     assert len(_sessions(stack)) == 1
@@ -287,7 +286,7 @@ def test_session_is_listed_while_it_runs_and_gone_after(stack, tmp_path):
     client.communicate()
     deadline = time.monotonic() + 10
     while _sessions(stack) and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.05)
     assert _sessions(stack) == []
 
 
@@ -297,14 +296,14 @@ def _sessions(stack):
 
 def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_path):
     env = {"XDG_STATE_HOME": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
-    assert run("down", env=env).stdout == "no stack was running\n"
+    assert soon("down", env=env).stdout == "no stack was running\n"
     assert run("up", env=env).returncode == 0
     try:
-        again = run("up", env=env)
+        again = soon("up", env=env)
         assert again.returncode == 1 and "runs in" in again.stderr.replace("\n", " ")
         with pytest.raises(StackError):
             start_stack(tmp_path / "wooly")
-        assert "local-0" in run("status", env=env).stdout
+        assert "local-0" in soon("status", env=env).stdout
         first = read_stack(tmp_path / "wooly").services["router"]
         os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -313,10 +312,10 @@ def test_up_twice_is_refused_a_crash_is_mended_and_down_stops_everything(tmp_pat
             time.sleep(0.1)
         processes = [psutil.Process(pid) for pid in read_stack(tmp_path / "wooly").services.values()]
     finally:
-        assert run("down", env=env).stdout == "stack is down\n"
+        assert soon("down", env=env).stdout == "stack is down\n"
     gone, alive = psutil.wait_procs(processes, 5)
     assert not alive and len(gone) == 6  # NATS, router, executor, scheduler, compiler, metering
-    assert run("status", "--json", env=env).returncode == 1
+    assert soon("status", "--json", env=env).returncode == 1
 
 
 def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
@@ -338,15 +337,15 @@ def test_interrupt_while_a_stack_starts_leaves_nothing(tmp_path):
         time.sleep(0.01)
     supervisor = psutil.Process(json.loads(file.read_text())["supervisor"]["pid"])
     supervisor.suspend()  # so that it is still starting, however fast it is
-    refused = run("up", env=env)
+    refused = soon("up", env=env)
     assert refused.returncode == 1 and "started in" in refused.stderr.replace("\n", " ")
-    assert json.loads(run("status", "--json", env=env).stdout)["state"] == "starting"
+    assert json.loads(soon("status", "--json", env=env).stdout)["state"] == "starting"
     starting.send_signal(signal.SIGINT)
     supervisor.resume()
     _, errors = starting.communicate(timeout=60)
     assert starting.returncode != 0 and "Traceback" not in errors
     assert psutil.wait_procs([supervisor], 10)[1] == [] and not file.exists()
-    assert run("down", env=env).stdout == "no stack was running\n"
+    assert soon("down", env=env).stdout == "no stack was running\n"
 
 
 HOT = """
@@ -388,5 +387,5 @@ def test_program_that_runs_often_becomes_a_plan_that_top_and_disasm_show(stack, 
 def test_disasm_of_passes_without_a_compiler_says_what_to_start(tmp_path):
     (tmp_path / "empty.wis").write_bytes(encode_program(Program((), ())))
     with start_nats_server() as url:
-        told = run("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
+        told = soon("disasm", "--passes", tmp_path / "empty.wis", env={"WOOLYAI_CONTROLLER_URL": url})
     assert told.returncode == 1 and "no compiler is connected to it; start one with `wooly up`" in told.stderr

@@ -1,0 +1,58 @@
+"""Stacks that several modules share: to start one takes seconds of a core.
+
+A test finds its stack at rest: every service is there, and no session is open. Services compute with one thread.
+"""
+
+import time
+
+import pytest
+from wooly_bus import subjects
+from wooly_bus.rpc import ControlClient
+from wooly_local.stack import read_stack
+from wooly_testkit import forks
+from wooly_wis.messages import CloseSessionReply, CloseSessionRequest
+
+#: Seconds that a stack may take on a busy machine to replace what was killed.
+PATIENCE_S = 60.0
+
+
+def _stack(tmp_path_factory, gpus):
+    # What other runs have compiled is not there: a test that looks at the compiler finds it at work.
+    own = {"OMP_NUM_THREADS": "1", "WOOLY_COMPILER_STATE_DIR": str(tmp_path_factory.mktemp("compiler"))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WOOLY_TRACES", raising=False)
+        return forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=gpus, **own)
+
+
+@pytest.fixture(scope="package")
+def _one_device(tmp_path_factory):
+    stack = _stack(tmp_path_factory, 1)
+    yield stack
+    stack.stop()
+
+
+def _at_rest(stack, gpus):
+    """The stack as it is now, once it is as a new one."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        found = read_stack(stack.state_dir)
+        there = found is not None and len(found.services) == 5 + gpus  # the compiler comes last, after seconds
+        if there and not found.request("GET", "sessions")["sessions"]:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+    control = ControlClient(found.access())
+    try:
+        for executor in range(gpus):
+            nobody = CloseSessionRequest(session_id="nobody")
+            subject = subjects.executor_session_close(f"local-{executor}")
+            control.insist(subject, nobody, CloseSessionReply, patience_s=PATIENCE_S)
+    finally:
+        control.close()
+    return found
+
+
+@pytest.fixture
+def stack(_one_device):
+    """A stack with one device."""
+    return _at_rest(_one_device, 1)
