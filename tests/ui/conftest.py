@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import threading
 import time
@@ -39,10 +40,26 @@ from wooly_wis.messages import (
     OpenSessionRequest,
     SessionMemory,
 )
+from wooly_wis.traces import SpansRecorded
 
 GIB = 1 << 30
+OWNER = "wooly_" + "o" * 43
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 FLAGS += ["--disable-sync", "--no-first-run"]
+#: Every row as it is drawn: name, service, depth, left and right edge of its bar (shares of the whole), duration.
+ROWS = """() => [...document.querySelectorAll(".waterfall button.span")].map((row) => {
+  const bar = row.querySelector(".bar").style;
+  const left = parseFloat(bar.left);
+  return {
+    name: row.querySelector(".text").textContent,
+    service: row.querySelector(".name .hint").textContent.trim(),
+    depth: Math.round(parseFloat(row.querySelector(".name").style.paddingLeft) / 14),
+    left,
+    right: left + parseFloat(bar.width.replace("max(2px, ", "")),
+    took: row.querySelector(".took").textContent,
+    title: row.title,
+  };
+})"""
 
 
 class Device:
@@ -178,6 +195,11 @@ class Cluster:
             time.sleep(0.05)
         raise AssertionError("the router did not come up")
 
+    def record(self, service, *spans):
+        """Hand over spans as that service does."""
+        message = SpansRecorded(service=service, spans=spans)
+        self.call(self._app.publish(subjects.spans_recorded(service), message))
+
     def open(self, program, **wanted):
         """A session; its id."""
         request = OpenSessionRequest(client=ClientFacts(host="laptop", pid=1, program=program), **wanted)
@@ -205,15 +227,18 @@ def browser():
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """A router without tokens, two nodes with a device each."""
-    with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui")) as running:
+    """A router without tokens that keeps traces, two nodes with a device each."""
+    with start_nats_server() as nats, Cluster(nats, tmp_path_factory.mktemp("ui"), WOOLY_TRACES="router") as running:
         yield running
 
 
-@pytest.fixture
-def guarded(tmp_path):
-    """The same with tokens."""
-    with start_nats_server() as nats, Cluster(nats, tmp_path, WOOLY_ROUTER_AUTH="tokens") as running:
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """The same with tokens, one of them the owner's, and without traces."""
+    directory = tmp_path_factory.mktemp("guarded")
+    (directory / "owner.token").write_text(OWNER)
+    keys = {"WOOLY_ROUTER_AUTH": "tokens", "WOOLY_ROUTER_OWNER_TOKEN": str(directory / "owner.token")}
+    with start_nats_server() as nats, Cluster(nats, directory, **keys) as running:
         yield running
 
 
@@ -242,3 +267,45 @@ def visit(browser, cluster):
 
         yield make
     assert not complaints
+
+
+class Waterfall:
+    """What a trace's page draws, against its spans."""
+
+    def rows(self, page):
+        """Every row of the page as it is drawn: `ROWS`."""
+        return page.evaluate(ROWS)
+
+    def expected(self, spans):
+        """(span, depth): each followed by what it caused, in the order of beginning."""
+        known = {s["span_id"] for s in spans}
+
+        def nested(parent, depth):
+            for s in sorted(spans, key=lambda s: (s["start_ns"], s["span_id"])):
+                above = s["parent_id"] if s["parent_id"] in known else None
+                if above == parent:
+                    yield s, depth
+                    yield from nested(s["span_id"], depth + 1)
+
+        return list(nested(None, 0))
+
+    def assert_is(self, rows, spans):
+        """These rows are these spans: nested, in order, their bars where their times are."""
+        expected = self.expected(spans)
+        told = [(s["name"], s["service"], depth) for s, depth in expected]
+        assert [(r["name"], r["service"], r["depth"]) for r in rows] == told
+        begin, end = min(s["start_ns"] for s in spans), max(s["end_ns"] for s in spans)
+        for row, (span, _) in zip(rows, expected, strict=True):
+            assert abs(row["left"] - 100 * (span["start_ns"] - begin) / (end - begin)) < 0.02
+            assert abs(row["right"] - 100 * (span["end_ns"] - begin) / (end - begin)) < 0.03
+            took = span["end_ns"] - span["start_ns"]
+            number, unit = re.fullmatch(r"([\d.]+) (ns|µs|ms|s)", row["took"]).groups()
+            scale = {"ns": 1, "µs": 1e3, "ms": 1e6, "s": 1e9}[unit]
+            assert abs(float(number) * scale - took) <= 0.06 * took + 1
+            assert row["title"].startswith(f"{span['name']} of {span['service']}: {row['took']}, begins after")
+
+
+@pytest.fixture
+def waterfall():
+    """What compares a trace's page with its spans."""
+    return Waterfall()

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import re
+import time
 
 import httpx
 import pytest
+from wooly_wis.traces import SpanRecord
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(120)]
 PAGES = ["Dashboard", "Tasks", "Nodes", "Groups", "Credits", "Traces", "Settings"]
@@ -416,12 +418,12 @@ def test_ceilings_of_a_tenant_are_shown_and_set(visit, cluster):
 
 def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
     url = guarded.url
-    admin = (guarded.directory / "router" / "admin.token").read_text()
+    admin = (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {admin}"}
     with httpx.Client(base_url=f"{url}/api/v1/", headers=head, trust_env=False) as http:
         http.put("tenants/acme", json={}).raise_for_status()
         made = http.post("tenants/acme/tokens", json={"role": "user"}).json()
-        page = visit("#/nodes", url=url, expected=["status of 401", "status of 403"])
+        page = visit("#/nodes", url=url, expected=["status of 401", "status of 403", ABSENT])
         token = page.get_by_label("API token")
         token.fill("guess")
         page.keyboard.press("Enter")
@@ -438,6 +440,9 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
         # What another site could send with the cookie, were it not strict: no header of ours
         bare = page.context.request.put(f"{url}/api/v1/nodes/node-a/state", data={"state": "draining"})
         assert bare.status == 403 and http.get("nodes/node-a").json()["wish"] == "active"
+        go(page, "Traces")
+        page.get_by_text("No traces are kept here").wait_for()
+        go(page, "Nodes")
         page.get_by_role("button", name="Log out").click()
         token.fill(made["secret"])
         page.keyboard.press("Enter")
@@ -445,15 +450,13 @@ def test_browser_logs_in_with_a_token_that_pages_cannot_read(visit, guarded):
         page.get_by_role("region", name="Node node-a").wait_for()
         assert page.get_by_role("button", name="Drain node-a").count() == 0
         http.delete(f"tenants/acme/tokens/{made['id']}").raise_for_status()
+        page.evaluate("() => { location.hash = '#/groups'; }")
         token.wait_for()  # the next question is refused
     assert page.context.cookies()[0]["value"] == made["secret"]
 
 
-def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowhere(guarded, visit, tmp_path):
-    owner = "wooly_" + "o" * 43
-    (tmp_path / "owner.token").write_text(owner)
-    keys = {"WOOLY_ROUTER_AUTH": "tokens", "WOOLY_ROUTER_OWNER_TOKEN": str(tmp_path / "owner.token")}
-    url = guarded.router("owned", **keys)
+def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowhere(guarded, visit):
+    url, owner = guarded.url, (guarded.directory / "owner.token").read_text()
     head = {"Authorization": f"Bearer {owner}"}
     code = httpx.post(f"{url}/api/v1/login/code", headers=head, trust_env=False).json()["code"]
     page = visit(f"#/login/{code}", url=url)
@@ -470,58 +473,77 @@ def test_owner_of_a_local_stack_logs_in_by_a_code_that_opens_once_and_stays_nowh
     assert again.context.cookies() == [] and code not in again.url
 
 
-@pytest.mark.parametrize("width", [390, 768])
-def test_narrow_windows_hold_every_page(visit, cluster, width):
+WIDTHS = (390, 768)
+
+
+def at_widths(page):
+    """The window as narrow as a phone's, then as a tablet's."""
+    for width in WIDTHS:
+        page.set_viewport_size({"width": width, "height": 844})
+        page.wait_for_function("w => document.documentElement.clientWidth === w", arg=width)
+        yield width
+
+
+def test_narrow_windows_hold_every_page(visit, cluster):
     task = cluster.open("a-script-with-a-rather-long-name-in-a-folder/train_everything.py", tenant="narrow-tenant")
     cluster.rest(
         "PUT", "groups/narrow", json={"description": "of phones " * 8, "nodes": ["node-x", "node-y", "node-z"]}
     )
     try:
         page = visit(expected=[ABSENT])
-        page.set_viewport_size({"width": width, "height": 844})
+        page.set_viewport_size({"width": WIDTHS[0], "height": 844})
         for name in PAGES:
             go(page, name)
             heading(page, name)
             page.locator("main table, main .card").first.wait_for()
-            assert page.evaluate(WIDE) == [], name
-            for link in page.get_by_role("navigation", name="Pages").get_by_role("link").all():
-                box = link.bounding_box()
-                assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["height"] >= 28
+            for width in at_widths(page):
+                assert page.evaluate(WIDE) == [], (name, width)
+                for link in page.get_by_role("navigation", name="Pages").get_by_role("link").all():
+                    box = link.bounding_box()
+                    assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["height"] >= 28
         go(page, "Tasks")
         page.get_by_role("searchbox", name="Search").fill(task)
         page.get_by_text("1 task, newest first").wait_for()
         page.get_by_role("button", name="a-script-with-a-rather-long-name").click()
         page.locator(".story li").first.wait_for()
-        assert page.evaluate(WIDE) == []
-        # What a phone's row leaves out is in what it opens
-        assert "narrow-tenant" in page.locator(".detail").inner_text()
-        for reached in (page.get_by_role("button", name="Cancel…"), page.locator(".detail").get_by_label("Class")):
-            box = reached.bounding_box()
-            assert box["x"] >= 0 and box["x"] + box["width"] <= width
-        page.get_by_role("button", name="Cancel…").click()
-        box = page.get_by_role("dialog").bounding_box()
-        assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 844
-        page.keyboard.press("Escape")
+        for width in at_widths(page):
+            assert page.evaluate(WIDE) == [], width
+            # What a phone's row leaves out is in what it opens
+            assert "narrow-tenant" in page.locator(".detail").inner_text()
+            for reached in (page.get_by_role("button", name="Cancel…"), page.locator(".detail").get_by_label("Class")):
+                box = reached.bounding_box()
+                assert box["x"] >= 0 and box["x"] + box["width"] <= width
+            page.get_by_role("button", name="Cancel…").click()
+            box = page.get_by_role("dialog").bounding_box()
+            assert box["x"] >= 0 and box["x"] + box["width"] <= width and box["y"] + box["height"] <= 844
+            page.keyboard.press("Escape")
         go(page, "Nodes")
         page.get_by_role("button", name=re.compile("session")).first.click()
-        assert page.evaluate(WIDE) == []
+        for width in at_widths(page):
+            assert page.evaluate(WIDE) == [], width
     finally:
         cluster.rest("DELETE", "groups/narrow")
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_texts_stand_out_in_both_themes(visit, cluster, theme):
+def test_texts_stand_out_in_both_themes(visit, cluster):
     cluster.rest("POST", f"tasks/{cluster.open('faint.py', priority=0)}/cancel")
-    page = visit(expected=[ABSENT], color_scheme=theme)
+    page = visit(expected=[ABSENT])
+
+    def assert_texts_stand_out(where):
+        for theme in ("light", "dark"):
+            page.emulate_media(color_scheme=theme)
+            page.wait_for_function("t => document.documentElement.dataset.theme === t", arg=theme)
+            assert page.evaluate(FAINT) == [], (where, theme)
+
     for name in PAGES:
         go(page, name)
         heading(page, name)
         page.locator("main table, main .card").first.wait_for()
-        assert page.evaluate(FAINT) == [], name
+        assert_texts_stand_out(name)
     go(page, "Groups")
     page.get_by_role("button", name="New group…").click()
     page.get_by_role("dialog").wait_for()
-    assert page.evaluate(FAINT) == []
+    assert_texts_stand_out("a dialog")
 
 
 def test_keys_reach_everything_and_where_they_are_is_seen(visit, cluster):
@@ -606,6 +628,44 @@ def test_trace_is_a_waterfall(visit, cluster):
     assert page.evaluate(ACCESSIBLE) == []
     page.goto(f"{cluster.url}/ui/#/traces/of/job-1")
     page.get_by_text("1 spans in 1 services").wait_for()
+
+
+def test_trace_of_a_task_is_drawn_as_rest_tells_it(visit, cluster, waterfall):
+    """What the router recorded itself, and under it what other services handed over."""
+    task = cluster.open("drawn.py")
+
+    def read(name):
+        with contextlib.suppress(httpx.HTTPStatusError):  # nothing has come yet
+            found = cluster.rest("GET", f"tasks/{task}/trace")
+            return found if any(s["name"] == name for s in found["spans"]) else None
+        return None
+
+    def told(name):
+        deadline = time.monotonic() + 60
+        while (found := read(name)) is None:
+            assert time.monotonic() < deadline, name
+            time.sleep(0.05)
+        return found
+
+    trace = told("router.session")
+    root = next(s for s in trace["spans"] if s["name"] == "router.session")
+    begin, last = root["end_ns"], root["span_id"]
+    spans = []
+    for n, (name, took) in enumerate(
+        [("executor.session", 400_000), ("executor.first_run", 90_000), ("metering.book", 7)]
+    ):
+        below = {"trace_id": trace["trace_id"], "span_id": f"{n + 1:016x}", "parent_id": last, "name": name}
+        spans.append(SpanRecord(**below, start_ns=begin + n * 1000, end_ns=begin + n * 1000 + took))
+        last = below["span_id"]
+    for span in spans:
+        cluster.record(span.name.partition(".")[0], span)
+    for span in spans:
+        trace = told(span.name)
+    page = visit("#/traces")
+    row(page, task).get_by_role("link", name="drawn.py").click()
+    page.locator(".waterfall .text").first.wait_for()
+    waterfall.assert_is(waterfall.rows(page), trace["spans"])
+    assert {"router", "executor", "metering"} <= {r["service"] for r in waterfall.rows(page)}
 
 
 def test_router_that_is_away_is_waited_for(visit, cluster):
