@@ -1,5 +1,7 @@
 """The chart: linted, rendered with many values, every object valid, and what it says of services is what they understand."""
 
+import copy
+import functools
 import json
 import re
 import warnings
@@ -8,6 +10,7 @@ from types import SimpleNamespace
 
 import helm_python as helm
 import kubernetes_validate
+import kubernetes_validate.utils
 import pytest
 import yaml
 from wooly_bus import web
@@ -72,10 +75,22 @@ def rendered(values):
     """All objects of a release called `w` in namespace `ns`."""
     if "keysSecret" not in values:
         values = {"openToNetwork": OPEN, **values}
+    return copy.deepcopy(_rendered(json.dumps(values)))
+
+
+@functools.cache
+def _rendered(values):
+    given = json.loads(values)
     with helm.Chart.load(str(CHART)) as chart:
-        chart.validate_schema(values)
-        files = chart.render(values, name="w", namespace="ns")
-    return [o for name, text in files.items() if name.endswith(".yaml") for o in yaml.safe_load_all(text) if o]
+        chart.validate_schema(given)
+        files = chart.render(given, name="w", namespace="ns")
+    return [
+        o
+        for name, text in files.items()
+        if name.endswith(".yaml")
+        for o in yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        if o
+    ]
 
 
 @pytest.fixture(scope="module", params=sorted(VALUES))
@@ -99,11 +114,20 @@ def crds():
     return [yaml.safe_load(path.read_text()) for path in sorted((CHART / "crds").iterdir())]
 
 
+#: The schemas of Kubernetes have megabytes: each is read once.
+kubernetes_validate.utils.schema_contents = functools.cache(kubernetes_validate.utils.schema_contents)
+
+
 def check(obj):
     """Strictly: unknown fields are errors too."""
+    _check(json.dumps(obj, sort_keys=True))
+
+
+@functools.cache
+def _check(text):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its own, about its resources
-        kubernetes_validate.validate(obj, "1.35", strict=True)
+        kubernetes_validate.validate(json.loads(text), "1.35", strict=True)
 
 
 def test_chart_is_clean():

@@ -4,11 +4,14 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import re
+import signal
 import zlib
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from nats import connect
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
@@ -36,6 +39,8 @@ from wooly_wis.plan import KernelStep
 from wooly_wis.verifier import verify_program
 
 pytestmark = pytest.mark.connected
+#: In the event loop of `shared`.
+beside = pytest.mark.asyncio(loop_scope="module")
 F32 = DType.F32
 
 
@@ -43,6 +48,15 @@ F32 = DType.F32
 def nats():
     with start_nats_server() as url:
         yield url
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(tmp_path_factory):
+    """A service with a warm worker, and a client: tests that ask for different things do without a start of their own."""
+    with start_nats_server() as url:
+        folder = tmp_path_factory.mktemp("compiler")
+        async with service(url, folder, patience_s=50) as actor, client(url) as app:  # nobody is told to ask again
+            yield actor, app
 
 
 @contextlib.asynccontextmanager
@@ -83,97 +97,115 @@ async def ask(app, message):
     return await app.request(subject, message, CompileProgramReply, timeout=60)
 
 
-async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(nats, tmp_path):
+@beside
+async def test_artifact_is_in_the_bucket_when_it_is_said_to_be(shared):
+    _, app = shared
     found = program()
     message, key = request(found)
-    async with service(nats, tmp_path), client(nats) as app:
-        reply = await ask(app, message)
-        assert (reply.state, reply.compiler, reply.name) == ("ready", version(), key.name(version()))
-        data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(reply.name)
+    reply = await ask(app, message)
+    assert (reply.state, reply.compiler, reply.name) == ("ready", version(), key.name(version()))
+    data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(reply.name)
     artifact = decode_artifact(data, key, version(), found[0], verify_program(found[0]))
     (step,) = [s for s in artifact.plan.steps if isinstance(s, KernelStep)]
     assert len(step.lines) == 2 and artifact.plan.assumed == {0: 2.0}
 
 
-async def test_many_who_ask_at_once_get_one_artifact(nats, tmp_path):
-    message, _ = request(program())
-    async with service(nats, tmp_path) as actor, client(nats) as app:
-        asked = []
-        real = actor._ask
+@beside
+async def test_many_who_ask_at_once_get_one_artifact(shared, monkeypatch):
+    actor, app = shared
+    message, _ = request(program(n=(1 << 17) + 1))
+    asked = []
+    real = actor._ask
 
-        async def counted(*args):
-            asked.append(args)
-            return await real(*args)
+    async def counted(*args):
+        asked.append(args)
+        return await real(*args)
 
-        actor._ask = counted
-        replies = await asyncio.gather(*[ask(app, message) for _ in range(8)])
-        assert {r.name for r in replies} == {replies[0].name} and len(asked) == 1
-        assert (await ask(app, message)).name == replies[0].name and len(asked) == 1
-        anew = message.model_copy(update={"rejected": version()})
-        assert (await ask(app, anew)).state == "ready" and len(asked) == 2  # somebody found it bad
+    monkeypatch.setattr(actor, "_ask", counted)
+    replies = await asyncio.gather(*[ask(app, message) for _ in range(8)])
+    assert {r.name for r in replies} == {replies[0].name} and len(asked) == 1
+    assert (await ask(app, message)).name == replies[0].name and len(asked) == 1
+    anew = message.model_copy(update={"rejected": version()})
+    assert (await ask(app, anew)).state == "ready" and len(asked) == 2  # somebody found it bad
 
 
-async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone(nats, tmp_path):
-    message, _ = request(program())
-    async with service(nats, tmp_path), client(nats) as app:
-        name = (await ask(app, message)).name
+@beside
+async def test_restarted_compiler_answers_from_its_disk_where_the_bucket_is_gone(shared, monkeypatch):
+    first, app = shared
+    message, _ = request(program(n=(1 << 17) + 2))
+    name = (await ask(app, message)).name
+    monkeypatch.setattr(CompilerActor, "_ask", no_worker)
     with start_nats_server() as other:
-        async with service(other, tmp_path) as actor, client(other) as app:
-            actor._ask = None  # no worker is asked
+        async with service(other, first._settings.state_dir), client(other) as app:
             assert (await ask(app, message)).name == name
             store = ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
             assert whole(await store.get(name))
             assert await store.get("nothing") is None
 
 
-async def test_slow_compiler_says_that_it_is_at_work(nats, tmp_path):
-    message, _ = request(program())
-    async with service(nats, tmp_path, patience_s=0.1), client(nats) as app:
-        assert (await ask(app, message)).state == "building"
-        while (reply := await ask(app, message)).state == "building":
-            await asyncio.sleep(0.1)
-        assert reply.state == "ready"
+async def no_worker(self, request, target, what, workers=None):
+    """In place of `CompilerActor._ask`: what can be built here is known, and nothing is built."""
+    assert request["what"] == "targets", "a worker is asked"
+    return json.dumps([family(pocl.target(1))]).encode()
 
 
-async def test_program_that_breaks_a_law_is_refused_and_refused_again(nats, tmp_path):
+@beside
+async def test_slow_compiler_says_that_it_is_at_work(shared, monkeypatch):
+    actor, app = shared
+    message, _ = request(program(n=(1 << 17) + 3))
+    monkeypatch.setattr(actor, "_settings", actor._settings.model_copy(update={"patience_s": 0.01}))
+    worker = actor._workers.get_nowait()
+    assert (await ask(app, message)).state == "building"
+    actor._workers.put_nowait(worker)
+    while (reply := await ask(app, message)).state == "building":
+        pass
+    assert reply.state == "ready"
+
+
+@beside
+async def test_program_that_breaks_a_law_is_refused_and_refused_again(shared):
+    _, app = shared
     message, _ = request(program())
     bad = message.model_copy(update={"program": base64.b64encode(b"no program").decode()})
     other = message.model_copy(update={"decided": ((5, bytes(8).hex()),)})
-    async with service(nats, tmp_path), client(nats) as app:
-        for wrong in (bad, bad, other):
-            with pytest.raises(RefusedError) as caught:
-                await ask(app, wrong)
-            assert caught.value.code == "compiler.refused"
-        assert (await ask(app, message)).state == "ready"
+    for wrong in (bad, bad, other):
+        with pytest.raises(RefusedError) as caught:
+            await ask(app, wrong)
+        assert caught.value.code == "compiler.refused"
+    assert (await ask(app, message)).state == "ready"
 
 
-async def test_target_of_another_driver_finds_nobody(nats, tmp_path):
+@beside
+async def test_target_of_another_driver_finds_nobody(shared):
+    _, app = shared
     message, _ = request(program(), target="opencl:000000000000-x1")
-    async with service(nats, tmp_path), client(nats) as app:
-        with pytest.raises(NoResponderError):
-            await ask(app, message)
+    with pytest.raises(NoResponderError):
+        await ask(app, message)
 
 
-async def test_compiling_that_takes_too_long_is_one_programs_error(nats, tmp_path):
-    slow, _ = request(program())
-    async with service(nats, tmp_path, build_s=20.0) as actor, client(nats) as app:
-        actor._workers._queue[0]._limits = type(actor._workers._queue[0]._limits)(0.01, 16 << 30)
+@beside
+async def test_compiling_that_takes_too_long_is_one_programs_error(shared, monkeypatch):
+    actor, app = shared
+    worker = actor._workers._queue[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "_limits", type(worker._limits)(0.01, 16 << 30))
         with pytest.raises(RefusedError, match=r"took more than 0\.01 s on program"):
-            await ask(app, slow)
-        actor._workers._queue[0]._limits = type(actor._workers._queue[0]._limits)(60, 16 << 30)
-        assert (await ask(app, request(program(n=1 << 18))[0])).state == "ready"
+            await ask(app, request(program(n=(1 << 17) + 4))[0])
+    assert (await ask(app, request(program(n=(1 << 17) + 5))[0])).state == "ready"
 
 
-async def test_worker_that_is_killed_is_one_programs_error(nats, tmp_path):
-    async with service(nats, tmp_path) as actor, client(nats) as app:
-        worker = actor._workers._queue[0]
-        asking = asyncio.create_task(ask(app, request(program())[0]))
-        while actor._workers.qsize():
-            await asyncio.sleep(0.001)
-        worker._process.kill()
-        with pytest.raises(RefusedError, match=r"crashed \(exit -9\) on program"):
-            await asking
-        assert (await ask(app, request(program(n=1 << 18))[0])).state == "ready"
+@beside
+async def test_worker_that_is_killed_is_one_programs_error(shared):
+    actor, app = shared
+    worker = actor._workers._queue[0]
+    os.kill(worker._process.pid, signal.SIGSTOP)  # it does not finish before it is killed
+    asking = asyncio.create_task(ask(app, request(program(n=(1 << 17) + 6))[0]))
+    while actor._workers.qsize():
+        await asyncio.sleep(0.001)
+    worker._process.kill()
+    with pytest.raises(RefusedError, match=r"crashed \(exit -9\) on program"):
+        await asking
+    assert (await ask(app, request(program(n=(1 << 17) + 7))[0])).state == "ready"
 
 
 COPY = "__global__ void copy(const float *x, float *y, int n) { int i = threadIdx.x; if (i < n) y[i] = x[i]; }"
@@ -192,41 +224,44 @@ async def ask_for_kernel(app, message):
     return await app.request(subject, message, CompileProgramReply, timeout=60)
 
 
-async def test_code_of_a_script_s_kernel_is_made_once_and_says_whose_it_is(nats, tmp_path):
+@beside
+async def test_code_of_a_script_s_kernel_is_made_once_and_says_whose_it_is(shared, monkeypatch):
+    actor, app = shared
     message, name = kernel_request()
-    async with service(nats, tmp_path) as actor, client(nats) as app:
-        replies = await asyncio.gather(*[ask_for_kernel(app, message) for _ in range(4)])
-        assert {(r.state, r.compiler, r.name) for r in replies} == {("ready", version(), name)}
-        actor._ask = None  # no worker is asked again
-        assert (await ask_for_kernel(app, message)).name == name
-        data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(name)
+    replies = await asyncio.gather(*[ask_for_kernel(app, message) for _ in range(4)])
+    assert {(r.state, r.compiler, r.name) for r in replies} == {("ready", version(), name)}
+    monkeypatch.setattr(actor, "_ask", None)  # no worker is asked again
+    assert (await ask_for_kernel(app, message)).name == name
+    data = await ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0).get(name)
     code = decode_code(data, name)
     assert [p.writes for p in code.parameters] == [False, True, False] and code.code
 
 
-async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wait_for_it(nats, tmp_path):
+@beside
+async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wait_for_it(shared, monkeypatch):
+    actor, app = shared
     message, _ = kernel_request(entry="nobody")
-    async with service(nats, tmp_path) as actor, client(nats) as app:
-        for _ in range(2):
-            with pytest.raises(RefusedError, match="there is no kernel nobody; there is copy") as caught:
-                await ask_for_kernel(app, message)
-            assert caught.value.code == "compiler.refused" and not caught.value.retryable
-            actor._ask = None
-        with pytest.raises(RefusedError, match="not a kernel's source"):
-            await ask_for_kernel(app, message.model_copy(update={"source": "AAAA"}))
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="there is no kernel nobody; there is copy") as caught:
+            await ask_for_kernel(app, message)
+        assert caught.value.code == "compiler.refused" and not caught.value.retryable
+        monkeypatch.setattr(actor, "_ask", None)
+    with pytest.raises(RefusedError, match="not a kernel's source"):
+        await ask_for_kernel(app, message.model_copy(update={"source": "AAAA"}))
     assert actor._kernel_workers is not actor._workers
 
 
-async def test_every_pass_is_explained(nats, tmp_path):
+@beside
+async def test_every_pass_is_explained(shared):
+    _, app = shared
     made, _ = program()
     raw = base64.b64encode(encode_program(made)).decode()
-    async with service(nats, tmp_path), client(nats) as app:
-        reply = await app.request(
-            subjects.COMPILER_PROGRAM_EXPLAIN,
-            ExplainProgramRequest(program=raw, mode="exact"),
-            ExplainProgramReply,
-            timeout=60,
-        )
+    reply = await app.request(
+        subjects.COMPILER_PROGRAM_EXPLAIN,
+        ExplainProgramRequest(program=raw, mode="exact"),
+        ExplainProgramReply,
+        timeout=60,
+    )
     stages = json.loads(zlib.decompress(base64.b64decode(reply.stages)))
     names = [name for name, _ in stages]
     assert names == ["resolve-views", "expand", "remove-redundant", "remove-dead", "fuse", "weigh", "lower"]
@@ -241,12 +276,14 @@ async def test_tenant_has_one_program_explained_at_a_time_and_keeps_no_other_ten
     asked, release = [], asyncio.Event()
 
     async def ask(self, request, target, what):
+        if request["what"] == "targets":
+            return await no_worker(self, request, target, what)
         asked.append(what)
         await release.wait()
         return b"[]"
 
+    monkeypatch.setattr(CompilerActor, "_ask", ask)
     async with service(nats, tmp_path):
-        monkeypatch.setattr(CompilerActor, "_ask", ask)
         raw = base64.b64encode(encode_program(program()[0])).decode()
         data, headers = encode(ExplainProgramRequest(program=raw, mode="exact"))
         clients = {t: await connect(nats, inbox_prefix=subjects.client_inbox(t, "u")) for t in ("bob", "alice")}

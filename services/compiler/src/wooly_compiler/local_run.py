@@ -5,7 +5,7 @@ The executor's runtimes do it for sessions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,13 @@ from wooly_compiler.build import opencl
 from wooly_compiler.rows import QUOTIENTS
 
 Memory = MutableMapping[int, np.ndarray[Any, Any]]
+Built = Mapping[bytes, opencl.BuiltKernel]
+
+
+def build(plans: Sequence[Plan]) -> Built:
+    """The kernels of plans by their digests, built together: that takes a third of the time."""
+    kernels = {digest(k): k for plan in plans for k in plan.kernels}
+    return dict(zip(kernels, opencl.build_together(list(kernels.values())), strict=True))
 
 
 class LocalRun:
@@ -24,13 +31,19 @@ class LocalRun:
     Args:
         plan: what to run.
         library: runs an instruction on memory: called with a line, the slots' bytes and the run's params.
+        built: its kernels, where they were built with those of others.
     """
 
-    def __init__(self, plan: Plan, library: Callable[[Any, Memory, Sequence[Any]], None] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        library: Callable[[Any, Memory, Sequence[Any]], None] | None = None,
+        built: Built | None = None,
+    ) -> None:
         self.plan = plan
         self._library = library
         self._device = opencl.default_device()
-        built = {digest(k): opencl.build(k, self._device) for k in plan.kernels}
+        built = build([plan]) if built is None else built
         self._kernels = {id(s): built[digest(s.kernel)] for s in plan.steps if isinstance(s, KernelStep)}
 
     def run(self, memory: Memory, params: Sequence[Any] = ()) -> None:

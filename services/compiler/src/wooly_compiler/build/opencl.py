@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from wooly_wis.kernel.ir import Kernel
 
 from wooly_compiler.errors import BuildError
 from wooly_compiler.render.dialects import OPENCL
-from wooly_compiler.render.printer import render
+from wooly_compiler.render.printer import render_together
 from wooly_compiler.render.source import Form, Source
 
 _NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DType.BOOL: np.uint8, DType.I32: np.int32}
@@ -105,13 +105,30 @@ def build(kernel: Kernel, device: Device | None = None, form: Form | None = None
         KernelError: the kernel breaks a law.
         BuildError: the compiler refuses the source.
     """
+    return build_together([kernel], device, form)[0]
+
+
+def build_together(
+    kernels: Sequence[Kernel], device: Device | None = None, form: Form | None = None
+) -> list[BuiltKernel]:
+    """As `build`, of several kernels as one program: its compiler reads the language's own declarations once.
+
+    Raises:
+        KernelError: a kernel breaks a law.
+        BuildError: the compiler refuses the source.
+    """
     device = device or default_device()
-    source = render(kernel, OPENCL, form or (Form.LOOPS if device.is_cpu else Form.SIMT))
+    form = form or (Form.LOOPS if device.is_cpu else Form.SIMT)
+    if len({k.name for k in kernels}) < len(kernels):
+        kernels = [replace(k, name=f"{k.name[:50]}_{n}") for n, k in enumerate(kernels)]
+    if not kernels:
+        return []
+    sources = render_together(kernels, OPENCL, form)
     try:
-        program = cl.Program(device.context, source.text).build(options=OPTIONS)
-        return BuiltKernel(device, kernel, source, getattr(program, source.name))
+        program = cl.Program(device.context, sources[0].text).build(options=OPTIONS)
+        return [BuiltKernel(device, k, s, cl.Kernel(program, s.name)) for k, s in zip(kernels, sources, strict=True)]
     except cl.Error as e:
-        raise BuildError(f"kernel {kernel.name}: {e}") from e
+        raise BuildError(f"kernel {', '.join([k.name for k in kernels])}: {e}") from e
 
 
 #: No fast mathematics: quotients and roots of f32 are rounded once, subnormal numbers are kept.

@@ -12,6 +12,7 @@ A page is made of layers, of which each knows those below alone: `page` (lines),
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 from wooly_wis.dtypes import DType
@@ -34,13 +35,33 @@ def render(kernel: Kernel, dialect: Dialect, form: Form) -> Source:
         KernelError: the kernel breaks a law.
         RenderError: the dialect lacks an operation.
     """
-    return _Printer(kernel, dialect, form, verify(kernel)).source()
+    return render_together([kernel], dialect, form)[0]
+
+
+def render_together(kernels: Sequence[Kernel], dialect: Dialect, form: Form) -> list[Source]:
+    """The sources of several kernels with different names. Their text is the same: all of them, after the functions they share.
+
+    Raises:
+        KernelError: a kernel breaks a law.
+        RenderError: the dialect lacks an operation.
+    """
+    pages = [_Printer(kernel, dialect, form, verify(kernel)) for kernel in kernels]
+    printed = [page.kernel_text() for page in pages]
+    functions: dict[str, str] = {}
+    for page in pages:
+        functions.update(page.functions)
+    text = dialect.prologue + "".join([f"\n{t}" for t in (*functions.values(), *[t for t, _ in printed])])
+    return [
+        Source(p.kernel.name, dialect.name, text, groups, p.threads)
+        for p, (_, groups) in zip(pages, printed, strict=True)
+    ]
 
 
 class _Printer(Statements):
     """The page of a kernel: its head, and how its points become work-items."""
 
-    def source(self) -> Source:
+    def kernel_text(self) -> tuple[str, int]:
+        """The kernel without the functions before it, and the work-groups of a launch."""
         kernel = self.kernel
         groups = self._loops() if self.form is Form.LOOPS else self._simt()
         args = [
@@ -50,8 +71,7 @@ class _Printer(Statements):
         args += [f"const {self.d.types[s.dtype]} {s.name}" for s in kernel.scalars]
         head = self.d.kernel.format(name=kernel.name, args=", ".join(args), threads=self.threads)
         body = "\n".join([f"  {s};" for s in self.shared] + self.lines)
-        text = self.d.prologue + "".join(f"\n{h}" for h in self.functions.values()) + f"\n{head} {{\n{body}\n}}\n"
-        return Source(kernel.name, self.d.name, text, groups, self.threads)
+        return f"{head} {{\n{body}\n}}\n", groups
 
     def _coordinates(self, flat: str, upto: int) -> None:
         """Coordinates of a point from its number among the first `upto` dimensions."""
