@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 _WITH_TORCH = ("wooly", "wooly_executor", "wooly_local.supervisor")
 #: Whose own modules are loaded, too, when one of them is asked for first: to import them does nothing but take time.
 _SERVICES = ("wooly_executor", "wooly_router", "wooly_scheduler", "wooly_metering", "wooly_compiler")
+#: What a client's process imports on its way to a session, but for what reads its environment or its terminal.
+_OF_A_CLIENT = (
+    "typer", "rich.console", "rich.live", "rich.table",
+    "wooly.api", "wooly.control", "wooly.export", "wooly.jobs", "wooly.traces", "wooly.kernels.cuda_c",
+)  # fmt: skip
 #: Those of a stack are forks of a fork.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
 _lock = threading.Lock()
@@ -182,6 +187,9 @@ def _serve(way: socket.socket) -> None:
         if like in _WITH_TORCH and not threads:
             preload(["torch"])
             threads = sys.modules["torch"].get_num_threads()
+        if like == "wooly" and "wooly.api" not in sys.modules:
+            preload(_OF_A_CLIENT)
+            sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch makes each when it is first asked for
         if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
             preload(new)
         status_fd, *standard = descriptors
