@@ -1,11 +1,12 @@
 """Every row of the op table with a generated kernel agrees with its definition: floats within a bound, the rest exactly."""
 
+import functools
 from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
-from wooly_compiler.local_run import LocalRun
+from wooly_compiler.local_run import LocalRun, build
 from wooly_compiler.pipeline import compile_program
 from wooly_executor.runtime.buffers import TORCH_DTYPE, Buffer
 from wooly_executor.runtime.reference import ReferenceRuntime
@@ -69,12 +70,45 @@ def written(row, dtype, constants=MappingProxyType({}), sizes=(5, 37)):
     return t, inputs, t.ops(row.opcode, *args)
 
 
-def cases():
-    for row in TABLE.values():
-        if row.family in FAMILIES:
-            for dtype in DTYPES:
-                marks = () if dtype in QUICK else pytest.mark.slow  # each builds a kernel
-                yield pytest.param(row, dtype, id=f"{row.opcode}-{dtype.label}", marks=marks)
+ROWS = [(row, dtype, {}, (5, 37)) for dtype in DTYPES for row in TABLE.values() if row.family in FAMILIES]
+#: Rows are neighbours in memory when the first dimension is folded: a point is a block of columns, or a row with steps.
+FOLDS = [
+    (row, DType.F32, {"dims": dims, "dim": 0, "keepdim": False}, sizes)
+    for row in TABLE.values()
+    if row.family is Family.REDUCTION and row.opcode != "layer_norm"
+    for dims in ((0,), (0, 1))
+    if dims == (0,) or "dims" in [a.name for a in row.args]
+    for sizes in ((300, 24), (5, 37))
+]
+CASES = ROWS + FOLDS
+#: Cases whose kernels are built as one program: PoCL takes most of a build for what comes before the first kernel.
+TOGETHER = 20
+
+
+def params():
+    for n, (row, dtype, constants, sizes) in enumerate(CASES):
+        what = f"{row.opcode}-{dtype.label}" + (f"-{len(constants['dims'])}-{sizes}" if constants else "")
+        yield pytest.param(n, id=what, marks=() if dtype in QUICK else pytest.mark.slow)
+
+
+@functools.cache
+def planned(n):
+    """Tape, inputs, results and plan of a case; or why there is none."""
+    try:
+        tape, inputs, results = written(CASES[n][0], CASES[n][1], *CASES[n][2:])
+    except RuleError:
+        return "the row does not take this dtype"
+    plan = compile_program(tape.program()[0], checks=True)
+    if any(isinstance(s, LibraryStep) for s in plan.steps):
+        return "the library's"
+    return tape, inputs, results, plan
+
+
+@functools.cache
+def built(group):
+    """The kernels of a group of cases."""
+    found = [planned(n) for n in range(group * TOGETHER, min((group + 1) * TOGETHER, len(CASES)))]
+    return build([f[-1] for f in found if not isinstance(f, str)])
 
 
 def by_definition(tape, inputs):
@@ -90,40 +124,17 @@ def raw(t):
     return t.contiguous().view(-1).view(torch.uint8).numpy().copy()
 
 
-@pytest.mark.parametrize(("row", "dtype"), list(cases()))
-def test_kernel_agrees_with_the_definition(row, dtype):
-    try:
-        compared(*written(row, dtype), dtype)
-    except RuleError:
-        pytest.skip("the row does not take this dtype")
-
-
-FOLDED = [r for r in TABLE.values() if r.family is Family.REDUCTION and r.opcode != "layer_norm"]
-
-
-@pytest.mark.parametrize("row", FOLDED, ids=lambda r: r.opcode)
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("sizes", [(300, 24), (5, 37)], ids=str)
-def test_fold_along_the_first_dimension_agrees_too(row, dim, sizes):
-    """Rows are neighbours in memory then: a point is a block of columns, or a row with steps."""
-    if dim == 1 and "dims" not in [a.name for a in row.args]:
-        pytest.skip("folds along one dimension")
-    dims = (0,) if dim == 0 else (0, 1)
-    constants = {"dims": dims, "dim": 0, "keepdim": False}
-    compared(*written(row, DType.F32, constants, sizes), DType.F32)
-
-
-def compared(tape, inputs, results, dtype):
-    """Run the row as a kernel and by its definition, and compare."""
-    program, slots = tape.program()
-    plan = compile_program(program, checks=True)
-    if any(isinstance(s, LibraryStep) for s in plan.steps):
-        pytest.skip("the library's")
+@pytest.mark.parametrize("n", list(params()))
+def test_kernel_agrees_with_the_definition(n):
+    if isinstance(found := planned(n), str):
+        pytest.skip(found)
+    tape, inputs, results, plan = found
+    _, slots = tape.program()
     buffers, _ = by_definition(tape, inputs)
     if buffers is None:
         pytest.skip("the library does not take this dtype")
     memory = {slots[x.slot]: raw(v) for x, v in inputs}
-    LocalRun(plan).run(memory, tape.params)
+    LocalRun(plan, built=built(n // TOGETHER)).run(memory, tape.params)
     for x in results:
         want = buffers[slots[x.slot]].base
         want = torch.empty(0, dtype=TORCH_DTYPE[x.view.dtype]).set_(
