@@ -14,6 +14,7 @@ import pytest
 from wooly_bus import subjects
 from wooly_bus.channel import ChannelError
 from wooly_bus.channel.framing import ChannelClosedError
+from wooly_bus.contents import chunk_digest, content_id
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.assembly_parser import row_major
@@ -449,6 +450,31 @@ def test_flood_without_reading_takes_little_memory_and_hurts_nobody(cluster, ali
     sending.join(20)
     attacker.close()
     assert works(victim)
+    victim.close()
+
+
+@pytest.mark.parametrize("name", ["", "x" * 129, "a\r\nNats-Rollup: all", "\ud800"])
+def test_model_whose_name_cannot_be_told_to_others_is_not_pinned_and_ends_nothing(cluster, alice, bob, name):
+    victim = entered(alice)
+    attacker, _ = enter(bob.open(dedup="tenant"))
+    raw, data = allocates(4096), os.urandom(4096)
+
+    def answer(kind, payload=b""):
+        attacker.send(kind, payload)
+        return json.loads(bytes(attacker.recv(20).payload))
+
+    attacker.send(Kind.DEFINE, raw)
+    attacker.send(Kind.RUN, pack_run(digest(raw), [1], b"", []))
+    content = CONTENT.pack(1, len(data), 0, content_id([chunk_digest(data)], len(data)))
+    assert not answer(Kind.OFFER, content)["known"]
+    attacker.send(Kind.WRITE, WRITE_HEAD.pack(1, 0), data)
+    attacker.send(Kind.SEAL, content)
+    cluster.wait(lambda: not answer(Kind.STATS)["sealing"])
+    assert "no name for weights" in answer(Kind.PIN, pack_json({"do": "add", "name": name}))["error"]
+    assert answer(Kind.PIN, pack_json({"do": "add", "name": "weights"})) == {"bytes": 4096}
+    assert works(victim)
+    assert answer(Kind.PIN, pack_json({"do": "remove", "name": "weights"})) == {"removed": True}
+    attacker.close()
     victim.close()
 
 
