@@ -45,7 +45,7 @@ def test_fused_softmax():
     torch.testing.assert_close(kernels.softmax(*on(x)).cpu(), torch.softmax(x, -1), **CLOSE)
 
 
-@pytest.mark.parametrize("shape", [(64, 64, 64), (100, 70, 50)])
+@pytest.mark.parametrize("shape", [pytest.param((64, 64, 64), marks=pytest.mark.slow), (100, 70, 50)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_matmul_with_autotune_and_heuristics(shape, dtype):
     m, n, k = shape
@@ -105,7 +105,7 @@ def test_dropout_draws_the_numbers_of_its_seed():
     assert 0.3 < (got == 0).float().mean() < 0.5
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_flash_attention_forward(causal, dtype):
     q, k, v = [torch.randn(2, 3, 77, 32).to(dtype) for _ in range(3)]

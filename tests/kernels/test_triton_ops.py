@@ -139,7 +139,14 @@ def order_kernel(x_ptr, out_ptr, N: tl.constexpr):
     tl.store(out_ptr + 3 * N + n, tl.flip(x))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.int32, marks=pytest.mark.slow),
+        pytest.param(torch.int16, marks=pytest.mark.slow),
+    ],
+)
 def test_orders(dtype):
     x = (torch.randn(64) * 100).to(dtype)
     out = torch.zeros(4, 64, dtype=dtype, device="cuda")

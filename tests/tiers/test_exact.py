@@ -48,7 +48,7 @@ def cases():
         for numbers in (0, 3, 0.1):
             if not numbers or any(a.kind in (ArgKind.NUMBER, ArgKind.EITHER) for a in row.args[1:]):
                 name = f"{row.opcode}-{numbers}"
-                yield pytest.param(row, numbers, QUICK, id=name)
+                yield pytest.param(row, numbers, QUICK, id=name, marks=pytest.mark.slow if numbers == 0.1 else ())
                 rest = tuple(d for d in DTYPES if d not in QUICK)
                 yield pytest.param(row, numbers, rest, id=f"{name}-others", marks=pytest.mark.slow)
 

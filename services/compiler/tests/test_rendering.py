@@ -202,11 +202,11 @@ def test_dialect_without_words_says_so():
         render(k.finish(), OPENCL, Form.SIMT)
 
 
-@pytest.mark.parametrize(
-    "op", ["add", "sub", "mul", "div_floor", "div_trunc", "fmod", "shl", "shr", "and", "xor", "max", "min"]
-)
+INTEGERS = ("add", "sub", "mul", "div_floor", "div_trunc", "fmod", "shl", "shr", "and", "xor", "max", "min")
+
+
 @pytest.mark.parametrize("dtype", [DType.I8, DType.U8, I32, I64], ids=lambda d: d.label)
-def test_integers_wrap_and_divide_as_the_interpreter_says(op, dtype):
+def test_integers_wrap_and_divide_as_the_interpreter_says(dtype):
     numpy = {DType.I8: np.int8, DType.U8: np.uint8, I32: np.int32, I64: np.int64}[dtype]
     info = np.iinfo(numpy)
     some = np.array(
@@ -214,37 +214,40 @@ def test_integers_wrap_and_divide_as_the_interpreter_says(op, dtype):
     )
     a, b = (v.ravel().copy() for v in np.meshgrid(some, some))
     k = KernelBuilder("integers", (len(a),))
-    x, y, z = k.array("x", dtype, len(a)), k.array("y", dtype, len(a)), k.array("z", dtype, len(a), Role.OUT)
+    x, y = k.array("x", dtype, len(a)), k.array("y", dtype, len(a))
     (i,) = k.points
-    k.store(z, i, k.apply(op, k.load(x, i), k.load(y, i)))
+    for op in INTEGERS:
+        k.store(k.array(f"of_{op}", dtype, len(a), Role.OUT), i, k.apply(op, k.load(x, i), k.load(y, i)))
     kernel = k.finish()
-    expected = [0] * len(a)
-    interpreter.run(kernel, {"x": a.tolist(), "y": b.tolist(), "z": expected})
-    got = np.zeros_like(a)
-    launch(kernel, [a, b, got], Form.LOOPS)
-    assert got.tolist() == expected
+    expected = {op: [0] * len(a) for op in INTEGERS}
+    interpreter.run(kernel, {"x": a.tolist(), "y": b.tolist(), **{f"of_{op}": v for op, v in expected.items()}})
+    got = {op: np.zeros_like(a) for op in INTEGERS}
+    launch(kernel, [a, b, *got.values()], Form.LOOPS)
+    assert {op: v.tolist() for op, v in got.items()} == expected
 
 
-@pytest.mark.parametrize("target", [DType.I8, DType.U8, I32, I64, DType.U64, DType.BOOL], ids=lambda d: d.label)
+TARGETS = {
+    DType.I8: np.int8,
+    DType.U8: np.uint8,
+    I32: np.int32,
+    I64: np.int64,
+    DType.U64: np.uint64,
+    DType.BOOL: np.uint8,
+}
+
+
 @pytest.mark.parametrize("source", [F32, DType.F64], ids=lambda d: d.label)
-def test_floats_become_integers_as_the_interpreter_says(source, target):
-    kinds = {
-        DType.I8: np.int8,
-        DType.U8: np.uint8,
-        I32: np.int32,
-        I64: np.int64,
-        DType.U64: np.uint64,
-        DType.BOOL: np.uint8,
-    }
+def test_floats_become_integers_as_the_interpreter_says(source):
     a = np.array([0.0, -0.0, 0.9, -0.9, 1.5, 127.5, 128.0, 255.9, 256.0, -128.9, 2147483648.0, -2147483649.0, 1e30, -1e30,
                   9.3e18, 1.9e19, np.inf, -np.inf, np.nan], np.float32 if source is F32 else np.float64)  # fmt: skip
     k = KernelBuilder("convert", (len(a),))
-    x, y = k.array("x", source, len(a)), k.array("y", target, len(a), Role.OUT)
+    x = k.array("x", source, len(a))
     (i,) = k.points
-    k.store(y, i, k.convert(k.load(x, i), target))
+    for target in TARGETS:
+        k.store(k.array(f"to_{target.label}", target, len(a), Role.OUT), i, k.convert(k.load(x, i), target))
     kernel = k.finish()
-    expected = [0] * len(a)
-    interpreter.run(kernel, {"x": a.tolist(), "y": expected})
-    got = np.zeros(len(a), kinds[target])
-    launch(kernel, [a, got], Form.LOOPS)
-    assert got.tolist() == expected
+    expected = {t.label: [0] * len(a) for t in TARGETS}
+    interpreter.run(kernel, {"x": a.tolist(), **{f"to_{t}": v for t, v in expected.items()}})
+    got = {t.label: np.zeros(len(a), kind) for t, kind in TARGETS.items()}
+    launch(kernel, [a, *got.values()], Form.LOOPS)
+    assert {t: v.tolist() for t, v in got.items()} == expected
