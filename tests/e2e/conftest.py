@@ -31,6 +31,13 @@ def _one_device(tmp_path_factory):
     stack.stop()
 
 
+@pytest.fixture(scope="package")
+def _two_devices(tmp_path_factory):
+    stack = _stack(tmp_path_factory, 2)
+    yield stack
+    stack.stop()
+
+
 def _at_rest(stack, gpus):
     """The stack as it is now, once it is as a new one."""
     deadline = time.monotonic() + PATIENCE_S
@@ -56,3 +63,9 @@ def _at_rest(stack, gpus):
 def stack(_one_device):
     """A stack with one device."""
     return _at_rest(_one_device, 1)
+
+
+@pytest.fixture
+def pair(_two_devices):
+    """A stack with two devices, each with an executor of its own."""
+    return _at_rest(_two_devices, 2)

@@ -47,13 +47,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    running = forks.start_stack(tmp_path_factory.mktemp("stack"))
-    yield running
-    running.stop()
-
-
 def environment(stack, **settings):
     return os.environ | stack.client_env | {f"WOOLYAI_{k}": v for k, v in settings.items()}
 

@@ -25,11 +25,9 @@ ROOT = Path(__file__).parents[2]
 WOOLY = [sys.executable, "-m", "wooly"]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2, OMP_NUM_THREADS="1")
-    yield running
-    running.stop()
+@pytest.fixture
+def stack(pair):
+    return pair
 
 
 def run(*argv, stack=None, code=0, **options):

@@ -29,14 +29,6 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    state = tmp_path_factory.mktemp("stack")
-    running = forks.start_stack(state)
-    yield running
-    running.stop()
-
-
 def wooly(stack, *arguments):
     env = os.environ | stack.client_env
     return forks.run("wooly", *arguments, env=env, timeout=60)

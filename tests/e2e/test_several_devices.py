@@ -19,11 +19,9 @@ pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 WOOLY = [sys.executable, "-m", "wooly"]
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True, gpus=2, OMP_NUM_THREADS="1")
-    yield running
-    running.stop()
+@pytest.fixture
+def stack(pair):
+    return pair
 
 
 def environment(stack=None, **variables):

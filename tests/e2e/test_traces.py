@@ -28,19 +28,6 @@ for _ in range(40):  # often enough for a plan
 """
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory):
-    # a compiler's folder of its own: what was made before would be taken from there, and nothing compiled
-    folder = str(tmp_path_factory.mktemp("compiler"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("WOOLY_COMPILER_STATE_DIR", folder)
-        patch.delenv("WOOLY_TRACES", raising=False)
-        running = forks.start_stack(tmp_path_factory.mktemp("stack"), ephemeral=True)
-    yield running
-    running.stop()
-
-
 def run(stack, *argv, code=0):
     env = {k: v for k, v in os.environ.items() if not k.startswith(("WOOLYAI_", "OTEL_"))} | {"OMP_NUM_THREADS": "1"}
     env |= stack.client_env
