@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -109,19 +111,25 @@ class Scripts(threading.Thread):
 
 
 class References:
-    """What scripts print without Wooly, on this CPU; each seed is computed once."""
+    """What scripts print without Wooly, on this CPU: each seed once, and all in this process, as imports take longer than work."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], str] = {}
 
     def of(self, script: str, seed: int) -> str:
         """The result of one script."""
+        import torch
+
         key = script, seed
         if key not in self._known:
-            argv = [sys.executable, str(HERE / "scripts" / script), str(seed), "cpu"]
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ran = subprocess.run(argv, env=env, capture_output=True, text=True, check=True)
-            (line,) = [text for text in ran.stdout.splitlines() if text.startswith("result ")]
+            torch.set_num_threads(1)
+            before, sys.argv = sys.argv, [script, str(seed), "cpu"]
+            try:
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    runpy.run_path(str(HERE / "scripts" / script), run_name="__main__")
+            finally:
+                sys.argv = before
+            (line,) = [text for text in printed.getvalue().splitlines() if text.startswith("result ")]
             self._known[key] = line.removeprefix("result ")
         return self._known[key]
 
