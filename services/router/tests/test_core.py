@@ -349,7 +349,7 @@ def test_small_task_overtakes_a_big_one_that_waits_but_not_for_ever():
 def test_nothing_is_held_for_a_task_that_no_device_could_take_or_that_is_not_due():
     gpus, small = [gpu("a")], waits("small", since=1.0, vram=10)
     assert placed([waits("huge", vram=200), small], gpus, 99.0)["small"] == ["a"]
-    later = dataclasses.replace(waits("later", vram=90), not_before=200.0)
+    later = dataclasses.replace(waits("later", vram=90), not_before=150.0)
     assert placed([later, small], gpus, 99.0, [Claim("a", 50)]) == {"small": ["a"]}
 
 

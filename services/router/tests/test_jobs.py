@@ -288,6 +288,32 @@ async def test_what_a_dead_router_was_starting_is_started_by_the_next(rig_on):
         assert await state(r) == "started" and r.executors[0].jobs[0].attempt == 2
 
 
+@pytest.mark.parametrize("wrong_for", ["a lost attempt", "a start that nobody finishes"])
+async def test_what_was_put_off_by_a_clock_that_was_an_hour_ahead_is_not_put_off_for_an_hour(rig_on, wrong_for):
+    async with rig_on("a") as r:
+        start = r.jobs._start
+        if wrong_for == "a lost attempt":
+            await r.jobs.on_submit_job(job(r))
+            await r.jobs.round()
+            r.clock.now += 3600
+            assert await r.jobs.on_job_ended(ended(r, state="lost", reason="stopped"))
+        else:
+            r.clock.now += 3600
+            await r.beat()
+            await r.jobs.on_submit_job(job(r))
+            r.jobs._start = lambda *args: asyncio.sleep(0)
+            await r.jobs.round()
+        r.jobs._start = start
+        assert await state(r) == "pending"
+        r.clock.now -= 3600 - 1
+        await r.beat()
+        await r.jobs.round()
+        r.clock.now += 2
+        await r.beat()
+        await r.jobs.round()
+        assert await state(r) == "started" and r.executors[0].jobs[-1].attempt == 2
+
+
 async def test_deadline_ends_a_job_whether_it_waits_or_runs(rig_on):
     async with rig_on("a") as r:
         await r.jobs.on_submit_job(job(r, "job-wait", deadline_s=5, required_vram=5000))

@@ -41,7 +41,7 @@ from wooly_router.core.ceilings import Wish
 from wooly_router.core.cluster import ClusterConfig, overcommit_of
 from wooly_router.core.placement import as_record, summary
 from wooly_router.core.queue import plan
-from wooly_router.core.tasks import backoff_s
+from wooly_router.core.tasks import backoff_s, is_due
 from wooly_router.executors import EXECUTOR_TIMEOUT_S
 from wooly_router.gate import DEFAULT_TENANT, Caller
 from wooly_router.limits import LimitError
@@ -359,7 +359,7 @@ class JobActor:
                     await self._again(task, reason)
         self._missing = missing
         for task in await self._tasks.in_states("pending", kind="job"):
-            if task.parts and now > (task.retry_at or 0.0):
+            if task.parts and is_due(task.retry_at or 0.0, now):
                 await self._again(task, "the router that was starting it is gone")
 
     async def place(self) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wooly_router.core.placement import IDLE, Claim, Placement, Pool, Want, fits
+from wooly_router.core.tasks import is_due
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def _plan(
     held: set[str] = set()
     refused: dict[Want, Placement] = {}  # claims and holds only grow here: what was refused once stays so
     for waiting in in_order(queue, now, patience):
-        if waiting.not_before > now:
+        if not is_due(waiting.not_before, now):
             continue
         placement = refused.get(waiting.want) or pool.place(waiting.want, held)
         decisions.append((waiting, placement))

@@ -20,11 +20,22 @@ ENDED = frozenset(s for s, after in TRANSITIONS.items() if not after)
 #: Seconds before the second attempt; each further one waits twice as long, to a limit.
 RETRY_S = 1.0
 RETRY_LIMIT_S = 60.0
+#: No task is told to wait for longer before it is looked at again.
+LONGEST_WAIT_S = RETRY_LIMIT_S
 
 
 def sources(state: str) -> tuple[str, ...]:
     """The states that may come before `state`."""
     return tuple(s for s, after in TRANSITIONS.items() if state in after)
+
+
+def is_due(at: float, now: float) -> bool:
+    """Whether the time at which a task is to be looked at again has come.
+
+    Routers share these times, and the clock of one may have been wrong: one that lies further ahead than any wait is long was
+    written by such a clock, and holds nothing back.
+    """
+    return at <= now or at > now + LONGEST_WAIT_S
 
 
 def backoff_s(attempt: int) -> float:
