@@ -5,7 +5,6 @@ import { card, chip, h, swap, table, toast } from "../dom.js";
 import { clock, nanos } from "../format.js";
 
 const EVERY_MS = 5000;
-const NOTHING = "No traces are kept here: this controller does not collect them. OTEL_EXPORTER_OTLP_ENDPOINT sends them elsewhere.";
 
 export default function traces(context) {
   return context.rest.length ? one(context) : all(context);
@@ -38,7 +37,7 @@ function all({ body }) {
         ),
       );
     },
-    (error) => (error.status === 404 ? swap(list, h("p", { class: "card" }, NOTHING)) : toast(error.message, "bad")),
+    (error) => toast(error.message, "bad"),
   );
   swap(body, list);
   look();
@@ -156,8 +155,7 @@ function one({ body, head, rest }) {
     (trace) => stopped || (trace.spans.length ? draw(trace) : swap(body, h("p", { class: "card" }, "This trace has no spans."))),
     (error) => {
       if (stopped || error.status === 401) return;
-      const text = error.status !== 404 ? error.message : error.code === "http.404" ? NOTHING : error.message;
-      swap(body, h("p", { class: "card", role: "alert" }, text));
+      swap(body, h("p", { class: "card", role: "alert" }, error.message));
     },
   );
   return { stop: () => (stopped = true) };
