@@ -123,10 +123,10 @@ async def serve(settings: ExecutorSettings, loop: DeviceLoop, bound: list[Endpoi
         log.info("executor %s serves %s on %s", settings.id, loop.runtime.facts()["name"], ", ".join(endpoints))
         await run_for_ever(works, until_signalled)
         failed = failure()
-        if failed is None:
-            await actor.jobs.stop()
         with contextlib.suppress(BusError):  # without NATS nobody hears it: routers notice the silence
             await actor.say_end("it was told to stop" if failed is None else failed.reason)
+        if failed is None:
+            await asyncio.gather(actor.end_clients(), actor.jobs.stop())
         last_words_s = LAST_WORDS_S if failed is None else LAST_WORDS_OF_FAILED_S
         with contextlib.suppress(BusError, ExecutorError, TimeoutError):
             async with asyncio.timeout(last_words_s):

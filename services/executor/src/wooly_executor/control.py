@@ -42,7 +42,7 @@ from wooly_wis.messages import (
     WorkDone,
 )
 
-from wooly_executor.device_loop import DeviceLoop
+from wooly_executor.device_loop import STOPPING, DeviceLoop
 from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
@@ -53,6 +53,8 @@ T = TypeVar("T")
 log = logging.getLogger("wooly.executor")
 #: Seconds that a heartbeat waits for the device's thread.
 BUSY_S = 0.5
+#: Seconds that the end waits for the device's thread to close what clients have.
+CLIENTS_S = 1.0
 #: Contents that a heartbeat names.
 WEIGHTS = 1024
 #: Seconds between two looks at what traced sessions ran.
@@ -281,6 +283,12 @@ class ExecutorActor(Actor):
         last = self._heartbeat().model_copy(update={"ending": reason[:1024], "sessions": ()})
         await self._app.publish(subjects.EXECUTOR_HEARTBEAT, last)
 
+    async def end_clients(self) -> None:
+        """Close the sessions that clients have, unless the device is in one long operation: then they end with the process."""
+        with contextlib.suppress(ExecutorError, TimeoutError):
+            async with asyncio.timeout(CLIENTS_S):
+                await asyncio.wrap_future(self._loop.call(self._loop.end_clients))
+
     async def _lapse(self) -> None:
         while True:
             now = self._clock()
@@ -345,7 +353,7 @@ class ExecutorActor(Actor):
     def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
         if lease is not None:
             self._forget(session_id, lease)
-        if session_id not in self._leases:  # else the router asked for it anew meanwhile, and has it
+        if session_id not in self._leases and closed[1] != STOPPING:  # else it was opened anew, or the last heartbeat tells
             self._closed.put_nowait(closed)
 
     async def report_closed(self) -> None:

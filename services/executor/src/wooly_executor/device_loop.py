@@ -252,6 +252,12 @@ class DeviceLoop:
         self.on_closed(session_id, reason, session.largest_brought())
         return True
 
+    def end_clients(self) -> None:
+        """Close the sessions that clients have (in the loop's thread): whatever else is to end, they need not wait for it."""
+        for session_id, session in list(self._sessions.items()):
+            if session.conn is not None:
+                self.close_session(session_id, STOPPING)
+
     def sessions(self) -> list[Session]:
         """The open sessions (in the loop's thread)."""
         return list(self._sessions.values())
