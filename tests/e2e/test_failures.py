@@ -1,6 +1,7 @@
 """A part of a service that fails takes its process with it, at once, and others take over: nothing of a cluster is half alive."""
 
 import contextlib
+import json
 import os
 import time
 
@@ -8,6 +9,7 @@ import pytest
 from wooly_bus import subjects
 from wooly_bus.channel import ChannelClosedError
 from wooly_bus.supervision import BROKEN
+from wooly_testkit import forks
 from wooly_testkit.cluster import Cluster, Tenant, enter
 from wooly_wis.messages import TaskReply, TaskRequest
 
@@ -29,6 +31,33 @@ if os.environ["FAULTY"] == "device":
 else:
     journal.JournalPublisher.publish = faulty(journal.JournalPublisher.publish)
 sys.exit(app.main())
+"""
+#: A script whose executor ends after the session was opened, before it is reached.
+LATE = """
+import json, os, signal, sys, time
+import torch
+from wooly import api
+
+processes, how = json.loads(sys.argv[1]), getattr(signal, sys.argv[2])
+connect = api._connect
+
+def late(part, *arguments):
+    api._connect = connect
+    os.kill(processes[part.executor_id], how)
+    print("ended", part.executor_id, flush=True)
+    while True:
+        try:
+            with open(f"/proc/{processes[part.executor_id]}/stat") as stat:
+                if stat.read().split()[2] == "Z":
+                    break
+        except FileNotFoundError:
+            break
+        time.sleep(0.01)
+    return connect(part, *arguments)
+
+api._connect = late
+api.enable()
+print(torch.ones(3, device="cuda").sum().item(), api._attached.parts[0].executor_id)
 """
 #: Seconds that the end of a process takes at most (1 s) on a machine that others use, too.
 ENDED_S = 4.0
@@ -106,3 +135,18 @@ def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_re
     last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
     assert last.reason == "executor a is lost: it was told to stop"
     channel.close()
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+def test_executor_that_ends_before_a_client_reaches_it_costs_the_client_nothing(cluster, alice, how):
+    for name in "ab":
+        cluster.kill(name)
+        cluster.start(name)
+    cluster.wait(lambda: states(cluster) == {"a": "alive", "b": "alive"})
+    (cluster.folder / "late.py").write_text(LATE)
+    processes = json.dumps({name: cluster.processes[name].pid for name in "ab"})
+    env = alice.env() | {"OMP_NUM_THREADS": "1"}
+    done = forks.run("late", processes, how, env=env, cwd=cluster.folder, timeout=60, like="wooly")
+    assert done.returncode == 0, done.stderr
+    (_, first), (answer, second) = map(str.split, done.stdout.splitlines())
+    assert answer == "3.0" and {first, second} == {"a", "b"}

@@ -111,7 +111,7 @@ class Scripts(threading.Thread):
 
 
 class References:
-    """What scripts print without Wooly, on this CPU: each seed once, and all in this process, as imports take longer than work."""
+    """What scripts print without Wooly, on this CPU: each seed once, and in this process, as imports take longer than work."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[str, int], str] = {}

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from wooly.traces import ClientTrace
 
 log = logging.getLogger("wooly")
+#: Sessions that are opened until the executors of one are reached.
+OPENS = 3
 #: Seconds after which all links of a session with several devices are looked at: one may break while only another is used.
 _LOOK_EVERY_S = 0.25
 #: Ticks of the timer for which a program that grows is let grow.
@@ -235,35 +237,12 @@ def enable(settings: Any = None) -> None:
     global _facade
     with _lock:
         if _attached is None:
-            from wooly.control import open_session
             from wooly.settings import load
 
             settings = settings or load()
             if settings.programs_dir is not None:
                 settings.programs_dir.mkdir(parents=True, exist_ok=True)
-            opened = open_session(settings)
-            try:
-                first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
-                attach(
-                    first.endpoints,
-                    opened.session_id,
-                    first.token or opened.token,
-                    more=more,
-                    flush_instructions=settings.flush_instructions,
-                    flush_interval_s=settings.flush_interval_ms / 1e3,
-                    jit=settings.jit,
-                    executor_id=first.executor_id,
-                    node=first.node,
-                    channel=settings.channel,
-                    control_url=opened.tunnels,
-                    tls_ca=settings.tls_ca,
-                    plaintext=settings.plaintext,
-                    dedup=settings.dedup,
-                    trace=opened.trace,
-                )
-            except BaseException:
-                opened.close()
-                raise
+            opened = _open_and_attach(settings)
             assert _attached is not None
             _attached.opened = opened
             links = _attached.links
@@ -272,6 +251,45 @@ def enable(settings: Any = None) -> None:
                 recorder.programs_dir = settings.programs_dir
             children.settings = settings.model_copy(update=opened.reach)
         install_facade()
+
+
+def _open_and_attach(settings: Any) -> Any:
+    """Open a session and connect to its executors. Returns the session.
+
+    An executor may end after the session was opened, before it is reached: nothing is lost then, and another session is opened.
+    """
+    from wooly.control import open_session
+
+    others = OPENS
+    while True:
+        others -= 1
+        opened = open_session(settings)
+        try:
+            first, *more = [Part(p.endpoints, p.executor_id, p.node, p.token) for p in opened.parts]
+            attach(
+                first.endpoints,
+                opened.session_id,
+                first.token or opened.token,
+                more=more,
+                flush_instructions=settings.flush_instructions,
+                flush_interval_s=settings.flush_interval_ms / 1e3,
+                jit=settings.jit,
+                executor_id=first.executor_id,
+                node=first.node,
+                channel=settings.channel,
+                control_url=opened.tunnels,
+                tls_ca=settings.tls_ca,
+                plaintext=settings.plaintext,
+                dedup=settings.dedup,
+                trace=opened.trace,
+            )
+            return opened
+        except BaseException as e:
+            again = others and isinstance(e, NotConnectedError) and not opened.ephemeral and opened.is_over()
+            opened.close()
+            if not again:
+                raise
+            log.warning("another session is opened, as an executor ended before it was reached: %s", e)
 
 
 def install_facade() -> None:

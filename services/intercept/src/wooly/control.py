@@ -282,6 +282,15 @@ class OpenedSession:
         self._sending: concurrent.futures.Future[None] | None = None
         self._thread = start_thread(self._keep, "wooly-lease")
 
+    def is_over(self) -> bool:
+        """Whether the router, or an executor of the session, has it no more."""
+        request = RenewSessionRequest(session_id=self.session_id, token=self.token)
+        try:
+            self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
+        except ControlError as e:
+            return e.code in ("router.no_session", "router.executor_lost")
+        return False
+
     def _keep(self) -> None:
         try:
             over = self._renew()
