@@ -1,11 +1,13 @@
 """When the executor looks for cycles of garbage, and that there are next to none."""
 
 import gc
+import time
 import weakref
 
 import pytest
 from wooly_executor import collector
 from wooly_executor.collector import AT_LAST_S, LONG_REST_S, REST_S, Collector
+from wooly_wis.frames import Kind, pack_run
 
 
 class Interpreter:
@@ -91,17 +93,46 @@ def test_collector_of_a_device_that_never_rests_looks_at_last(started, interpret
     assert interpreter.taken() == ["collect", "freeze"]
 
 
-def test_session_that_ended_leaves_no_cycle(device):
+@pytest.mark.parametrize(
+    "how", ["executor", "client", "vanished", "spoilt", "refused", "failed", "decoding", "running"]
+)
+def test_session_that_ended_leaves_no_cycle(device, wis, how):
     """A collection while sessions are open does not see what it saw before: what ends must go without one."""
     client = device.open("a")
     client.make(1, 1.0, 2.0)
     assert client.floats(1, 2) == [1, 2]
-    left = weakref.ref(device.loop._sessions["a"])
+    session = device.loop._sessions["a"]
+    left = [weakref.ref(session), weakref.ref(session.conn)]
+    del session
     gc.collect()
     gc.disable()
     try:
-        device.loop.call(lambda: device.loop.close_session("a", "the test")).result(10)
-        device.loop.call(lambda: None).result(10)  # the frames of the call before are gone
-        assert left() is None
+        if how == "executor":
+            device.call(lambda: device.loop.close_session("a", "the test"))
+        elif how == "client":
+            client.channel.send(Kind.CLOSE)
+        elif how == "vanished":
+            client.channel.abort()
+        elif how == "spoilt":
+            client.channel.send(99, b"what is this")
+        elif how in ("refused", "failed"):
+            if how == "refused":
+                client.channel.send(Kind.DEFINE, b"no program")
+            else:
+                client.channel.send(Kind.RUN, pack_run(b"d" * 32, [1], b"", []))
+            with pytest.raises(wis.error):
+                client.read(1, 8)
+            client.channel.send(Kind.CLOSE)
+        else:
+            client.channel.send(Kind.DEFINE, b"no program" * 20_000)
+            if how == "running":
+                client.run(wis.body().alloc("x", 8), {"x": 2})
+            client.channel.abort()
+        device.wait_closed("a")
+        until = time.monotonic() + 10
+        while any(r() is not None for r in left) and time.monotonic() < until:  # the frames of the calls before go
+            device.call(lambda: None)
+            time.sleep(0.01)
+        assert [r() for r in left] == [None] * len(left)
     finally:
         gc.enable()

@@ -7,6 +7,7 @@ worked. Tenants take turns, and a tenant has one decoding at a time. What takes 
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
@@ -15,9 +16,12 @@ from collections.abc import Callable
 from typing import Any
 
 from wooly_bus.supervision import start_thread
+from wooly_wis.errors import DecodeError
 from wooly_wis.pauses import pausing
 
-from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError
+from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError, ExecutorError, forget_frames
+
+log = logging.getLogger("wooly.executor")
 
 #: Threads: tenants whose decodings are under way together, taking turns slice by slice.
 WORKERS = 4
@@ -160,6 +164,9 @@ class Decoders:
             with pausing(_Slices(self, decoding, begun).pause):
                 result = decoding.work()
         except Exception as e:
+            if not isinstance(e, (ExecutorError, DecodeError, MemoryError, RecursionError)):
+                log.exception("taking in %d bytes of %s failed", decoding.nbytes, decoding.tenant)
+            forget_frames(e)
             error = e
         finally:
             self._turns.give()

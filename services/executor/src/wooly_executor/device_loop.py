@@ -57,6 +57,7 @@ from wooly_executor.errors import (
     InternalError,
     LoopEndedError,
     UnknownSessionError,
+    forget_frames,
 )
 from wooly_executor.estimates import Cut, turns
 from wooly_executor.host_account import Holder, HostLimits, to_end
@@ -246,9 +247,11 @@ class DeviceLoop:
             session.spans.end(session, reason)
         self.usage.closed(session_id, self.vram.clock())
         session.release()
-        if session.conn is not None and not session.conn.closed:
-            session.conn.owner = None
-            session.conn.close(reason)
+        conn, session.conn = session.conn, None
+        if conn is not None:
+            conn.owner = None  # neither keeps the other: both go now, not when cycles are looked for (`collector`)
+            if not conn.closed:
+                conn.close(reason)
         self.on_closed(session_id, reason, session.largest_brought())
         return True
 
@@ -596,6 +599,7 @@ class DeviceLoop:
                 except ContextLostError:
                     raise
                 except Exception as e:
+                    forget_frames(e)
                     frame.decoded = None, e
                 session.used.decoded(time.thread_time_ns() - begun, self._ppm())
             else:
@@ -765,13 +769,16 @@ class DeviceLoop:
         except ContextLostError:
             raise
         except (MemoryError, RecursionError) as e:
+            forget_frames(e)
             self._exhausted(conn, e)
             return
         except (ExecutorError, DecodeError) as e:
+            forget_frames(e)
             session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
             self._answers.failure_if_awaited(session, conn, frame)
         except Exception as e:
             log.exception("session %s: frame %d failed", session.id, frame.seq)
+            forget_frames(e)
             session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
             self._answers.failure_if_awaited(session, conn, frame)
         conn.ack(frame.seq)

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of the calls that an error went through, once it was dealt with or logged.
+
+    Their variables are sessions and frames, and one of them is the error: what keeps itself alive so is not found until nobody
+    has been here for long (`collector`).
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
+
+
 class ExecutorError(Exception):
     """Root. `code` and the message go to the client; no other session notices."""
 

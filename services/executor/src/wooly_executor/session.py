@@ -547,7 +547,7 @@ class Session:
         self.buffers.clear()
         self.queue.clear()
         if self.decoding is not None:
-            self.decoding.cancelled = True
+            self.decoding.cancelled, self.decoding = True, None
         for gone in self.programs.values():
             self._let_go(gone)
         self.programs.clear()
