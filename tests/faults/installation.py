@@ -92,9 +92,12 @@ class Installation:
         routers: how many.
         executors: how many.
         nats: how many servers; three can lose one.
+        small_caches: what is kept for later, in executors and in NATS servers, takes little memory, and is soon full.
     """
 
-    def __init__(self, folder: Path, *, routers: int = 2, executors: int = 2, nats: int = 3) -> None:
+    def __init__(
+        self, folder: Path, *, routers: int = 2, executors: int = 2, nats: int = 3, small_caches: bool = False
+    ) -> None:
         self.folder = folder
         self.mark = secrets.token_hex(8)
         self.processes: dict[str, Process] = {}
@@ -105,6 +108,7 @@ class Installation:
         self.database = ""
         self.problems: list[str] = []
         self._counts = routers, executors, nats
+        self._small_caches = small_caches
         self._keys = make_authority(folder / "keys")
         self._shim = clock_shim(folder)
         if self._shim is None:
@@ -249,6 +253,7 @@ class Installation:
                 CHANNEL_KEY=self._keys.channel_public,
                 MEMORY=str(1 << 30),
                 SWAP_DISK=str(256 << 20),
+                **({"PROGRAMS": str(8 << 20)} if self._small_caches else {}),
             )
 
     def _link(self, name: str, ports: list[int]) -> str:
@@ -275,7 +280,8 @@ class Installation:
         conf.write_text(text + 'include "nats.conf"\n')
         beside = Path(sysconfig.get_path("scripts")) / "nats-server"
         binary = str(beside) if beside.exists() else shutil.which("nats-server") or "nats-server"
-        self._process(name, [binary, "-c", str(conf)], {})
+        # Go's collector may let garbage grow to what lives: it is told to keep to less, so that what lives is seen.
+        self._process(name, [binary, "-c", str(conf)], {"GOMEMLIMIT": "32MiB"} if self._small_caches else {})
 
     def _service(self, name: str, service: str, nats_url: str, **settings: str) -> None:
         prefix = f"WOOLY_{service.upper()}_"

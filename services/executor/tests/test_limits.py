@@ -2,7 +2,7 @@
 
 import pytest
 from wooly_bus.channel import Endpoint
-from wooly_executor import device_loop, programs
+from wooly_executor import device_loop
 from wooly_executor.host_account import HostLimits
 from wooly_testkit import forks
 from wooly_testkit.executor import executor_process
@@ -17,10 +17,8 @@ def program_of(wis, size, number):
     return wis.body().alloc("x", number + 1).call("aten.neg.default", args=("x" * size, number))
 
 
-def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis, monkeypatch):
-    monkeypatch.setattr(programs, "PROGRAMS_HELD", 100_000)
-    monkeypatch.setattr(programs, "FORMS_HELD", 100_000)
-    device = make_device(limits=HostLimits(definitions=60_000))
+def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
+    device = make_device(limits=HostLimits(definitions=60_000, programs=100_000))
     clients = [device.open(name) for name in "abc"]
     names = []
     for i, client in enumerate(clients):
@@ -30,7 +28,7 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis, monkeypa
     held = device.call(lambda: [(len(s.programs), s.program_held) for s in device.loop.sessions()])
     assert all(2 <= n < 20 and size <= 60_000 for n, size in held)
     store = device.loop._store
-    assert store._idle_held <= 100_000 and store._forms_held <= 100_000
+    assert store._idle_held <= 100_000 and store._forms_held <= 50_000
     assert store.held == sum(size for _, size in held)
     assert len(store._ready) == len(store._idle) + sum(n for n, _ in held)
     clients[0].start(names[0], [1])

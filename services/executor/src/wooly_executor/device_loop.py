@@ -149,8 +149,8 @@ class DeviceLoop:
         self._collector = collector
         self._usual = UsualBook()
         self._workers = WorkerClock()
-        self._store = ProgramStore(runtime)
         self.limits = limits or HostLimits()
+        self._store = ProgramStore(runtime, self.limits.programs)
         self.decoders = Decoders(self.limits.decode_s)
         self._gate = self.decoders.gate
         self._sessions: dict[str, Session] = {}

@@ -28,6 +28,7 @@ class HostLimits:
         session: of one session, in all: with more, it ends.
         executor: of all sessions: with more, the largest session of the tenant that has most ends.
         decode_s: time of a core that taking in one definition may take.
+        programs: of those that no session has any more. They are kept for who defines them again.
     """
 
     answers: int = 16 << 20
@@ -36,6 +37,7 @@ class HostLimits:
     session: int = 1 << 30
     executor: int = 4 << 30
     decode_s: float = 10.0
+    programs: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,11 +36,9 @@ from wooly_executor.runtime.foreign import ForeignKernel
 from wooly_executor.runtime.protocol import Runtime
 
 _FORMAT = {ParamKind.F64: "d", ParamKind.I64: "q", ParamKind.C128: "dd", ParamKind.BOOL: "q"}
-#: What the store keeps of forms and of programs that no session has any more: in numbers, and in bytes of host memory.
+#: Forms, and programs that no session has any more, of which the store keeps no more, however small they are.
 FORMS_KEPT = 65536
-FORMS_HELD = 128 << 20
 PROGRAMS_KEPT = 8192
-PROGRAMS_HELD = 256 << 20
 #: Host memory of what was decoded and prepared, in bytes: measured with tracemalloc on CPython 3.11, over programs of 64 to 8,000
 #: instructions, and rounded up for what is put together of a program that is run often. Of a program; of each instruction, and
 #: each slot that it names; of each kernel that a run is cut into, with its measured times; of a form, and of each of its operands
@@ -163,13 +161,18 @@ class _Known(NamedTuple):
 class ProgramStore:
     """Programs of all sessions of one executor, by digest.
 
+    Args:
+        runtime: prepares them.
+        kept_bytes: of host memory, for programs that no session has any more; half as much is for forms.
+
     Attributes:
         held: bytes of host memory of the programs that sessions have, each counted once.
         on_dropped: called when nobody has a program any more, and it is not kept either: its digest.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, kept_bytes: int = 256 << 20) -> None:
         self._runtime = runtime
+        self._kept_bytes, self._forms_bytes = kept_bytes, kept_bytes // 2
         self._rates = runtime.rates()
         self._lock = threading.Lock()
         self._forms: OrderedDict[bytes, _Known] = OrderedDict()
@@ -212,7 +215,7 @@ class ProgramStore:
 
     def _trim(self) -> None:
         """Forget programs that nobody has, where there are too many."""
-        while self._idle and (self._idle_held > PROGRAMS_HELD or len(self._idle) > PROGRAMS_KEPT):
+        while self._idle and (self._idle_held > self._kept_bytes or len(self._idle) > PROGRAMS_KEPT):
             with self._lock:
                 name, gone = self._idle.popitem(last=False)
                 self._idle_held -= gone.held
@@ -369,7 +372,7 @@ class ProgramStore:
         with self._lock:
             self._forms[raw] = known
             self._forms_held += known.held
-            while len(self._forms) > FORMS_KEPT or self._forms_held > FORMS_HELD:
+            while len(self._forms) > FORMS_KEPT or self._forms_held > self._forms_bytes:
                 self._forms_held -= self._forms.popitem(last=False)[1].held
         return known
 

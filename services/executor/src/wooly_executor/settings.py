@@ -107,6 +107,12 @@ class ExecutorSettings(BaseSettings):
         gt=0,
         description="seconds of a core that decoding and checking one definition, or the module of one job, may take",
     )
+    programs: int = Field(
+        default=256 << 20,
+        ge=0,
+        description="bytes of host memory for programs that no session has any more: who defines one of them again waits for "
+        "nothing. Half as much is for their forms",
+    )
     dispatch: Literal["fair", "fifo"] = "fair"
     undeclared_percent: int = Field(default=20, ge=0, le=100)
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -132,7 +138,9 @@ class ExecutorSettings(BaseSettings):
     def limits(self) -> HostLimits:
         """What sessions may make the host hold."""
         executor = self.sessions_host or max(self.host_memory // 16, 256 << 20)
-        return HostLimits(self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s)
+        return HostLimits(
+            self.answers, self.answers_s, self.definitions, self.session_host, executor, self.decode_s, self.programs
+        )
 
     def paced(self) -> Pace | None:
         """How the pace of a CPU is measured; None: it is not."""
