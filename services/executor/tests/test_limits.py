@@ -1,5 +1,8 @@
 """What a client may make the executor hold, and for how long it may keep it busy."""
 
+import itertools
+import threading
+
 import pytest
 from wooly_bus.channel import Endpoint
 from wooly_executor import device_loop
@@ -41,6 +44,26 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
     for name in "abc":
         device.wait_closed(name)
     assert store.held == 0 and device.call(lambda: store._idle_held) <= 100_000
+
+
+def test_session_that_is_alone_and_defines_much_leaves_room_for_those_who_want_to_be_let_in(device, wis):
+    a = device.open("a")
+    a.sync()
+    (session,) = device.call(lambda: device.loop.sessions())
+    counts, gate, calls = [0], threading.Event(), device.loop._run_calls
+
+    def noted():
+        counts.append(len(session.programs))
+        calls()
+
+    device.loop._run_calls = noted
+    held = device.loop.call(gate.wait)
+    for number in range(500):
+        a.define(program_of(wis, 90, number))
+    gate.set()
+    assert a.sync() == {} and held.result(10)
+    device.call(lambda: None)
+    assert counts[-1] == 500 and max(after - before for before, after in itertools.pairwise(counts)) <= device_loop.TURN
 
 
 def test_program_defined_again_counts_once(device, wis):
