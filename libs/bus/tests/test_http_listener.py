@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import select
 import socket
 import ssl
 
@@ -224,6 +225,23 @@ async def test_tenants_leave_connections_to_operators():
         assert (await answer(reader))[0] == 200
 
 
+async def test_accept_is_tried_only_where_somebody_waits(monkeypatch):
+    """With no descriptor left it fails even if nobody does, and who has just come would be closed for nobody's sake."""
+    loop = asyncio.get_running_loop()
+    accept, waited = loop.sock_accept, []
+
+    async def sock_accept(listener):
+        waited.append(bool(select.select([listener], [], [], 0)[0]))
+        return await accept(listener)
+
+    monkeypatch.setattr(loop, "sock_accept", sock_accept)
+    async with serving() as (_, _, address):
+        for _ in range(3):
+            reader, _ = await asked(address, head(token="root", content_length=0))
+            assert (await answer(reader))[0] == 200
+    assert waited == [True] * 3
+
+
 async def test_full_table_of_descriptors_ends_a_stranger_and_accepting_goes_on(monkeypatch):
     loop = asyncio.get_running_loop()
     accept, full = loop.sock_accept, [2]
@@ -239,7 +257,6 @@ async def test_full_table_of_descriptors_ends_a_stranger_and_accepting_goes_on(m
         while not len(server.table):
             await asyncio.sleep(0.01)
         monkeypatch.setattr(loop, "sock_accept", sock_accept)
-        await asked(address, b"")  # the accept that waits already takes it; the next one fails
         third = await asked(address, head(token="root", content_length=0))
         assert (await answer(third[0]))[0] == 200
         assert await ended(first[0]) and full == [0]

@@ -364,6 +364,9 @@ class HttpServer(uvicorn.Server):
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await _readable(
+                listener
+            )  # where descriptors are used up, Linux says so before it looks whether anybody waits
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as e:
@@ -397,3 +400,14 @@ class HttpServer(uvicorn.Server):
             )
         except (OSError, TimeoutError) as e:  # ssl.SSLError is an OSError
             log.info("a connection from %s is closed: %s", connection.peer or "a unix socket", e)
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Until somebody waits to be accepted."""
+    loop = asyncio.get_running_loop()
+    there = loop.create_future()
+    loop.add_reader(listener, lambda: there.done() or there.set_result(None))
+    try:
+        await there
+    finally:
+        loop.remove_reader(listener)
