@@ -127,7 +127,8 @@ export function ask(title, action, make, kind = "primary") {
     const dialog = h("dialog", { "aria-labelledby": id }, form);
     dialog.addEventListener("close", () => {
       dialog.remove();
-      if (before?.isConnected) before.focus();
+      // what opened it may have been drawn anew meanwhile
+      (before?.isConnected ? before : document.querySelector(`[data-key="${CSS.escape(before?.dataset.key ?? "")}"]`))?.focus();
       resolve(result);
     });
     document.body.append(dialog);
