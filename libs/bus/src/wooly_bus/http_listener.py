@@ -405,8 +405,13 @@ class HttpServer(uvicorn.Server):
 async def _readable(listener: socket.socket) -> None:
     """Until somebody waits to be accepted."""
     loop = asyncio.get_running_loop()
-    there = loop.create_future()
-    loop.add_reader(listener, lambda: there.done() or there.set_result(None))
+    there: asyncio.Future[None] = loop.create_future()
+
+    def found() -> None:
+        if not there.done():
+            there.set_result(None)
+
+    loop.add_reader(listener, found)
     try:
         await there
     finally:
