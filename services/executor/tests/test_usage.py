@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from wooly_executor import usage
 from wooly_executor.cores import WorkerClock, apart, beyond
 from wooly_executor.pace import FULL
 from wooly_executor.usage import IDLE_NS, MIB_US, UsageBook, work_of
+from wooly_executor.usage_publisher import UsagePublisher
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 
@@ -120,6 +122,29 @@ def test_work_is_that_of_the_op_table(wis):
     x, y = tape.input(DType.F32, 8, 16), tape.input(DType.F32, 16, 4)
     tape.op("mm", x, y)
     assert work_of(tape.program()[0])[1] == 2 * 8 * 16 * 4
+
+
+async def test_work_of_more_programs_than_are_kept_is_added_up_and_none_of_it_is_lost(device, monkeypatch):
+    monkeypatch.setattr(usage, "RUNS_KEPT", 3)
+    book, publisher = UsageBook(), UsagePublisher(None, device.loop, "x")
+    used = book.opened("a", "t", "", Bears(), 0)
+    programs = []
+    for n in range(1, 8):
+        tape = Tape()
+        tape.op("mm", tape.input(DType.F32, n, 16), tape.input(DType.F32, 16, 4))
+        programs.append(tape.program()[0])
+    for times in range(2):
+        for n, program in enumerate(programs):
+            for _ in range(n + times):
+                used.ran(bytes([n]), program)
+        assert len(used.runs) <= 3
+    record = publisher._record(book.take(lambda _: 2, 10)[0], 1)
+    counts = [2 * n + 1 for n in range(7)]
+    works = [work_of(p) for p in programs]
+    assert record.runs == sum(counts)
+    assert record.moved_bytes == sum(c * moved for c, (moved, _) in zip(counts, works, strict=True))
+    assert record.flops == sum(c * flops for c, (_, flops) in zip(counts, works, strict=True)) > 0
+    assert not book.take(lambda _: 2, 11)
 
 
 def busy(wis, client, times=30, n=256):

@@ -22,6 +22,8 @@ from wooly_executor.pace import FULL
 MIB_US = (1 << 20) * 1000
 #: A session that only holds memory is told of so often.
 IDLE_NS = 10_000_000_000
+#: Programs of a session of which it is kept how often each ended. Of more, while nobody takes the counts, their work is added up.
+RUNS_KEPT = 1024
 #: By digest: a program, and how often it ended.
 Runs = dict[bytes, list[Any]]
 
@@ -37,7 +39,8 @@ class Used:
         gpu_ns: device time since it was taken last.
         core_ns: cores times device time since then, and what decoders took.
         paced: that, times the pace at which each launch is priced (`wooly_executor.pace`), in ns times millionths.
-        runs: programs that ended since then.
+        runs: programs that ended since then, the last `RUNS_KEPT` of them.
+        summed: of those before them, how often any ended, and the work of that: bytes that were moved, and arithmetic.
         executing_byte_ns: bytes times ns of its own device time, of the session's whole life.
         byte_ns: bytes times ns of all time, of its whole life.
         trace: the session's span, as `traceparent`; told with its last record.
@@ -58,6 +61,7 @@ class Used:
         "paced",
         "runs",
         "session_id",
+        "summed",
         "tenant",
         "trace",
     )
@@ -66,6 +70,7 @@ class Used:
         self.session_id, self.tenant, self.model = session_id, tenant, model
         self.gpu_ns = self.core_ns = self.paced = 0
         self.runs: Runs = {}
+        self.summed = 0, 0, 0
         self.executing_byte_ns = 0
         self.ended = False
         self.trace = ""
@@ -94,9 +99,17 @@ class Used:
         """A program ended."""
         found = self.runs.get(digest)
         if found is None:
+            if len(self.runs) >= RUNS_KEPT:
+                self._sum_up(next(iter(self.runs)))
             self.runs[digest] = [program, 1]
         else:
             found[1] += 1
+
+    def _sum_up(self, digest: bytes) -> None:
+        program, times = self.runs.pop(digest)
+        moved, flops = work_of(program)
+        runs, before, flops_before = self.summed
+        self.summed = runs + times, before + moved * times, flops_before + flops * times
 
     def settle(self, now: int) -> None:
         """Nothing of it ran since the last time."""
@@ -132,16 +145,17 @@ class Used:
             self.ended,
             self.runs,
             self.trace if self.ended else "",
+            self.summed,
         )
         self._resident_told, self._idle_told, self._since = resident, idle, now
         self.gpu_ns = self.core_ns = self.paced = 0
-        self.runs = {}
+        self.runs, self.summed = {}, (0, 0, 0)
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a session used in `span_ns`. `resident` and `idle` in MiB-microseconds; `runs`: programs that ended, and how often."""
+    """What a session used in `span_ns`. `resident` and `idle` in MiB-microseconds; `runs` and `summed`: see `Used`."""
 
     session_id: str
     tenant: str
@@ -156,6 +170,7 @@ class Taken:
     ended: bool
     runs: Runs
     trace: str = ""
+    summed: tuple[int, int, int] = (0, 0, 0)
 
 
 class UsageBook:

@@ -109,6 +109,7 @@ class UsagePublisher:
         return event.model_dump_json().encode()
 
     def _record(self, taken: Taken, at_us: int) -> UsageRecord:
+        runs, moved_bytes, flops = taken.summed
         work = [(self._work_of(digest, program), times) for digest, (program, times) in taken.runs.items()]
         return UsageRecord(
             session_id=taken.session_id,
@@ -117,12 +118,12 @@ class UsagePublisher:
             priority=taken.priority,
             at_us=at_us,
             span_us=-(-taken.span_ns // 1000),
-            runs=sum([times for _, times in work]),
+            runs=runs + sum([times for _, times in work]),
             gpu_ns=taken.gpu_ns,
             core_ns=taken.core_ns,
             pace_ppm=taken.pace,
-            moved_bytes=min(sum([moved * times for (moved, _), times in work]), _LARGEST),
-            flops=min(sum([flops * times for (_, flops), times in work]), _LARGEST),
+            moved_bytes=min(moved_bytes + sum([moved * times for (moved, _), times in work]), _LARGEST),
+            flops=min(flops + sum([arithmetic * times for (_, arithmetic), times in work]), _LARGEST),
             resident_mib_us=taken.resident,
             idle_mib_us=taken.idle,
             ended=taken.ended,
