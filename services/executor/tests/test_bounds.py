@@ -1,7 +1,9 @@
 """Estimates of work, limits, pieces of large instructions: every operator has an estimate, pieces have the bits of the whole."""
 
 import dataclasses
+import gc
 import re
+import weakref
 
 import pytest
 import torch
@@ -464,3 +466,15 @@ def test_failing_piece_names_its_instruction_and_poisons_the_result():
     outcome = runtime.run(prepared, buffers, [0, 1, 2], [])
     assert outcome.failed_at == 1 and "ZeroDivision" in outcome.error
     assert buffers[0].poison == outcome.error
+
+
+def test_bounds_remember_nothing_of_a_program_that_is_gone():
+    """Forms are as large as a stranger makes them: what is remembered of them must not keep them."""
+    bounds = Bounds(default_limits(host=True, cores=2))
+    v = View(DType.F32, (8, 8), (8, 1), 0)
+    program = _alone(Form("fill", (Operand(Role.OUT, v),), (), (("value", 1.5),)))
+    left = [weakref.ref(form) for form in program.forms]
+    assert bounds.pieces(program) == bounds.pieces(program) and len(bounds._large) == len(left)
+    del program
+    gc.collect()
+    assert [ref() for ref in left] == [None] * len(left) and not bounds._large

@@ -97,7 +97,7 @@ Attr: TypeAlias = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Form:
     """An instruction without its slots. Equal forms are stored once per program.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -30,7 +31,8 @@ class Bounds:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         #: By identity, as decoded forms are kept and shared: the work of a form that is to be split or refused, else None.
-        self._large: dict[int, tuple[Form, Work | None]] = {}
+        #: What is remembered does not keep the form: it goes with the last program that has it.
+        self._large: dict[int, tuple[weakref.ref[Form], Work | None]] = {}
 
     def pieces(self, program: Program) -> Pieces:
         """Per instruction that is to be split, its pieces.
@@ -84,13 +86,14 @@ class Bounds:
     def _of(self, form: Form) -> Work | None:
         """The work of a form that is to be split or refused; None of most."""
         known = self._large.get(id(form))
-        if known is not None and known[0] is form:
+        if known is not None and known[0]() is form:
             return known[1]
         work = self.limits.weighed(work_of(form), form)
         large = work if self.limits.exceeded(work) or self.limits.parts(work) > 1 else None
         if len(self._large) >= REMEMBERED:
             self._large.clear()
-        self._large[id(form)] = form, large
+        key, remembered = id(form), self._large
+        remembered[key] = weakref.ref(form, lambda _: remembered.pop(key, None)), large
         return large
 
 
