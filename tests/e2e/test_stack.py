@@ -1,6 +1,6 @@
 """The whole stack as a user meets it: real nats-server, router, executor and client processes.
 
-What is about how a process starts, or what it has imported, starts it anew (`run`); everything else is a fork (`soon`).
+Tests of how a process starts, or of what it imports, start a fresh one (`run`); all others use a fork (`soon`).
 """
 
 import json

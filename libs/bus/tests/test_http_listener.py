@@ -226,7 +226,7 @@ async def test_tenants_leave_connections_to_operators():
 
 
 async def test_accept_is_tried_only_where_somebody_waits(monkeypatch):
-    """With no descriptor left it fails even if nobody does, and who has just come would be closed for nobody's sake."""
+    """With no descriptor left, accept fails even if no connection waits, and the listener would close one for nothing."""
     loop = asyncio.get_running_loop()
     accept, waited = loop.sock_accept, []
 

@@ -364,9 +364,8 @@ class HttpServer(uvicorn.Server):
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            await _readable(
-                listener
-            )  # where descriptors are used up, Linux says so before it looks whether anybody waits
+            # With no descriptor left Linux fails an accept even if no connection waits, and one would be closed for nothing.
+            await _readable(listener)
             try:
                 sock, address = await loop.sock_accept(listener)
             except OSError as e:
@@ -403,7 +402,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def _readable(listener: socket.socket) -> None:
-    """Until somebody waits to be accepted."""
+    """Wait until a connection can be accepted."""
     loop = asyncio.get_running_loop()
     there: asyncio.Future[None] = loop.create_future()
 

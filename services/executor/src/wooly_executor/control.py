@@ -353,9 +353,8 @@ class ExecutorActor(Actor):
     def _note_closed(self, session_id: str, lease: _Lease | None, closed: tuple[str, str, tuple[str, ...]]) -> None:
         if lease is not None:
             self._forget(session_id, lease)
-        if (
-            session_id not in self._leases and closed[1] != STOPPING
-        ):  # else it was opened anew, or the last heartbeat tells
+        # A session that was opened anew is still there; of those that end with the executor its last heartbeat tells.
+        if session_id not in self._leases and closed[1] != STOPPING:
             self._closed.put_nowait(closed)
 
     async def report_closed(self) -> None:

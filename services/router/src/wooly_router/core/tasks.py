@@ -20,8 +20,8 @@ ENDED = frozenset(s for s, after in TRANSITIONS.items() if not after)
 #: Seconds before the second attempt; each further one waits twice as long, to a limit.
 RETRY_S = 1.0
 RETRY_LIMIT_S = 60.0
-#: No task is told to wait for longer before it is looked at again.
-LONGEST_WAIT_S = RETRY_LIMIT_S
+#: No task is told to wait for so long before it is looked at again, even by a router whose clock is a little ahead.
+LONGEST_WAIT_S = 2 * RETRY_LIMIT_S
 
 
 def sources(state: str) -> tuple[str, ...]:
