@@ -68,7 +68,9 @@ class Client:
         self.process = Forked(
             "wooly", "run", "-q", str(path), env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self.process.stdout.readline() == "ready\n"
+        if (said := self.process.stdout.readline()) != "ready\n":
+            self.end()
+            pytest.fail(f"the client said {said!r}, not that it is ready, and ended with {self.process.returncode}")
 
     def tell(self, code):
         self.process.stdin.write(json.dumps(code) + "\n")
@@ -100,6 +102,7 @@ def client(stack, tmp_path):
     yield make
     for each in made:
         each.end()
+    until(stack, lambda m: not m["sessions"])
 
 
 def wooly(stack, *arguments, **settings):

@@ -10,6 +10,7 @@ from sqlalchemy import make_url
 from wooly_bus import subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
+from wooly_router import opening
 from wooly_router.actor import RouterActor
 from wooly_router.duties import Duties
 from wooly_router.gate import Gate
@@ -227,8 +228,12 @@ def settings(tmp_path, backend, copy_of_schema):
 
 
 @pytest.fixture
-def rig(nats_server, settings):
-    """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of."""
+def rig(nats_server, settings, monkeypatch):
+    """`async with rig("a", "b") as r`: a router with executors of these names, which have been heard of.
+
+    It waits for nobody who may be leaving a device, so that refusals come at once.
+    """
+    monkeypatch.setattr(opening, "LEAVING_S", 0.0)
 
     @contextlib.asynccontextmanager
     async def make(*names, url=nats_server, auth="open"):

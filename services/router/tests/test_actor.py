@@ -9,7 +9,7 @@ from wooly_bus import subjects
 from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
-from wooly_router import advice, executors
+from wooly_router import advice, executors, opening
 from wooly_router.actor import ABANDONED_S, FRESH_S
 from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
@@ -106,6 +106,26 @@ async def test_reserved_memory_is_not_promised_twice(rig):
         assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=600)))
         await r.actor.on_close_session(CloseSessionRequest(session_id=opened.session_id, token=opened.token))
         await r.open(required_vram=600)
+
+
+@pytest.mark.on_both
+async def test_open_waits_a_moment_for_a_session_that_leaves_the_device(rig, monkeypatch):
+    async with rig("a") as r:
+        monkeypatch.setattr(opening, "LEAVING_S", 60.0)
+        before = await r.open(gpu_mode="exclusive")
+        after = asyncio.create_task(r.open(gpu_mode="exclusive"))
+        await asyncio.sleep(0.1)
+        assert not after.done()
+        await r.actor.on_session_closed(SessionClosed(executor_id="a", session_id=before.session_id, reason=""))
+        assert names(await after) == ["a"]
+
+
+async def test_open_that_no_end_of_a_session_makes_room_for_is_refused_at_once(rig, monkeypatch):
+    async with rig("a") as r:
+        monkeypatch.setattr(opening, "LEAVING_S", 60.0)
+        await r.open(required_vram=600)
+        async with asyncio.timeout(30):
+            assert "400 bytes unreserved" in str(await refusal(r.open(required_vram=1200)))
 
 
 async def test_open_passes_over_executors_that_are_dead_or_refuse(rig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ from wooly_wis.messages import (
 
 from wooly_router.advice import Advice
 from wooly_router.core.cluster import overcommit_of
-from wooly_router.core.placement import Want, as_record, summary
+from wooly_router.core.placement import Pool, Want, as_record, summary
 from wooly_router.core.queue import held_devices
 from wooly_router.core.registry import Registry
 from wooly_router.executors import Executors
@@ -43,6 +44,14 @@ log = logging.getLogger("wooly.router")
 OPEN_BUDGET_S = 15.0
 #: Seconds after its start in which a router that knows no executor waits for the first heartbeat.
 HEARTBEAT_GRACE_S = 2.0
+#: Seconds that an opening client waits for a device that others have: a script that has just ended counts as there until its
+#: executor has let go of its memory and said so, and the next one may ask sooner.
+LEAVING_S = 2.0
+LEAVING_PAUSE_S = 0.4
+
+
+class TakenError(RefusedError):
+    """A session fits nowhere as long as those are there that are there now."""
 
 
 class Opening:
@@ -159,16 +168,23 @@ class Opening:
     async def _choose_again(
         self, task: TaskRecord, failed: dict[str, BusError], until: float
     ) -> tuple[tuple[ExecutorHeartbeat, ...], tuple[int, ...]]:
-        """Choose among those that have not failed; where none is left, among those that were only silent, too."""
-        try:
-            return await self._choose(task, failed)
-        except RefusedError:
-            silent = [name for name, error in failed.items() if isinstance(error, BusTimeoutError)]
-            if not silent or self._clock() > until:
-                raise
+        """Choose among those that have not failed.
+
+        Where none is left, among those that were only silent, too; where others have them, again for `LEAVING_S`.
+        """
+        leaving = time.monotonic() + LEAVING_S
+        while True:
+            try:
+                return await self._choose(task, failed)
+            except RefusedError as e:
+                silent = [name for name, error in failed.items() if isinstance(error, BusTimeoutError)]
+                taken = isinstance(e, TakenError) and time.monotonic() < leaving
+                if not (silent or taken) or self._clock() > until:
+                    raise
             for name in silent:
                 del failed[name]
-            return await self._choose(task, failed)
+            if not silent:
+                await asyncio.sleep(LEAVING_PAUSE_S)
 
     async def _choose(
         self, task: TaskRecord, failed: dict[str, BusError]
@@ -202,9 +218,9 @@ class Opening:
                 waits = {n: why for n, why in placement.waits.items() if n in alive}
                 if want.gpu_count == 1 and failed and not waits.keys() - failed.keys():
                     raise _none_took_it(failed)
-                raise RefusedError(
-                    "router.no_fit", _no_fit(want, len(alive), placement.fitting, waits, failed), retryable=True
-                )
+                why = _no_fit(want, len(alive), placement.fitting, waits, failed)
+                kind = TakenError if Pool(pool.gpus()).place(want).gpus else RefusedError
+                raise kind("router.no_fit", why, retryable=True)
             executors = tuple([alive[g.executor_id] for g in placement.gpus])
             parts = [PartRecord(e.executor_id, e.node) for e in executors]
             await self._world.tasks.take_devices(
