@@ -5,7 +5,7 @@
     tiers.took(wanted, prepared)           a plan is there (or will not be), in the loop's thread again
 
 A plan of mode `exact` has the library's own bits, so it is taken up between any two runs. One of mode `full` has not: there a
-session runs none of its programs before it is known whether there is a plan, and then always that way. ADR 14 says why.
+session runs none of its programs before it is known whether there is a plan, and then always that way. ADR 17 says why.
 """
 
 from __future__ import annotations

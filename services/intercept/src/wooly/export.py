@@ -2,7 +2,7 @@
 
 It is our own recorder that makes a module, not `torch.export`: so a job runs the very instructions that `wooly run` would have
 sent, with the same bits, for whatever the device can run, and only what needs an answer from the device while it records
-(`.item()`, a shape that depends on data) is refused. See docs/adr/0015-modules-are-recordings.md.
+(`.item()`, a shape that depends on data) is refused. See ADR 15.
 """
 
 from __future__ import annotations

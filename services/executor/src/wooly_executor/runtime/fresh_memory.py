@@ -4,7 +4,7 @@ The library takes the memory of results and of its own work from the process's h
 that leaves a part of a result unwritten would show them. So every operator is called with the library's allocator set to zero
 what it gives, except the operators below, which write every element of every result. `make hostile` runs all operators under
 several patterns in fresh memory and reports each result that depends on the pattern
-([ADR 45](../../../../../docs/adr/0045-zero-what-an-operator-may-leave-unwritten.md)).
+([ADR 45](../../../../../docs/adr/0045-zero-the-memory-that-an-operator-may-leave-unwritten.md)).
 """
 
 from __future__ import annotations
