@@ -1,6 +1,6 @@
 """Kernels in languages of others: their sources, what a `kernel.launch` says, and the code that a compiler made of one.
 
-ADR 22 is the contract. A source is untrusted text under a digest; here nobody looks into it.
+docs/reference/foreign-kernels.md is the contract. A source is untrusted text under a digest; here nobody looks into it.
 """
 
 from __future__ import annotations

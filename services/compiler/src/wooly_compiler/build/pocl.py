@@ -88,7 +88,7 @@ FOREIGN_UNIT = 1
 
 
 def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple[int, int, int]) -> bytes:
-    """The binary of a kernel in OpenCL C with the ABI of ADR 22.
+    """The binary of a kernel in OpenCL C with the ABI in docs/reference/foreign-kernels.md.
 
     Raises:
         BuildError: PoCL refuses it.

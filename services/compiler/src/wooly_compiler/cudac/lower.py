@@ -1,4 +1,4 @@
-"""CUDA C for `wooly_compiler.foreign`: the ABI of ADR 22."""
+"""CUDA C for `wooly_compiler.foreign`: the ABI is in docs/reference/foreign-kernels.md."""
 
 from __future__ import annotations
 

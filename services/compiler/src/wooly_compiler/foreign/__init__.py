@@ -1,4 +1,6 @@
-"""Kernels in languages of others, lowered to C in which every access is checked. ADR 22 has the contract.
+"""Kernels in languages of others, lowered to C in which every access is checked.
+
+docs/reference/foreign-kernels.md has the contract.
 
 A language is a row of `LANGUAGES`; for GPUs, of `gpu`. Runs in the worker: texts are untrusted, and what builds them may crash.
 """
@@ -44,7 +46,7 @@ class Lowered:
     """What became of it.
 
     Attributes:
-        text: OpenCL C 1.2, with the ABI of ADR 22.
+        text: OpenCL C 1.2, with the ABI in docs/reference/foreign-kernels.md.
         entry: the kernel in it.
         parameters: of the kernel, one per argument.
         places: what complaints are about, by number.

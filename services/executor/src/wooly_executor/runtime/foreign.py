@@ -39,7 +39,7 @@ COMPLAINTS = {1: "reads", 2: "writes", 3: "updates"}
 
 
 def misdeed(kind: int, place: int, places: Sequence[str]) -> str:
-    """What a kernel complained of: what it did, and where (see ADR 22)."""
+    """What a kernel complained of: what it did, and where: `wooly_status` in docs/reference/foreign-kernels.md."""
     where = places[place] if 0 <= place < len(places) else f"place {place}"
     if kind in COMPLAINTS:
         return f"{where} {COMPLAINTS[kind]} beyond the buffer that the launch was given"

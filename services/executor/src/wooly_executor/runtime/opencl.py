@@ -229,7 +229,7 @@ class _Unit:
         return run
 
     def load_foreign(self, code: ForeignCode, block: tuple[int, ...], limit_s: Callable[[], float]) -> Loaded:
-        """What launches a kernel in another language, by the ABI of ADR 22.
+        """What launches a kernel in another language, by the ABI in docs/reference/foreign-kernels.md.
 
         Raises:
             OperationError: the driver does not take it.

@@ -11,7 +11,7 @@ from wooly_compiler.foreign.ttir.guard.writer import NAME, Scope, zero
 from wooly_compiler.foreign.ttir.text import Op, Type
 from wooly_compiler.foreign.ttir.writer import size_of
 
-#: What an access was when it is complained of, as in ADR 22.
+#: What an access was when it is complained of, as in `wooly_status` of docs/reference/foreign-kernels.md.
 LOAD, STORE, ATOMIC, ASSERTION = 1, 2, 3, 4
 #: Bits of a complaint's word below its place.
 KIND_BITS: Final = 3
