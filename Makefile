@@ -132,6 +132,16 @@ docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 
+SITE_STAMP := $(VENV)/.site-ready
+
+$(SITE_STAMP): $(STAMP) requirements/site.txt constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements/site.txt
+	@touch $(SITE_STAMP)
+
+.PHONY: site
+site: setup $(SITE_STAMP) ## build the documentation as a site, in site/; a broken link or anchor is an error
+	$(BIN)/mkdocs build --strict --quiet
+
 .PHONY: docker-engine
 docker-engine: ## install a Docker engine (Debian); dockerd is started by whoever needs it, compose v2 and buildx are not in Debian 12
 	apt-get install -y --no-install-recommends docker.io containerd runc iptables mmdebstrap
@@ -149,4 +159,4 @@ manifests: setup ## write the kustomize bases anew from the chart
 
 .PHONY: clean
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis

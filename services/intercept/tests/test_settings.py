@@ -1,4 +1,4 @@
-"""Settings: where they come from, what is refused, and that the README's table is theirs."""
+"""Settings: where they come from, what is refused, and that the table in the documentation is theirs."""
 
 from pathlib import Path
 
@@ -90,5 +90,5 @@ def test_unknown_variables_are_named_with_what_may_be_meant(clean, monkeypatch):
     assert unknown_variables() == ["WOOLYAI_GPUS_COUNT (did you mean WOOLYAI_GPU_COUNT?)", "WOOLYAI_XYZZY"]
 
 
-def test_readme_has_the_table():
-    assert documentation_table() in (REPOSITORY / "README.md").read_text()
+def test_documentation_has_the_table():
+    assert documentation_table() in (REPOSITORY / "docs/getting-started/settings.md").read_text()

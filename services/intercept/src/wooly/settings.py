@@ -162,7 +162,7 @@ def _meant(name: str, prefix: str) -> str:
 
 
 def documentation_table() -> str:
-    """The table of settings for the README, in Markdown."""
+    """The table of settings for docs/getting-started/settings.md, in Markdown."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for name, field in Settings.model_fields.items():
         if field.default_factory is not None:

@@ -1,0 +1,154 @@
+"""Rules of the documentation: decisions have their form, references exist, links lead somewhere, the README is short."""
+
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: The longest README and the longest decision, in lines: both are read in one sitting.
+README_LINES, DECISION_LINES = 200, 40
+
+
+def _tracked(*patterns):
+    """Files of the repository: those that git knows, and new ones that it does not ignore."""
+    listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--", *patterns]
+    found = subprocess.run(listing, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    return [ROOT / name for name in sorted(filter(None, found)) if (ROOT / name).is_file()]
+
+
+PAGES = {path.relative_to(ROOT).as_posix(): path for path in _tracked("*.md")}
+DECISIONS = {path.name: path for path in _tracked("docs/adr/[0-9]*.md")}
+NUMBERS = {int(name[:4]): name for name in DECISIONS}
+
+
+def _prose(text):
+    """Markdown without its code: what looks like a link or a heading there is none."""
+    text = re.sub(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[ ]*$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda code: "c" * len(code[0]), text, flags=re.DOTALL)
+
+
+@cache
+def _anchors(path):
+    """The anchors of a page's headings, by the rule of GitHub, which `mkdocs.yml` asks the site for, too."""
+    text = re.sub(r"^( *)(```+|~~~+)[^\n]*\n.*?^\1\2[ ]*$", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        anchor = base = re.sub(r"[^\w\- ]", "", plain).replace(" ", "-")
+        count = 0
+        while anchor in found:
+            count += 1
+            anchor = f"{base}-{count}"
+        found.add(anchor)
+    return found
+
+
+def _slug(title):
+    """The file name of a decision with this title."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"['\"]", "", title.lower())).strip("-")
+
+
+def _status(text):
+    """The line below a decision's title, joined."""
+    return " ".join(re.search(r"^Status: (.+?)\n\n", text, re.DOTALL | re.MULTILINE)[1].split())
+
+
+def _named(status, relation):
+    """Numbers of the decisions to which a status states a relation."""
+    return {
+        int(number)
+        for clause in re.split(r"; ", status)
+        if re.search(relation, clause)
+        for number in re.findall(r"\[ADR (\d+)\]", clause)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_page_links_lead_to_files_and_headings(page):
+    path = PAGES[page]
+    for target in re.findall(r"\]\(([^()\s]+)\)", _prose(path.read_text())):
+        if re.match(r"[a-z][a-z+.-]*:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        there = (path.parent / name).resolve() if name else path
+        assert there.exists(), f"{target}: no such file"
+        assert there.is_relative_to(ROOT), f"{target}: outside of the repository"
+        if fragment:
+            assert fragment in _anchors(there), f"{target}: no such heading; there are {sorted(_anchors(there))}"
+
+
+@pytest.mark.parametrize(
+    ("text", "anchors"),
+    [
+        ("# The `wis` codec, v2\n\n## The codec\n## The codec\n", {"the-wis-codec-v2", "the-codec", "the-codec-1"}),
+        ("# A\n```sh\n# not a heading\n```\n", {"a"}),
+    ],
+)
+def test_anchors_of_headings_are_those_of_github(tmp_path, text, anchors):
+    (tmp_path / "page.md").write_text(text)
+    assert _anchors(tmp_path / "page.md") == anchors
+
+
+def test_readme_length_is_bounded():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_decision_numbers_are_consecutive_and_unique():
+    assert sorted(NUMBERS) == list(range(1, len(DECISIONS) + 1))
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decision_form_is_title_status_context_decision_consequences(name):
+    text = DECISIONS[name].read_text()
+    assert len(text.splitlines()) <= DECISION_LINES
+    title = re.match(r"# (\d{4})\. (.+)\n\nStatus: ", text)
+    assert title, "the first lines are `# NNNN. Title`, nothing, `Status: …`"
+    assert name == f"{title[1]}-{_slug(title[2])}.md", "the file is named after the title"
+    assert re.findall(r"^#+ .+$", text, re.MULTILINE)[1:] == ["## Context", "## Decision", "## Consequences"]
+    assert re.search(r"^## Decision\n\n?> \S", text, re.MULTILINE), "a decision begins with one sentence as a quotation"
+    for part in re.split(r"^## .+$", text, flags=re.MULTILINE)[1:]:
+        assert part.strip()
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_decision_status_is_mutual(name):
+    number, status = int(name[:4]), _status(DECISIONS[name].read_text())
+    assert status.startswith(("accepted", "superseded by"))
+    for here, there in (
+        (r"superseded by", r"^supersedes"),
+        (r"^supersedes", r"superseded by"),
+        (r"extended by", r"^extends"),
+        (r"^extends", r"extended by"),
+    ):
+        for other in _named(status, here):
+            answer = _status(DECISIONS[NUMBERS[other]].read_text())
+            assert number in _named(answer, there), f"ADR {other} does not answer: {answer}"
+
+
+def test_decision_index_lists_every_number_title_and_status():
+    rows = re.findall(r"^\| \[(\d{4})\]\((\S+)\) \| (.+?) \| (.+) \|$", (ROOT / "docs/adr/index.md").read_text(), re.M)
+    written = [(number, name, title, re.findall(r"ADR \d+", status)) for number, name, title, status in rows]
+    assert written == [
+        (
+            name[:4],
+            name,
+            re.match(r"# \d{4}\. (.+)\n", path.read_text())[1],
+            re.findall(r"ADR \d+", re.sub(r" \([^)]*\)(?=[;.]| and)", "", _status(path.read_text()))),
+        )
+        for name, path in DECISIONS.items()
+    ]
+
+
+def test_decisions_that_the_repository_names_exist():
+    unknown = []
+    for path in _tracked("*.py", "*.md", "*.toml", "*.txt", "*.yaml", "*.yml", "*.sh", "*.js", "*.c", "Makefile"):
+        for number in re.findall(r"\bADRs? (\d+)", path.read_text()):
+            if int(number) not in NUMBERS:
+                unknown.append(f"{path.relative_to(ROOT)}: ADR {number}")
+        for name in re.findall(r"\badr/(\d{4}[\w-]*\.md)", path.read_text()):
+            if name not in DECISIONS:
+                unknown.append(f"{path.relative_to(ROOT)}: {name}")
+    assert not unknown
