@@ -140,7 +140,7 @@ $(SITE_STAMP): $(STAMP) requirements/site.txt constraints.txt
 
 .PHONY: site
 site: setup $(SITE_STAMP) ## build the documentation as a site, in site/; a broken link or anchor is an error
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .PHONY: docker-engine
 docker-engine: ## install a Docker engine (Debian); dockerd is started by whoever needs it, compose v2 and buildx are not in Debian 12

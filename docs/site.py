@@ -9,11 +9,12 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+if TYPE_CHECKING:  # the tests know this module without mkdocs
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 #: Pages that come from outside of docs/: file in the repository, page in the site.
@@ -83,6 +84,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """Bring in the pages from outside of docs/."""
+    from mkdocs.structure.files import File
+
     for path, page in OUTSIDE.items():
         files.append(File.generated(config, page, content=(ROOT / path).read_text()))
     return files

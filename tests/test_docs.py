@@ -1,11 +1,13 @@
 """Rules of the documentation: decisions have their form, references exist, links lead somewhere, the README is short."""
 
+import importlib.util
 import re
 import subprocess
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 #: The longest README and the longest decision, in lines: both are read in one sitting.
@@ -152,3 +154,53 @@ def test_decisions_that_the_repository_names_exist():
             if name not in DECISIONS:
                 unknown.append(f"{path.relative_to(ROOT)}: {name}")
     assert not unknown
+
+
+class _Navigation(yaml.SafeLoader):
+    """Reads mkdocs.yml without mkdocs: tags of Python become nothing."""
+
+
+_Navigation.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def _site():
+    """The module docs/site.py; its name is that of a module of the standard library."""
+    spec = importlib.util.spec_from_file_location("wooly_site", ROOT / "docs/site.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _pages_of(navigation):
+    """The pages that a part of the navigation names."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in _pages_of(part)]
+
+
+def test_site_navigation_names_every_page_once():
+    named = _pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)["nav"])  # a SafeLoader
+    decisions = [f"adr/{name}" for name in DECISIONS]
+    assert sorted(named + decisions) == sorted(_site().page_of(page) for page in PAGES)
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "there"),
+    [
+        ("index.md", "[a](docs/guides/jobs.md#x)", "[a](guides/jobs.md#x)"),
+        ("index.md", "![a](docs/images/ui-dashboard.png)", "![a](images/ui-dashboard.png)"),
+        ("guides/jobs.md", "[a](../../ARCHITECTURE.md#layers)", "[a](../architecture.md#layers)"),
+        ("architecture.md", "[a](docs/adr)", "[a](adr/index.md)"),
+        ("components/executor.md", "[a](../../docs/adr/index.md)", "[a](../adr/index.md)"),
+        (
+            "components/executor.md",
+            "[the script](tools/list_externs.py) `[a](README.md)`",
+            "the script `[a](README.md)`",
+        ),
+        ("guides/jobs.md", "[a](nowhere.md)", "[a](nowhere.md)"),
+        ("guides/jobs.md", "[a](https://example.org/b) [c](#d)", "[a](https://example.org/b) [c](#d)"),
+    ],
+)
+def test_site_links_lead_from_page_to_page(page, text, there):
+    assert _site().translated(text, page) == there

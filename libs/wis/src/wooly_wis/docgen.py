@@ -21,9 +21,10 @@ def page() -> str:
     out = [
         "# The op table",
         "",
-        "Generated from `wooly_wis.optable` by `make docs`; a test keeps it current. Tensors are views on buffers, results are",
-        "operands too. A result is written where its operand lies; in place, the first argument is the result, and what is",
-        "computed is converted to its dtype. In formulas operators bind as in C.",
+        "This page is generated from `wooly_wis.optable` by `make docs`; a test compares them. A tensor is a view of a buffer.",
+        "A result is an operand, too, and is written to the place of that operand. If an operator works in place, its first",
+        "argument is the result, and the computed value is converted to the dtype of that argument. In formulas, operators have",
+        "the precedence that they have in C.",
         "",
         "## Memory and library",
         "",

@@ -23,8 +23,9 @@ def page() -> str:
     out = [
         "# CUDA C that is understood",
         "",
-        "Generated from the tables of the front end by `make docs`; a test keeps it current. Kernels come in through",
-        "`wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. What is not named here is an error with its line.",
+        "This page is generated from the tables of the front end by `make docs`; a test compares them. A script brings kernels",
+        "with `wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. Text that this page does not name is an error,",
+        "which has the line.",
         "",
         *_language(),
         *_types(),

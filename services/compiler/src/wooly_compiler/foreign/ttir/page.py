@@ -15,8 +15,8 @@ def page() -> str:
     out = [
         "# Operations of TTIR",
         "",
-        "Generated from the tables of `wooly_compiler.foreign` by `make docs`; a test keeps it current. What is not listed is",
-        "refused by its name.",
+        "This page is generated from the tables of `wooly_compiler.foreign` by `make docs`; a test compares them. An operation",
+        "that the table does not list is refused by its name.",
         "",
         f"Elements: {', '.join(f'`{t}`' for t in SCALAR_TYPES)}. Smaller floating point is computed in f32 and rounded after",
         "each operation.",
