@@ -20,9 +20,10 @@ from pydantic_settings import BaseSettings
 ROOT = Path(__file__).parents[2]
 HEAD = """# Configuration
 
-This page lists every variable of every process. It is written from the settings models (`make docs`). The settings of the
-client may also stand in `~/.config/wooly/config` (TOML, lower case, without the prefix); if both exist, the variable wins.
-`OTEL_EXPORTER_OTLP_ENDPOINT` and similar variables are those of OpenTelemetry and are valid for every process, clients too.
+This page lists every variable of every process. It is written from the settings models
+(`make docs`). The settings of the client may also stand in `~/.config/wooly/config` (TOML, lower
+case, without the prefix); if both exist, the variable wins. `OTEL_EXPORTER_OTLP_ENDPOINT` and similar
+variables are those of OpenTelemetry and are valid for every process, clients too.
 """
 
 

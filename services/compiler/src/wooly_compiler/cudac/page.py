@@ -23,9 +23,9 @@ def page() -> str:
     out = [
         "# CUDA C that is understood",
         "",
-        "This page is generated from the tables of the front end by `make docs`; a test compares them. A script brings kernels",
-        "with `wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. Text that this page does not name is an error,",
-        "which has the line.",
+        "This page is generated from the tables of the front end by `make docs`; a test compares them. A",
+        "script brings kernels with `wooly.cuda_kernel(source, name)` and `torch.cuda._compile_kernel`. Text",
+        "that this page does not name is an error, and the error has its line.",
         "",
         *_language(),
         *_types(),
