@@ -130,6 +130,7 @@ docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
 	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
+	$(BIN)/python docs/decisions.py > $(VENV)/decisions.md && cp $(VENV)/decisions.md docs/adr/index.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 
 SITE_STAMP := $(VENV)/.site-ready
