@@ -54,7 +54,7 @@ def _slug(title):
 
 
 def _script(name):
-    """A script of the documentation as a module, under another name than those of the standard library."""
+    """A script of the documentation as a module."""
     spec = importlib.util.spec_from_file_location(f"wooly_docs_{name}", ROOT / f"docs/{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -169,7 +169,7 @@ def _pages_of(navigation):
 def test_site_navigation_names_every_page_once():
     named = _pages_of(yaml.load((ROOT / "mkdocs.yml").read_text(), _Navigation)["nav"])  # a SafeLoader
     decisions = [f"adr/{name}" for name in DECISIONS]
-    assert sorted(named + decisions) == sorted(_script("site").page_of(page) for page in PAGES)
+    assert sorted(named + decisions) == sorted(_script("site_hooks").page_of(page) for page in PAGES)
 
 
 @pytest.mark.parametrize(
@@ -190,4 +190,4 @@ def test_site_navigation_names_every_page_once():
     ],
 )
 def test_site_links_lead_from_page_to_page(page, text, there):
-    assert _script("site").translated(text, page) == there
+    assert _script("site_hooks").translated(text, page) == there
