@@ -1,38 +1,23 @@
 """The wire of running installations: all subjects, what each kind of credentials permits, all streams."""
 
-import inspect
 import json
 from pathlib import Path
 
 import pytest
-import wooly_executor.borne
-import wooly_executor.jobs
-import wooly_executor.journal
-import wooly_router.jobs
 from nats.js.errors import NotFoundError
-from wooly_bus import streams, subjects
+from wooly_bus import contracts
 from wooly_bus.credentials import Issuer
 from wooly_bus.keys import Key
+from wooly_bus.streams import ensure_stream
 
 WIRE = json.loads((Path(__file__).parent / "wire.json").read_text())
 TENANT = "a.b c"
 SCOPES = ("blobs:read", "blobs:write", "nodes:read", "tasks:read", "tasks:write")
 
 
-def patterns():
-    for name, found in vars(subjects).items():
-        if isinstance(found, str) and name.isupper() and found.startswith(f"{subjects.PREFIX}."):
-            yield found
-        elif inspect.isfunction(found) and list(inspect.signature(found).parameters) in (
-            ["executor_id"],
-            ["family"],
-            ["service"],
-        ):
-            yield found("ID").replace("ID", "*")
-
-
 def test_subjects_are_those_of_running_installations():
-    assert sorted(set(patterns())) == WIRE["subjects"]
+    table = [*contracts.RPCS.values(), *contracts.EVENTS.values()]
+    assert sorted({contract.pattern for contract in table}) == WIRE["subjects"]
 
 
 def issued():
@@ -80,14 +65,7 @@ def js():
 
 
 async def test_streams_are_those_of_running_installations(js):
-    executor, router = wooly_executor.journal.JournalPublisher, wooly_router.jobs.JobActor
-    journals, jobs = executor.__new__(executor), router.__new__(router)
-    journals._js, jobs._app = js, type("App", (), {"jetstream": lambda self: js})()
-    await journals._ensure()
-    await jobs._ensure_commands()
-    await jobs._ensure_events()
-    await wooly_executor.jobs.ensure_reports(js)
-    await streams.ensure_usage_stream(js)
-    limits = {"max_age_s": wooly_executor.borne.MAX_AGE_S, "max_bytes": wooly_executor.borne.MAX_BYTES}
-    await streams.ensure_stream(js, subjects.EXECUTOR_MEMORY_STREAM, subjects.EXECUTOR_MEMORY_EVENTS, **limits)
+    for event in contracts.EVENTS.values():
+        if event.stream is not None:
+            await ensure_stream(js, event)
     assert js.made == WIRE["streams"]
