@@ -131,6 +131,7 @@ docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
+	$(BIN)/python docs/reference/asyncapi.py > $(VENV)/asyncapi.yaml && cp $(VENV)/asyncapi.yaml docs/reference/asyncapi.yaml
 
 .PHONY: docker-engine
 docker-engine: ## install a Docker engine (Debian); dockerd is started by whoever needs it, compose v2 and buildx are not in Debian 12

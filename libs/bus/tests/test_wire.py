@@ -20,6 +20,16 @@ def test_subjects_are_those_of_running_installations():
     assert sorted({contract.pattern for contract in table}) == WIRE["subjects"]
 
 
+def test_queue_groups_are_those_of_running_installations():
+    """Two versions of a service share their requests only where both have the same group."""
+    found = {}
+    for rpc in contracts.RPCS.values():
+        found |= {} if rpc.tenants_only else {rpc.pattern: rpc.queue}
+        found |= {} if rpc.scope is None else {f"{rpc.pattern}.*": rpc.queue}
+    found |= {event.pattern: event.queue for event in contracts.EVENTS.values() if event.stream is None}
+    assert found == WIRE["queues"]
+
+
 def issued():
     issuer = Issuer(Key.new("account"), "A")
     yield "client of no scope", issuer.client(TENANT, ())
