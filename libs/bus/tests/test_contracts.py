@@ -1,4 +1,4 @@
-"""The table of contracts: each line has the form of all, and each is served, asked, published or heard by somebody."""
+"""The table of contracts: all lines have one form, and each contract is in use."""
 
 import re
 from pathlib import Path
@@ -67,8 +67,8 @@ def test_subject_strings_live_in_the_table_only():
     assert offenders == []
 
 
-def test_every_contract_has_both_sides():
-    """A contract that only one side uses, or none, is left over."""
+def test_every_contract_is_served_or_used_as_it_says():
+    """A contract that no service serves, publishes or hears is left over."""
     text = "\n".join(p.read_text() for p in SOURCES if p.name != "contracts.py")
     for name, contract in TABLE.items():
         served = re.findall(rf"\.serve(?:_tenants)?\(\s*contracts\.{name}\b", text)
@@ -94,7 +94,7 @@ def test_address_of_a_subject_is_what_was_put_there():
     assert event.address_of(event.at("host-0").subject) == "host-0"
 
 
-def test_event_of_bytes_is_the_bytes_and_one_of_a_model_is_checked():
+def test_event_of_bytes_is_not_decoded_and_event_of_a_model_is():
     journaled = contracts.EXECUTOR_DISPATCH_JOURNALED.at("x")
     assert journaled.decoded(journaled.encoded(b"\x00\xff")) == b"\x00\xff"
     event = Event("wooly.v1.evt.test.thing.happened", CloseSessionRequest)
@@ -120,3 +120,28 @@ def test_contract_without_a_scope_is_not_served_to_tenants_and_one_for_tenants_o
     only = Rpc(subject, CloseSessionRequest, CloseSessionReply, scope="tasks:write", tenants_only=True)
     with pytest.raises(ValueError, match="tenants' clients only"):
         app.serve(only, handler)
+
+
+def spelled_out(text):
+    """`a.{b, c}.d` as `a.b.d` and `a.c.d`."""
+    found = re.fullmatch(r"([^{]*)\{([^}]*)\}(.*)", text)
+    return [f"{found[1]}{one.strip()}{found[3]}" for one in found[2].split(",")] if found else [text]
+
+
+def test_subject_in_a_readme_or_decision_is_in_the_table():
+    known = {contract.pattern for contract in TABLE.values()}
+    known |= {f"{rpc.pattern}.*" for rpc in contracts.RPCS.values() if rpc.scope is not None}
+    pages = [*ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md"), ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]
+    named = [
+        (page.relative_to(ROOT), subject)
+        for page in pages
+        for quoted in re.findall(r"`(wooly\.v1\.[a-z][^`]*)`", page.read_text())
+        for subject in spelled_out(re.sub(r"\s+", " ", quoted))
+    ]
+    assert len(named) > 50
+    unknown = [
+        (str(page), subject)
+        for page, subject in named
+        if not {pattern := re.sub(r"<\w+>", "*", subject), f"{pattern}.*"} & known
+    ]
+    assert unknown == []

@@ -76,10 +76,7 @@ async def test_every_count_is_told_once_though_nats_is_killed(device, wis, tmp_p
         busy = device.call(lambda: device.loop.busy_ns)
         batches = []
         async with asyncio.timeout(100):
-            reader = read_stream(
-                client.jetstream(),
-                contracts.EXECUTOR_USAGE_RECORDED,
-            )
+            reader = read_stream(client.jetstream(), contracts.EXECUTOR_USAGE_RECORDED)
             async for kept in reader:
                 if kept is not None:
                     batches.append(UsageRecorded.model_validate_json(kept.data))

@@ -174,11 +174,7 @@ async def totals_told(app):
     found = {}
     with contextlib.suppress(NotFoundError):
         await app.jetstream().stream_info(contracts.EXECUTOR_USAGE_RECORDED.stream_name)
-        async for kept in read_stream(
-            app.jetstream(),
-            contracts.EXECUTOR_USAGE_RECORDED,
-            poll_s=0.1,
-        ):
+        async for kept in read_stream(app.jetstream(), contracts.EXECUTOR_USAGE_RECORDED, poll_s=0.1):
             if kept is None:
                 break
             event = kept.payload()

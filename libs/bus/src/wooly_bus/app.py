@@ -228,7 +228,7 @@ class ServiceApp:
         self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=at_once)(answer)
 
     def listen(self, event: EventContract[E], handler: Callable[[E], Awaitable[None]]) -> None:
-        """Hear events one after the other, of all addresses. A malformed event is logged and dropped: it will not get better.
+        """Hear events of all addresses, one after the other. A malformed event is logged and dropped: it will not get better.
 
         NATS's client itself calls the handler: a thousand executors send a thousand heartbeats a second, and a broker's
         middleware for each would take most of a core.

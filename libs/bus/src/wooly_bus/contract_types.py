@@ -13,6 +13,7 @@ from wooly_wis.messages import Message
 from wooly_bus import subjects
 from wooly_bus.envelope import decode
 
+#: A request, its reply, and the payload of an event.
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 P = TypeVar("P", bound=Message | bytes)
@@ -103,7 +104,7 @@ class RpcContract(_Contract, Generic[Q, R]):
         queue: instances of the service with the same queue share the requests; empty: each instance gets each request.
         scope: what a tenant's client needs; None: no tenant's client may ask.
         most_bytes: of a request of a tenant's client.
-        tenants_only: nobody but tenants' clients may ask.
+        tenants_only: the request is served to tenants' clients, and to no other process.
     """
 
     request: type[Q]
@@ -142,7 +143,7 @@ class AddressedRpc(RpcContract[Q, R]):
         return self.on(self._at(address))
 
     def on(self, subject: str) -> Rpc[Q, R]:
-        """The request on a subject that a peer named: one of this family, or one that the peer must answer for."""
+        """The request on a subject that another process gave, such as the subject in an endpoint. The subject is not checked."""
         return Rpc(
             subject, self.request, self.reply, self.about, self.queue, self.scope, self.most_bytes, self.tenants_only
         )
@@ -154,7 +155,7 @@ class EventContract(_Contract, Generic[P]):
 
     Attributes:
         payload: model of the event, or `bytes` where the event is bytes that its service encodes.
-        about: what the event says, in one sentence; of bytes also what they encode.
+        about: what the event says, in one sentence. For bytes: what the bytes encode.
         stream: keeps the events; None: a process that does not listen misses them.
         queue: instances of a service with the same queue share the events; empty: each instance hears each event.
         scope: what a tenant's client needs to hear its tenant's events; None: no tenant's client hears them.

@@ -4,8 +4,8 @@ A line gives the subject, the messages, who may ask and hear, and the stream. Ev
 serve and ask (`ServiceApp`, `ControlClient`), the permissions of credentials, streams, and docs/reference/asyncapi.yaml. The name
 of a contract is its subject's service, noun and verb.
 
-It is one module, because a reader looks for the whole protocol in one place, and beside `subjects` (the form of a
-subject), because the models below cost 60 ms of import that a process without control messages does not need.
+The table is one module: a reader finds the whole protocol in one place. It is apart from `subjects` (the form of a subject)
+and `contract_types` (the parts of a contract), because importing all message models takes time that many commands do not need.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ ROUTER_SESSION_OPEN = Rpc(
     f"{_RPC}.router.session.open",
     OpenSessionRequest,
     OpenSessionReply,
-    "Open a session: places it, and has its executors host it.",
+    "Open a session: place it, and have executors host it.",
     queue="router",
     scope="tasks:write",
 )
@@ -147,12 +147,12 @@ ROUTER_SESSION_CLOSE = Rpc(
     queue="router",
     scope="tasks:write",
 )
-#: Tenants' clients submit so. The subject of all others is `ROUTER_JOB_COMMAND`.
+#: Tenants' clients submit jobs by this request. Services and administrators publish `ROUTER_JOB_COMMAND`.
 ROUTER_JOB_SUBMIT = Rpc(
     f"{PREFIX}.cmd.router.job.submit",
     SubmitJob,
     SubmitJobReply,
-    "Submit a job; the answer comes once the job is in the router's database.",
+    "Submit a job. The reply means that the job is in the router's database.",
     queue="router",
     scope="tasks:write",
     most_bytes=640 << 10,  # 4,096 inputs, each by its digest
@@ -162,7 +162,7 @@ ROUTER_BLOB_PUT = Rpc(
     f"{_RPC}.router.blob.put",
     PutBlobRequest,
     PutBlobReply,
-    "Put a piece of a blob; all others than tenants' clients use JetStream for it.",
+    "Put a piece of a blob. Services and administrators use JetStream instead.",
     queue="router",
     scope="blobs:write",
     most_bytes=2 * PIECE_BYTES,  # base64 takes 4/3 of the piece
@@ -172,7 +172,7 @@ ROUTER_BLOB_GET = Rpc(
     f"{_RPC}.router.blob.get",
     GetBlobRequest,
     GetBlobReply,
-    "Get a piece of a blob; all others than tenants' clients use JetStream for it.",
+    "Get a piece of a blob. Services and administrators use JetStream instead.",
     queue="router",
     scope="blobs:read",
     tenants_only=True,
@@ -246,7 +246,7 @@ ROUTER_TOKEN_CHECK = Rpc(
     f"{_RPC}.router.token.check",
     CheckTokenRequest,
     CheckTokenReply,
-    "Say whose an API token is that somebody shows a service over HTTP.",
+    "Say whose API token a service was shown over HTTP, and what the token permits.",
     queue="router",
 )
 ROUTER_TENANT_LIST = Rpc(
@@ -270,11 +270,11 @@ ROUTER_CEILING_CHECK = Rpc(
     "Say whether a tenant may have a class and a weight.",
     queue="router",
 )
-#: Named beside the grammar: `ROUTER_JOB_SUBMIT` has the same subject, followed by the tenant.
+#: Not named after its subject: `ROUTER_JOB_SUBMIT` has that name, and the same subject followed by the tenant.
 ROUTER_JOB_COMMAND = Event(
     f"{PREFIX}.cmd.router.job.submit",
     SubmitJob,
-    "Submit a job; once the queue acknowledges the message, the job will be a task.",
+    "Submit a job. Once the queue acknowledges the message, the job will be a task.",
     stream=WorkQueue("WOOLY_CMD_ROUTER", max_bytes=64 << 20),
 )
 ROUTER_TASK_CHANGED = AddressedEvent(
@@ -299,7 +299,7 @@ SCHEDULER_SESSION_STEER = Rpc(
     f"{_RPC}.scheduler.session.steer",
     SteerSessionRequest,
     SteerSessionReply,
-    "Treat a session otherwise from now on, on all of its executors.",
+    "Change the class, weight or policy of a session on all of its executors; suspend or resume the session.",
     queue="scheduler",
     scope="tasks:write",
 )
@@ -408,14 +408,14 @@ COMPILER_PROGRAM_COMPILE = AddressedRpc(
     f"{_RPC}.compiler.program.compile.{{family}}",
     CompileProgramRequest,
     CompileProgramReply,
-    "Make the artifact of a program, for a family of targets.",
+    "Compile a program to an artifact, for a family of targets.",
     queue="compiler",
 )
 COMPILER_KERNEL_COMPILE = AddressedRpc(
     f"{_RPC}.compiler.kernel.compile.{{family}}",
     CompileKernelRequest,
     CompileProgramReply,
-    "Make the code of a kernel in another language, for a family of targets.",
+    "Compile a kernel of another language, for a family of targets.",
     queue="compiler",
 )
 
@@ -443,13 +443,13 @@ EXECUTOR_SESSION_STEER = AddressedRpc(
     f"{_RPC}.executor.session.steer.{{executor_id}}",
     SteerSessionRequest,
     SteerSessionReply,
-    "Treat a session otherwise from now on.",
+    "Change the class, weight or policy of a session; suspend, resume or hold the session.",
 )
 EXECUTOR_EPOCH_END = AddressedRpc(
     f"{_RPC}.executor.epoch.end.{{executor_id}}",
     EndEpochRequest,
     EndEpochReply,
-    "End an epoch, with what it measured; the pacing windows move.",
+    "End an epoch and say what was measured in it; the executor moves its pacing windows.",
 )
 EXECUTOR_JOB_RUN = AddressedRpc(
     f"{_RPC}.executor.job.run.{{executor_id}}",
@@ -465,9 +465,11 @@ EXECUTOR_TUNNEL_OPEN = AddressedRpc(
     scope="session",
 )
 EXECUTOR_NODE_HEARTBEAT = Event(
-    f"{_EVT}.executor.node.heartbeat", ExecutorHeartbeat, "An executor lives; what it has and does."
+    f"{_EVT}.executor.node.heartbeat",
+    ExecutorHeartbeat,
+    "An executor is alive; the event says what the executor has and does.",
 )
-EXECUTOR_SESSION_CLOSED = Event(f"{_EVT}.executor.session.closed", SessionClosed, "An executor has a session no more.")
+EXECUTOR_SESSION_CLOSED = Event(f"{_EVT}.executor.session.closed", SessionClosed, "A session ended on an executor.")
 EXECUTOR_ARTIFACT_REJECTED = Event(
     f"{_EVT}.executor.artifact.rejected", ArtifactRejected, "An artifact of a compiler failed an executor's checks."
 )
@@ -502,7 +504,7 @@ EXECUTOR_USAGE_RECORDED = AddressedEvent(
 SERVICE_SPAN_RECORDED = AddressedEvent(
     f"{_EVT}.{{service}}.span.recorded",
     SpansRecorded,
-    "Spans that a service recorded; a router keeps those of traces that a task is in.",
+    "Spans that a service recorded. A router keeps the spans of traces that have a task.",
     queue="router",
 )
 

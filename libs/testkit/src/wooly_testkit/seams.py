@@ -1,4 +1,4 @@
-"""Calls over contracts as mypy must see them: right ones, and wrong ones that it must reject. Nothing runs them.
+"""Calls over contracts: right calls, which mypy must accept, and wrong calls, which mypy must reject. Nothing runs them.
 
 `make lint` is the test: a wrong call that mypy accepts makes its `type: ignore` unused, which is an error under `strict`.
 """
