@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # seconds: without a cache mypy reads pydantic, NATS and FastStream first
 def test_every_wrong_call_over_a_contract_is_an_error_and_no_right_one(tmp_path):
     """Slow where mypy has no cache of the packages: `make lint` checks the same file."""
     source = Path(wooly_testkit.seams.__file__).read_text()
