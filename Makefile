@@ -132,6 +132,7 @@ docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/decisions.py > $(VENV)/decisions.md && cp $(VENV)/decisions.md docs/adr/index.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
+	$(BIN)/python docs/reference/asyncapi.py > $(VENV)/asyncapi.yaml && cp $(VENV)/asyncapi.yaml docs/reference/asyncapi.yaml
 
 SITE_STAMP := $(VENV)/.site-ready
 

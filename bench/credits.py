@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -27,11 +28,11 @@ from figures import row, show
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.nats import nats_server
 from wooly_testkit.postgres import postgres_server
-from wooly_wis.credits import CreditsReply, CreditsRequest, UsageRecord, UsageRecorded
+from wooly_wis.credits import CreditsRequest, UsageRecord, UsageRecorded
 
 #: Sessions that report, records of one message.
 SESSIONS, PER_MESSAGE = 1000, 100
@@ -45,6 +46,7 @@ def fill(url, count):
     import asyncio
 
     import nats
+    from wooly_bus.contract_types import Log
     from wooly_bus.streams import ensure_stream
 
     now = int(time.time() * 1e6)
@@ -52,8 +54,10 @@ def fill(url, count):
     async def publish():
         client = await nats.connect(url)
         js = client.jetstream()
+        event = contracts.EXECUTOR_USAGE_RECORDED
         await ensure_stream(
-            js, subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, max_age_s=3600, max_bytes=4 << 30
+            js,
+            replace(event, stream=Log(event.stream_name, max_age_s=3600, max_bytes=4 << 30)),
         )
         waiting = []
         for batch in range(1, count // PER_MESSAGE + 1):
@@ -65,10 +69,10 @@ def fill(url, count):
                 )
                 for n in range(PER_MESSAGE)
             )  # fmt: skip
-            event = UsageRecorded(
+            message = UsageRecorded(
                 source="bench/1", batch=batch, executor_id="bench", device_kind="cpu", cores=2, memory=1 << 34, records=records
             )  # fmt: skip
-            waiting.append(js.publish(subjects.executor_usage("bench"), event.model_dump_json().encode()))
+            waiting.append(js.publish(event.at("bench").subject, event.encoded(message)))
             if len(waiting) == 64:
                 await asyncio.gather(*waiting)
                 waiting = []
@@ -106,7 +110,7 @@ def bench_ledger(count):
             begun = third = first = before = None
             while True:
                 try:
-                    reply = client.request(subjects.METERING_CREDITS_SHOW, CreditsRequest(limit=1), CreditsReply)
+                    reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(limit=1))
                 except Exception:
                     if process.poll() is not None:
                         raise RuntimeError((Path(directory) / "log").read_text()) from None
@@ -300,7 +304,7 @@ class Tenant:
 def bill(client, session):
     while True:
         request = CreditsRequest(session_id=session, settled=True)
-        reply = client.request(subjects.METERING_CREDITS_SHOW, request, CreditsReply, timeout=10)
+        reply = client.request(contracts.METERING_CREDITS_SHOW, request, timeout=10)
         if reply.rows and reply.rows[0].ended:
             return reply.rows[0]
 
@@ -466,7 +470,7 @@ def both_ways(stack, client):
     with urllib.request.urlopen(urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=owner)) as answer:
         lines = answer.read().decode().splitlines()
     journal = sum(float(line.split()[-1]) for line in lines if line.startswith("wooly_tenant_core_seconds_total{"))
-    reply = client.request(subjects.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000), CreditsReply)
+    reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(by="model", limit=1000))
     ledger = sum(r.core_ns for r in reply.rows) / 1e9
     found = row("all tenants' core time: ledger to journal", "s", ledger, journal, 1.01)
     return found | {"ok": abs(ledger / journal - 1) <= 0.01}
@@ -488,7 +492,7 @@ except RuntimeError as e:
 
 def bench_budget(args):
     """What a tenant spends beyond its limit, at the pace at which it spent: seconds."""
-    from wooly_wis.credits import BudgetState, SetBudgetRequest
+    from wooly_wis.credits import SetBudgetRequest
 
     with local_stack() as (stack, client), tempfile.TemporaryDirectory() as directory:
         script = Path(directory) / "spend.py"
@@ -497,16 +501,14 @@ def bench_budget(args):
         budget = SetBudgetRequest(tenant="spender", hard_ucr=limit)
         while True:
             with contextlib.suppress(Exception):
-                client.request(subjects.METERING_BUDGET_SET, budget, BudgetState, timeout=10)
+                client.request(contracts.METERING_BUDGET_SET, budget, timeout=10)
                 break
         env = os.environ | stack.client_env | {"WOOLYAI_TENANT": "spender"}
         argv = [sys.executable, "-m", "wooly", "run", "--quiet", str(script)]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
         assert done.stdout.strip() == "held", done.stdout + done.stderr
         time.sleep(1)
-        reply = client.request(
-            subjects.METERING_CREDITS_SHOW, CreditsRequest(tenant="spender"), CreditsReply, timeout=10
-        )
+        reply = client.request(contracts.METERING_CREDITS_SHOW, CreditsRequest(tenant="spender"), timeout=10)
     spent, used = reply.core_ucr + reply.vram_ucr, reply.rows[0]
     # While it spent, the device did little else: its pace is at least what it spent per second of its life.
     pace = spent / ((used.until_us - used.began_us) / 1e6)

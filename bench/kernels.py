@@ -243,12 +243,12 @@ def first_launch(endpoints, session_id, token):
 
 def first_rows():
     """First launches: nothing kept, code on disk, made by a compiler, made by it for another executor."""
-    from wooly_bus import subjects
+    from wooly_bus import contracts
     from wooly_bus.errors import NoResponderError
     from wooly_bus.rpc import ControlClient
     from wooly_testkit.executor import executor_process
     from wooly_testkit.nats import nats_server
-    from wooly_wis.messages import HostSessionReply, HostSessionRequest
+    from wooly_wis.messages import HostSessionRequest
 
     with tempfile.TemporaryDirectory(prefix="wooly-bench-") as folder, nats_server() as url:
         for what, goal in (("nothing is kept", 5000.0), ("its code is on disk", 500.0)):
@@ -281,7 +281,7 @@ def first_rows():
             opened = None
             while opened is None:
                 try:
-                    opened = control.request(subjects.executor_session_open(name), request, HostSessionReply)
+                    opened = control.request(contracts.EXECUTOR_SESSION_OPEN.at(name), request)
                 except NoResponderError:
                     time.sleep(0.1)
             taken = first_launch(list(opened.endpoints), f"s{name}", "t")

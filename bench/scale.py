@@ -25,7 +25,7 @@ from figures import row, show
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelClient, Endpoint
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.nats import nats_server
@@ -33,11 +33,9 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, pack_run
 from wooly_wis.messages import (
-    CloseSessionReply,
     CloseSessionRequest,
     DeviceFacts,
     ExecutorHeartbeat,
-    HostSessionReply,
     HostSessionRequest,
     MemoryState,
 )
@@ -89,11 +87,11 @@ class Device:
 
     def _host(self, name, token):
         request = HostSessionRequest(session_id=name, token=token, tenant="bench", priority=2, lease_s=LEASE_S)
-        self.control.request(subjects.executor_session_open(EXECUTOR), request, HostSessionReply, timeout=30)
+        self.control.request(contracts.EXECUTOR_SESSION_OPEN.at(EXECUTOR), request, timeout=30)
 
     def _close(self, name):
         request = CloseSessionRequest(session_id=name, token=TOKEN)
-        self.control.request(subjects.executor_session_close(EXECUTOR), request, CloseSessionReply, timeout=30)
+        self.control.request(contracts.EXECUTOR_SESSION_CLOSE.at(EXECUTOR), request, timeout=30)
 
     def hosted(self):
         """The name of a session that is open, and has no client."""
@@ -251,7 +249,7 @@ async def beat(nats_url, seconds, seen):
             spent = sum(seen.cpu_times()[:2])
         begun = time.monotonic()
         for i, (data, headers) in enumerate(messages):
-            await client.publish(subjects.EXECUTOR_HEARTBEAT, data, headers=headers)
+            await client.publish(contracts.EXECUTOR_NODE_HEARTBEAT.subject, data, headers=headers)
             if i % 50 == 49:  # spread over the second, as they come
                 await asyncio.sleep(max(begun + (i + 1) / EXECUTORS * 0.95 - time.monotonic(), 0))
         await client.flush()

@@ -29,7 +29,7 @@ from figures import row, show
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import nats
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
 from wooly_dispatch.decisions import LaunchDecision
@@ -38,9 +38,7 @@ from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.journal import Batch, Replayer
 from wooly_testkit.nats import nats_server
 from wooly_wis.messages import (
-    CloseSessionReply,
     CloseSessionRequest,
-    HostSessionReply,
     HostSessionRequest,
     SessionPolicy,
 )
@@ -151,7 +149,7 @@ class Journals:
 
     async def _listen(self):
         client = await nats.connect(self._url)
-        await client.subscribe(subjects.EXECUTOR_JOURNALS, cb=self._keep)
+        await client.subscribe(contracts.EXECUTOR_DISPATCH_JOURNALED.pattern, cb=self._keep)
         while not self._ended.is_set():
             await asyncio.sleep(0.05)
         await client.close()
@@ -209,11 +207,11 @@ class Stack:
         self._control = ControlClient(url)
         self._count = 0
 
-    def ask(self, subject, message, reply):
+    def ask(self, rpc, message):
         deadline = time.monotonic() + 60
         while True:
             try:
-                return self._control.request(subject("bench"), message, reply)
+                return self._control.request(rpc.at("bench"), message)
             except BusError:
                 if time.monotonic() > deadline or self._executor.poll() is not None:
                     raise
@@ -230,7 +228,7 @@ class Stack:
                 request = HostSessionRequest(
                     session_id=name, token=TOKEN, tenant=name, priority=policy.priority, policy=policy, lease_s=3600
                 )
-                reply = self.ask(subjects.executor_session_open, request, HostSessionReply)
+                reply = self.ask(contracts.EXECUTOR_SESSION_OPEN, request)
                 argv = [sys.executable, __file__, "--tenant", role, reply.endpoints[0], name]
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
                 found.append((name, subprocess.Popen(argv, text=True, **pipes)))
@@ -243,7 +241,7 @@ class Stack:
                 process.kill()
                 process.wait()
                 with contextlib.suppress(BusError):
-                    self.ask(subjects.executor_session_close, CloseSessionRequest(session_id=name), CloseSessionReply)
+                    self.ask(contracts.EXECUTOR_SESSION_CLOSE, CloseSessionRequest(session_id=name))
 
     def work(self, tenants, seconds):
         """All work at once. Returns what each reported, device time per session in the middle of it, and its length.

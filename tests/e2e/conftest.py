@@ -6,11 +6,11 @@ A test finds its stack at rest: every service is there, and no session is open. 
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.rpc import ControlClient
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
-from wooly_wis.messages import CloseSessionReply, CloseSessionRequest
+from wooly_wis.messages import CloseSessionRequest
 
 #: Seconds that a stack may take on a busy machine to replace what was killed.
 PATIENCE_S = 60.0
@@ -52,8 +52,8 @@ def _at_rest(stack, gpus):
     try:
         for executor in range(gpus):
             nobody = CloseSessionRequest(session_id="nobody")
-            subject = subjects.executor_session_close(f"local-{executor}")
-            control.insist(subject, nobody, CloseSessionReply, patience_s=PATIENCE_S)
+            rpc = contracts.EXECUTOR_SESSION_CLOSE.at(f"local-{executor}")
+            control.insist(rpc, nobody, patience_s=PATIENCE_S)
     finally:
         control.close()
     return found

@@ -11,7 +11,7 @@ from collections import Counter
 
 import nats
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import read_stream
 from wooly_dispatch.decisions import LaunchDecision
@@ -21,7 +21,7 @@ from wooly_local.stack import read_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
-from wooly_wis.credits import CreditsReply, CreditsRequest, EntriesReply, EntriesRequest
+from wooly_wis.credits import CreditsRequest, EntriesRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 RUN = """
@@ -64,7 +64,7 @@ def credits(stack, *arguments):
 def booked(stack, tenant=""):
     """What metering says, if it is there."""
     with contextlib.suppress(BusError):
-        return ask(stack, subjects.METERING_CREDITS_SHOW, CreditsRequest(tenant=tenant), CreditsReply)
+        return ask(stack, contracts.METERING_CREDITS_SHOW, CreditsRequest(tenant=tenant))
 
 
 def until(condition, seconds=60):
@@ -156,11 +156,10 @@ async def _journalled(stack):
     connection = await nats.connect(stack.nats_url, user_credentials=str(stack.creds))
     found, of = Counter(), {}
     try:
-        stream, subject = subjects.EXECUTOR_JOURNAL_STREAM, subjects.EXECUTOR_JOURNALS
-        async for kept in read_stream(connection.jetstream(), stream, subject):
+        async for kept in read_stream(connection.jetstream(), contracts.EXECUTOR_DISPATCH_JOURNALED):
             if kept is None:
                 return found
-            batch = Batch.decode(kept.data)
+            batch = Batch.decode(kept.payload())
             for event, decisions in map(decode_entry, batch.lines()):
                 if isinstance(event, LaunchDoneEvent):
                     found[of[batch.journal, event.launch]] += event.core_ns
@@ -188,7 +187,7 @@ def test_executor_that_is_killed_bills_what_its_journal_has_and_begins_anew(stac
     session = before[0].name
     journal = asyncio.run(_journalled(stack))[session]
     (row,) = until(lambda: [r for r in booked(stack, "killed").rows if r.core_ns >= journal])
-    own = ask(stack, subjects.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000), EntriesReply).entries
+    own = ask(stack, contracts.METERING_ENTRY_LIST, EntriesRequest(session_id=session, limit=1000)).entries
     usage = sum(e.core_ns for e in own if "journal" not in e.reason)
     assert row.core_ns == max(journal, usage) and journal > before[0].core_ns
     worker = until(lambda: _begun(stack, tmp_path), 60)

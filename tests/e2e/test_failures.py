@@ -6,12 +6,12 @@ import os
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelClosedError
 from wooly_bus.supervision import BROKEN
 from wooly_testkit import forks
 from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.messages import TaskReply, TaskRequest
+from wooly_wis.messages import TaskRequest
 
 pytestmark = pytest.mark.connected
 #: An executor that works until the file exists: then its device's thread, or its journal, meets a fault of our own code.
@@ -116,7 +116,7 @@ def test_part_of_an_executor_that_fails_ends_it_and_sessions_go_elsewhere(cluste
     alice.close(again)
     log = cluster.log("a")
     assert "ended unexpectedly: KeyError: 'injected'" in log and "Traceback" in log
-    last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
+    last = alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story[-1]
     assert "KeyError: 'injected'" in last.reason, last.reason
     print(f"{part}: ended after {ended:.2f} s, failed over after {failed_over:.2f} s")
 
@@ -132,7 +132,7 @@ def test_executor_that_is_told_to_stop_says_so_and_its_sessions_end_with_that_re
     assert cluster.processes["a"].wait(60) == 0
     cluster.wait(lambda: alice.story(opened.session_id)[-1] == "failed")
     assert "executor a ends: it was told to stop" in cluster.log("router")
-    last = alice.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).story[-1]
+    last = alice.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).story[-1]
     assert last.reason == "executor a is lost: it was told to stop"
     channel.close()
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import RefusedError
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
-from wooly_wis.messages import NodesReply, NodesRequest, TaskReply, TaskRequest
+from wooly_wis.messages import NodesRequest, TaskRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
@@ -79,7 +79,7 @@ def task(stack, name):
     deadline = time.monotonic() + 30
     while True:
         try:
-            return ask(stack, subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).task.model_dump()
+            return ask(stack, contracts.ROUTER_TASK_GET, TaskRequest(task_id=name)).task.model_dump()
         except RefusedError:
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -180,7 +180,7 @@ def test_job_is_run_once_though_it_is_sent_often(stack, classifier):
     async def again():
         async with jetstream(stack.access()) as js:
             for _ in range(5):
-                await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode())
+                await js.publish(contracts.ROUTER_JOB_COMMAND.subject, job.model_dump_json().encode())
 
     asyncio.run(again())
     states = []
@@ -206,7 +206,7 @@ def test_cancel_and_deadline_stop_what_runs(stack, slow_module):
     submit = ["submit", slow_module / "slow.wism", "-i", f"x={slow_module / 'x.npy'}"]
     cancelled = run(*submit, stack=stack).stdout.strip()
     wait_for(stack, cancelled, "started")
-    ask(stack, subjects.ROUTER_TASK_CANCEL, TaskRequest(task_id=cancelled, reason="enough"), TaskReply)
+    ask(stack, contracts.ROUTER_TASK_CANCEL, TaskRequest(task_id=cancelled, reason="enough"))
     late = run(*submit, "--deadline", "1.5", "--wait", "--json", stack=stack, code=1)
     assert "deadline of 1.5 s" in json.loads(late.stdout)["reason"]
     assert (task(stack, cancelled)["state"], task(stack, cancelled)["reason"]) == ("cancelled", "enough")
@@ -217,7 +217,7 @@ def test_cancel_and_deadline_stop_what_runs(stack, slow_module):
 
 
 def nodes(stack):
-    return ask(stack, subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply).nodes
+    return ask(stack, contracts.ROUTER_NODE_LIST, NodesRequest()).nodes
 
 
 def wait_for_executors(stack, count):

@@ -8,13 +8,13 @@ import subprocess
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import BusError
 from wooly_local.stack import read_stack
 from wooly_testkit import forks
 from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
-from wooly_wis.messages import GpusReply, GpusRequest
+from wooly_wis.messages import GpusRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(180)]
 WORK = """
@@ -37,7 +37,7 @@ def wooly(stack, *arguments):
 def gpu(stack):
     """What the scheduler says of the device, if it is there and says anything."""
     with contextlib.suppress(BusError):
-        found = ask(stack, subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply).gpus
+        found = ask(stack, contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
         return found[0].model_dump(mode="json") if found else None
 
 

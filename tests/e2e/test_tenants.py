@@ -22,9 +22,10 @@ import nats
 import numpy as np
 import pytest
 from nats.aio.client import Client
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
 from wooly_bus.access import Access, options
 from wooly_bus.blobs import AskedBlobs, name_of
+from wooly_bus.contract_types import Rpc
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
 from wooly_bus.rpc import ControlClient
@@ -36,28 +37,17 @@ from wooly_wis.frames import READ_HEAD, Kind
 from wooly_wis.messages import (
     Blob,
     ClientFacts,
-    CloseSessionReply,
     CloseSessionRequest,
-    GetBlobReply,
     GetBlobRequest,
-    GpusReply,
     GpusRequest,
-    NodesReply,
     NodesRequest,
-    OpenSessionReply,
     OpenSessionRequest,
     PrioritizeTaskRequest,
-    PutBlobReply,
     PutBlobRequest,
-    RenewSessionReply,
     RenewSessionRequest,
-    SteerSessionReply,
     SteerSessionRequest,
     SubmitJob,
-    SubmitJobReply,
-    TaskReply,
     TaskRequest,
-    TasksReply,
     TasksRequest,
 )
 
@@ -150,7 +140,7 @@ def test_script_runs_with_a_token_alone_and_longer_than_its_credentials(alice, s
     ran = forks.run("wooly", *argv, env=alice.env(CHANNEL=channel), timeout=100)
     assert ran.returncode == 0 and "done" in ran.stdout, ran.stderr
     assert "lease" not in ran.stderr and "renewed" not in ran.stderr, ran.stderr
-    (task,) = alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(limit=1), TasksReply).tasks
+    (task,) = alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks
     assert (task.tenant, task.state) == ("alice", "completed")
 
 
@@ -164,11 +154,11 @@ def test_script_without_a_valid_token_is_told_so(alice, script, token):
 
 
 def test_tasks_of_another_are_not_listed(alice, bob, opened):
-    mine = alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks
+    mine = alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
     assert opened.session_id in [t.task_id for t in mine] and {t.tenant for t in mine} == {"alice"}
-    theirs = bob.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks
+    theirs = bob.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks
     assert all(t.tenant == "bob" for t in theirs)
-    refused("router.forbidden", bob, subjects.ROUTER_TASK_LIST, TasksRequest(tenant="alice"), TasksReply)
+    refused("router.forbidden", bob, contracts.ROUTER_TASK_LIST, TasksRequest(tenant="alice"))
     found = bob.cluster.rest("GET", "tasks", token=bob.token)
     assert all(t["tenant"] == "bob" for t in found["tasks"])
     assert bob.cluster.rest("GET", "tasks?tenant=alice", token=bob.token) == "router.forbidden"
@@ -176,39 +166,39 @@ def test_tasks_of_another_are_not_listed(alice, bob, opened):
 
 def test_task_of_another_is_not_shown_nor_cancelled_nor_moved(alice, bob, opened):
     task = TaskRequest(task_id=opened.session_id)
-    refused("router.no_task", bob, subjects.ROUTER_TASK_GET, task, TaskReply)
-    refused("router.no_task", bob, subjects.ROUTER_TASK_CANCEL, task, TaskReply)
+    refused("router.no_task", bob, contracts.ROUTER_TASK_GET, task)
+    refused("router.no_task", bob, contracts.ROUTER_TASK_CANCEL, task)
     move = PrioritizeTaskRequest(task_id=opened.session_id, priority=4)
-    refused("router.no_task", bob, subjects.ROUTER_TASK_PRIORITIZE, move, TaskReply)
+    refused("router.no_task", bob, contracts.ROUTER_TASK_PRIORITIZE, move)
     named = TaskRequest(task_id=opened.session_id, tenant="alice")
-    refused("router.forbidden", bob, subjects.ROUTER_TASK_CANCEL, named, TaskReply)
+    refused("router.forbidden", bob, contracts.ROUTER_TASK_CANCEL, named)
     for verb, path in (("GET", ""), ("POST", "/cancel")):
         body = {} if verb == "POST" else None
         answer = bob.cluster.rest(verb, f"tasks/{opened.session_id}{path}", body, bob.token)
         assert answer == "router.no_task"
-    assert alice.ask(subjects.ROUTER_TASK_GET, task, TaskReply).task.state == "started"
+    assert alice.ask(contracts.ROUTER_TASK_GET, task).task.state == "started"
 
 
 def test_session_is_not_renewed_nor_ended_by_another_who_knows_its_token(alice, bob, opened):
     known = {"session_id": opened.session_id, "token": opened.token}
-    refused("router.no_session", bob, subjects.ROUTER_SESSION_RENEW, RenewSessionRequest(**known), RenewSessionReply)
-    refused("router.no_session", bob, subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest(**known), CloseSessionReply)
-    assert alice.ask(subjects.ROUTER_SESSION_RENEW, RenewSessionRequest(**known), RenewSessionReply).lease_s > 0
+    refused("router.no_session", bob, contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known))
+    refused("router.no_session", bob, contracts.ROUTER_SESSION_CLOSE, CloseSessionRequest(**known))
+    assert alice.ask(contracts.ROUTER_SESSION_RENEW, RenewSessionRequest(**known)).lease_s > 0
 
 
 def test_session_of_another_is_not_steered_and_a_hold_is_not_lifted(alice, bob, opened):
     steer = SteerSessionRequest(session_id=opened.session_id, suspended=True)
-    refused("scheduler.no_session", bob, subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply)
-    assert alice.ask(subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply).suspended
+    refused("scheduler.no_session", bob, contracts.SCHEDULER_SESSION_STEER, steer)
+    assert alice.ask(contracts.SCHEDULER_SESSION_STEER, steer).suspended
     for field in ({"hold": ""}, {"exclusive": True}):
         own = SteerSessionRequest(session_id=opened.session_id, **field)
-        refused("scheduler.forbidden", alice, subjects.SCHEDULER_SESSION_STEER, own, SteerSessionReply)
+        refused("scheduler.forbidden", alice, contracts.SCHEDULER_SESSION_STEER, own)
 
 
 def test_devices_are_listed_without_sessions_of_another(alice, bob, opened):
     def listed(tenant):
-        gpus = tenant.ask(subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply).gpus
-        nodes = tenant.ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply).nodes
+        gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
+        nodes = tenant.ask(contracts.ROUTER_NODE_LIST, NodesRequest()).nodes
         assert [g.executor_id for g in gpus] == [n.executor_id for n in nodes] == ["x"]
         return [[s.session_id for s in part.sessions] for part in (gpus[0], nodes[0].memory)]
 
@@ -245,11 +235,11 @@ def test_metering_s_own_rest_asks_for_the_same_tokens(cluster, alice, bob):
 
 
 def test_credits_of_another_are_not_shown(alice, bob):
-    show = subjects.METERING_CREDITS_SHOW
-    alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest(), credits.CreditsReply).rows)
-    reply = bob.ask(show, credits.CreditsRequest(), credits.CreditsReply)
+    show = contracts.METERING_CREDITS_SHOW
+    alice.cluster.wait(lambda: alice.ask(show, credits.CreditsRequest()).rows)
+    reply = bob.ask(show, credits.CreditsRequest())
     assert all(row.tenant == "bob" for row in reply.rows)
-    refused("metering.forbidden", bob, show, credits.CreditsRequest(tenant="alice"), credits.CreditsReply)
+    refused("metering.forbidden", bob, show, credits.CreditsRequest(tenant="alice"))
 
 
 # -- speaking and hearing -----------------------------------------------------------------------------------------------
@@ -258,25 +248,27 @@ def test_credits_of_another_are_not_shown(alice, bob):
 def test_client_names_no_tenant_but_its_own(alice, bob):
     client = ClientFacts(host="h", pid=1, program="forged.py")
     request = OpenSessionRequest(tenant="alice", client=client)
-    refused("router.forbidden", bob, subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
+    refused("router.forbidden", bob, contracts.ROUTER_SESSION_OPEN, request)
     opened = bob.open(tenant="bob")
-    task = bob.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id), TaskReply).task
+    task = bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=opened.session_id)).task
     assert task.tenant == "bob"
     bob.close(opened)
 
 
 async def test_server_lets_nobody_speak_for_another(alice, bob):
     opening = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="forged.py"))
+    asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, Rpc) and rpc.scope is not None]
+    assert len(asked) > 10
     forbidden = [
-        *[subjects.for_tenant(subject, "alice") for _, subject in subjects.CLIENT_SUBJECTS],
-        *[subject for _, subject in subjects.CLIENT_SUBJECTS],
-        subjects.router_task_changed("alice"),
-        subjects.ROUTER_JOB_SUBMIT,
-        subjects.EXECUTOR_HEARTBEAT,
-        subjects.executor_session_open("x"),
-        subjects.executor_session_steer("x"),
-        subjects.for_tenant(subjects.executor_tunnel("x"), "alice"),
-        subjects.METERING_BUDGET_SET,
+        *[rpc.for_tenant("alice") for rpc in asked],
+        *[rpc.subject for rpc in asked],
+        contracts.ROUTER_TASK_CHANGED.at("alice").subject,
+        contracts.ROUTER_JOB_SUBMIT.subject,
+        contracts.EXECUTOR_NODE_HEARTBEAT.subject,
+        contracts.EXECUTOR_SESSION_OPEN.at("x").subject,
+        contracts.EXECUTOR_SESSION_STEER.at("x").subject,
+        contracts.EXECUTOR_TUNNEL_OPEN.at("x").for_tenant("alice"),
+        contracts.METERING_BUDGET_SET.subject,
         alice.held.inbox + ".x",
         subjects.tunnel_inbox(alice.held.inbox) + ".x",
         "$JS.API.STREAM.LIST",
@@ -292,7 +284,7 @@ async def test_server_lets_nobody_speak_for_another(alice, bob):
         assert any("permissions violation" in e.lower() and f'"{subject}"'.lower() in e.lower() for e in errors), (
             subject
         )
-    names = [t.name for t in alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks]
+    names = [t.name for t in alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks]
     assert "forged.py" not in names
 
 
@@ -302,8 +294,15 @@ async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
     async def hear(message):
         heard.append(message.subject)
 
-    patterns = [">", "wooly.>", "_INBOX.>", alice.held.inbox + ".>", subjects.router_task_changed("alice"), "$JS.>"]
-    patterns += [subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "alice"), subjects.ROUTER_TASKS_CHANGED]
+    patterns = [
+        ">",
+        "wooly.>",
+        "_INBOX.>",
+        alice.held.inbox + ".>",
+        contracts.ROUTER_TASK_CHANGED.at("alice").subject,
+        "$JS.>",
+    ]
+    patterns += [contracts.ROUTER_SESSION_OPEN.for_tenant("alice"), contracts.ROUTER_TASK_CHANGED.pattern]
     changed = asyncio.Event()
 
     async def own(message):
@@ -312,7 +311,7 @@ async def test_nobody_hears_replies_or_tasks_of_another(alice, bob):
     async with connected(bob) as (client, errors), connected(alice) as (hers, _):
         for pattern in patterns:
             await client.subscribe(pattern, cb=hear)
-        await hers.subscribe(subjects.router_task_changed("alice"), cb=own)
+        await hers.subscribe(contracts.ROUTER_TASK_CHANGED.at("alice").subject, cb=own)
         await client.flush()
         await hers.flush()
         opened = await asyncio.to_thread(alice.open)
@@ -377,9 +376,9 @@ async def test_tunnel_is_opened_for_ones_own_session_alone(alice, bob):
         await client.connect(bob.cluster.nats_url, error_cb=error, allow_reconnect=False, **options(held, None))
         hers = Credentials.parse(opened.credentials)
         for subject in (
-            subjects.for_tenant(subjects.executor_tunnel("x"), "alice"),
+            contracts.EXECUTOR_TUNNEL_OPEN.at("x").for_tenant("alice"),
             subjects.tunnel_inbox(hers.inbox) + ".x",
-            subjects.for_tenant(subjects.ROUTER_TASK_LIST, "bob"),
+            contracts.ROUTER_TASK_LIST.for_tenant("bob"),
         ):
             await client.publish(subject, b"x")
         await client.subscribe(hers.inbox + ".>")
@@ -454,13 +453,13 @@ def test_example_in_plain_nats_py_needs_a_token_alone(bob, classifier):
 def test_job_of_another_is_not_seen_cancelled_or_sent_again(alice, bob, her_job, classifier):
     name = her_job[0]["task_id"]
     ask = TaskRequest(task_id=name)
-    for subject in (subjects.ROUTER_TASK_GET, subjects.ROUTER_TASK_CANCEL):
-        refused("router.no_task", bob, subject, ask, TaskReply)
-    assert name not in [t.task_id for t in bob.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks]
+    for rpc in (contracts.ROUTER_TASK_GET, contracts.ROUTER_TASK_CANCEL):
+        refused("router.no_task", bob, rpc, ask)
+    assert name not in [t.task_id for t in bob.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks]
     mine = SubmitJob(job_id=name, module=classifier[1])
-    refused("router.id_taken", bob, subjects.ROUTER_JOB_SUBMIT, mine, SubmitJobReply)
+    refused("router.id_taken", bob, contracts.ROUTER_JOB_SUBMIT, mine)
     hers = SubmitJob(job_id="job-of-alice", tenant="alice", module=classifier[1])
-    refused("router.forbidden", bob, subjects.ROUTER_JOB_SUBMIT, hers, SubmitJobReply)
+    refused("router.forbidden", bob, contracts.ROUTER_JOB_SUBMIT, hers)
     assert alice.story(name) == ["pending", "started", "completed"]
 
 
@@ -468,19 +467,17 @@ def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifi
     for output in her_job[0]["outputs"]:
         assert AskedBlobs(alice.control).get(output["digest"], output["nbytes"])
         ask = GetBlobRequest(digest=output["digest"])
-        refused("bus.blob_missing", bob, subjects.ROUTER_BLOB_GET, ask, GetBlobReply)
-        refused(
-            "router.forbidden", bob, subjects.ROUTER_BLOB_GET, ask.model_copy(update={"tenant": "alice"}), GetBlobReply
-        )
+        refused("bus.blob_missing", bob, contracts.ROUTER_BLOB_GET, ask)
+        refused("router.forbidden", bob, contracts.ROUTER_BLOB_GET, ask.model_copy(update={"tenant": "alice"}))
     secret = AskedBlobs(alice.control).put(b"known to alice alone")
     about = {"digest": secret, "nbytes": 20, "upload": "u" * 32}
     # That it is there is not said either: who asks must send it.
-    assert not bob.ask(subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about), PutBlobReply).kept
-    refused("router.forbidden", bob, subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about, tenant="alice"), PutBlobReply)
+    assert not bob.ask(contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about)).kept
+    refused("router.forbidden", bob, contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about, tenant="alice"))
     # As a job's module or input it is not found.
     job = SubmitJob(job_id=f"job-{time.time_ns()}", module=secret)
-    bob.ask(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
-    found = bob.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id), TaskReply).task
+    bob.ask(contracts.ROUTER_JOB_SUBMIT, job)
+    found = bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id)).task
     assert found.state == "failed" and "there is no blob" in found.reason
 
 
@@ -495,7 +492,7 @@ def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
         ("bus.upload", {"nbytes": 4, "offset": 1, "after": 7}),
     ):
         with pytest.raises(RefusedError) as refusal:
-            dave.ask(subjects.ROUTER_BLOB_PUT, PutBlobRequest(**about | changes), PutBlobReply)
+            dave.ask(contracts.ROUTER_BLOB_PUT, PutBlobRequest(**about | changes))
         assert refusal.value.code == code, changes
     blobs = AskedBlobs(dave.control)
     for size in (0, 1, 512 << 10, (512 << 10) + 1, 3 << 20):
@@ -522,12 +519,12 @@ async def test_tenant_hears_what_becomes_of_its_jobs_and_of_nobody_elses(alice, 
         return each
 
     async with connected(alice) as (hers, _), connected(bob) as (his, _):
-        await hers.subscribe(subjects.router_task_changed("alice"), cb=hear("alice"))
-        await his.subscribe(subjects.router_task_changed("bob"), cb=hear("bob"))
+        await hers.subscribe(contracts.ROUTER_TASK_CHANGED.at("alice").subject, cb=hear("alice"))
+        await his.subscribe(contracts.ROUTER_TASK_CHANGED.at("bob").subject, cb=hear("bob"))
         await hers.flush()
         await his.flush()
         job = SubmitJob(job_id=f"job-{time.time_ns()}", module=module)  # without its input it ends at once
-        await asyncio.to_thread(bob.ask, subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+        await asyncio.to_thread(bob.ask, contracts.ROUTER_JOB_SUBMIT, job)
         await asyncio.wait_for(told.wait(), 30)
         await hers.flush()
     assert {e["task_id"] for e in heard["bob"]} == {job.job_id} and heard["alice"] == []
@@ -545,14 +542,14 @@ def test_job_that_was_acknowledged_survives_the_router(alice, cluster, classifie
     cluster.processes["x"].send_signal(signal.SIGSTOP)  # so that nothing is executed before
     try:
         for job in jobs:
-            alice.ask(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+            alice.ask(contracts.ROUTER_JOB_SUBMIT, job)
         cluster.kill("router")
     finally:
         cluster.processes["x"].send_signal(signal.SIGCONT)
         cluster.start("router")
         cluster.find_router()
     for job in jobs:
-        alice.control.insist(subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+        alice.control.insist(contracts.ROUTER_JOB_SUBMIT, job)
     cluster.wait(lambda: all(alice.story(n)[-1] == "completed" for n in names))
     for name in names:
         story = alice.story(name)
@@ -588,10 +585,10 @@ def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
     text = cluster.rest("POST", "credentials", {}, token)["credentials"]
     control = ControlClient(Access(cluster.nats_url, lambda: Credentials.parse(text)))
     try:
-        control.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        control.request(contracts.ROUTER_TASK_LIST, TasksRequest())
         request = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="p"))
         with pytest.raises(RefusedError, match="these credentials may not"):
-            control.request(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
+            control.request(contracts.ROUTER_SESSION_OPEN, request)
     finally:
         control.close()
 
@@ -599,12 +596,12 @@ def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
 def test_revoked_token_gives_no_credentials_and_a_disabled_tenants_are_refused(cluster):
     carol = Tenant(cluster, "carol")
     try:
-        assert carol.ask(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).tasks == ()
+        assert carol.ask(contracts.ROUTER_TASK_LIST, TasksRequest()).tasks == ()
         (token,) = cluster.rest("GET", "tenants/carol/tokens")["tokens"]
         cluster.rest("DELETE", f"tenants/carol/tokens/{token['id']}")
         assert cluster.rest("POST", "credentials", {}, carol.token) == "router.unauthorized"
         cluster.rest("PUT", "tenants/carol", {"disabled": True})
-        refused("router.unauthorized", carol, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        refused("router.unauthorized", carol, contracts.ROUTER_TASK_LIST, TasksRequest())
         with pytest.raises(RefusedError):
             carol.open()
     finally:

@@ -11,13 +11,13 @@ from itertools import pairwise
 
 import nats
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import options
 from wooly_bus.stream_reader import read_stream
 from wooly_testkit import forks
 from wooly_testkit.control import ask
 from wooly_testkit.forks import Forked
-from wooly_wis.messages import MemoryBorne, NodesReply, NodesRequest
+from wooly_wis.messages import NodesRequest
 
 pytestmark = [pytest.mark.connected, pytest.mark.timeout(240)]
 MIB = 1 << 20
@@ -111,7 +111,7 @@ def wooly(stack, *arguments, **settings):
 
 
 def memory(stack):
-    (node,) = ask(stack, subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply).nodes
+    (node,) = ask(stack, contracts.ROUTER_NODE_LIST, NodesRequest()).nodes
     found = node.memory.model_dump(mode="json")
     assert found["own"] + found["contents"] + found["slots"] + found["reserve"] + found["free"] == found["capacity"]
     return found
@@ -252,11 +252,9 @@ def test_what_sessions_bear_is_published_without_gaps(stack, client):
         access = stack.access()
         app = await nats.connect(access.url, **options(access.credentials(), None))
         found = []
-        async for kept in read_stream(
-            app.jetstream(), subjects.EXECUTOR_MEMORY_STREAM, subjects.EXECUTOR_MEMORY_EVENTS
-        ):
+        async for kept in read_stream(app.jetstream(), contracts.EXECUTOR_MEMORY_BORNE):
             if kept is not None:
-                found.append(MemoryBorne.model_validate_json(kept.data))
+                found.append(kept.payload())
             if kept is None and any(e.tenant == "metered" and e.last for e in found):
                 break
         await app.close()

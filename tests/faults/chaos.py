@@ -27,7 +27,7 @@ from installation import Installation
 from rich.console import Console
 from rich.table import Table
 from schedule import Fault, draw
-from wooly_bus import subjects
+from wooly_bus import contracts
 from work import Load, References
 
 #: Seconds that everything has, after the last fault, to come to rest.
@@ -110,7 +110,7 @@ def _through(
     _carry_out(installation, faults, load.began, minutes, console)
     load.end(SETTLE_S)
     reported, streams = asyncio.run(_settled(installation))
-    queues = (subjects.ROUTER_COMMAND_STREAM, subjects.EXECUTOR_JOB_STREAM)
+    queues = (contracts.ROUTER_JOB_COMMAND.stream_name, contracts.EXECUTOR_JOB_ENDED.stream_name)
     rows = [
         *verdict.scripts(load.runs, faults, references.of),
         *verdict.jobs(load.jobs, load.expected),

@@ -8,7 +8,7 @@ from nats.aio.client import Client
 from nats.js.api import StorageType, StreamConfig, StreamSource
 from nats.js.errors import Error as JetStreamError
 from sqlalchemy import create_engine, text
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import options
 from wooly_bus.credentials import Credentials
 from wooly_bus.envelope import decode
@@ -32,8 +32,8 @@ async def connect(nats_url: str, creds: Path) -> Client:
 async def mirror_usage(client: Client) -> None:
     """Keep a copy of all usage that executors publish: metering removes what it has booked."""
     config = StreamConfig(
-        name=MIRROR, mirror=StreamSource(name=subjects.EXECUTOR_USAGE_STREAM), storage=StorageType.FILE, num_replicas=3,
-        max_bytes=256 << 20,
+        name=MIRROR, mirror=StreamSource(name=contracts.EXECUTOR_USAGE_RECORDED.stream_name),
+        storage=StorageType.FILE, num_replicas=3, max_bytes=256 << 20,
     )  # fmt: skip
     await client.jetstream().add_stream(config)
 

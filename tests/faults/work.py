@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_bus.blobs import AskedBlobs
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
-from wooly_wis.messages import Blob, SubmitJob, SubmitJobReply, TaskReply, TaskRequest
+from wooly_wis.messages import Blob, SubmitJob, TaskRequest
 
 HERE = Path(__file__).parent
 SCRIPTS = ("train.py", "generate.py")
@@ -190,7 +190,7 @@ class Jobs(threading.Thread):
         message = SubmitJob(job_id=job.job_id, module=module, inputs=(Blob(name="x", digest=x),), attempts=20)
         while not self.ending.is_set():
             try:
-                self._control.request(subjects.ROUTER_JOB_SUBMIT, message, SubmitJobReply, timeout=5)
+                self._control.request(contracts.ROUTER_JOB_SUBMIT, message, timeout=5)
             except (BusError, OSError) as e:
                 self.refused[getattr(e, "code", type(e).__name__)] += 1
                 self.ending.wait(0.5)
@@ -205,9 +205,7 @@ class Jobs(threading.Thread):
         for job in [j for j in self.jobs if j.acknowledged_s is not None]:
             while True:
                 with contextlib.suppress(BusError, OSError):
-                    found = self._control.request(
-                        subjects.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id), TaskReply, timeout=5
-                    )
+                    found = self._control.request(contracts.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id), timeout=5)
                     job.state, job.reason = found.task.state, found.task.reason
                     job.story = [step.state for step in found.story]
                     job.outputs = tuple(o.digest for o in found.task.outputs)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelError
 from wooly_bus.channel.framing import ChannelClosedError
 from wooly_bus.contents import chunk_digest, content_id
@@ -22,7 +22,7 @@ from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
 from wooly_wis.frames import CONTENT, READ_HEAD, WRITE_HEAD, Kind, pack_json, pack_run
-from wooly_wis.messages import RenewSessionReply, RenewSessionRequest
+from wooly_wis.messages import RenewSessionRequest
 from wooly_wis.program import Form, Instruction, Operand, OperandRef, Program, Role, View
 
 pytestmark = pytest.mark.connected
@@ -68,7 +68,7 @@ class Renewing:
     def _run(self):
         while not self._stop.wait(LEASE_S / 6):
             try:
-                self._tenant.ask(subjects.ROUTER_SESSION_RENEW, self._request, RenewSessionReply)
+                self._tenant.ask(contracts.ROUTER_SESSION_RENEW, self._request)
             except BusError as e:
                 self.errors.append(str(e))
 

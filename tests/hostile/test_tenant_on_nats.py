@@ -5,31 +5,25 @@ import json
 import threading
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_bus.channel import ChannelClient, ChannelError
 from wooly_bus.channel.tunnel import open_tunnel
+from wooly_bus.contract_types import Rpc
 from wooly_bus.credentials import Credentials
 from wooly_bus.errors import RefusedError
 from wooly_wis.frames import PROTOCOL, Kind, pack_json
 from wooly_wis.messages import (
-    CheckCeilingReply,
     CheckCeilingRequest,
     ErrorReply,
-    GpusReply,
     GpusRequest,
     Message,
     PrioritizeTaskRequest,
     SetTenantRequest,
-    SteerSessionReply,
     SteerSessionRequest,
     SubmitJob,
-    SubmitJobReply,
-    TaskReply,
     TaskRequest,
-    TasksReply,
     TasksRequest,
-    TenantInfo,
 )
 
 pytestmark = pytest.mark.connected
@@ -51,31 +45,31 @@ def test_tenant_gets_no_class_weight_or_device_above_its_ceilings_by_any_subject
     for wanted in above:
         assert "wooly tenants set bob" in _refused("router.above_ceiling", bob.open, **wanted)
         job = SubmitJob(job_id="bobs-job-above", module="0" * 64, **wanted)
-        _refused("router.above_ceiling", bob.ask, subjects.ROUTER_JOB_SUBMIT, job, SubmitJobReply)
+        _refused("router.above_ceiling", bob.ask, contracts.ROUTER_JOB_SUBMIT, job)
     opened = bob.open(weight=100)
     name = opened.session_id
     for wanted in ({"priority": 0}, {"weight": 101}, {"priority": 2, "weight": 1 << 20}):
         steer = SteerSessionRequest(session_id=name, **wanted)
-        _refused("scheduler.above_ceiling", bob.ask, subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply)
+        _refused("scheduler.above_ceiling", bob.ask, contracts.SCHEDULER_SESSION_STEER, steer)
     for wanted in ({"exclusive": True}, {"policy": {"priority": 0}}):
         steer = SteerSessionRequest.model_validate({"session_id": name, **wanted})
-        _refused("scheduler.forbidden", bob.ask, subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply)
+        _refused("scheduler.forbidden", bob.ask, contracts.SCHEDULER_SESSION_STEER, steer)
     prioritize = PrioritizeTaskRequest(task_id=name, priority=1)
-    _refused("router.above_ceiling", bob.ask, subjects.ROUTER_TASK_PRIORITIZE, prioritize, TaskReply)
-    assert bob.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).task.priority == 2
+    _refused("router.above_ceiling", bob.ask, contracts.ROUTER_TASK_PRIORITIZE, prioritize)
+    assert bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=name)).task.priority == 2
     steer = SteerSessionRequest(session_id=name, priority=3, weight=99)
-    policy = bob.ask(subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply).policy
+    policy = bob.ask(contracts.SCHEDULER_SESSION_STEER, steer).policy
     assert (policy.priority, policy.weight) == (3, 99)
     bob.close(opened)
 
 
 def test_tenant_neither_asks_for_nor_changes_ceilings_itself(bob):
     asks = [
-        (subjects.ROUTER_TENANT_SET, SetTenantRequest(tenant="bob", class_ceiling=0, credential=bob.token), TenantInfo),
-        (subjects.ROUTER_CEILING_CHECK, CheckCeilingRequest(tenant="alice"), CheckCeilingReply),
+        (contracts.ROUTER_TENANT_SET, SetTenantRequest(tenant="bob", class_ceiling=0, credential=bob.token)),
+        (contracts.ROUTER_CEILING_CHECK, CheckCeilingRequest(tenant="alice")),
     ]
-    for subject, message, _ in asks:
-        for published in (subject, subjects.for_tenant(subject, "bob")):
+    for rpc, message in asks:
+        for published in (rpc.subject, rpc.for_tenant("bob")):
             assert not bob.held.permissions.may_publish(published), message
 
 
@@ -86,14 +80,14 @@ def test_lowered_ceiling_brings_a_running_session_of_the_tenants_down(cluster, b
     assert (changed["class_ceiling"], changed["weight_ceiling"], changed["exclusive"]) == (2, 100, False)
     steer = SteerSessionRequest(session_id=opened.session_id, suspended=False)
     cluster.wait(lambda: opened.session_id in _seen(bob))
-    policy = bob.ask(subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply).policy
+    policy = bob.ask(contracts.SCHEDULER_SESSION_STEER, steer).policy
     assert (policy.priority, policy.weight) == (2, 100)
     bob.close(opened)
 
 
 def _seen(tenant):
     """The sessions of a tenant's that the scheduler follows."""
-    gpus = tenant.ask(subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply).gpus
+    gpus = tenant.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest()).gpus
     return [s.session_id for gpu in gpus for s in gpu.sessions]
 
 
@@ -103,7 +97,9 @@ def _seen(tenant):
 def tunnel(tenant, opened):
     """A tunnel to the executor of a session, with that session's credentials."""
     held = Credentials.parse(opened.credentials)
-    return open_tunnel(Access(tenant.cluster.nats_url, lambda: held), subjects.executor_tunnel("x"), timeout=30)
+    return open_tunnel(
+        Access(tenant.cluster.nats_url, lambda: held), contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=30
+    )
 
 
 def enter(tenant, opened):
@@ -146,7 +142,7 @@ def test_session_opens_no_third_tunnel(bob):
             tunnel(bob, opened)
 
 
-def sent_raw(tenant, subject, data):
+def sent_raw(tenant, rpc, data):
     """The code with which a request that is no message of ours is refused."""
 
     class Raw(Message):
@@ -154,23 +150,23 @@ def sent_raw(tenant, subject, data):
             return data
 
     with pytest.raises(RefusedError) as refused:
-        tenant.ask(subject, Raw(), ErrorReply)
+        tenant.ask(Rpc(rpc.subject, Raw, ErrorReply), Raw())
     return refused.value.code
 
 
 @pytest.mark.parametrize(
-    ("subject", "fields"),
+    ("rpc", "fields"),
     [
-        (subjects.ROUTER_JOB_SUBMIT, {"job_id": "a" * 8, "module": "0" * 64, "inputs": [{}] * 150_000}),
-        (subjects.ROUTER_SESSION_OPEN, {"node_groups": [1] * 40_000}),
-        (subjects.ROUTER_SESSION_OPEN, {"model": "x" * 900_000}),
-        (subjects.ROUTER_TASK_LIST, {str(i): 1 for i in range(10_000)}),
-        (subjects.ROUTER_TRACE_ADD, {"task_id": "a", "spans": [{}] * 200_000}),
+        (contracts.ROUTER_JOB_SUBMIT, {"job_id": "a" * 8, "module": "0" * 64, "inputs": [{}] * 150_000}),
+        (contracts.ROUTER_SESSION_OPEN, {"node_groups": [1] * 40_000}),
+        (contracts.ROUTER_SESSION_OPEN, {"model": "x" * 900_000}),
+        (contracts.ROUTER_TASK_LIST, {str(i): 1 for i in range(10_000)}),
+        (contracts.ROUTER_TRACE_ADD, {"task_id": "a", "spans": [{}] * 200_000}),
     ],
 )
-def test_message_with_a_great_many_mistakes_is_refused_at_the_first(alice, bob, subject, fields):
-    assert sent_raw(bob, subject, json.dumps(fields)) == "bus.envelope"
-    assert alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(limit=1), TasksReply).tasks is not None
+def test_message_with_a_great_many_mistakes_is_refused_at_the_first(alice, bob, rpc, fields):
+    assert sent_raw(bob, rpc, json.dumps(fields)) == "bus.envelope"
+    assert alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks is not None
 
 
 def test_flood_of_requests_of_one_tenant_leaves_room_for_another_s(alice, bob):
@@ -179,7 +175,7 @@ def test_flood_of_requests_of_one_tenant_leaves_room_for_another_s(alice, bob):
     def flood(number):
         while not stop.is_set():
             try:
-                bob.ask(subjects.ROUTER_TASK_LIST, TasksRequest(limit=200), TasksReply)
+                bob.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=200))
             except RefusedError as e:
                 codes.add(e.code)
             asked[number] += 1
@@ -192,7 +188,7 @@ def test_flood_of_requests_of_one_tenant_leaves_room_for_another_s(alice, bob):
             stop.wait(0.01)
         before = sum(asked)
         opened = alice.open()
-        assert alice.ask(subjects.ROUTER_TASK_LIST, TasksRequest(limit=1), TasksReply).tasks
+        assert alice.ask(contracts.ROUTER_TASK_LIST, TasksRequest(limit=1)).tasks
         assert alice.close(opened).closed
         while sum(asked) == before:  # the flood went on meanwhile, and goes on
             stop.wait(0.01)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelClient, Endpoint, client_context
 from wooly_bus.channel.framing import HEADER
 from wooly_bus.rpc import ControlClient
@@ -28,7 +28,7 @@ from wooly_local.stack import StackError, begin_stack
 from wooly_testkit import forks
 from wooly_testkit.cluster import enter
 from wooly_wis.frames import PROTOCOL, Kind, pack_json
-from wooly_wis.messages import ClientFacts, OpenSessionReply, OpenSessionRequest
+from wooly_wis.messages import ClientFacts, OpenSessionRequest
 
 pytestmark = pytest.mark.connected
 
@@ -91,9 +91,7 @@ def local():
     control = ControlClient(stack.access())
     try:
         client = ClientFacts(host="h", pid=1, program="secret-script.py")
-        control.request(
-            subjects.ROUTER_SESSION_OPEN, OpenSessionRequest(client=client, tenant="victim"), OpenSessionReply
-        )
+        control.request(contracts.ROUTER_SESSION_OPEN, OpenSessionRequest(client=client, tenant="victim"))
         yield stack
     finally:
         control.close()

@@ -10,33 +10,26 @@ import time
 
 import httpx
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import (
     BudgetState,
     CreditsReply,
-    CreditsRequest,
     CreditsRow,
     PlansReply,
-    PlansRequest,
     PricePlan,
-    SetBudgetRequest,
 )
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
-    CloseSessionRequest,
     DeviceFacts,
     ExecutorHeartbeat,
     GpusReply,
-    GpusRequest,
     GpuState,
     HostSessionReply,
-    HostSessionRequest,
     MemoryState,
-    OpenSessionReply,
     OpenSessionRequest,
     SessionMemory,
 )
@@ -68,8 +61,8 @@ class Device:
     def __init__(self, app, name, node):
         self.app, self.name, self.node = app, name, node
         self.sessions, self.utilization = {}, 0.5
-        app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
-        app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
+        app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
+        app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(name), self.on_close)
 
     async def on_open(self, request):
         self.sessions[request.session_id] = request
@@ -137,10 +130,10 @@ class Cluster:
     async def _start(self):
         self._app = ServiceApp("fake", self.nats)
         self.devices = [Device(self._app, f"gpu-{i}", f"node-{i}") for i in "ab"]
-        self._app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self._gpus)
-        self._app.serve(subjects.METERING_CREDITS_SHOW, CreditsRequest, self._credits)
-        self._app.serve(subjects.METERING_PLAN_LIST, PlansRequest, self._plans)
-        self._app.serve(subjects.METERING_BUDGET_SET, SetBudgetRequest, self._budget)
+        self._app.serve(contracts.SCHEDULER_GPU_LIST, self._gpus)
+        self._app.serve(contracts.METERING_CREDITS_SHOW, self._credits)
+        self._app.serve(contracts.METERING_PLAN_LIST, self._plans)
+        self._app.serve(contracts.METERING_BUDGET_SET, self._budget)
         self._stack = contextlib.AsyncExitStack()
         await self._stack.enter_async_context(self._app.running())
         self._beating = asyncio.create_task(self._beat())
@@ -153,7 +146,7 @@ class Cluster:
     async def _beat(self):
         while True:
             for device in self.devices:
-                await self._app.publish(subjects.EXECUTOR_HEARTBEAT, device.heartbeat())
+                await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, device.heartbeat())
             await asyncio.sleep(0.25)
 
     async def _gpus(self, request):
@@ -198,12 +191,12 @@ class Cluster:
     def record(self, service, *spans):
         """Hand over spans as that service does."""
         message = SpansRecorded(service=service, spans=spans)
-        self.call(self._app.publish(subjects.spans_recorded(service), message))
+        self.call(self._app.publish(contracts.SERVICE_SPAN_RECORDED.at(service), message))
 
     def open(self, program, **wanted):
         """A session; its id."""
         request = OpenSessionRequest(client=ClientFacts(host="laptop", pid=1, program=program), **wanted)
-        reply = self._app.request(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply, timeout=10)
+        reply = self._app.request(contracts.ROUTER_SESSION_OPEN, request, timeout=10)
         return self.call(reply).session_id
 
     def rest(self, method, path, **more):

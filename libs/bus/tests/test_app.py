@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from wooly_bus import tracing
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.contract_types import Event, Rpc
 from wooly_bus.envelope import MAX_PAYLOAD
 from wooly_bus.errors import BusConnectError, BusTimeoutError, NoResponderError, RefusedError
 from wooly_testkit.nats import nats_server as start_nats_server
@@ -33,31 +34,33 @@ async def test_request_reply_and_refusal_between_services(nats_server):
             raise RefusedError("test.no", request.reason, retryable=True)
         return CloseSessionReply(closed=True)
 
-    subject = "wooly.v1.rpc.test.reply.ask"
+    rpc = Rpc("wooly.v1.rpc.test.reply.ask", CloseSessionRequest, CloseSessionReply)
     server, client = ServiceApp("server", nats_server), ServiceApp("client", nats_server)
-    server.serve(subject, CloseSessionRequest, handler)
+    server.serve(rpc, handler)
     async with server.running(), client.running():
-        assert (await client.request(subject, close(), CloseSessionReply, timeout=5)).closed
+        assert (await client.request(rpc, close(), timeout=5)).closed
         with pytest.raises(RefusedError, match="because") as refused:
-            await client.request(subject, close(reason="because"), CloseSessionReply, timeout=5)
+            await client.request(rpc, close(reason="because"), timeout=5)
         assert refused.value.code == "test.no" and refused.value.retryable
         with pytest.raises(NoResponderError, match="nobody answers"):
-            await client.request("wooly.v1.rpc.test.reply.nobody", close(), CloseSessionReply, timeout=5)
+            await client.request(
+                Rpc("wooly.v1.rpc.test.reply.nobody", CloseSessionRequest, CloseSessionReply), close(), timeout=5
+            )
 
 
 async def test_unexpected_error_is_internal_and_logged(nats_server, caplog):
     async def handler(request):
         raise ZeroDivisionError("oops")
 
-    subject = "wooly.v1.rpc.test.internal.ask"
+    rpc = Rpc("wooly.v1.rpc.test.internal.ask", CloseSessionRequest, CloseSessionReply)
     app = ServiceApp("test", nats_server)
-    app.serve(subject, CloseSessionRequest, handler)
+    app.serve(rpc, handler)
     async with app.running():
         with pytest.raises(RefusedError, match="ZeroDivisionError: oops") as caught:
-            await app.request(subject, close(), CloseSessionReply, timeout=5)
+            await app.request(rpc, close(), timeout=5)
         assert caught.value.code == "internal"
         with pytest.raises(RefusedError, match="session_id") as malformed:
-            await app.request(subject, NodesRequest(), CloseSessionReply, timeout=5)
+            await app.request(Rpc(rpc.subject, NodesRequest, CloseSessionReply), NodesRequest(), timeout=5)
         assert malformed.value.code == "bus.envelope"
     assert [r.levelno for r in caplog.records if "handler failed" in r.getMessage()] == [logging.ERROR]
 
@@ -66,24 +69,28 @@ async def test_reply_that_is_too_large_becomes_an_error(nats_server):
     async def handler(request):
         return Blob(text="x" * MAX_PAYLOAD)
 
-    subject = "wooly.v1.rpc.test.large.ask"
+    rpc = Rpc("wooly.v1.rpc.test.large.ask", CloseSessionRequest, Blob)
     app = ServiceApp("test", nats_server)
-    app.serve(subject, CloseSessionRequest, handler)
+    app.serve(rpc, handler)
     async with app.running():
         with pytest.raises(RefusedError, match="NATS carries at most"):
-            await app.request(subject, close(), Blob, timeout=5)
+            await app.request(rpc, close(), timeout=5)
 
 
 async def test_no_reply_is_a_timeout(nats_server):
-    async def handler(request):
-        return None
+    release = asyncio.Event()
 
-    subject = "wooly.v1.rpc.test.silent.ask"
+    async def handler(request):
+        await release.wait()
+        return CloseSessionReply(closed=True)
+
+    rpc = Rpc("wooly.v1.rpc.test.silent.ask", CloseSessionRequest, CloseSessionReply)
     app = ServiceApp("test", nats_server)
-    app.serve(subject, CloseSessionRequest, handler)
+    app.serve(rpc, handler)
     async with app.running():
         with pytest.raises(BusTimeoutError, match=r"within 0\.2 s"):
-            await app.request(subject, close(), CloseSessionReply, timeout=0.2)
+            await app.request(rpc, close(), timeout=0.2)
+        release.set()
 
 
 async def test_slow_request_does_not_hold_up_others_unless_the_actor_says_so(nats_server):
@@ -103,18 +110,21 @@ async def test_slow_request_does_not_hold_up_others_unless_the_actor_says_so(nat
             self.seen.append(("out", request.session_id))
             return CloseSessionReply(closed=True)
 
-    free, alone = "wooly.v1.rpc.test.slow.free", "wooly.v1.rpc.test.slow.alone"
+    free, alone = [
+        Rpc(s, CloseSessionRequest, CloseSessionReply)
+        for s in ("wooly.v1.rpc.test.slow.free", "wooly.v1.rpc.test.slow.alone")
+    ]
     app, actor = ServiceApp("test", nats_server), Slow()
-    app.serve(free, CloseSessionRequest, actor.on_free)
-    app.serve(alone, CloseSessionRequest, actor.alone(actor.on_alone))
+    app.serve(free, actor.on_free)
+    app.serve(alone, actor.alone(actor.on_alone))
     async with app.running():
-        slow = asyncio.create_task(app.request(free, close("slow"), CloseSessionReply, timeout=5))
-        await app.request(free, close("fast"), CloseSessionReply, timeout=5)
+        slow = asyncio.create_task(app.request(free, close("slow"), timeout=5))
+        await app.request(free, close("fast"), timeout=5)
         assert not slow.done()
         actor.gate.set()
         await slow
         names = [f"s{i}" for i in range(20)]
-        await asyncio.gather(*[app.request(alone, close(n), CloseSessionReply, timeout=5) for n in names])
+        await asyncio.gather(*[app.request(alone, close(n), timeout=5) for n in names])
     assert sorted(actor.seen[0::2]) == sorted(("in", n) for n in names)
     assert [("out", n) for _, n in actor.seen[0::2]] == actor.seen[1::2]
 
@@ -133,7 +143,7 @@ async def test_actor_keeps_the_order_of_arrival():
 
 
 async def test_events_arrive_in_order_and_bad_ones_are_dropped(nats_server, caplog):
-    heard, subject = [], "wooly.v1.evt.test.thing.happened"
+    heard, event = [], Event("wooly.v1.evt.test.thing.happened", CloseSessionRequest)
     done = asyncio.Event()
 
     async def handler(event):
@@ -144,12 +154,12 @@ async def test_events_arrive_in_order_and_bad_ones_are_dropped(nats_server, capl
             done.set()
 
     app = ServiceApp("test", nats_server)
-    app.listen(subject, CloseSessionRequest, handler)
+    app.listen(event, handler)
     async with app.running():
         for name in ("a", "bad", "b"):
-            await app.publish(subject, close(name))
-        await app.publish(subject, NodesRequest())
-        await app.publish(subject, close("last"))
+            await app.publish(event, close(name))
+        await app.publish(Event(event.subject, NodesRequest), NodesRequest())
+        await app.publish(event, close("last"))
         await asyncio.wait_for(done.wait(), 5)
     assert heard == ["a", "bad", "b", "last"]
     dropped = [r.getMessage() for r in caplog.records if " dropped: " in r.getMessage()]
@@ -163,14 +173,17 @@ async def test_running_service_is_known_to_the_server(nats_server):
     client = ServiceApp("client", nats_server)
     async with client.running():
         for i in range(20):
-            subject, server = f"wooly.v1.rpc.test.known.ask.{i}", ServiceApp("server", nats_server)
-            server.serve(subject, CloseSessionRequest, handler)
+            rpc, server = (
+                Rpc(f"wooly.v1.rpc.test.known.ask.{i}", CloseSessionRequest, CloseSessionReply),
+                ServiceApp("server", nats_server),
+            )
+            server.serve(rpc, handler)
             async with server.running():
-                assert (await client.request(subject, close(), CloseSessionReply, timeout=5)).closed
+                assert (await client.request(rpc, close(), timeout=5)).closed
 
 
 async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
-    entered, subject = asyncio.Event(), "wooly.v1.rpc.test.ending.ask"
+    entered, rpc = asyncio.Event(), Rpc("wooly.v1.rpc.test.ending.ask", CloseSessionRequest, CloseSessionReply)
 
     async def handler(request):
         entered.set()
@@ -178,10 +191,10 @@ async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
         return CloseSessionReply(closed=True)
 
     server, client = ServiceApp("server", nats_server), ServiceApp("client", nats_server)
-    server.serve(subject, CloseSessionRequest, handler)
+    server.serve(rpc, handler)
     async with client.running():
         async with server.running():
-            asked = asyncio.create_task(client.request(subject, close(), CloseSessionReply, timeout=5))
+            asked = asyncio.create_task(client.request(rpc, close(), timeout=5))
             waiting = asyncio.create_task(entered.wait())
             await asyncio.wait((asked, waiting), return_when=asyncio.FIRST_COMPLETED)
             assert not asked.done()
@@ -190,7 +203,7 @@ async def test_request_in_work_is_answered_when_the_service_ends(nats_server):
 
 async def test_queue_shares_requests_and_no_queue_hears_all(nats_server):
     counts = [0, 0]
-    subject = "wooly.v1.rpc.test.shared.ask"
+    rpc = Rpc("wooly.v1.rpc.test.shared.ask", CloseSessionRequest, CloseSessionReply, queue="q")
     apps = [ServiceApp("test", nats_server) for _ in counts]
     for i, app in enumerate(apps):
 
@@ -198,10 +211,10 @@ async def test_queue_shares_requests_and_no_queue_hears_all(nats_server):
             counts[i] += 1
             return CloseSessionReply(closed=True)
 
-        app.serve(subject, CloseSessionRequest, handler, queue="q")
+        app.serve(rpc, handler)
     async with apps[0].running(), apps[1].running():
         for _ in range(30):
-            await apps[0].request(subject, close(), CloseSessionReply, timeout=5)
+            await apps[0].request(rpc, close(), timeout=5)
     assert sum(counts) == 30
 
 
@@ -221,15 +234,15 @@ async def test_span_is_the_child_of_the_sender_s_and_its_name_has_no_id(nats_ser
     async def handler(request):
         return ErrorReply(code="test.no", message="no")
 
-    subject = "wooly.v1.rpc.test.span.ask.id-1"
+    rpc = Rpc("wooly.v1.rpc.test.span.ask.id-1", CloseSessionRequest, CloseSessionReply)
     app = ServiceApp("test", nats_server)
-    app.serve(subject, CloseSessionRequest, handler)
+    app.serve(rpc, handler)
     async with app.running():
         with provider.get_tracer("t").start_as_current_span("asking") as parent, pytest.raises(RefusedError):
-            await app.request(subject, close(), CloseSessionReply, timeout=5)
+            await app.request(rpc, close(), timeout=5)
     span = next(s for s in exporter.get_finished_spans() if s.name == "wooly.v1.rpc.test.span.ask process")
     assert span.parent.span_id == parent.get_span_context().span_id
-    assert span.attributes["messaging.destination.name"] == subject
+    assert span.attributes["messaging.destination.name"] == rpc.subject
     assert span.kind is trace.SpanKind.CONSUMER and span.status.description == "test.no"
 
 

@@ -17,8 +17,9 @@ from wooly_bus.blobs import (
     name_of,
     put_all,
 )
+from wooly_bus.contract_types import Event, WorkQueue
 from wooly_bus.queue_reader import take
-from wooly_bus.streams import ensure_queue, publish
+from wooly_bus.streams import ensure_stream, publish
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.module import module_digest
 
@@ -153,20 +154,17 @@ def test_tenants_of_any_names_have_buckets_of_their_own():
 async def test_queue_gives_each_message_until_it_is_done_and_refuses_what_is_too_much():
     with start_nats_server() as url:
         async with jetstream(url) as js:
-
-            async def ensure():
-                await ensure_queue(js, "WOOLY_CMD_TEST", "test.queue", max_bytes=2000)
-
-            await ensure()
+            queue = Event("test.queue", bytes, stream=WorkQueue("WOOLY_CMD_TEST", max_bytes=2000))
+            await ensure_stream(js, queue)
             for i in range(3):
-                await publish(js, "test.queue", b"%d" % i, id=f"m{i}")
-            await publish(js, "test.queue", b"again", id="m0")
+                await publish(js, queue, b"%d" % i, id=f"m{i}")
+            await publish(js, queue, b"again", id="m0")
             seen = []
 
             async def read():
-                async for taken in take(js, "WOOLY_CMD_TEST", "test.queue", "reader", ensure):
-                    seen.append(taken.data)
-                    if seen.count(b"1") == 1 and taken.data == b"1":
+                async for taken in take(js, queue, "reader"):
+                    seen.append(taken.payload())
+                    if seen.count(b"1") == 1 and taken.payload() == b"1":
                         await taken.later(0.05)
                     else:
                         await taken.done()

@@ -6,11 +6,13 @@ import threading
 import pytest
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
+from wooly_bus.contract_types import Rpc
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
 from wooly_wis.messages import CloseSessionReply, CloseSessionRequest, NodesRequest
 
 pytestmark = pytest.mark.connected
+CLOSE = Rpc("wooly.v1.rpc.test.session.close", CloseSessionRequest, CloseSessionReply)
 
 
 class Counting(Actor):
@@ -39,7 +41,7 @@ def service(nats_server):
     async def main():
         app = ServiceApp("test", nats_server)
         actor.append(Counting())
-        app.serve("wooly.v1.rpc.test.session.close", CloseSessionRequest, actor[0].alone(actor[0].on_close_session))
+        app.serve(CLOSE, actor[0].alone(actor[0].on_close_session))
         stop.append((asyncio.get_running_loop(), done := asyncio.Event()))
         async with app.running():
             ready.set()
@@ -54,25 +56,22 @@ def service(nats_server):
     thread.join(10)
 
 
-SUBJECT = "wooly.v1.rpc.test.session.close"
-
-
 def test_request_and_reply(service, nats_server):
     client = ControlClient(nats_server)
-    assert client.request(SUBJECT, CloseSessionRequest(session_id="a"), CloseSessionReply).closed
+    assert client.request(CLOSE, CloseSessionRequest(session_id="a")).closed
     client.close()
 
 
 def test_errors_travel_in_one_shape(service, nats_server, caplog):
     client = ControlClient(nats_server)
     with pytest.raises(RefusedError, match="not today") as refused:
-        client.request(SUBJECT, CloseSessionRequest(session_id="a", reason="refuse"), CloseSessionReply)
+        client.request(CLOSE, CloseSessionRequest(session_id="a", reason="refuse"))
     assert refused.value.code == "test.no" and refused.value.retryable
     with pytest.raises(RefusedError, match="ZeroDivisionError") as broken:
-        client.request(SUBJECT, CloseSessionRequest(session_id="a", reason="break"), CloseSessionReply)
+        client.request(CLOSE, CloseSessionRequest(session_id="a", reason="break"))
     assert broken.value.code == "internal"
     with pytest.raises(RefusedError) as malformed:
-        client.request(SUBJECT, NodesRequest(), CloseSessionReply)
+        client.request(Rpc(CLOSE.subject, NodesRequest, CloseSessionReply), NodesRequest())
     assert malformed.value.code == "bus.envelope"
     client.close()
 
@@ -82,7 +81,7 @@ def test_actor_handles_one_message_at_a_time(service, nats_server):
 
     def ask(client):
         for _ in range(10):
-            client.request(SUBJECT, CloseSessionRequest(session_id="a"), CloseSessionReply)
+            client.request(CLOSE, CloseSessionRequest(session_id="a"))
 
     threads = [threading.Thread(target=ask, args=(c,)) for c in clients]
     for t in threads:
@@ -97,5 +96,5 @@ def test_actor_handles_one_message_at_a_time(service, nats_server):
 def test_nobody_serving_is_said_at_once(nats_server):
     client = ControlClient(nats_server)
     with pytest.raises(NoResponderError, match="nobody answers"):
-        client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply)
+        client.request(Rpc("wooly.v1.rpc.test.no.body", NodesRequest, CloseSessionReply), NodesRequest())
     client.close()

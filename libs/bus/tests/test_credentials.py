@@ -9,7 +9,7 @@ import nats
 import nats.errors
 import pytest
 from nats.aio.client import Client
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
 from wooly_bus.access import Access, options
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import Authority, make_authority
@@ -20,7 +20,8 @@ from wooly_bus.keys import Key
 from wooly_bus.rpc import ControlClient
 from wooly_testkit import forks
 from wooly_testkit.nats import nats_server as start
-from wooly_wis.messages import NodesReply, NodesRequest, TasksReply, TasksRequest
+from wooly_wis.credits import SetBudgetRequest
+from wooly_wis.messages import NodesRequest, TaskChanged, TasksReply, TasksRequest
 
 USER = frozenset({"tasks:read", "tasks:write", "nodes:read", "blobs:read", "blobs:write"})
 
@@ -108,7 +109,7 @@ async def test_credentials_end(url, issuer):
 async def test_service_may_everything(url, authority):
     service = Credentials.load(authority.service_creds)
     assert (service.role, service.tenant, service.expires_at) == ("service", None, None)
-    assert await allowed(url, service, publish=subjects.EXECUTOR_HEARTBEAT, subscribe=">")
+    assert await allowed(url, service, publish=contracts.EXECUTOR_NODE_HEARTBEAT.subject, subscribe=">")
     async with connected(url, service) as (client, _):
         assert (await client.jetstream().account_info()).limits.max_storage == -1
 
@@ -116,17 +117,19 @@ async def test_service_may_everything(url, authority):
 async def test_client_speaks_for_its_tenant_alone(url, issuer):
     mine = issuer.client("acme", USER)
     assert (mine.tenant, mine.role) == ("acme", "user")
-    for _, subject in subjects.CLIENT_SUBJECTS:
-        assert await allowed(url, mine, publish=subjects.for_tenant(subject, "acme"))
-        assert not await allowed(url, mine, publish=subjects.for_tenant(subject, "other"))
-        assert not await allowed(url, mine, publish=subject)
+    asked = [rpc for rpc in contracts.RPCS.values() if rpc.scope in USER]
+    assert len(asked) > 10
+    for rpc in asked:
+        assert await allowed(url, mine, publish=rpc.for_tenant("acme"))
+        assert not await allowed(url, mine, publish=rpc.for_tenant("other"))
+        assert not await allowed(url, mine, publish=rpc.subject)
     for forbidden in (
-        subjects.EXECUTOR_HEARTBEAT,
-        subjects.executor_session_open("x"),
-        subjects.ROUTER_JOB_SUBMIT,
-        subjects.METERING_BUDGET_SET,
-        subjects.for_tenant(subjects.METERING_BUDGET_SET, "acme"),
-        subjects.for_tenant(subjects.executor_tunnel("x"), "acme"),
+        contracts.EXECUTOR_NODE_HEARTBEAT.subject,
+        contracts.EXECUTOR_SESSION_OPEN.at("x").subject,
+        contracts.ROUTER_JOB_SUBMIT.subject,
+        contracts.METERING_BUDGET_SET.subject,
+        contracts.METERING_BUDGET_SET.for_tenant("acme"),
+        contracts.EXECUTOR_TUNNEL_OPEN.at("x").for_tenant("acme"),
         "_INBOX.x.y",
         "$JS.API.INFO",
         "$SYS.REQ.SERVER.PING",
@@ -137,14 +140,14 @@ async def test_client_speaks_for_its_tenant_alone(url, issuer):
 async def test_client_hears_its_own_replies_and_its_tenants_tasks_alone(url, issuer):
     mine, other = issuer.client("acme", USER), issuer.client("acme", USER)
     assert await allowed(url, mine, subscribe=mine.inbox + ".>")
-    assert await allowed(url, mine, subscribe=subjects.router_task_changed("acme"))
+    assert await allowed(url, mine, subscribe=contracts.ROUTER_TASK_CHANGED.at("acme").subject)
     for forbidden in (
         ">",
         "_INBOX.>",
         other.inbox + ".>",
-        subjects.router_task_changed("other"),
-        subjects.ROUTER_TASKS_CHANGED,
-        subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"),
+        contracts.ROUTER_TASK_CHANGED.at("other").subject,
+        contracts.ROUTER_TASK_CHANGED.pattern,
+        contracts.ROUTER_SESSION_OPEN.for_tenant("acme"),
         "$SYS.>",
     ):
         assert not await allowed(url, mine, subscribe=forbidden), forbidden
@@ -152,24 +155,24 @@ async def test_client_hears_its_own_replies_and_its_tenants_tasks_alone(url, iss
 
 async def test_scopes_take_from_what_a_client_may(url, issuer):
     reader = issuer.client("acme", {"tasks:read"})
-    assert await allowed(url, reader, publish=subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme"))
-    assert not await allowed(url, reader, publish=subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"))
+    assert await allowed(url, reader, publish=contracts.ROUTER_TASK_LIST.for_tenant("acme"))
+    assert not await allowed(url, reader, publish=contracts.ROUTER_SESSION_OPEN.for_tenant("acme"))
     blind = issuer.client("acme", {"nodes:read"})
-    assert not await allowed(url, blind, subscribe=subjects.router_task_changed("acme"))
+    assert not await allowed(url, blind, subscribe=contracts.ROUTER_TASK_CHANGED.at("acme").subject)
 
 
 async def test_session_credentials_open_tunnels_to_its_executors_alone(url, issuer):
     mine = issuer.session("acme", "s1", ["x", "y"], ttl_s=60)
     for executor in ("x", "y"):
-        assert await allowed(url, mine, publish=subjects.for_tenant(subjects.executor_tunnel(executor), "acme"))
+        assert await allowed(url, mine, publish=contracts.EXECUTOR_TUNNEL_OPEN.at(executor).for_tenant("acme"))
     assert await allowed(url, mine, publish=subjects.tunnel_inbox(mine.inbox) + ".z")
     another = issuer.session("acme", "s2", ["x"], ttl_s=60)
     for forbidden in (
-        subjects.for_tenant(subjects.executor_tunnel("z"), "acme"),
-        subjects.for_tenant(subjects.executor_tunnel("x"), "other"),
-        subjects.executor_tunnel("x"),
+        contracts.EXECUTOR_TUNNEL_OPEN.at("z").for_tenant("acme"),
+        contracts.EXECUTOR_TUNNEL_OPEN.at("x").for_tenant("other"),
+        contracts.EXECUTOR_TUNNEL_OPEN.at("x").subject,
         subjects.tunnel_inbox(another.inbox) + ".z",
-        subjects.for_tenant(subjects.ROUTER_SESSION_OPEN, "acme"),
+        contracts.ROUTER_SESSION_OPEN.for_tenant("acme"),
     ):
         assert not await allowed(url, mine, publish=forbidden), forbidden
     assert not await allowed(url, mine, subscribe=subjects.tunnel_inbox(mine.inbox) + ".>")
@@ -178,8 +181,10 @@ async def test_session_credentials_open_tunnels_to_its_executors_alone(url, issu
 
 async def test_administrator_asks_everybody_and_has_jetstream(url, authority):
     admin = Credentials.load(authority.admin_creds)
-    assert await allowed(url, admin, publish=subjects.METERING_BUDGET_SET, subscribe=subjects.ROUTER_TASKS_CHANGED)
-    assert not await allowed(url, admin, publish=subjects.EXECUTOR_HEARTBEAT)
+    assert await allowed(
+        url, admin, publish=contracts.METERING_BUDGET_SET.subject, subscribe=contracts.ROUTER_TASK_CHANGED.pattern
+    )
+    assert not await allowed(url, admin, publish=contracts.EXECUTOR_NODE_HEARTBEAT.subject)
     async with connected(url, admin) as (client, _):
         assert (await client.jetstream().account_info()).limits.max_storage == -1
 
@@ -220,8 +225,8 @@ async def service(url, authority, monkeypatch):
     async def answer_tenant(request, tenant):
         return TasksReply(tasks=(), next=tenant)
 
-    app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, answer, queue="router")
-    app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, answer_tenant, queue="router")
+    app.serve(contracts.ROUTER_TASK_LIST, answer)
+    app.serve_tenants(contracts.ROUTER_TASK_LIST, answer_tenant)
     async with app.running():
         yield app
 
@@ -236,7 +241,7 @@ async def test_service_knows_the_tenant_from_the_connection(url, authority, issu
             client = await asyncio.to_thread(ControlClient, Access(url, lambda held=credentials: held))
             try:
                 request = TasksRequest(tenant="somebody else's")
-                reply = await asyncio.to_thread(client.request, subjects.ROUTER_TASK_LIST, request, TasksReply)
+                reply = await asyncio.to_thread(client.request, contracts.ROUTER_TASK_LIST, request)
                 assert reply.next == known
             finally:
                 await asyncio.to_thread(client.close)
@@ -254,7 +259,7 @@ async def test_tenant_whose_requests_wait_keeps_no_other_tenant_from_being_answe
             await release.wait()
         return TasksReply(tasks=(), next=tenant)
 
-    app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, answer, queue="router")
+    app.serve_tenants(contracts.ROUTER_TASK_LIST, answer)
     app.tenant_requests = 3
     async with app.running(), contextlib.AsyncExitStack() as stack:
         clients = {}
@@ -264,9 +269,7 @@ async def test_tenant_whose_requests_wait_keeps_no_other_tenant_from_being_answe
             clients[name] = client
 
         def ask(name):
-            return asyncio.to_thread(
-                clients[name].request, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply, timeout=30
-            )
+            return asyncio.to_thread(clients[name].request, contracts.ROUTER_TASK_LIST, TasksRequest(), timeout=30)
 
         bobs = [asyncio.create_task(ask("bob")) for _ in range(3)]
         async with asyncio.timeout(30):
@@ -283,9 +286,12 @@ async def test_tenant_whose_requests_wait_keeps_no_other_tenant_from_being_answe
 async def test_client_learns_at_once_what_its_credentials_do_not_allow(url, authority, issuer, monkeypatch):
     client = await asyncio.to_thread(ControlClient, Access(url, lambda: issuer.client("acme", {"tasks:read"})))
     try:
-        for subject in (subjects.ROUTER_NODE_LIST, subjects.METERING_BUDGET_SET):
+        for rpc, message in (
+            (contracts.ROUTER_NODE_LIST, NodesRequest()),
+            (contracts.METERING_BUDGET_SET, SetBudgetRequest(tenant="acme")),
+        ):
             with pytest.raises(RefusedError, match="these credentials may not") as refused:
-                await asyncio.to_thread(client.request, subject, NodesRequest(), NodesReply)
+                await asyncio.to_thread(client.request, rpc, message)
             assert refused.value.code == "bus.forbidden"
     finally:
         await asyncio.to_thread(client.close)
@@ -294,7 +300,7 @@ async def test_client_learns_at_once_what_its_credentials_do_not_allow(url, auth
 async def test_reply_goes_to_no_service_and_to_no_other_tenant(url, authority, issuer, monkeypatch):
     mine = issuer.client("acme", USER)
     body = TasksRequest().model_dump_json().encode()
-    subject = subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme")
+    subject = contracts.ROUTER_TASK_LIST.for_tenant("acme")
     others = issuer.client("other", USER)
     everybody = Credentials.load(authority.service_creds)
     async with (
@@ -309,7 +315,7 @@ async def test_reply_goes_to_no_service_and_to_no_other_tenant(url, authority, i
 
         await ears.subscribe(">", cb=hear)
         await ears.flush()
-        for target in (subjects.EXECUTOR_HEARTBEAT, others.inbox + ".x", "_INBOX.x", "$JS.API.INFO"):
+        for target in (contracts.EXECUTOR_NODE_HEARTBEAT.subject, others.inbox + ".x", "_INBOX.x", "$JS.API.INFO"):
             await client.publish(subject, body, reply=target)
         await client.flush()
         right = await client.request(subject, body, timeout=5)  # answered after those before it
@@ -322,11 +328,11 @@ async def test_reply_goes_to_no_service_and_to_no_other_tenant(url, authority, i
 def test_without_credentials_tenants_subjects_are_not_served(nats_server):
     async def ask():
         app = ServiceApp("router", nats_server)
-        app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, lambda r, t: None)
+        app.serve_tenants(contracts.ROUTER_TASK_LIST, lambda r, t: None)
         async with app.running():
             client = await nats.connect(nats_server)
             with pytest.raises(nats.errors.NoRespondersError):
-                await client.request(subjects.for_tenant(subjects.ROUTER_TASK_LIST, "acme"), b"{}")
+                await client.request(contracts.ROUTER_TASK_LIST.for_tenant("acme"), b"{}")
             await client.close()
 
     asyncio.run(ask())
@@ -406,7 +412,7 @@ async def test_client_that_slept_over_its_credentials_end_says_why_it_gets_none_
     url, authority, monkeypatch, slept
 ):
     def ask():
-        return slept.client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        return slept.client.request(contracts.ROUTER_TASK_LIST, TasksRequest())
 
     async with service(url, authority, monkeypatch):
         with pytest.raises(CredentialsError, match="REST is away"):
@@ -419,7 +425,7 @@ async def test_client_that_slept_over_its_credentials_end_says_why_it_gets_none_
 
 async def test_client_with_a_file_that_nobody_renews_is_told_what_to_do(url, authority, issuer, monkeypatch, slept):
     def ask():
-        return slept.filed.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+        return slept.filed.request(contracts.ROUTER_TASK_LIST, TasksRequest())
 
     async with service(url, authority, monkeypatch):
         with pytest.raises(BusConnectError, match=r"ended at 20.*must renew it \(POST /api/v1/credentials"):
@@ -435,28 +441,35 @@ async def test_client_whose_credentials_ended_while_nats_was_away_comes_back_by_
     slept.away_source.closed = False
     with start("-c", str(authority.server_conf), "-p", slept.away_port) as url:
         async with service(url, authority, monkeypatch):
-            ask = (slept.away.insist, subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply)
+            ask = (slept.away.insist, contracts.ROUTER_TASK_LIST, TasksRequest())
             assert (await asyncio.to_thread(*ask)).next == "acme"
+
+
+def changed(number):
+    return TaskChanged(task_id="a", tenant="acme", kind="job", name="", number=number + 1, at=0.0, state="pending")
 
 
 async def test_client_renews_its_credentials_before_they_end_and_goes_on_asking_and_hearing(
     url, authority, issuer, monkeypatch
 ):
     source = Source(issuer, ttl_s=2)
-    subject = subjects.router_task_changed("acme")
+    event = contracts.ROUTER_TASK_CHANGED.at("acme")
 
     def use(client, publish):
-        with client.hearing(subject) as heard:
+        with client.hearing(event) as heard:
             for number in range(3):  # the first credentials have ended before the last round
                 until = time.monotonic() + 20
                 while len(source.made) <= number or client._held is not source.made[-1]:
-                    assert client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).next == "acme"
+                    assert client.request(contracts.ROUTER_TASK_LIST, TasksRequest()).next == "acme"
                     assert time.monotonic() < until
                     time.sleep(0.02)
-                publish(b"%d" % number)
-                assert heard.get(timeout=20) == b"%d" % number
-            assert client.request(subjects.ROUTER_TASK_LIST, TasksRequest(), TasksReply).next == "acme"
-        with pytest.raises(RefusedError, match="may not hear"), client.hearing(subjects.router_task_changed("other")):
+                publish(changed(number))
+                assert heard.get(timeout=20) == changed(number)
+            assert client.request(contracts.ROUTER_TASK_LIST, TasksRequest()).next == "acme"
+        with (
+            pytest.raises(RefusedError, match="may not hear"),
+            client.hearing(contracts.ROUTER_TASK_CHANGED.at("other")),
+        ):
             pass
         assert time.time() > source.made[0].expires_at
 
@@ -466,8 +479,8 @@ async def test_client_renews_its_credentials_before_they_end_and_goes_on_asking_
         connected(url, authority.issuer().service()) as (speaker, _),
     ):
 
-        def publish(data):
-            asyncio.run_coroutine_threadsafe(speaker.publish(subject, data), loop).result(5)
+        def publish(payload):
+            asyncio.run_coroutine_threadsafe(speaker.publish(event.subject, event.encoded(payload)), loop).result(5)
 
         client = await asyncio.to_thread(ControlClient, Access(url, source))
         try:
@@ -501,10 +514,10 @@ async def test_tunnel_whose_credentials_end_says_so(url, authority, issuer, monk
     app = ServiceApp("executor", url)
     got = asyncio.Queue()
     listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait((sock, peer)))
-    app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
+    app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at("x"), listener.on_open_tenants_tunnel)
     async with app.running(), contextlib.aclosing(listener):
         held = issuer.session("acme", "s1", ["x"], ttl_s=2)
-        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
+        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), contracts.EXECUTOR_TUNNEL_OPEN.at("x"))
         far, _ = await got.get()
         with pytest.raises(ConnectionAbortedError, match=r"credentials have ended.*WOOLY_ROUTER_SESSION_CREDENTIALS_S"):
             await asyncio.to_thread(near.recv_into, bytearray(1))
@@ -519,11 +532,11 @@ async def test_tunnel_of_a_session_is_its_users_alone(url, authority, issuer, mo
     app = ServiceApp("executor", url)
     got = asyncio.Queue()
     listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait((sock, peer)))
-    app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
+    app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at("x"), listener.on_open_tenants_tunnel)
     held = issuer.session("acme", "s1", ["x"], ttl_s=60)
     other = issuer.session("other", "s2", ["x"], ttl_s=60)
     async with app.running(), contextlib.aclosing(listener):
-        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), subjects.executor_tunnel("x"))
+        near = await asyncio.to_thread(open_tunnel, Access(url, lambda: held), contracts.EXECUTOR_TUNNEL_OPEN.at("x"))
         far, peer = await got.get()
         assert held.inbox in peer
         near.sendall(b"to the executor")
@@ -533,7 +546,7 @@ async def test_tunnel_of_a_session_is_its_users_alone(url, authority, issuer, mo
         assert await asyncio.to_thread(near.recv, 100) == b"back"
         async with connected(url, held) as (client, _):
             request = OpenTunnelRequest(inbox=other.inbox + ".x", key="0" * 16, window=1 << 20)
-            subject = subjects.for_tenant(subjects.executor_tunnel("x"), "acme")
+            subject = contracts.EXECUTOR_TUNNEL_OPEN.at("x").for_tenant("acme")
             answer = await client.request(subject, request.model_dump_json().encode(), timeout=5)
             assert b"channel.inbox" in answer.data
             with pytest.raises(ValueError):

@@ -5,12 +5,12 @@ import contextlib
 import json
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import make_authority
 from wooly_bus.channel import ChannelTlsError
-from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener, open_tunnel
+from wooly_bus.channel.tunnel import TunnelListener, open_tunnel
 from wooly_bus.errors import BusConnectError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.certificates import make_certificates
@@ -53,19 +53,19 @@ async def test_service_client_and_tunnel_meet_over_tls(url, files, authority, tr
 
     got = asyncio.Queue()
     listener = TunnelListener(Access.of_service(url), lambda sock, peer, group: got.put_nowait(sock))
-    app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, nodes)
-    app.serve_tenants(subjects.executor_tunnel("x"), OpenTunnelRequest, listener.on_open_tenants_tunnel)
+    app.serve_tenants(contracts.ROUTER_NODE_LIST, nodes)
+    app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at("x"), listener.on_open_tenants_tunnel)
     async with app.running(), contextlib.aclosing(listener):
         mine = Access(url, lambda: issuer.client("acme", {"nodes:read"}), files.authority)
         client = await asyncio.to_thread(ControlClient, mine)
         try:
-            reply = await asyncio.to_thread(client.request, subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
+            reply = await asyncio.to_thread(client.request, contracts.ROUTER_NODE_LIST, NodesRequest())
             assert reply.nodes == ()
         finally:
             await asyncio.to_thread(client.close)
         held = issuer.session("acme", "s", ["x"], ttl_s=60)
         way = Access(url, lambda: held, files.authority)
-        near = await asyncio.to_thread(open_tunnel, way, subjects.executor_tunnel("x"))
+        near = await asyncio.to_thread(open_tunnel, way, contracts.EXECUTOR_TUNNEL_OPEN.at("x"))
         far = await got.get()
         near.sendall(b"through")
         far.setblocking(True)
@@ -79,7 +79,7 @@ def test_authority_that_is_not_trusted_is_named_as_the_cause(url, tmp_path):
     with pytest.raises(BusConnectError, match="certificate verify failed"):
         ControlClient(Access(url, None, other.authority), timeout=1)
     with pytest.raises(ChannelTlsError, match="certificate that is not trusted"):
-        open_tunnel(Access(url, None, other.authority), subjects.executor_tunnel("x"), timeout=5)
+        open_tunnel(Access(url, None, other.authority), contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=5)
 
 
 async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():

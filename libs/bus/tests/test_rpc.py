@@ -7,12 +7,14 @@ import threading
 import time
 
 import pytest
+from wooly_bus.contract_types import Event, Rpc
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import CloseSessionReply, NodesRequest
 
 pytestmark = pytest.mark.connected
+NOBODY = Rpc("wooly.v1.rpc.test.no.body", NodesRequest, CloseSessionReply)
 
 
 def test_closed_client_says_so_and_leaves_no_thread(nats_server):
@@ -22,20 +24,20 @@ def test_closed_client_says_so_and_leaves_no_thread(nats_server):
     client.close()
     assert threading.active_count() == before
     with pytest.raises(BusConnectError, match="is closed"):
-        client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply)
+        client.request(NOBODY, NodesRequest())
 
 
 def test_client_that_is_closed_while_a_thread_waits_ends_its_wait(nats_server):
-    subject, found = "wooly.v1.rpc.test.silent.body", []
+    rpc, found = Rpc("wooly.v1.rpc.test.silent.body", NodesRequest, CloseSessionReply), []
 
     def ask():
         try:
-            client.request(subject, NodesRequest(), CloseSessionReply, timeout=60)
+            client.request(rpc, NodesRequest(), timeout=60)
         except BusError as e:
             found.append(e)
 
     silent, client = ControlClient(nats_server), ControlClient(nats_server)
-    with silent.hearing(subject) as heard:
+    with silent.hearing(Event(rpc.subject, NodesRequest)) as heard:
         asking = threading.Thread(target=ask)
         asking.start()
         heard.get(timeout=20)
@@ -67,14 +69,14 @@ def test_client_comes_back_when_the_server_does():
     with start_nats_server("-p", port) as url:
         client = ControlClient(url)
         with pytest.raises(NoResponderError):
-            client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply)
+            client.request(NOBODY, NodesRequest())
     with pytest.raises(BusError):
-        client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply, timeout=0.3)
+        client.request(NOBODY, NodesRequest(), timeout=0.3)
     with start_nats_server("-p", port):
         deadline = time.monotonic() + 10
         while True:
             try:
-                client.request("wooly.v1.rpc.test.no.body", NodesRequest(), CloseSessionReply, timeout=1)
+                client.request(NOBODY, NodesRequest(), timeout=1)
             except NoResponderError:
                 break
             except (BusTimeoutError, BusConnectError):

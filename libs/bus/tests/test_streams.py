@@ -11,10 +11,12 @@ import pytest
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ArtifactStore
 from wooly_bus.blobs import BlobStore
-from wooly_bus.streams import StreamError, ensure_queue, ensure_stream
+from wooly_bus.contract_types import Event, Log, WorkQueue
+from wooly_bus.streams import StreamError, ensure_stream
 
 pytestmark = pytest.mark.connected
 LIMITS = {"max_age_s": 60.0, "max_bytes": 1 << 20}
+COPIES = Event("copies.>", bytes, stream=Log("COPIES", **LIMITS))
 
 
 async def test_copies_that_the_cluster_has_no_servers_for_are_refused_with_the_cure(nats_server, monkeypatch):
@@ -24,15 +26,15 @@ async def test_copies_that_the_cluster_has_no_servers_for_are_refused_with_the_c
         js = app.jetstream()
         cure = "WOOLY_NATS_REPLICAS asks for 3 copies, and the NATS cluster has fewer servers"
         for work in (
-            ensure_stream(js, "COPIES", "copies.>", **LIMITS),
-            ensure_queue(js, "COPIES_Q", "copiesq.>", max_bytes=1 << 20),
+            ensure_stream(js, COPIES),
+            ensure_stream(js, Event("copiesq.>", bytes, stream=WorkQueue("COPIES_Q", max_bytes=1 << 20))),
             BlobStore(js, "copies").ready(),
             ArtifactStore(js, "COPIES_A", **LIMITS).put("a", b"1"),
         ):
             with pytest.raises(StreamError, match=cure):
                 await work
         monkeypatch.setenv("WOOLY_NATS_REPLICAS", "1")
-        await ensure_stream(js, "COPIES", "copies.>", **LIMITS)
+        await ensure_stream(js, COPIES)
         assert (await js.stream_info("COPIES")).config.num_replicas == 1
 
 
@@ -76,12 +78,12 @@ async def test_streams_of_a_cluster_have_their_copies_on_three_servers(three_ser
         async with asyncio.timeout(60):
             while True:  # the servers agree on a leader first
                 try:
-                    await ensure_stream(js, "COPIES", "copies.>", **LIMITS)
+                    await ensure_stream(js, COPIES)
                     break
                 except StreamError:
                     await asyncio.sleep(0.2)
             monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
-            await ensure_stream(js, "COPIES", "copies.>", **LIMITS)  # what is there is given them
+            await ensure_stream(js, COPIES)  # what is there is given them
             store = BlobStore(js, "copies")
             name = await store.put(b"kept")
             for stream in ("COPIES", f"OBJ_{store.bucket}"):

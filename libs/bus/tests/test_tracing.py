@@ -7,8 +7,9 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.context import Context
 from wooly_bus import app as service_app
-from wooly_bus import subjects, tracing
+from wooly_bus import contracts, tracing
 from wooly_bus.app import ServiceApp
+from wooly_bus.contract_types import Rpc
 from wooly_bus.envelope import MAX_PAYLOAD
 from wooly_bus.tracing import SpanQueue, TracingError, context_of, provider_of, record_of, step, traceparent
 from wooly_wis.messages import CloseSessionReply, CloseSessionRequest
@@ -115,20 +116,20 @@ async def test_service_hands_its_spans_over_and_says_what_it_dropped(nats_server
         return CloseSessionReply(closed=True)
 
     router, service = ServiceApp("router", nats_server), ServiceApp("service", nats_server)
-    router.serve(subjects.SPANS, SpansRecorded, on_spans, queue="router")
-    subject = "wooly.v1.rpc.service.thing.ask"
-    service.serve(subject, CloseSessionRequest, answer)
+    router.listen(contracts.SERVICE_SPAN_RECORDED, on_spans)
+    rpc = Rpc("wooly.v1.rpc.service.thing.ask", CloseSessionRequest, CloseSessionReply)
+    service.serve(rpc, answer)
     queue.dropped = 7
     request = CloseSessionRequest(session_id="a")
     async with router.running(), service.running():
-        await router.request(subject, request, CloseSessionReply, timeout=5)  # of no trace: no span
+        await router.request(rpc, request, timeout=5)  # of no trace: no span
         with step("router", "asking", PARENT):
-            await router.request(subject, request, CloseSessionReply, timeout=5)
+            await router.request(rpc, request, timeout=5)
         while sum(len(m.spans) for m in heard) < 2:
             await service_app.asyncio.sleep(0.01)
     found = {s.name: s for m in heard for s in m.spans}
-    assert set(found) == {"router.asking", f"{subject} process"}
-    assert found[f"{subject} process"].parent_id == found["router.asking"].span_id
+    assert set(found) == {"router.asking", f"{rpc.subject} process"}
+    assert found[f"{rpc.subject} process"].parent_id == found["router.asking"].span_id
     # both apps of this process share the queue: each tells what was dropped since its own message before
     by_service = {name: sum(m.dropped for m in heard if m.service == name) for name in {m.service for m in heard}}
     assert set(by_service.values()) == {7}

@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 from nats.aio.client import Client
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel import (
     ChannelClient,
@@ -59,7 +59,7 @@ class Host:
     """An executor's part: a ChannelServer in one thread, a service with a TunnelListener in another."""
 
     def __init__(self, url, name, **options):
-        self.url, self.subject = url, subjects.executor_tunnel(name)
+        self.url, self.rpc = url, contracts.EXECUTOR_TUNNEL_OPEN.at(name)
         self.memory = bytearray(5 * WINDOW)
         self.server = ChannelServer({BULK: 8}, self.sink)
         self.jobs, self.gone = queue.SimpleQueue(), queue.SimpleQueue()
@@ -116,7 +116,7 @@ class Host:
     async def serve(self, started):
         self.loop, self.stop_serving = asyncio.get_running_loop(), asyncio.Event()
         app = ServiceApp("executor", self.url)
-        app.serve(self.subject, OpenTunnelRequest, self.listener.on_open_tunnel)
+        app.serve(self.rpc, self.listener.on_open_tunnel)
         async with app.running(), contextlib.aclosing(self.listener):
             started.set()
             await self.stop_serving.wait()
@@ -134,7 +134,7 @@ class Host:
         self.polling.join()
 
     def dial(self):
-        return greeted(ChannelClient(open_tunnel(self.url, self.subject)))
+        return greeted(ChannelClient(open_tunnel(self.url, self.rpc)))
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_two_tunnels_at_once_keep_their_bytes_apart(host):
 
 
 def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
-    sock = open_tunnel(host.url, host.subject)
+    sock = open_tunnel(host.url, host.rpc)
     client = greeted(ChannelClient(sock))
     client.window = 1 << 40
     client.send(HOLD)
@@ -273,29 +273,29 @@ def test_server_that_closes_is_an_orderly_end(host):
 
 def test_nobody_serving_the_subject_is_a_clear_error(nats_server):
     with pytest.raises(ChannelClosedError, match="nobody answers"):
-        open_tunnel(nats_server, subjects.executor_tunnel("nobody"))
+        open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("nobody"))
     assert "wooly-tunnel" not in {t.name for t in threading.enumerate()}
 
 
 def test_no_nats_server_is_a_clear_error_without_the_password():
     with pytest.raises(ChannelClosedError, match=r"no NATS server .*nats://127\.0\.0\.1:9") as caught:
-        open_tunnel("nats://user:secret@127.0.0.1:9", subjects.executor_tunnel("x"))
+        open_tunnel("nats://user:secret@127.0.0.1:9", contracts.EXECUTOR_TUNNEL_OPEN.at("x"))
     assert "secret" not in str(caught.value)
 
 
 def test_server_that_says_nothing_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ChannelTimeoutError, match=r"within 0\.3 s"):
-        open_tunnel(f"nats://127.0.0.1:{mute.getsockname()[1]}", subjects.executor_tunnel("x"), timeout=0.3)
+        open_tunnel(f"nats://127.0.0.1:{mute.getsockname()[1]}", contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=0.3)
 
 
 async def test_executor_that_does_not_answer_is_a_timeout(nats_server):
     client = Client()
     await client.connect(nats_server)
-    await client.subscribe(subjects.executor_tunnel("mute"))
+    await client.subscribe(contracts.EXECUTOR_TUNNEL_OPEN.at("mute").subject)
     await client.flush()
     await client.flush()
     with pytest.raises(ChannelTimeoutError, match="no answer from the tunnel's other end"):
-        await asyncio.to_thread(open_tunnel, nats_server, subjects.executor_tunnel("mute"), timeout=0.3)
+        await asyncio.to_thread(open_tunnel, nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("mute"), timeout=0.3)
     await client.close()
 
 
@@ -316,7 +316,7 @@ def test_peer_may_name_only_an_inbox(host):
     for bad in ("wooly.v1.cmd.router.job.submit", "_INBOX.>", ""):
         request = OpenTunnelRequest.model_construct(inbox=bad, key="0" * 16, window=WINDOW)
         with pytest.raises(RefusedError, match="inbox") as refused:
-            client.request(host.subject, request, OpenTunnelReply)
+            client.request(host.rpc, request)
         assert refused.value.code == "bus.envelope"
     client.close()
     assert host.listener.open == 0
@@ -332,7 +332,7 @@ def test_peer_may_name_only_an_inbox(host):
     ],
 )
 def test_endpoint_of_a_tunnel_names_the_server_and_no_secret(url, endpoint):
-    assert str(tunnel_endpoint(url, "gpu-0")) == endpoint + subjects.executor_tunnel("gpu-0")
+    assert str(tunnel_endpoint(url, "gpu-0")) == endpoint + contracts.EXECUTOR_TUNNEL_OPEN.at("gpu-0").subject
 
 
 def test_endpoint_needs_a_url():
@@ -434,7 +434,7 @@ async def test_more_than_the_window_is_not_taken(private_host):
     spy = await Spy.start(private_host.url)
     spy.request = OpenTunnelRequest(inbox=spy.client.new_inbox(), key="0123456789abcdef", window=WINDOW)
     data, headers = encode(spy.request)
-    answer = await spy.client.request(private_host.subject, data, timeout=5, headers=headers)
+    answer = await spy.client.request(private_host.rpc.subject, data, timeout=5, headers=headers)
     inbox = OpenTunnelReply.model_validate_json(answer.data).inbox
     await spy.say(inbox, DATA, 1, HEADER.pack(0, 2, 0, 0, 1) + HEADER.pack(0, HOLD, 0, 0, 2))
     await asyncio.to_thread(eventually, lambda: private_host.held is not None)  # what follows is no frame
@@ -460,9 +460,10 @@ signal.pause()  # a main thread that has ended would keep the others from starti
 """
 CLIENT_PROCESS = """
 import sys, time
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelClient
 from wooly_bus.channel.tunnel import open_tunnel
-client = ChannelClient(open_tunnel(sys.argv[1], sys.argv[2]))
+client = ChannelClient(open_tunnel(sys.argv[1], contracts.EXECUTOR_TUNNEL_OPEN.on(sys.argv[2])))
 client.send(2)
 client.send(20, b"x")
 client.recv(60)
@@ -489,7 +490,7 @@ def process(tmp_path):
 
 def test_killed_listener_is_noticed(nats_server, process):
     other = process(HOST_PROCESS, __file__, nats_server)
-    client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
+    client = greeted(ChannelClient(open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("other"))))
     client.send(ECHO, b"x")
     client.recv(60)
     other.kill()
@@ -498,7 +499,7 @@ def test_killed_listener_is_noticed(nats_server, process):
 
 def test_frozen_listener_is_noticed_while_sending(nats_server, process, monkeypatch):
     other = process(HOST_PROCESS, __file__, nats_server)
-    client = greeted(ChannelClient(open_tunnel(nats_server, subjects.executor_tunnel("other"))))
+    client = greeted(ChannelClient(open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("other"))))
     client.window = 1 << 40
     other.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(tunnels, "BEAT_S", 0.1)
@@ -509,7 +510,7 @@ def test_frozen_listener_is_noticed_while_sending(nats_server, process, monkeypa
 
 
 def test_killed_client_is_noticed(host, process):
-    other = process(CLIENT_PROCESS, host.url, host.subject)
+    other = process(CLIENT_PROCESS, host.url, host.rpc.subject)
     other.kill()
     assert "the other end of the tunnel is gone" in host.gone.get(timeout=60)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from nats import connect
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.envelope import decode_reply, encode
@@ -30,7 +30,6 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import KernelKey, Source, decode_code, encode_source
 from wooly_wis.messages import (
     CompileKernelRequest,
-    CompileProgramReply,
     CompileProgramRequest,
     ExplainProgramReply,
     ExplainProgramRequest,
@@ -93,8 +92,8 @@ def request(found, mode="exact", target=None, **more):
 
 
 async def ask(app, message):
-    subject = subjects.compiler_program_compile(family(message.target))
-    return await app.request(subject, message, CompileProgramReply, timeout=60)
+    rpc = contracts.COMPILER_PROGRAM_COMPILE.at(family(message.target))
+    return await app.request(rpc, message, timeout=60)
 
 
 @beside
@@ -220,8 +219,8 @@ def kernel_request(text=COPY, entry="copy"):
 
 
 async def ask_for_kernel(app, message):
-    subject = subjects.compiler_kernel_compile(family(message.target))
-    return await app.request(subject, message, CompileProgramReply, timeout=60)
+    rpc = contracts.COMPILER_KERNEL_COMPILE.at(family(message.target))
+    return await app.request(rpc, message, timeout=60)
 
 
 @beside
@@ -257,9 +256,8 @@ async def test_every_pass_is_explained(shared):
     made, _ = program()
     raw = base64.b64encode(encode_program(made)).decode()
     reply = await app.request(
-        subjects.COMPILER_PROGRAM_EXPLAIN,
+        contracts.COMPILER_PROGRAM_EXPLAIN,
         ExplainProgramRequest(program=raw, mode="exact"),
-        ExplainProgramReply,
         timeout=60,
     )
     stages = json.loads(zlib.decompress(base64.b64decode(reply.stages)))
@@ -289,7 +287,7 @@ async def test_tenant_has_one_program_explained_at_a_time_and_keeps_no_other_ten
         clients = {t: await connect(nats, inbox_prefix=subjects.client_inbox(t, "u")) for t in ("bob", "alice")}
 
         def explain(tenant):
-            subject = subjects.for_tenant(subjects.COMPILER_PROGRAM_EXPLAIN, tenant)
+            subject = contracts.COMPILER_PROGRAM_EXPLAIN.for_tenant(tenant)
             return asyncio.create_task(clients[tenant].request(subject, data, timeout=30, headers=headers))
 
         flood = [explain("bob") for _ in range(8)]

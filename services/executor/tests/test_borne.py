@@ -8,7 +8,6 @@ from wooly_bus.streams import StreamError
 from wooly_executor import borne
 from wooly_executor.borne import BornePublisher
 from wooly_executor.samples import Sample
-from wooly_wis.messages import MemoryBorne
 
 
 def sample(sequence, start, end, own, *, session="s", last=False, shared=0):
@@ -20,10 +19,10 @@ def sample(sequence, start, end, own, *, session="s", last=False, shared=0):
 def publisher(monkeypatch):
     sent, state = [], SimpleNamespace(samples=[], away=False)
 
-    async def publish(js, subject, data, *, id):
+    async def publish(js, event, payload, *, id):
         if state.away:
             raise StreamError("NATS is away")
-        sent.append((id, MemoryBorne.model_validate_json(data)))
+        sent.append((id, event.decoded(event.encoded(payload))))
 
     async def ensure(*args, **kwargs):
         return None

@@ -4,17 +4,14 @@ import os
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import ChannelClosedError, Endpoint
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_bus.rpc import ControlClient
 from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
-    CloseSessionReply,
     CloseSessionRequest,
-    HostSessionReply,
     HostSessionRequest,
-    RenewSessionReply,
     RenewSessionRequest,
 )
 
@@ -40,15 +37,11 @@ def executor(nats_server, tmp_path_factory):
         match verb:
             case "open":
                 message = HostSessionRequest(**{"tenant": "t", "priority": 2, "lease_s": 60.0} | fields)
-                return control.request(subjects.executor_session_open("x"), message, HostSessionReply)
+                return control.request(contracts.EXECUTOR_SESSION_OPEN.at("x"), message)
             case "renew":
-                return control.request(
-                    subjects.executor_session_renew("x"), RenewSessionRequest(**fields), RenewSessionReply
-                )
+                return control.request(contracts.EXECUTOR_SESSION_RENEW.at("x"), RenewSessionRequest(**fields))
             case _:
-                return control.request(
-                    subjects.executor_session_close("x"), CloseSessionRequest(**fields), CloseSessionReply
-                )
+                return control.request(contracts.EXECUTOR_SESSION_CLOSE.at("x"), CloseSessionRequest(**fields))
 
     try:
         deadline = time.monotonic() + 60

@@ -5,7 +5,7 @@ import contextlib
 import threading
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.tunnel import TunnelListener
 from wooly_bus.errors import RefusedError
@@ -14,15 +14,9 @@ from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.runtime.torch_cpu import TorchCpuRuntime
 from wooly_executor.settings import ExecutorSettings
 from wooly_wis.messages import (
-    CloseSessionReply,
     CloseSessionRequest,
-    ExecutorHeartbeat,
-    HostSessionReply,
     HostSessionRequest,
-    RenewSessionReply,
     RenewSessionRequest,
-    SessionClosed,
-    SteerSessionReply,
     SteerSessionRequest,
 )
 
@@ -49,25 +43,23 @@ class Bench:
     def release(self):
         self._back.set()
 
-    def begin(self, subject, request, reply, timeout=30.0):
-        return asyncio.create_task(self.app.request(subject("x"), request, reply, timeout=timeout))
+    def begin(self, rpc, request, timeout=30.0):
+        return asyncio.create_task(self.app.request(rpc.at("x"), request, timeout=timeout))
 
     def open(self, session_id, token="t", timeout=30.0, lease_s=LEASE_S):
         request = HostSessionRequest(session_id=session_id, token=token, tenant="a", priority=2, lease_s=lease_s)
-        return self.begin(subjects.executor_session_open, request, HostSessionReply, timeout)
+        return self.begin(contracts.EXECUTOR_SESSION_OPEN, request, timeout)
 
     def renew(self, session_id, token="t", timeout=30.0):
         request = RenewSessionRequest(session_id=session_id, token=token)
-        return self.begin(subjects.executor_session_renew, request, RenewSessionReply, timeout)
+        return self.begin(contracts.EXECUTOR_SESSION_RENEW, request, timeout)
 
     def close(self, session_id):
-        return self.begin(
-            subjects.executor_session_close, CloseSessionRequest(session_id=session_id), CloseSessionReply
-        )
+        return self.begin(contracts.EXECUTOR_SESSION_CLOSE, CloseSessionRequest(session_id=session_id))
 
     def steer(self, session_id, **wish):
         request = SteerSessionRequest(session_id=session_id, **wish)
-        return self.begin(subjects.executor_session_steer, request, SteerSessionReply)
+        return self.begin(contracts.EXECUTOR_SESSION_STEER, request)
 
     def sessions(self):
         return {s.id for s in self.loop.call(self.loop.sessions).result(30)}
@@ -94,8 +86,8 @@ async def bench(nats_server):
     async def ended(event):
         bench.closed.append((event.session_id, event.reason))
 
-    app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, beat)
-    app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, ended)
+    app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, beat)
+    app.listen(contracts.EXECUTOR_SESSION_CLOSED, ended)
     try:
         async with app.running():
             works = [asyncio.create_task(work()) for work in bench.actor.works().values()]

@@ -14,7 +14,7 @@ import nats
 import nats.errors
 import pytest
 from nats.js.errors import NotFoundError
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.channel import Endpoint
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.rpc import ControlClient
@@ -26,12 +26,9 @@ from wooly_executor.journal import JournalPublisher
 from wooly_testkit.forks import Forked
 from wooly_wis.dtypes import DType
 from wooly_wis.messages import (
-    EndEpochReply,
     EndEpochRequest,
-    HostSessionReply,
     HostSessionRequest,
     SessionPolicy,
-    SteerSessionReply,
     SteerSessionRequest,
 )
 
@@ -88,9 +85,9 @@ class Nats:
             client = await nats.connect(self.url, max_reconnect_attempts=1)
             try:
                 js = client.jetstream()
-                state = (await js.stream_info(subjects.EXECUTOR_JOURNAL_STREAM)).state
+                state = (await js.stream_info(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name)).state
                 numbers = range(max(state.first_seq, 1), state.last_seq + 1)  # an empty stream says 0 to 0
-                return [(await js.get_msg(subjects.EXECUTOR_JOURNAL_STREAM, n)).data for n in numbers]
+                return [(await js.get_msg(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name, n)).data for n in numbers]
             except NotFoundError:
                 return []
             finally:
@@ -108,7 +105,7 @@ def server(tmp_path):
 
 @pytest.fixture
 def executor(server, tmp_path):
-    """Asks the executor "x": `executor(subject, request, reply type)`."""
+    """Asks the executor "x": `executor(rpc, request)`."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WOOLY_EXECUTOR_")} | {
         "WOOLY_EXECUTOR_NATS_URL": server.url,
         "WOOLY_EXECUTOR_ID": "x",
@@ -116,11 +113,11 @@ def executor(server, tmp_path):
     }
     process = Forked("wooly_executor", env=environment)
 
-    def ask(subject, message, reply):
+    def ask(rpc, message):
         assert process.poll() is None
         control = ControlClient(server.url)
         try:
-            return control.request(subject("x"), message, reply)
+            return control.request(rpc.at("x"), message)
         finally:
             control.close()
 
@@ -134,7 +131,7 @@ def host(executor, name, **fields):
 
     def ask():
         with contextlib.suppress(BusError):
-            return executor(subjects.executor_session_open, request, HostSessionReply)
+            return executor(contracts.EXECUTOR_SESSION_OPEN, request)
 
     return until(ask)
 
@@ -143,7 +140,7 @@ def host(executor, name, **fields):
 def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, wis):
     def steer(**fields):
         request = SteerSessionRequest(session_id="a", **fields)
-        return executor(subjects.executor_session_steer, request, SteerSessionReply)
+        return executor(contracts.EXECUTOR_SESSION_STEER, request)
 
     reply = host(executor, "a", policy=SessionPolicy(priority=3, weight=5))
     client = wis.client(Endpoint.parse(reply.endpoints[0]), "a", "t")
@@ -151,10 +148,10 @@ def test_journal_arrives_whole_and_survives_the_death_of_nats(server, executor, 
     assert steer(suspended=True).suspended
     assert steer(suspended=False, priority=4).policy == SessionPolicy(priority=4, weight=5)
     assert steer(exclusive=True).exclusive and not steer(exclusive=False).exclusive
-    windows = executor(subjects.executor_epoch_end, EndEpochRequest(slowdown_permille=1000), EndEpochReply).windows_ns
+    windows = executor(contracts.EXECUTOR_EPOCH_END, EndEpochRequest(slowdown_permille=1000)).windows_ns
     assert len(windows) == 5
     with pytest.raises(RefusedError) as caught:
-        executor(subjects.executor_session_steer, SteerSessionRequest(session_id="nobody"), SteerSessionReply)
+        executor(contracts.EXECUTOR_SESSION_STEER, SteerSessionRequest(session_id="nobody"))
     assert caught.value.code == "executor.no_session"
 
     v = wis.at(DType.F32, 2)

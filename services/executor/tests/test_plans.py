@@ -10,7 +10,7 @@ import threading
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.channel import Endpoint
@@ -27,11 +27,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Launch, Source, encode_source
 from wooly_wis.frames import Kind
 from wooly_wis.messages import (
-    ArtifactRejected,
     CompileProgramReply,
-    CompileProgramRequest,
-    ExecutorHeartbeat,
-    HostSessionReply,
     HostSessionRequest,
 )
 from wooly_wis.program import Form, Instruction, Operand, Program, Role, View
@@ -85,7 +81,7 @@ class World:
 
         def answers():
             with contextlib.suppress(NoResponderError):
-                return self.control.request(subjects.executor_session_open(name), request, HostSessionReply)
+                return self.control.request(contracts.EXECUTOR_SESSION_OPEN.at(name), request)
 
         waited(answers, "the executor does not answer")
         return process
@@ -111,7 +107,7 @@ class World:
         self.sessions += 1
         session_id = f"s{self.sessions}"
         request = HostSessionRequest(session_id=session_id, token="t", tenant="t", priority=2, lease_s=600)
-        opened = self.control.request(subjects.executor_session_open(name), request, HostSessionReply)
+        opened = self.control.request(contracts.EXECUTOR_SESSION_OPEN.at(name), request)
         client = wis.client(Endpoint.parse(opened.endpoints[0]), session_id, "t", jit=jit)
         self.clients.append(client)
         return client
@@ -324,9 +320,9 @@ class Liar:
         async def beat(event):
             self.work = event.work
 
-        app.serve(subjects.compiler_program_compile(target), CompileProgramRequest, compiled, queue="compiler")
-        app.listen(subjects.EXECUTOR_ARTIFACT_REJECTED, ArtifactRejected, rejected)
-        app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, beat)
+        app.serve(contracts.COMPILER_PROGRAM_COMPILE.at(target), compiled)
+        app.listen(contracts.EXECUTOR_ARTIFACT_REJECTED, rejected)
+        app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, beat)
         async with app.running():
             self._ready.set()
             await self._stop.wait()

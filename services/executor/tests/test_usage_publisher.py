@@ -9,7 +9,7 @@ from pathlib import Path
 
 import nats
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.stream_reader import read_stream
 from wooly_executor import usage_publisher
 from wooly_executor.usage_publisher import UsagePublisher
@@ -76,7 +76,7 @@ async def test_every_count_is_told_once_though_nats_is_killed(device, wis, tmp_p
         busy = device.call(lambda: device.loop.busy_ns)
         batches = []
         async with asyncio.timeout(100):
-            reader = read_stream(client.jetstream(), subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES)
+            reader = read_stream(client.jetstream(), contracts.EXECUTOR_USAGE_RECORDED)
             async for kept in reader:
                 if kept is not None:
                     batches.append(UsageRecorded.model_validate_json(kept.data))

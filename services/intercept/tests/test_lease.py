@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from wooly import control
 from wooly.control import AGAIN, ControlError, OpenedSession
-from wooly_bus import subjects
+from wooly_bus import contracts
 
 LEASE_S = 0.6
 WAIT_S = 30.0
@@ -21,8 +21,8 @@ class Controller:
     def __init__(self, answer=lambda: None):
         self.answer, self.asked, self.changed = answer, [], threading.Condition()
 
-    def ask(self, subject, message, reply, timeout=4.0):
-        if subject != subjects.ROUTER_SESSION_RENEW:
+    def ask(self, rpc, message, timeout=4.0):
+        if rpc != contracts.ROUTER_SESSION_RENEW:
             return
         with self.changed:
             self.asked.append(time.monotonic())

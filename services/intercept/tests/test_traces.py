@@ -61,7 +61,7 @@ class Controller:
     def __init__(self, fails=False):
         self.asked, self.fails = [], fails
 
-    def ask(self, subject, message, reply, timeout):
+    def ask(self, rpc, message, timeout):
         if self.fails:
             raise WoolyError("away")
         self.asked.append(message)

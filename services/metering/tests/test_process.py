@@ -15,8 +15,9 @@ import httpx
 import pytest
 from nats.js.errors import Error as JetStreamError
 from prometheus_client.parser import text_string_to_metric_families
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
+from wooly_bus.contract_types import Event
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_metering.ledger.database import Database
@@ -24,25 +25,19 @@ from wooly_metering.ledger.reader import Reader
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.credits import (
     AddPlanRequest,
-    BudgetReached,
-    BudgetState,
-    CheckBudgetReply,
     CheckBudgetRequest,
     CorrectEntryRequest,
     CreditsReply,
     CreditsRequest,
     EntriesRequest,
-    LedgerEntry,
     MakeStatementRequest,
     PricePlan,
-    QuarantineReply,
     QuarantineRequest,
     SetBudgetRequest,
-    Statement,
     StatementMade,
     UsageQuarantined,
 )
-from wooly_wis.messages import CheckTokenReply, CheckTokenRequest, SessionPolicy, SteerSessionReply, SteerSessionRequest
+from wooly_wis.messages import CheckTokenReply, SessionPolicy, SteerSessionReply
 
 from .conftest import event, free_port, record, until
 
@@ -88,33 +83,33 @@ async def connected(url):
 
 async def streamed(app):
     with contextlib.suppress(StreamError):
-        await ensure_stream(
-            app.jetstream(), subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, max_age_s=3600, max_bytes=1 << 28
-        )
+        await ensure_stream(app.jetstream(), contracts.EXECUTOR_USAGE_RECORDED)
         return True
 
 
 async def say(app, what, id=None):
     """Publish as an executor does: until it is known to be kept."""
-    data = what if isinstance(what, bytes) else what.model_dump_json().encode()
+    event = contracts.EXECUTOR_USAGE_RECORDED.at("gpu-0")
+    if isinstance(what, bytes):
+        event = Event(event.subject, bytes)
     id = id or f"{what.source}:{what.batch}"
     while True:
         try:
-            return await publish(app.jetstream(), subjects.executor_usage("gpu-0"), data, id=id)
+            return await publish(app.jetstream(), event, what, id=id)
         except StreamError:
             await asyncio.sleep(0.1)
             with contextlib.suppress(StreamError):
                 await streamed(app)
 
 
-async def ask(app, subject, message, reply, timeout=10):
-    return await app.request(subject, message, reply, timeout=timeout)
+async def ask(app, rpc, message, timeout=10):
+    return await app.request(rpc, message, timeout=timeout)
 
 
 async def shown(app, **which):
     """What metering says, once it is there."""
     with contextlib.suppress(BusError):
-        return await ask(app, subjects.METERING_CREDITS_SHOW, CreditsRequest(**which), CreditsReply)
+        return await ask(app, contracts.METERING_CREDITS_SHOW, CreditsRequest(**which))
 
 
 def held(url):
@@ -171,7 +166,7 @@ async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, 
         for batch in range(1, 6):
             await say(app, event(record(at_us=now()), batch=batch))
         await until(lambda: booked(app, 5 * 400_000_000))
-        await app.jetstream().delete_stream(subjects.EXECUTOR_USAGE_STREAM)
+        await app.jetstream().delete_stream(contracts.EXECUTOR_USAGE_RECORDED.stream_name)
         await say(app, event(record(at_us=now()), batch=5))
         await say(app, event(record(at_us=now()), batch=6))
         await until(lambda: booked(app, 6 * 400_000_000))
@@ -199,7 +194,9 @@ async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monke
 
         async def empty():
             with contextlib.suppress(JetStreamError):
-                return (await app.jetstream().stream_info(subjects.EXECUTOR_USAGE_STREAM)).state.messages == 0
+                return (
+                    await app.jetstream().stream_info(contracts.EXECUTOR_USAGE_RECORDED.stream_name)
+                ).state.messages == 0
 
         await until(empty)
         assert sum(d.entries for d in done) == 7 and all(d.entries <= 2 for d in done)
@@ -216,11 +213,8 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
     async def hear(message):
         heard.append(message)
 
-    for subject, model in (
-        (subjects.METERING_USAGE_QUARANTINED, UsageQuarantined),
-        (subjects.METERING_STATEMENT_MADE, StatementMade),
-    ):
-        app.listen(subject, model, hear)
+    app.listen(contracts.METERING_USAGE_QUARANTINED, hear)
+    app.listen(contracts.METERING_STATEMENT_MADE, hear)
     async with app.running():
         await until(lambda: streamed(app))
         await say(app, event(record("a", at_us=now()), record("b", at_us=now(), core_ns=-1)))
@@ -230,18 +224,18 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
         await until(lambda: booked(app, 800_000_000))
         reply = await shown(app, session_id="a", settled=True)
         assert (reply.rows[0].core_ucr, reply.rows[0].ended, reply.quarantined) == (800_000_000, True, 2)
-        found = await ask(app, subjects.METERING_QUARANTINE_LIST, QuarantineRequest(), QuarantineReply)
+        found = await ask(app, contracts.METERING_QUARANTINE_LIST, QuarantineRequest())
         assert len(found.found) == 2
 
         plan = AddPlanRequest(plan=PricePlan(name="night", core_rate=1))
-        assert (await ask(app, subjects.METERING_PLAN_ADD, plan, PricePlan)).id == 1
+        assert (await ask(app, contracts.METERING_PLAN_ADD, plan)).id == 1
         with pytest.raises(RefusedError, match="a new price is a new plan"):
-            await ask(app, subjects.METERING_PLAN_ADD, plan, PricePlan)
+            await ask(app, contracts.METERING_PLAN_ADD, plan)
         wrong = CorrectEntryRequest(request_id="r1", entry=1, core_ucr=100_000_000, reason="late")
         for _ in range(2):
-            made = await ask(app, subjects.METERING_ENTRY_CORRECT, wrong, LedgerEntry)
+            made = await ask(app, contracts.METERING_ENTRY_CORRECT, wrong)
             assert (made.id, made.corrects, made.core_ucr) == (3, 1, -100_000_000)
-        statement = await ask(app, subjects.METERING_STATEMENT_MAKE, MakeStatementRequest(tenant="acme"), Statement)
+        statement = await ask(app, contracts.METERING_STATEMENT_MAKE, MakeStatementRequest(tenant="acme"))
         assert statement.core_ucr == 700_000_000
         await until(lambda: len(heard) == 3)
         assert {type(m) for m in heard} == {UsageQuarantined, StatementMade}
@@ -294,7 +288,7 @@ async def router(nats, tokens):
         raise RefusedError("router.unauthorized", "a valid token is needed")
 
     app = ServiceApp("router", nats)
-    app.serve(subjects.ROUTER_TOKEN_CHECK, CheckTokenRequest, on_check_token)
+    app.serve(contracts.ROUTER_TOKEN_CHECK, on_check_token)
     async with app.running():
         yield asked
 
@@ -383,7 +377,7 @@ class FakeExecutor:
 
     def __init__(self, app):
         self.holds, self.silent = {}, False
-        app.serve(subjects.executor_session_steer("gpu-0"), SteerSessionRequest, self.on_steer)
+        app.serve(contracts.EXECUTOR_SESSION_STEER.at("gpu-0"), self.on_steer)
 
     async def on_steer(self, request):
         if self.silent:
@@ -400,12 +394,12 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
     async def hear(message):
         heard.append((message.limit, message.budget.spent_ucr))
 
-    app.listen(subjects.METERING_BUDGET_REACHED, BudgetReached, hear)
+    app.listen(contracts.METERING_BUDGET_REACHED, hear)
     async with app.running():
         await until(lambda: streamed(app))
         await until(lambda: shown(app))
         limits = SetBudgetRequest(tenant="acme", soft_ucr=400_000_000, hard_ucr=900_000_000)
-        state = await ask(app, subjects.METERING_BUDGET_SET, limits, BudgetState)
+        state = await ask(app, contracts.METERING_BUDGET_SET, limits)
         assert (state.spent_ucr, state.held) == (0, False)
         await say(app, event(record("a", at_us=now()), record("other", tenant="bits", at_us=now())))
         await until(lambda: heard == [("soft", 440_000_000)])
@@ -414,10 +408,10 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         await until(lambda: set(executor.holds) == {"a", "b"})
         assert "1320.000000 of 900.000000" in executor.holds["a"] and "wooly credits budget acme" in executor.holds["b"]
         assert heard[-1] == ("hard", 1_320_000_000)
-        check = await ask(app, subjects.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant="acme"), CheckBudgetReply)
+        check = await ask(app, contracts.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant="acme"))
         assert "1320.000000 of 900.000000" in check.refusal and "wooly credits budget acme --hard" in check.refusal
         for tenant in ("bits", "nobody"):
-            free = await ask(app, subjects.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant=tenant), CheckBudgetReply)
+            free = await ask(app, contracts.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant=tenant))
             assert free.refusal == ""
         # a session that came later is held at its first usage; after a restart all are held again
         await say(app, event(record("c", at_us=now()), batch=3))
@@ -428,5 +422,5 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         start_metering(nats, url)
         await until(lambda: set(executor.holds) == {"a", "b", "c"} and all(executor.holds.values()))
         raised = SetBudgetRequest(tenant="acme", hard_ucr=9_000_000_000)
-        assert not (await ask(app, subjects.METERING_BUDGET_SET, raised, BudgetState)).held
+        assert not (await ask(app, contracts.METERING_BUDGET_SET, raised)).held
         await until(lambda: set(executor.holds.values()) == {""})

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from sqlalchemy import make_url
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_router import opening
@@ -23,18 +23,13 @@ from wooly_router.traces import TraceActor
 from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
-    CloseSessionRequest,
     DeviceFacts,
     ExecutorHeartbeat,
     HostSessionReply,
-    HostSessionRequest,
     OpenSessionRequest,
     RenewSessionReply,
-    RenewSessionRequest,
     RunJobReply,
-    RunJobRequest,
     SteerSessionReply,
-    SteerSessionRequest,
 )
 
 DEVICE = DeviceFacts(name="device", vendor="cpu", runtime="cpu", total_memory=1000, cores=1)
@@ -57,11 +52,11 @@ class FakeExecutor:
         self.policies = {}
         self.refuse = None
         self.asked, self.held_up = [], 0
-        app.serve(subjects.executor_session_open(name), HostSessionRequest, self.on_open)
-        app.serve(subjects.executor_session_renew(name), RenewSessionRequest, self.on_renew)
-        app.serve(subjects.executor_session_close(name), CloseSessionRequest, self.on_close)
-        app.serve(subjects.executor_session_steer(name), SteerSessionRequest, self.on_steer)
-        app.serve(subjects.executor_job_run(name), RunJobRequest, self.on_run_job)
+        app.serve(contracts.EXECUTOR_SESSION_OPEN.at(name), self.on_open)
+        app.serve(contracts.EXECUTOR_SESSION_RENEW.at(name), self.on_renew)
+        app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(name), self.on_close)
+        app.serve(contracts.EXECUTOR_SESSION_STEER.at(name), self.on_steer)
+        app.serve(contracts.EXECUTOR_JOB_RUN.at(name), self.on_run_job)
 
     async def on_open(self, request):
         self.asked.append(request)
@@ -267,7 +262,7 @@ def beating_executor(nats_server):
 
         async def beat():
             while True:
-                await app.publish(subjects.EXECUTOR_HEARTBEAT, executor.heartbeat())
+                await app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, executor.heartbeat())
                 await asyncio.sleep(0.1)
 
         async with app.running():

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import CONCURRENT_REQUESTS, ServiceApp
 from wooly_bus.channel.token import SignedPass
 from wooly_bus.errors import RefusedError
@@ -15,7 +15,7 @@ from wooly_router.opening import HEARTBEAT_GRACE_S, OPEN_BUDGET_S
 from wooly_router.state.nodes import GroupRecord
 from wooly_router.state.tasks import PartRecord
 from wooly_testkit.nats import nats_server as start_nats_server
-from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
+from wooly_wis.credits import CheckBudgetReply
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
@@ -154,12 +154,11 @@ async def test_frozen_executor_holds_up_nobody_else(rig, monkeypatch):
         mine = await r.open()
         await r.actor.on_heartbeat(r.executors[0].heartbeat(executor_id="a"))
         client = await r.app.broker.connect()
-        subscription = await client.subscribe(subjects.executor_session_open("a"))
+        subscription = await client.subscribe(contracts.EXECUTOR_SESSION_OPEN.at("a").subject)
         opening = asyncio.create_task(r.open())
         renewed = await r.app.request(
-            subjects.ROUTER_SESSION_RENEW,
+            contracts.ROUTER_SESSION_RENEW,
             RenewSessionRequest(session_id=mine.session_id, token=mine.token),
-            RenewSessionReply,
             timeout=0.8,
         )
         assert renewed.lease_s == 9.0 and not opening.done()
@@ -259,11 +258,11 @@ async def test_renewals_of_one_tenant_who_waits_for_a_silent_executor_keep_no_ot
         waiting = []
         for n in range(CONCURRENT_REQUESTS + 6):
             request = RenewSessionRequest(session_id=f"s{n}", token="t")
-            ask = r.app.request(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply, timeout=20.0)
+            ask = r.app.request(contracts.ROUTER_SESSION_RENEW, request, timeout=20.0)
             waiting.append(asyncio.create_task(ask))
         await asyncio.sleep(0.2)
         request = RenewSessionRequest(session_id=victim.session_id, token=victim.token)
-        renewed = await r.app.request(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply, timeout=5.0)
+        renewed = await r.app.request(contracts.ROUTER_SESSION_RENEW, request, timeout=5.0)
         assert renewed.lease_s == 9.0 and not any(w.done() for w in waiting)
         held.set()
         await asyncio.gather(*waiting)
@@ -505,8 +504,8 @@ async def test_executor_s_news_of_an_end_is_taken(rig):
     async with rig("a") as r:
         opened = await r.open()
         event = SessionClosed(session_id=opened.session_id, executor_id="a", reason="the device is on fire")
-        await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
-        await r.app.publish(subjects.EXECUTOR_SESSION_CLOSED, event)
+        await r.app.publish(contracts.EXECUTOR_SESSION_CLOSED, event)
+        await r.app.publish(contracts.EXECUTOR_SESSION_CLOSED, event)
         deadline = asyncio.get_running_loop().time() + 5
         while await r.sessions():
             assert asyncio.get_running_loop().time() < deadline
@@ -551,7 +550,7 @@ async def test_tenant_whose_credits_are_spent_gets_no_session_and_is_told_why(ri
     async def on_check(request):
         return CheckBudgetReply(refusal="5 of 4 were spent" if request.tenant == "poor" else "")
 
-    metering.serve(subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, on_check)
+    metering.serve(contracts.METERING_BUDGET_CHECK, on_check)
     async with rig("a") as r:
         assert await r.open(tenant="poor")  # nobody knows of budgets
         async with metering.running():
@@ -722,7 +721,7 @@ class FakeScheduler:
 
     def __init__(self, app, answers):
         self.answers, self.asked = answers, []
-        app.serve(subjects.SCHEDULER_SESSION_ADMIT, AdmitSessionRequest, self.on_admit)
+        app.serve(contracts.SCHEDULER_SESSION_ADMIT, self.on_admit)
 
     async def on_admit(self, request):
         self.asked.append(request)

@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import RefusedError
 from wooly_router.core.ceilings import MODEST, UNLIMITED, Ceilings, Grant, Refusal, Wish, grant, overridden
 from wooly_router.gate import Caller
@@ -11,13 +11,10 @@ from wooly_router.settings import RouterSettings
 from wooly_router.state.tasks import TaskRecord
 from wooly_router.state.tenants import TenantChange, TenantRecord
 from wooly_wis.messages import (
-    CheckCeilingReply,
     CheckCeilingRequest,
     PrioritizeTaskRequest,
     SetTenantRequest,
     SubmitJob,
-    TenantInfo,
-    TenantsReply,
     TenantsRequest,
 )
 
@@ -182,7 +179,7 @@ async def test_other_services_hear_what_a_tenant_may_have(rig):
 
         async def check(**wanted):
             request = CheckCeilingRequest(tenant="bob", **wanted)
-            return (await r.app.request(subjects.ROUTER_CEILING_CHECK, request, CheckCeilingReply, timeout=4.0)).refusal
+            return (await r.app.request(contracts.ROUTER_CEILING_CHECK, request, timeout=4.0)).refusal
 
         assert not await check(priority=2, weight=5) and not await check()
         assert "P1" in await check(priority=1) and "at most 5" in await check(weight=6)
@@ -244,15 +241,13 @@ async def test_tenants_are_listed_and_changed_by_administrators_alone_and_the_re
 
         async def change(credential, **changes):
             request = SetTenantRequest(credential=credential, **{"tenant": "bob"} | changes)
-            return await r.app.request(subjects.ROUTER_TENANT_SET, request, TenantInfo, timeout=4.0)
+            return await r.app.request(contracts.ROUTER_TENANT_SET, request, timeout=4.0)
 
         for credential in (operator, bob, "", "no"):
             with pytest.raises(RefusedError):
                 await change(credential, class_ceiling=0)
             with pytest.raises(RefusedError):
-                await r.app.request(
-                    subjects.ROUTER_TENANT_LIST, TenantsRequest(credential=credential), TenantsReply, timeout=4.0
-                )
+                await r.app.request(contracts.ROUTER_TENANT_LIST, TenantsRequest(credential=credential), timeout=4.0)
         await change(admin, disabled=True, description="late payer", opaque_kernels=True)
         await change(admin, class_ceiling=1, exclusive=True)
         changed = await change(admin, weight_ceiling=7)
@@ -262,9 +257,7 @@ async def test_tenants_are_listed_and_changed_by_administrators_alone_and_the_re
         assert (made.class_ceiling, made.weight_ceiling, made.exclusive) == (2, 100, False)
         with pytest.raises(RefusedError, match="slash"):
             await change(admin, tenant="a/b")
-        listed = await r.app.request(
-            subjects.ROUTER_TENANT_LIST, TenantsRequest(credential=admin), TenantsReply, timeout=4.0
-        )
+        listed = await r.app.request(contracts.ROUTER_TENANT_LIST, TenantsRequest(credential=admin), timeout=4.0)
         assert {t.name: t.class_ceiling for t in listed.tenants}["bob"] == 1
         logged = await r.actor.world.audit.page(10)
         assert [a.detail.get("class_ceiling") for a in logged if a.action == "tenant.put"] == [None, None, 1, None]

@@ -5,7 +5,7 @@ import contextlib
 import json
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobStore
 from wooly_bus.errors import RefusedError
@@ -14,7 +14,7 @@ from wooly_router.core.tasks import RETRY_S
 from wooly_router.jobs import JobActor, session_of
 from wooly_router.state.nodes import GroupRecord
 from wooly_testkit.nats import nats_server as start_nats_server
-from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
+from wooly_wis.credits import CheckBudgetReply
 from wooly_wis.messages import (
     JobEnded,
     JobOutput,
@@ -139,7 +139,7 @@ async def test_job_of_a_tenant_over_its_limit_waits_in_the_queue_until_that_is_r
         async def on_check(request):
             return CheckBudgetReply(refusal=spent.get(request.tenant, ""))
 
-        metering.serve(subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, on_check)
+        metering.serve(contracts.METERING_BUDGET_CHECK, on_check)
         async with metering.running():
             await r.jobs.on_submit_job(job(r, required_vram=1000))
             for _ in range(3):
@@ -392,16 +392,16 @@ async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
         takers = [asyncio.create_task(t) for t in (r.jobs.take_commands(), r.jobs.take_reports())]
         for _ in range(100):
             with contextlib.suppress(Exception):
-                await js.publish(subjects.ROUTER_JOB_SUBMIT, job(r).model_dump_json().encode())
+                await js.publish(contracts.ROUTER_JOB_COMMAND.subject, job(r).model_dump_json().encode())
                 break
             await asyncio.sleep(0.02)
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, job(r).model_dump_json().encode())
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, b"garbage")
+        await js.publish(contracts.ROUTER_JOB_COMMAND.subject, job(r).model_dump_json().encode())
+        await js.publish(contracts.ROUTER_JOB_COMMAND.subject, b"garbage")
         await until(lambda: r.tasks.get("job-0001"))
         await r.jobs.round()
         report = ended(r, outputs=(OUTPUT,)).model_dump_json().encode()
         for _ in range(2):
-            await js.publish(subjects.executor_job_ended("a"), report)
+            await js.publish(contracts.EXECUTOR_JOB_ENDED.at("a").subject, report)
 
         async def completed():
             return await state(r) == "completed"
@@ -409,7 +409,7 @@ async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
         await until(completed)
         other = JobActor(r.app, r.actor)
         assert await other.tell() == 3 and await other.tell() == 0 and await r.jobs.tell() == 0
-        subscription = await js.subscribe(subjects.router_task_changed("t"), ordered_consumer=True)
+        subscription = await js.subscribe(contracts.ROUTER_TASK_CHANGED.at("t").subject, ordered_consumer=True)
         events = [TaskChanged(**json.loads((await subscription.next_msg(5)).data)) for _ in range(3)]
         assert [(e.number, e.state) for e in events] == [(1, "pending"), (2, "started"), (3, "completed")]
         assert events[2].outputs == (OUTPUT,) and events[0].outputs == () and {e.tenant for e in events} == {"t"}
@@ -418,7 +418,7 @@ async def test_queue_and_events_survive_the_router_and_repeat_nothing(rig_on):
             return all(
                 [
                     (await js.stream_info(n)).state.messages == 0
-                    for n in (subjects.ROUTER_COMMAND_STREAM, subjects.EXECUTOR_JOB_STREAM)
+                    for n in (contracts.ROUTER_JOB_COMMAND.stream_name, contracts.EXECUTOR_JOB_ENDED.stream_name)
                 ]
             )
 

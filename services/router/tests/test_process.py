@@ -12,7 +12,7 @@ import time
 
 import httpx
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel import client_context
 from wooly_bus.errors import BusError, RefusedError
@@ -22,13 +22,9 @@ from wooly_testkit.certificates import make_certificates
 from wooly_testkit.forks import Forked
 from wooly_wis.messages import (
     ClientFacts,
-    CloseSessionReply,
     CloseSessionRequest,
-    NodesReply,
     NodesRequest,
-    OpenSessionReply,
     OpenSessionRequest,
-    RenewSessionReply,
     RenewSessionRequest,
 )
 
@@ -86,8 +82,8 @@ async def ended(process, timeout=10):
 async def client_of(url):
     async with ServiceApp("client", url).running() as app:
 
-        def ask(subject, request, reply):
-            return app.request(subject, request, reply, timeout=5)
+        def ask(rpc, request):
+            return app.request(rpc, request, timeout=5)
 
         yield ask
 
@@ -98,7 +94,7 @@ async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
     process = start_router()
     async with beating_executor("a") as executor, client_of(nats_server) as ask:
         url = await rest_of(tmp_path)
-        opened = await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply)
+        opened = await ask(contracts.ROUTER_SESSION_OPEN, REQUEST)
         renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
             node = (await http.get("/api/v1/nodes")).json()["nodes"][0]
@@ -115,10 +111,10 @@ async def test_router_process_serves_and_a_restarted_one_keeps_sessions(
         (tmp_path / "router" / "router.port").unlink()
         start_router()
         await rest_of(tmp_path)
-        assert (await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)).lease_s == 2
-        assert (await ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)).nodes[0].sessions == 1
+        assert (await ask(contracts.ROUTER_SESSION_RENEW, renewal)).lease_s == 2
+        assert (await ask(contracts.ROUTER_NODE_LIST, NodesRequest())).nodes[0].sessions == 1
         close = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
-        assert (await ask(subjects.ROUTER_SESSION_CLOSE, close, CloseSessionReply)).closed
+        assert (await ask(contracts.ROUTER_SESSION_CLOSE, close)).closed
         assert executor.sessions == {}
 
 
@@ -126,7 +122,7 @@ async def test_lease_that_nobody_renews_lapses(nats_server, tmp_path, start_rout
     start_router(WOOLY_ROUTER_LEASE_S="0.5")
     async with beating_executor("a") as executor, client_of(nats_server) as ask:
         await rest_of(tmp_path)
-        opened = await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply)
+        opened = await ask(contracts.ROUTER_SESSION_OPEN, REQUEST)
         deadline = time.monotonic() + 10
         while not executor.closed:
             assert time.monotonic() < deadline
@@ -134,7 +130,7 @@ async def test_lease_that_nobody_renews_lapses(nats_server, tmp_path, start_rout
         assert executor.closed == [(opened.session_id, "the session's lease lapsed")]
         renewal = RenewSessionRequest(session_id=opened.session_id, token=opened.token)
         with pytest.raises(RefusedError, match="is not open"):
-            await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)
+            await ask(contracts.ROUTER_SESSION_RENEW, renewal)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -177,7 +173,7 @@ async def test_nobody_answers_once_the_router_is_gone(nats_server, tmp_path, sta
         process.terminate()
         await ended(process)
         with pytest.raises(BusError, match="nobody answers"):
-            await ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
+            await ask(contracts.ROUTER_NODE_LIST, NodesRequest())
 
 
 async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes_over(
@@ -194,7 +190,7 @@ async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes
             WOOLY_ROUTER_LEASE_S="3",
         )
         await rest_of(tmp_path, "second")
-        opened = [await ask(subjects.ROUTER_SESSION_OPEN, REQUEST, OpenSessionReply) for _ in range(4)]
+        opened = [await ask(contracts.ROUTER_SESSION_OPEN, REQUEST) for _ in range(4)]
         first.kill()
         await ended(first)
         kept = opened[0]
@@ -202,7 +198,7 @@ async def test_of_two_routers_on_one_database_either_serves_and_the_second_takes
         while len(executor.sessions) > 1:
             assert time.monotonic() < deadline
             renewal = RenewSessionRequest(session_id=kept.session_id, token=kept.token)
-            assert (await ask(subjects.ROUTER_SESSION_RENEW, renewal, RenewSessionReply)).lease_s == 3
+            assert (await ask(contracts.ROUTER_SESSION_RENEW, renewal)).lease_s == 3
             await asyncio.sleep(0.2)
         assert set(executor.sessions) == {kept.session_id}
         assert {why for _, why in executor.closed} == {"the session's lease lapsed"}

@@ -6,7 +6,7 @@ import json
 
 import httpx
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.authority import make_authority
 from wooly_bus.blobs import BlobStore
@@ -20,17 +20,14 @@ from wooly_router.state.config import AuditRecord
 from wooly_router.state.nodes import Sample
 from wooly_router.state.tenants import TenantChange, TenantRecord
 from wooly_testkit.nats import nats_server as start_nats_server
-from wooly_wis.credits import BudgetState, CreditsReply, CreditsRequest, SetBudgetRequest
+from wooly_wis.credits import BudgetState, CreditsReply
 from wooly_wis.messages import (
     GpusReply,
-    GpusRequest,
     GpuState,
     MemoryState,
     SessionMemory,
     SubmitJob,
-    TaskReply,
     TaskRequest,
-    TasksReply,
     TasksRequest,
 )
 from wooly_wis.module import Module, encode_module, module_digest
@@ -227,7 +224,7 @@ async def test_figures_of_devices_come_from_the_scheduler_page_by_page(rest):
             gpus = tuple(GpuState(executor_id=n, journal="j", entries=1) for n in left[:2])
             return GpusReply(gpus=gpus, more=len(left) > 2)
 
-        scheduler.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, page)
+        scheduler.serve(contracts.SCHEDULER_GPU_LIST, page)
         async with scheduler.running():
             found = (await told(http, "GET", "metrics/gpus"))["gpus"]
         assert [g["executor_id"] for g in found] == ["a", "b", "c"]
@@ -250,8 +247,8 @@ async def test_credits_are_asked_of_metering_each_tenant_s_for_itself(rest):
         for path in ("credits", "credits/plans", "credits/statements/ops"):
             assert (await told(http, "GET", path, 404, headers=admin))["code"] == "router.no_metering"
         metering = ServiceApp("metering", r.url)
-        metering.serve(subjects.METERING_CREDITS_SHOW, CreditsRequest, show)
-        metering.serve(subjects.METERING_BUDGET_SET, SetBudgetRequest, budget)
+        metering.serve(contracts.METERING_CREDITS_SHOW, show)
+        metering.serve(contracts.METERING_BUDGET_SET, budget)
         async with metering.running():
             assert (await told(http, "GET", "credits", headers=mine))["vram_ucr"] == 4
             await told(http, "GET", "credits", headers=operator, params={"tenant": "x"})
@@ -418,7 +415,7 @@ async def test_every_route_is_open_or_closed_to_operators_as_the_table_says(rest
         await told(http, "POST", "credentials", 403, json={"tenant": "victim"}, headers=operator)
         made = await told(http, "POST", "credentials", 201, json={}, headers=operator)
         held = Credentials.parse(made["credentials"])
-        blobs = [subjects.for_tenant(s, "ops") for s in (subjects.ROUTER_BLOB_GET, subjects.ROUTER_BLOB_PUT)]
+        blobs = [rpc.for_tenant("ops") for rpc in (contracts.ROUTER_BLOB_GET, contracts.ROUTER_BLOB_PUT)]
         assert (made["tenant"], made["role"]) == ("ops", "user") and held.permissions.publish
         assert not any(held.permissions.may_publish(subject) for subject in blobs)
 
@@ -599,17 +596,17 @@ async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
         hosted = r.executors[0].sessions[opened.session_id]
         assert hosted.tenant == "mine" and (await r.tasks.get(opened.session_id)).tenant == "mine"
 
-        async def ask(subject, request, reply):
-            return await r.app.request(subject, request, reply, timeout=5)
+        async def ask(rpc, request):
+            return await r.app.request(rpc, request, timeout=5)
 
-        listed = await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=read), TasksReply)
+        listed = await ask(contracts.ROUTER_TASK_LIST, TasksRequest(credential=read))
         assert [t.task_id for t in listed.tasks] == [opened.session_id]
-        assert (await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=you), TasksReply)).tasks == ()
-        assert len((await ask(subjects.ROUTER_TASK_LIST, TasksRequest(credential=ops), TasksReply)).tasks) == 1
+        assert (await ask(contracts.ROUTER_TASK_LIST, TasksRequest(credential=you))).tasks == ()
+        assert len((await ask(contracts.ROUTER_TASK_LIST, TasksRequest(credential=ops))).tasks) == 1
         for credential, code in ((you, "router.no_task"), (read, "router.forbidden"), ("", "router.unauthorized")):
             with pytest.raises(RefusedError) as caught:
                 request = TaskRequest(task_id=opened.session_id, credential=credential)
-                await ask(subjects.ROUTER_TASK_CANCEL, request, TaskReply)
+                await ask(contracts.ROUTER_TASK_CANCEL, request)
             assert caught.value.code == code
         assert await r.sessions() == [opened.session_id]
         module = await BlobStore(r.app.jetstream(), "mine").put(EMPTY)
@@ -620,7 +617,7 @@ async def test_over_nats_a_token_s_tenant_is_who_it_is(rest):
             ("job-bad1", "guess", "mine"), ("job-bad2", you, "mine"), ("job-bad3", read, "mine"), ("job-good", me, "default")
         ):  # fmt: skip
             job = SubmitJob(job_id=name, module=module, credential=credential, tenant=tenant)
-            await js.publish(subjects.ROUTER_JOB_SUBMIT, job.model_dump_json().encode())
+            await js.publish(contracts.ROUTER_JOB_COMMAND.subject, job.model_dump_json().encode())
         while await r.tasks.get("job-good") is None:
             await asyncio.sleep(0.02)
         assert [await r.tasks.get(n) for n in ("job-bad1", "job-bad2", "job-bad3")] == [None] * 3

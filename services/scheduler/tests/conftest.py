@@ -7,7 +7,7 @@ import subprocess
 import time
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_bus.streams import ensure_stream
@@ -24,12 +24,9 @@ from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_wis.messages import (
     EndEpochReply,
-    EndEpochRequest,
-    GpusReply,
     GpusRequest,
     SessionPolicy,
     SteerSessionReply,
-    SteerSessionRequest,
 )
 
 MS = 1_000_000
@@ -49,8 +46,8 @@ class FakeExecutor:
         self.app, self.name = app, name
         self.epochs, self.steered = [], []
         self.begin(run)
-        app.serve(subjects.executor_session_steer(name), SteerSessionRequest, self.on_steer)
-        app.serve(subjects.executor_epoch_end(name), EndEpochRequest, self.on_epoch)
+        app.serve(contracts.EXECUTOR_SESSION_STEER.at(name), self.on_steer)
+        app.serve(contracts.EXECUTOR_EPOCH_END.at(name), self.on_epoch)
 
     def begin(self, run):
         self.rig, self.told = Rig(books=False), 0
@@ -63,7 +60,7 @@ class FakeExecutor:
         return self.journal.cut()
 
     async def send(self, data):
-        await self.app.jetstream().publish(subjects.executor_journaled(self.name), data)
+        await self.app.jetstream().publish(contracts.EXECUTOR_DISPATCH_JOURNALED.at(self.name).subject, data)
 
     async def publish(self):
         batch = self.cut()
@@ -123,13 +120,7 @@ def executor(nats):
         app = ServiceApp("executor", nats)
         found = FakeExecutor(app, name)
         async with app.running():
-            await ensure_stream(
-                app.jetstream(),
-                subjects.EXECUTOR_JOURNAL_STREAM,
-                subjects.EXECUTOR_JOURNALS,
-                max_age_s=3600,
-                max_bytes=1 << 28,
-            )
+            await ensure_stream(app.jetstream(), contracts.EXECUTOR_DISPATCH_JOURNALED)
             yield found
 
     return make
@@ -178,7 +169,7 @@ async def until(condition, seconds=30):
 async def listed(app, name="gpu-0"):
     """What the scheduler says of a GPU, or None."""
     try:
-        reply = await app.request(subjects.SCHEDULER_GPU_LIST, GpusRequest(), GpusReply, timeout=2)
+        reply = await app.request(contracts.SCHEDULER_GPU_LIST, GpusRequest(), timeout=2)
     except Exception:
         return None
     return next((g for g in reply.gpus if g.executor_id == name), None)

@@ -10,19 +10,15 @@ import httpx
 import pytest
 from nats.js.errors import NotFoundError
 from prometheus_client.parser import text_string_to_metric_families
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_bus.stream_reader import read_stream
 from wooly_dispatch.events import LaunchDoneEvent, Policy, SessionOpenedEvent
-from wooly_wis.credits import UsageRecorded
 from wooly_wis.messages import (
-    AdmitSessionReply,
     AdmitSessionRequest,
-    AuditViolated,
     DeviceFacts,
     ExecutorHeartbeat,
-    SteerSessionReply,
     SteerSessionRequest,
 )
 
@@ -137,7 +133,7 @@ async def test_checkpoint_stands_in_for_what_the_stream_discarded(executor, star
         before = await followed(e)
         first.terminate()
         await asyncio.to_thread(first.communicate, timeout=20)
-        await e.app.jetstream().purge_stream(subjects.EXECUTOR_JOURNAL_STREAM)
+        await e.app.jetstream().purge_stream(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name)
         e.work()
         await e.publish()
         start_scheduler()
@@ -177,13 +173,11 @@ async def totals_told(app):
     """What metering was told, by journal: entries, and core and device time of each session."""
     found = {}
     with contextlib.suppress(NotFoundError):
-        await app.jetstream().stream_info(subjects.EXECUTOR_USAGE_STREAM)
-        async for kept in read_stream(
-            app.jetstream(), subjects.EXECUTOR_USAGE_STREAM, subjects.EXECUTOR_USAGES, poll_s=0.1
-        ):
+        await app.jetstream().stream_info(contracts.EXECUTOR_USAGE_RECORDED.stream_name)
+        async for kept in read_stream(app.jetstream(), contracts.EXECUTOR_USAGE_RECORDED, poll_s=0.1):
             if kept is None:
                 break
-            event = UsageRecorded.model_validate_json(kept.data)
+            event = kept.payload()
             assert event.whole and event.executor_id == "gpu-0"
             found[event.source] = event.batch, {r.session_id: (r.tenant, r.core_ns, r.gpu_ns) for r in event.records}
     return found
@@ -254,7 +248,7 @@ async def test_corrupt_batches_are_violations_events_and_a_metric(executor, star
         heard.append(event)
 
     watcher = ServiceApp("watcher", nats)
-    watcher.listen(subjects.SCHEDULER_AUDIT_VIOLATED, AuditViolated, on_violated)
+    watcher.listen(contracts.SCHEDULER_AUDIT_VIOLATED, on_violated)
     process = start_scheduler()
     async with watcher.running(), executor() as e:
         e.populate()
@@ -304,7 +298,7 @@ async def _when_up(executor):
 
 
 async def ask(executor, request):
-    return await executor.app.request(subjects.SCHEDULER_SESSION_ADMIT, request, AdmitSessionReply, timeout=3)
+    return await executor.app.request(contracts.SCHEDULER_SESSION_ADMIT, request, timeout=3)
 
 
 async def test_running_session_is_steered_and_what_would_break_an_objective_is_refused(executor, start_scheduler):
@@ -312,7 +306,7 @@ async def test_running_session_is_steered_and_what_would_break_an_objective_is_r
 
     async def steer(session, **changes):
         request = SteerSessionRequest(session_id=session, **changes)
-        return await e.app.request(subjects.SCHEDULER_SESSION_STEER, request, SteerSessionReply, timeout=5)
+        return await e.app.request(contracts.SCHEDULER_SESSION_STEER, request, timeout=5)
 
     async with executor() as e:
         policy = Policy(0, 1, 10 * MS, 12 * MS, 110, 20 * MS)
@@ -371,7 +365,7 @@ async def test_gpu_of_which_nothing_is_heard_is_forgotten_and_heartbeats_keep_it
             await followed(one)
 
         async def gone():
-            await e.app.publish(subjects.EXECUTOR_HEARTBEAT, beat)
+            await e.app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, beat)
             return await listed(e.app, "gpu-1") is None
 
         await until(gone)

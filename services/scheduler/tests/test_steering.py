@@ -4,7 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_dispatch.events import Policy
@@ -14,7 +14,6 @@ from wooly_scheduler.core.admission import Demand, Verdict
 from wooly_scheduler.settings import SchedulerSettings
 from wooly_wis.messages import (
     CheckCeilingReply,
-    CheckCeilingRequest,
     SessionPolicy,
     SteerSessionReply,
     SteerSessionRequest,
@@ -34,9 +33,9 @@ class Cluster:
         gpu.demand = lambda name: Demand("s", "bob", Policy()) if name == "s" else None
         gpu.judge = lambda candidate: Verdict()
         self.scheduler.gpus["gpu-0"] = gpu
-        app.serve(subjects.executor_session_steer("gpu-0"), SteerSessionRequest, self.on_steer)
+        app.serve(contracts.EXECUTOR_SESSION_STEER.at("gpu-0"), self.on_steer)
         if router_answers:
-            app.serve(subjects.ROUTER_CEILING_CHECK, CheckCeilingRequest, self.on_check)
+            app.serve(contracts.ROUTER_CEILING_CHECK, self.on_check)
 
     async def on_steer(self, request):
         self.steered.append(request)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic
 
-from wooly_wis.messages import Message
-
-Q = TypeVar("Q", bound=Message)
+from wooly_bus.contract_types import Q, R
 
 
 class Actor:
@@ -22,20 +20,20 @@ class Actor:
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    def alone(self, handler: Callable[[Q], Awaitable[Message | None]]) -> Handler[Q]:
+    def alone(self, handler: Callable[[Q], Awaitable[R]]) -> Handler[Q, R]:
         """`handler`, one message at a time, in the order of arrival."""
         return Handler(self._turn, handler)
 
 
-class Handler(Generic[Q]):
+class Handler(Generic[Q, R]):
     """A handler that waits for its actor's turn. Errors pass: the app makes replies of them."""
 
-    def __init__(self, turn: asyncio.Lock, handler: Callable[[Q], Awaitable[Message | None]]) -> None:
+    def __init__(self, turn: asyncio.Lock, handler: Callable[[Q], Awaitable[R]]) -> None:
         self._turn = turn
         self._handler = handler
         self.__qualname__ = getattr(handler, "__qualname__", type(self).__qualname__)
 
-    async def __call__(self, message: Q) -> Message | None:
+    async def __call__(self, message: Q) -> R:
         """Handle one message."""
         async with self._turn:
             return await self._handler(message)

@@ -23,8 +23,9 @@ from nats.js import JetStreamContext
 from wooly_wis.messages import ErrorReply, Message
 from wooly_wis.traces import SpansRecorded
 
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
 from wooly_bus.access import Access, Shows
+from wooly_bus.contract_types import Event, EventContract, Q, R, Rpc
 from wooly_bus.envelope import decode, decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, EnvelopeError, shown
 from wooly_bus.health import Check, HealthSettings, serve_health
@@ -34,16 +35,13 @@ from wooly_bus.supervision import start_task
 from wooly_bus.tracing import SpanQueue, consumer_span, handing_over, mark_failed
 
 log = logging.getLogger("wooly.bus")
-Q = TypeVar("Q", bound=Message)
-R = TypeVar("R", bound=Message)
-HandlerFunction = Callable[[Q], Awaitable[Message | None]]
+E = TypeVar("E", bound=Message)
+T = TypeVar("T")
 
 #: Requests on one subject that may be in work at once. Actors order what must be ordered.
 CONCURRENT_REQUESTS = 64
 #: The same of tenants' clients, of all tenants and of one: no tenant can have all of them.
 TENANTS_REQUESTS, TENANT_REQUESTS = 128, 32
-#: Bytes of a request of a tenant's client, where its subject carries no more: to read it is done where others wait.
-TENANT_BYTES = 128 << 10
 #: Seconds that requests in work have to finish when a service ends.
 GRACE_S = 5.0
 #: Seconds between two messages with spans.
@@ -93,7 +91,7 @@ class ServiceApp:
         self._last_error = ""
         self._ending = False
         self._client: Client | None = None
-        self._heard: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
+        self._heard: list[tuple[str, str, Callable[[Msg], Awaitable[None]]]] = []
         self._dropped_told = 0
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
@@ -140,47 +138,43 @@ class ServiceApp:
         log.info("connected to NATS at %s again", self.url)
 
     def serve(
-        self,
-        subject: str,
-        model: type[Q],
-        handler: HandlerFunction[Q],
-        *,
-        queue: str = "",
-        at_once: int = CONCURRENT_REQUESTS,
+        self, rpc: Rpc[Q, R], handler: Callable[[Q], Awaitable[R]], *, at_once: int = CONCURRENT_REQUESTS
     ) -> None:
-        """Answer requests on `subject`: with the handler's reply, or with the `ErrorReply` of what it raised.
+        """Answer the requests of a contract: with the handler's reply, or with the `ErrorReply` of the exception it raised.
 
         Args:
-            subject: where to listen.
-            model: what a request must be.
-            handler: makes the reply; None sends none.
-            queue: instances of the service with the same queue share the requests.
+            rpc: the contract.
+            handler: makes the reply.
             at_once: requests that may be in work at once; more of them wait for these.
+
+        Raises:
+            ValueError: the contract is for tenants' clients only.
         """
+        if rpc.tenants_only:
+            raise ValueError(f"{rpc.subject} is served to tenants' clients only")
 
         async def answer(message: Msg) -> None:
-            await self._answer(subject, message, lambda: _handled(handler, model, message.data))
+            await self._answer(rpc.subject, message, lambda: _handled(handler, rpc.request, message.data))
 
-        self._subscribe(subject, queue, answer, at_once)
+        self._subscribe(rpc.subject, rpc.queue, answer, at_once)
 
     def serve_tenants(
-        self,
-        subject: str,
-        model: type[Q],
-        handler: Callable[[Q, str], Awaitable[Message | None]],
-        *,
-        queue: str = "",
-        at_once: int = TENANTS_REQUESTS,
-        most_bytes: int = TENANT_BYTES,
+        self, rpc: Rpc[Q, R], handler: Callable[[Q, str], Awaitable[R]], *, at_once: int = TENANTS_REQUESTS
     ) -> None:
-        """Answer what tenants' clients ask at `subjects.for_tenant(subject, tenant)`: the handler gets the tenant, too.
+        """Answer what tenants' clients ask at `rpc.for_tenant(tenant)`: the handler gets the tenant, too.
 
         NATS lets nobody publish there but that tenant's clients, so it need not be proved again. Only where NATS
         knows tenants: without credentials, anybody could say to be anybody, and nothing is served. A tenant that asks for too
         much at once is refused before what it says is read.
+
+        Raises:
+            ValueError: the contract names no scope, so no credentials permit a client to ask.
         """
+        if rpc.scope is None:
+            raise ValueError(f"{rpc.subject} cannot be served to tenants' clients: its contract names no scope")
         if not self.knows_tenants:
             return
+        subject, most_bytes = rpc.subject, rpc.most_bytes
         working: Counter[str] = Counter()
 
         async def answer(message: Msg) -> None:
@@ -189,10 +183,10 @@ class ServiceApp:
                 log.warning("%s dropped: its reply would go to another than %s, who asks", subject, tenant)
                 return
 
-            async def bound(request: Q) -> Message | None:
+            async def bound(request: Q) -> R:
                 return await handler(request, tenant)
 
-            async def limited() -> Message | None:
+            async def limited() -> R | ErrorReply:
                 if len(message.data) > most_bytes:
                     return _too_large(len(message.data), most_bytes)
                 most = self.tenant_requests * at_once // TENANTS_REQUESTS
@@ -200,7 +194,7 @@ class ServiceApp:
                     return self._too_many(subject, tenant, most)
                 working[tenant] += 1
                 try:
-                    return await _handled(bound, model, message.data)
+                    return await _handled(bound, rpc.request, message.data)
                 finally:
                     working[tenant] -= 1
                     if not working[tenant]:
@@ -208,7 +202,7 @@ class ServiceApp:
 
             await self._answer(subject, message, limited)
 
-        self._subscribe(f"{subject}.*", queue, answer, at_once)
+        self._subscribe(f"{subject}.*", rpc.queue, answer, at_once)
 
     def _too_many(self, subject: str, tenant: str, most: int) -> ErrorReply:
         return ErrorReply(
@@ -218,7 +212,7 @@ class ServiceApp:
             retryable=True,
         )
 
-    async def _answer(self, subject: str, message: Msg, handled: Callable[[], Awaitable[Message | None]]) -> None:
+    async def _answer(self, subject: str, message: Msg, handled: Callable[[], Awaitable[Message]]) -> None:
         with consumer_span(self.name, subject, message.headers or {}):
             if subjects.is_service(message.reply):
                 log.warning("%s dropped: its reply would go to %s", subject, message.reply)
@@ -226,19 +220,20 @@ class ServiceApp:
             reply = await handled()
             if isinstance(reply, ErrorReply):
                 mark_failed(reply.code)
-            if reply is not None and message.reply:
+            if message.reply:
                 data, headers = _encoded(reply)
                 await self.broker.publish(data, message.reply, headers=headers)
 
     def _subscribe(self, subject: str, queue: str, answer: Callable[[Msg], Awaitable[None]], at_once: int) -> None:
         self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=at_once)(answer)
 
-    def listen(self, subject: str, model: type[Q], handler: HandlerFunction[Q]) -> None:
-        """Hear events on `subject`, one after the other. A malformed one is logged and dropped: it will not get better.
+    def listen(self, event: EventContract[E], handler: Callable[[E], Awaitable[None]]) -> None:
+        """Hear events of all addresses, one after the other. A malformed event is logged and dropped: it will not get better.
 
         NATS's client itself calls the handler: a thousand executors send a thousand heartbeats a second, and a broker's
         middleware for each would take most of a core.
         """
+        subject, model = event.pattern, event.payload
 
         async def hear(message: Msg) -> None:
             headers = message.headers or {}
@@ -248,23 +243,23 @@ class ServiceApp:
                     log.warning("%s dropped: %s", subject, failure.message)
                     mark_failed(failure.code)
 
-        self._heard.append((subject, hear))
+        self._heard.append((subject, event.queue, hear))
 
     def jetstream(self) -> JetStreamContext:
         """JetStream by this service's connection; inside `running`."""
         assert self._client is not None
         return self._client.jetstream()
 
-    async def publish(self, subject: str, message: Message) -> None:
-        """Send an event.
+    async def publish(self, event: Event[E], payload: E) -> None:
+        """Send an event to those who listen now. `streams.publish` sends one that a stream is to keep.
 
         Raises:
             EnvelopeError: larger than NATS carries.
         """
-        data, headers = encode(message)
-        await self.broker.publish(data, subject, headers=headers)
+        data, headers = encode(payload)
+        await self.broker.publish(data, event.subject, headers=headers)
 
-    async def request(self, subject: str, message: Message, reply: type[R], *, timeout: float) -> R:
+    async def request(self, rpc: Rpc[Q, R], message: Q, *, timeout: float) -> R:
         """Ask another service and wait at most `timeout` seconds.
 
         Raises:
@@ -274,9 +269,9 @@ class ServiceApp:
             BusConnectError: the connection is broken.
         """
         data, headers = encode(message)
-        with nats_errors(self.url, subject, timeout):
-            answer = await self.broker.request(data, subject, headers=headers, timeout=timeout)
-        return decode_reply(bytes(answer.body), dict(answer.headers or {}), reply)
+        with nats_errors(self.url, rpc.subject, timeout):
+            answer = await self.broker.request(data, rpc.subject, headers=headers, timeout=timeout)
+        return decode_reply(bytes(answer.body), dict(answer.headers or {}), rpc.reply)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ServiceApp]:
@@ -320,7 +315,7 @@ class ServiceApp:
             found, dropped = spans.take(), spans.dropped - self._dropped_told
             try:
                 message = SpansRecorded(service=self.name, dropped=dropped, spans=tuple(found))
-                await self.publish(subjects.spans_recorded(self.name), message)
+                await self.publish(contracts.SERVICE_SPAN_RECORDED.at(self.name), message)
                 self._dropped_told += dropped
             except Exception as e:
                 log.info("%d spans are lost: %s", len(found), e)
@@ -333,8 +328,8 @@ class ServiceApp:
         await self.broker.start()
         # The server has every subscription before anybody is told that the service is there.
         self._client = await self.broker.connect()
-        for subject, hear in self._heard:
-            await self._client.subscribe(subject, cb=hear)
+        for subject, queue, hear in self._heard:
+            await self._client.subscribe(subject, queue=queue, cb=hear)
         await settled(self._client)
 
     async def _stop(self) -> None:
@@ -346,8 +341,8 @@ class ServiceApp:
                 await self._client.close()
 
 
-async def _handled(handler: HandlerFunction[Q], model: type[Q], data: bytes) -> Message | None:
-    """What the handler replies; an error becomes an `ErrorReply`, an unexpected one is logged and called internal."""
+async def _handled(handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:
+    """The handler's result; an error becomes an `ErrorReply`, an unexpected one is logged and called internal."""
     try:
         return await handler(decode(data, model))
     except BusError as e:

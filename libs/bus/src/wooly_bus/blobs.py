@@ -27,10 +27,10 @@ from nats.js.api import (
 from nats.js.errors import APIError, NotFoundError
 from nats.js.errors import Error as JetStreamError
 from nats.js.object_store import ObjectStore
-from wooly_wis.messages import PIECE_BYTES, GetBlobReply, GetBlobRequest, PutBlobReply, PutBlobRequest
+from wooly_wis.messages import PIECE_BYTES, GetBlobRequest, PutBlobRequest
 from wooly_wis.module import hasher
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
 from wooly_bus.streams import StreamError, refusal, replicas
@@ -486,9 +486,7 @@ class AskedBlobs:
                 data=base64.b64encode(piece).decode(),
             )
             last = offset + len(piece) == size
-            reply = self._control.insist(
-                subjects.ROUTER_BLOB_PUT, request, PutBlobReply, timeout=LAST_PIECE_S if last else PIECE_S
-            )
+            reply = self._control.insist(contracts.ROUTER_BLOB_PUT, request, timeout=LAST_PIECE_S if last else PIECE_S)
             if reply.kept:
                 return name
             offset, after = offset + len(piece), reply.after
@@ -504,7 +502,7 @@ class AskedBlobs:
         found, after = bytearray(), 0
         while True:
             request = GetBlobRequest(digest=name, after=after)
-            reply = self._control.insist(subjects.ROUTER_BLOB_GET, request, GetBlobReply, timeout=PIECE_S)
+            reply = self._control.insist(contracts.ROUTER_BLOB_GET, request, timeout=PIECE_S)
             if reply.nbytes > limit:
                 raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes, at most {limit} were expected")
             data = base64.b64decode(reply.data)

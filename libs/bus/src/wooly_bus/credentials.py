@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
+from wooly_bus.contract_types import AddressedEvent, AddressedRpc, Rpc
 from wooly_bus.errors import BusError
 from wooly_bus.keys import Key, KeyFormatError, SignatureError, unverified
 
@@ -22,6 +23,17 @@ HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _BLOCKS = re.compile(r"-{3,}BEGIN [^-]+-{3,}\s+([^\s-]\S*)\s+-{3,}END [^-]+-{3,}")
 #: Connections, of which a client has two or three, are not limited; subscriptions of one are.
 MAX_SUBSCRIPTIONS = 1000
+
+#: What the cluster's administrator may publish: requests and jobs, and what JetStream and tunnels need.
+_ADMINISTRATOR = (
+    f"{subjects.PREFIX}.rpc.>",
+    contracts.ROUTER_JOB_COMMAND.subject,
+    "$JS.API.>",
+    "$JS.ACK.>",
+    "$JS.FC.>",
+    "$O.>",
+    f"{subjects.INBOX}.>",
+)
 
 Role = Literal["user", "operator", "admin", "service"]
 
@@ -177,10 +189,10 @@ class Issuer:
     ) -> Credentials:
         """For a tenant's client, which may do what its scopes say, for its tenant alone."""
         user_id = secrets.token_hex(8)
-        publish = [subjects.for_tenant(s, tenant) for scope, s in subjects.CLIENT_SUBJECTS if scope in scopes]
-        hear = [subjects.client_inbox(tenant, user_id) + ".>"]
-        if "tasks:read" in scopes:
-            hear.append(subjects.router_task_changed(tenant))
+        asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, Rpc) and rpc.scope in scopes]
+        heard = [e for e in contracts.EVENTS.values() if isinstance(e, AddressedEvent) and e.scope in scopes]
+        publish = [rpc.for_tenant(tenant) for rpc in asked]
+        hear = [subjects.client_inbox(tenant, user_id) + ".>", *[event.at(tenant).subject for event in heard]]
         permissions = Permissions(tuple(publish), tuple(hear))
         return self.issue("user", permissions, tenant=tenant, user_id=user_id, ttl_s=ttl_s, now=now)
 
@@ -188,7 +200,8 @@ class Issuer:
         self, tenant: str, session_id: str, executors: Sequence[str], *, ttl_s: float, now: float | None = None
     ) -> Credentials:
         """For the tunnels of one session: to its executors, and nothing else."""
-        publish = [subjects.for_tenant(subjects.executor_tunnel(e), tenant) for e in executors]
+        asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, AddressedRpc) and rpc.scope == "session"]
+        publish = [rpc.at(executor).for_tenant(tenant) for executor in executors for rpc in asked]
         publish.append(subjects.tunnel_inbox(subjects.client_inbox(tenant, session_id)) + ".>")
         permissions = Permissions(tuple(publish), (subjects.client_inbox(tenant, session_id) + ".>",))
         return self.issue("user", permissions, tenant=tenant, user_id=session_id, ttl_s=ttl_s, now=now)
@@ -196,5 +209,5 @@ class Issuer:
     def administrator(self, *, ttl_s: float | None = None, now: float | None = None) -> Credentials:
         """For who runs the cluster: asks every service everything, hears all events, has JetStream."""
         user_id = secrets.token_hex(8)
-        permissions = Permissions(subjects.ADMINISTRATOR_SUBJECTS, (subjects.INBOX + ".>", f"{subjects.PREFIX}.evt.>"))
+        permissions = Permissions(_ADMINISTRATOR, (subjects.INBOX + ".>", f"{subjects.PREFIX}.evt.>"))
         return self.issue("admin", permissions, user_id=user_id, ttl_s=ttl_s, now=now)

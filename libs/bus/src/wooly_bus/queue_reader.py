@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Generic
 
 import nats.errors
 from nats.aio.msg import Msg
@@ -13,7 +14,8 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig
 from nats.js.errors import Error as JetStreamError
 
-from wooly_bus.streams import StreamError
+from wooly_bus.contract_types import EventContract, P
+from wooly_bus.streams import StreamError, ensure_stream
 
 log = logging.getLogger("wooly.bus")
 BATCH = 64
@@ -23,9 +25,10 @@ RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(Generic[P]):
     """One message. Unless `done` is called, it comes again."""
 
+    event: EventContract[P]
     message: Msg
 
     @property
@@ -33,10 +36,13 @@ class Taken:
         """Where it was sent."""
         return self.message.subject
 
-    @property
-    def data(self) -> bytes:
-        """What it says."""
-        return self.message.data
+    def payload(self) -> P:
+        """What the message says.
+
+        Raises:
+            EnvelopeError: its bytes are not such an event.
+        """
+        return self.event.decoded(self.message.data)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -52,29 +58,27 @@ class Taken:
         await self.message.nak(delay_s)
 
 
-async def take(
-    js: JetStreamContext, stream: str, subject: str, durable: str, ensure: Callable[[], Awaitable[None]]
-) -> AsyncIterator[Taken]:
+async def take(js: JetStreamContext, event: EventContract[P], durable: str) -> AsyncIterator[Taken[P]]:
     """Messages of a queue as they come, for ever. While JetStream is gone, it is tried again every second.
+
+    The queue is made where it is not there: a server that lost its disk has none.
 
     Args:
         js: JetStream.
-        stream: the queue.
-        subject: what of it.
+        event: what the queue keeps.
         durable: the name that all readers share.
-        ensure: makes the stream where it is not there (a server that lost its disk has none).
     """
     config = ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_ack_pending=1024)
-    complaint = ""
+    stream, complaint = event.stream_name, ""
     while True:
         try:
-            await ensure()
-            subscription = await js.pull_subscribe(subject, durable=durable, stream=stream, config=config)
+            await ensure_stream(js, event)
+            subscription = await js.pull_subscribe(event.pattern, durable=durable, stream=stream, config=config)
             complaint = ""
             try:
                 while True:
                     for message in await _fetch(subscription):
-                        yield Taken(message)
+                        yield Taken(event, message)
             finally:
                 await _leave(subscription)
         except (nats.errors.Error, JetStreamError, OSError, StreamError) as e:

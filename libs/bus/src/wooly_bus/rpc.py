@@ -13,7 +13,7 @@ import queue
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
@@ -23,6 +23,7 @@ from wooly_wis.messages import Message
 
 from wooly_bus import subjects
 from wooly_bus.access import Access, options
+from wooly_bus.contract_types import Event, Q, R, Rpc
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusConnectError, BusError, BusTimeoutError, NoResponderError, RefusedError
 from wooly_bus.nats_client import NatsClient, PlainTextError
@@ -45,7 +46,7 @@ CURE = (
     "whoever keeps the .creds file must renew it (POST /api/v1/credentials of the controller), or name the controller's REST and "
     "an API token in place of it: from there they are renewed by themselves"
 )
-M = TypeVar("M", bound=Message)
+E = TypeVar("E", bound=Message)
 T = TypeVar("T")
 
 
@@ -277,7 +278,7 @@ class ControlClient:
         except concurrent.futures.CancelledError as e:  # another thread closed it meanwhile
             raise BusConnectError(f"the connection to {self.url} is closed") from e
 
-    def request(self, subject: str, message: Message, reply: type[M], *, timeout: float = 4.0) -> M:
+    def request(self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0) -> R:
         """Ask and wait.
 
         Raises:
@@ -287,24 +288,22 @@ class ControlClient:
             BusConnectError: the connection is broken or was closed.
         """
         data, headers = encode(message)
-        held = self._held
+        held, subject = self._held, rpc.subject
         if held is not None:
             if held.tenant is not None:
-                subject = subjects.for_tenant(subject, held.tenant)
+                subject = rpc.for_tenant(held.tenant)
             if not held.permissions.may_publish(subject):
                 raise RefusedError("bus.forbidden", f"these credentials may not ask {subjects.template(subject)}")
 
-        async def ask() -> M:
+        async def ask() -> R:
             connection = await self._usable()
             with nats_errors(self.url, subject, timeout):
                 answer = await connection.request(subject, data, timeout=timeout, headers=headers)
-            return decode_reply(answer.data, answer.headers, reply)
+            return decode_reply(answer.data, answer.headers, rpc.reply)
 
         return self._await(ask(), timeout + self._timeout + 5)
 
-    def insist(
-        self, subject: str, message: Message, reply: type[M], *, timeout: float = 4.0, patience_s: float = 20.0
-    ) -> M:
+    def insist(self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0, patience_s: float = 20.0) -> R:
         """Ask until there is an answer, for what may be asked twice: services restart, connections break.
 
         Raises:
@@ -313,7 +312,7 @@ class ControlClient:
         until, pause = time.monotonic() + patience_s, 0.1
         while True:
             try:
-                return self.request(subject, message, reply, timeout=timeout)
+                return self.request(rpc, message, timeout=timeout)
             except BusError as e:
                 if not e.retryable or time.monotonic() + pause > until:
                     raise
@@ -321,8 +320,8 @@ class ControlClient:
             pause = min(pause * 2, 2.0)
 
     @contextlib.contextmanager
-    def hearing(self, subject: str) -> Iterator[queue.SimpleQueue[bytes]]:
-        """Yields what is published there from now on.
+    def hearing(self, event: Event[E]) -> Iterator[Heard[E]]:
+        """Yields what is published from now on.
 
         What is published while the connection is away is not heard, and something may be heard twice while it is replaced.
 
@@ -330,6 +329,7 @@ class ControlClient:
             RefusedError: these credentials may not.
             BusConnectError: the connection is broken or was closed.
         """
+        subject = event.subject
         if self._held is not None and not self._held.permissions.may_subscribe(subject):
             raise RefusedError("bus.forbidden", f"these credentials may not hear {subjects.template(subject)}")
         heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -345,7 +345,7 @@ class ControlClient:
 
         self._await(begin(), 2 * self._timeout + 5)
         try:
-            yield heard
+            yield Heard(event, heard)
         finally:
             with contextlib.suppress(BusConnectError):
                 self._await(end(), 2)
@@ -367,6 +367,22 @@ class ControlClient:
         with contextlib.suppress(RuntimeError):  # the loop may have ended meanwhile
             self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(2)
+
+
+class Heard(Generic[E]):
+    """Events that were heard and not taken yet."""
+
+    def __init__(self, event: Event[E], heard: queue.SimpleQueue[bytes]) -> None:
+        self._event, self._heard = event, heard
+
+    def get(self, timeout: float) -> E:
+        """The next event; waits at most `timeout` seconds for it.
+
+        Raises:
+            queue.Empty: nothing was heard in time.
+            EnvelopeError: what was heard is no such event.
+        """
+        return self._event.decoded(self._heard.get(timeout=timeout))
 
 
 def _into(heard: queue.SimpleQueue[bytes]) -> Callable[[Msg], Awaitable[None]]:

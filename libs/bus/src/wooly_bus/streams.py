@@ -1,6 +1,8 @@
-"""JetStream streams: created explicitly, with limits, by the service that publishes to them; in-order publishing."""
+"""JetStream streams: created explicitly, as `contracts` says, by the services that publish to them; in-order publishing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import nats.errors
 from nats.js import JetStreamContext
@@ -8,13 +10,11 @@ from nats.js.api import DiscardPolicy, RetentionPolicy, StorageType, StreamConfi
 from nats.js.errors import APIError, NotFoundError
 from nats.js.errors import Error as JetStreamError
 
-from wooly_bus import subjects
 from wooly_bus.access import NatsSettings
+from wooly_bus.contract_types import Event, EventContract, Log, P, Q, Stream
+from wooly_bus.envelope import encode
 from wooly_bus.errors import BusConnectError
 
-#: Limits of the stream of usage. What metering has booked is removed; this is for when it is away.
-USAGE_AGE_S = 30 * 24 * 3600.0
-USAGE_BYTES = 1 << 30
 #: What JetStream says where a stream cannot have so many copies: no peers, no room on them, no cluster.
 _TOO_FEW_SERVERS = (10005, 10023, 10074)
 
@@ -42,42 +42,29 @@ def refusal(name: str, error: Exception) -> StreamError:
     return StreamError(f"{name}: {why}")
 
 
-async def ensure_stream(js: JetStreamContext, name: str, *subject: str, max_age_s: float, max_bytes: int) -> None:
-    """Have a stream of these limits: on disk, in `replicas` copies, the oldest messages go first. One that is there gets them.
+async def ensure_stream(js: JetStreamContext, event: EventContract[Any]) -> None:
+    """Have the stream that keeps an event: on disk, in `replicas` copies. A stream that is there gets the limits of the contract.
 
     Raises:
+        ValueError: no stream keeps the event.
         StreamError: JetStream does not answer, or refuses.
     """
-    config = StreamConfig(
-        name=name,
-        subjects=list(subject),
-        retention=RetentionPolicy.LIMITS,
+    if event.stream is None:
+        raise ValueError(f"no stream keeps the events of {event.template}")
+    await _ensure(js, _config(event.stream, event.pattern))
+
+
+def _config(stream: Stream, pattern: str) -> StreamConfig:
+    is_log = isinstance(stream, Log)
+    return StreamConfig(
+        name=stream.name,
+        subjects=[pattern],
+        retention=RetentionPolicy.LIMITS if is_log else RetentionPolicy.WORK_QUEUE,
         storage=StorageType.FILE,
-        discard=DiscardPolicy.OLD,
-        max_age=max_age_s,
-        max_bytes=max_bytes,
+        discard=DiscardPolicy.OLD if is_log else DiscardPolicy.NEW,
+        max_age=stream.max_age_s if isinstance(stream, Log) else None,
+        max_bytes=stream.max_bytes,
         num_replicas=replicas(),
-    )
-    await _ensure(js, config)
-
-
-async def ensure_queue(js: JetStreamContext, name: str, *subjects: str, max_bytes: int) -> None:
-    """Have a stream that keeps each message until it has been taken; when it is full it refuses more. See `queue_reader`.
-
-    Raises:
-        StreamError: JetStream does not answer, or refuses.
-    """
-    await _ensure(
-        js,
-        StreamConfig(
-            name=name,
-            subjects=list(subjects),
-            retention=RetentionPolicy.WORK_QUEUE,
-            storage=StorageType.FILE,
-            discard=DiscardPolicy.NEW,
-            max_bytes=max_bytes,
-            num_replicas=replicas(),
-        ),
     )
 
 
@@ -94,28 +81,23 @@ async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
         raise refusal(f"stream {name}", e) from e
 
 
-async def ensure_usage_stream(js: JetStreamContext) -> None:
-    """Have the stream of usage, which executors fill and metering empties.
+async def submit(js: JetStreamContext, command: Event[Q], message: Q, *, timeout: float) -> None:
+    """Publish a command, with the trace of its sender, and wait until its queue keeps it. NATS's own errors pass.
 
     Raises:
-        StreamError: JetStream does not answer, or refuses.
+        EnvelopeError: larger than NATS carries.
     """
-    await ensure_stream(
-        js,
-        subjects.EXECUTOR_USAGE_STREAM,
-        subjects.EXECUTOR_USAGES,
-        max_age_s=USAGE_AGE_S,
-        max_bytes=USAGE_BYTES,
-    )
+    data, headers = encode(message)
+    await js.publish(command.subject, data, timeout=timeout, headers=headers)
 
 
-async def publish(js: JetStreamContext, subject: str, data: bytes, *, id: str, timeout: float = 2.0) -> None:
-    """Publish to a stream and wait until it is kept. The same `id` again, within two minutes, is kept once.
+async def publish(js: JetStreamContext, event: Event[P], payload: P, *, id: str, timeout: float = 2.0) -> None:
+    """Publish an event to its stream and wait until it is kept. The same `id` again, within two minutes, is kept once.
 
     Raises:
         StreamError: it is not known to be kept; try again.
     """
     try:
-        await js.publish(subject, data, timeout=timeout, headers={"Nats-Msg-Id": id})
+        await js.publish(event.subject, event.encoded(payload), timeout=timeout, headers={"Nats-Msg-Id": id})
     except (nats.errors.Error, JetStreamError, OSError) as e:
-        raise StreamError(f"{subject}: {str(e) or type(e).__name__}") from e
+        raise StreamError(f"{event.subject}: {str(e) or type(e).__name__}") from e

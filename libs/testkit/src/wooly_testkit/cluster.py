@@ -13,12 +13,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_bus.authority import make_authority
 from wooly_bus.channel import ChannelClient, Endpoint
+from wooly_bus.contract_types import Q, R, Rpc
 from wooly_bus.credentials import Credentials
 from wooly_bus.rpc import ControlClient
 from wooly_wis.frames import PROTOCOL, Kind, pack_json
@@ -26,10 +27,8 @@ from wooly_wis.messages import (
     ClientFacts,
     CloseSessionReply,
     CloseSessionRequest,
-    Message,
     OpenSessionReply,
     OpenSessionRequest,
-    TaskReply,
     TaskRequest,
 )
 
@@ -37,7 +36,6 @@ from wooly_testkit import forks
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server
 
-R = TypeVar("R", bound=Message)
 #: Seconds that something which needs several processes may take on a busy machine.
 PATIENCE_S = 60.0
 
@@ -194,20 +192,20 @@ class Tenant:
         """Fresh credentials of NATS."""
         return Credentials.parse(self.cluster.rest("POST", "credentials", {}, self.token)["credentials"])
 
-    def ask(self, subject: str, message: Message, reply: type[R]) -> R:
+    def ask(self, rpc: Rpc[Q, R], message: Q) -> R:
         """Ask a service as this tenant."""
-        return self.control.request(subject, message, reply)
+        return self.control.request(rpc, message)
 
     def open(self, **wanted: Any) -> OpenSessionReply:
         """Open a session."""
         client = ClientFacts(host="h", pid=1, program=f"{self.name}.py")
         request = OpenSessionRequest(client=client, **wanted)
-        return self.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply)
+        return self.ask(contracts.ROUTER_SESSION_OPEN, request)
 
     def close(self, opened: OpenSessionReply) -> CloseSessionReply:
         """Close a session."""
         request = CloseSessionRequest(session_id=opened.session_id, token=opened.token)
-        return self.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply)
+        return self.ask(contracts.ROUTER_SESSION_CLOSE, request)
 
     def env(self, **more: str) -> dict[str, str]:
         """The environment of a client of this tenant; `more`: settings without their prefix."""
@@ -225,7 +223,7 @@ class Tenant:
 
     def story(self, name: str) -> list[str]:
         """The states that a task went through."""
-        return [s.state for s in self.ask(subjects.ROUTER_TASK_GET, TaskRequest(task_id=name), TaskReply).story]
+        return [s.state for s in self.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=name)).story]
 
 
 def enter(

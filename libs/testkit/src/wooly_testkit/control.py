@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from contextlib import closing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from wooly_bus.contract_types import Q, R, Rpc
 from wooly_bus.rpc import ControlClient
-from wooly_wis.messages import Message
 
 if TYPE_CHECKING:
     from wooly_local.stack import Stack
 
-M = TypeVar("M", bound=Message)
 
-
-def ask(stack: Stack, subject: str, message: Message, reply: type[M]) -> M:
+def ask(stack: Stack, rpc: Rpc[Q, R], message: Q) -> R:
     """What a service answers to the owner of a stack.
 
     Raises:
@@ -22,4 +20,4 @@ def ask(stack: Stack, subject: str, message: Message, reply: type[M]) -> M:
         NoResponderError: nothing, for it is not there.
     """
     with closing(ControlClient(stack.access())) as control:
-        return control.request(subject, message, reply, timeout=20)
+        return control.request(rpc, message, timeout=20)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from opentelemetry import trace
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import TENANT_REQUESTS, TENANTS_REQUESTS, ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import RefusedError
@@ -91,20 +91,10 @@ class CompilerActor:
     def serve(self, families: list[str]) -> None:
         """Listen, before the app runs."""
         for family in families:
-            subject = subjects.compiler_program_compile(family)
-            self._app.serve(subject, CompileProgramRequest, self.on_compile_program, queue=QUEUE)
-            subject = subjects.compiler_kernel_compile(family)
-            self._app.serve(subject, CompileKernelRequest, self.on_compile_kernel, queue=QUEUE)
-        subject = subjects.COMPILER_PROGRAM_EXPLAIN
-        self._app.serve(subject, ExplainProgramRequest, self.on_explain_program, queue=QUEUE)
-        self._app.serve_tenants(
-            subject,
-            ExplainProgramRequest,
-            self.on_explain_tenants,
-            queue=QUEUE,
-            at_once=EXPLAINED,
-            most_bytes=1 << 20,
-        )
+            self._app.serve(contracts.COMPILER_PROGRAM_COMPILE.at(family), self.on_compile_program)
+            self._app.serve(contracts.COMPILER_KERNEL_COMPILE.at(family), self.on_compile_kernel)
+        self._app.serve(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_program)
+        self._app.serve_tenants(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLAINED)
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
         """See that there is an artifact."""

@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 
 from nats.js import JetStreamContext
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.messages import MemoryBorne
 
@@ -20,8 +20,6 @@ from wooly_executor.samples import Sample
 
 log = logging.getLogger("wooly.executor")
 PERIOD_S = 1.0
-MAX_AGE_S = 7 * 24 * 3600.0
-MAX_BYTES = 1 << 30
 #: A session that bears nothing is only mentioned so often.
 _QUIET_NS = 60_000_000_000
 _US = 1000
@@ -38,7 +36,7 @@ class BornePublisher:
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
         self._js, self._loop, self._id = js, loop, executor_id
-        self._subject = subjects.executor_memory_borne(executor_id)
+        self._event = contracts.EXECUTOR_MEMORY_BORNE.at(executor_id)
         self._run = str(time.time_ns())
         self._ready = False
         self._waiting: dict[str, Sample] = {}
@@ -67,22 +65,14 @@ class BornePublisher:
             before = self._waiting.get(sample.session)
             self._waiting[sample.session] = sample if before is None else added(before, sample)
         if not self._ready:
-            await ensure_stream(
-                self._js,
-                subjects.EXECUTOR_MEMORY_STREAM,
-                subjects.EXECUTOR_MEMORY_EVENTS,
-                max_age_s=MAX_AGE_S,
-                max_bytes=MAX_BYTES,
-            )
+            await ensure_stream(self._js, contracts.EXECUTOR_MEMORY_BORNE)
             self._ready = True
         for sample in list(self._waiting.values()):
             if self._quiet(sample):
                 continue
             message = self._message(sample)
-            data = message.model_dump_json().encode()
-            await publish(
-                self._js, self._subject, data, id=f"{self._id}/{self._run}/{sample.session}/{message.sequence}"
-            )
+            id = f"{self._id}/{self._run}/{sample.session}/{message.sequence}"
+            await publish(self._js, self._event, message, id=id)
             _, own, shared = self._sent.get(sample.session, (0, 0, 0))
             own, shared = own + sample.own_byte_ns, shared + sample.shared_byte_ns
             self._sent[sample.session] = (message.sequence, own % _US, shared % _US)

@@ -13,7 +13,7 @@ import contextlib
 import logging
 from pathlib import Path
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.errors import BusError, RefusedError
@@ -23,7 +23,7 @@ from wooly_wis.artifact import Key, decode_artifact, family
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.errors import WisError
 from wooly_wis.foreign import KernelKey, Source, encode_source
-from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramReply, CompileProgramRequest
+from wooly_wis.messages import ArtifactRejected, CompileKernelRequest, CompileProgramRequest
 
 from wooly_executor.artifacts import ArtifactCache
 from wooly_executor.device_loop import DeviceLoop
@@ -262,13 +262,13 @@ class PlanSource:
             decided=tuple([(k, w.hex()) for k, w in key.decided]),
             rejected=rejected,
         )
-        subject = subjects.compiler_program_compile(family(key.target))
+        rpc = contracts.COMPILER_PROGRAM_COMPILE.at(family(key.target))
         clock = asyncio.get_running_loop().time
         pause, silent_since = PAUSES_S[0], clock()
         while True:
             try:
                 async with self._turns:
-                    reply = await self._app.request(subject, request, CompileProgramReply, timeout=self._timeout_s)
+                    reply = await self._app.request(rpc, request, timeout=self._timeout_s)
                     self._silent = False
                     if reply.state == "building":
                         silent_since = clock()
@@ -310,7 +310,7 @@ class PlanSource:
             reason=reason[:4096],
         )
         with contextlib.suppress(BusError, OSError):
-            await self._app.publish(subjects.EXECUTOR_ARTIFACT_REJECTED, message)
+            await self._app.publish(contracts.EXECUTOR_ARTIFACT_REJECTED, message)
 
 
 class KernelSource:
@@ -353,8 +353,8 @@ class KernelSource:
             target=target,
             rejected=rejected,
         )
-        subject = subjects.compiler_kernel_compile(family(target))
-        reply = await self._app.request(subject, request, CompileProgramReply, timeout=self._timeout_s)
+        rpc = contracts.COMPILER_KERNEL_COMPILE.at(family(target))
+        reply = await self._app.request(rpc, request, timeout=self._timeout_s)
         if reply.state == "building":
             return None
         if self._blobs is None:

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeVar
 
 from opentelemetry.trace import SpanContext
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.actor import Actor
 from wooly_bus.app import ServiceApp
 from wooly_bus.channel.token import Pass, SharedPass, SignedPass
-from wooly_bus.channel.tunnel import OpenTunnelRequest, TunnelListener
+from wooly_bus.channel.tunnel import TunnelListener
 from wooly_bus.errors import RefusedError
 from wooly_bus.supervision import Work
 from wooly_dispatch.events import Policy
@@ -34,7 +34,6 @@ from wooly_wis.messages import (
     MemoryState,
     RenewSessionReply,
     RenewSessionRequest,
-    RunJobRequest,
     SessionClosed,
     SessionPolicy,
     SteerSessionReply,
@@ -116,16 +115,16 @@ class ExecutorActor(Actor):
         self._busy_ns = 0
         self._busy_at = clock()
         # Not `alone`: these share nothing but leases, which change between two waits, never across one.
-        app.serve(subjects.executor_session_open(settings.id), HostSessionRequest, self.on_host_session)
-        app.serve(subjects.executor_session_renew(settings.id), RenewSessionRequest, self.on_renew_session)
-        app.serve(subjects.executor_session_close(settings.id), CloseSessionRequest, self.on_close_session)
-        app.serve(subjects.executor_session_steer(settings.id), SteerSessionRequest, self.on_steer_session)
-        app.serve(subjects.executor_epoch_end(settings.id), EndEpochRequest, self.on_end_epoch)
+        app.serve(contracts.EXECUTOR_SESSION_OPEN.at(settings.id), self.on_host_session)
+        app.serve(contracts.EXECUTOR_SESSION_RENEW.at(settings.id), self.on_renew_session)
+        app.serve(contracts.EXECUTOR_SESSION_CLOSE.at(settings.id), self.on_close_session)
+        app.serve(contracts.EXECUTOR_SESSION_STEER.at(settings.id), self.on_steer_session)
+        app.serve(contracts.EXECUTOR_EPOCH_END.at(settings.id), self.on_end_epoch)
         self.jobs = Jobs(loop, settings.id)
-        app.serve(subjects.executor_job_run(settings.id), RunJobRequest, self.alone(self.jobs.on_run_job))
+        app.serve(contracts.EXECUTOR_JOB_RUN.at(settings.id), self.alone(self.jobs.on_run_job))
         # Not `alone`: opening a tunnel touches nothing of the actor's, and waits for NATS.
-        app.serve(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tunnel)
-        app.serve_tenants(subjects.executor_tunnel(settings.id), OpenTunnelRequest, tunnels.on_open_tenants_tunnel)
+        app.serve(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tunnel)
+        app.serve_tenants(contracts.EXECUTOR_TUNNEL_OPEN.at(settings.id), tunnels.on_open_tenants_tunnel)
 
     async def on_host_session(self, request: HostSessionRequest) -> HostSessionReply:
         """Take a session. Asking twice for the same one changes nothing, also while the device keeps the first one waiting."""
@@ -275,13 +274,13 @@ class ExecutorActor(Actor):
         while True:
             heartbeat = await self.heartbeat()
             if not self._loop.lost:  # one that serves nobody must not be given sessions
-                await self._app.publish(subjects.EXECUTOR_HEARTBEAT, heartbeat)
+                await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, heartbeat)
             await asyncio.sleep(self._settings.heartbeat_s)
 
     async def say_end(self, reason: str) -> None:
         """The last heartbeat: this executor ends, and what it has can be begun elsewhere at once."""
         last = self._heartbeat().model_copy(update={"ending": reason[:1024], "sessions": ()})
-        await self._app.publish(subjects.EXECUTOR_HEARTBEAT, last)
+        await self._app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, last)
 
     async def end_clients(self) -> None:
         """Close the sessions that clients have, unless the device is in one long operation: then they end with the process."""
@@ -371,7 +370,7 @@ class ExecutorActor(Actor):
         closed = SessionClosed(
             session_id=session_id, executor_id=self._settings.id, reason=reason[:4096], contents=contents
         )
-        await self._app.publish(subjects.EXECUTOR_SESSION_CLOSED, closed)
+        await self._app.publish(contracts.EXECUTOR_SESSION_CLOSED, closed)
 
 
 @contextlib.contextmanager

@@ -18,12 +18,12 @@ from dataclasses import dataclass, fields
 
 from nats.js import JetStreamContext
 from opentelemetry.trace import SpanContext
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.blobs import BlobStore
 from wooly_bus.channel import ChannelClient, ChannelError
 from wooly_bus.channel.token import SharedPass
 from wooly_bus.errors import BusError, RefusedError
-from wooly_bus.streams import StreamError, ensure_queue, publish
+from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_bus.supervision import start_call, start_errand
 from wooly_bus.tracing import step
 from wooly_dispatch.events import Policy
@@ -42,7 +42,6 @@ from wooly_executor.spans import hosted_under
 
 log = logging.getLogger("wooly.executor")
 #: Bytes of the queue of reports.
-REPORT_BYTES = 32 << 20
 RETRY_S = 1.0
 #: Jobs whose first request is remembered, so that a second one for the same attempt changes nothing.
 REMEMBERED = 4096
@@ -64,15 +63,6 @@ class _Result:
     dtype: str
     sizes: tuple[int, ...]
     data: bytearray
-
-
-async def ensure_reports(js: JetStreamContext) -> None:
-    """Have the queue of reports.
-
-    Raises:
-        StreamError: JetStream does not answer, or refuses.
-    """
-    await ensure_queue(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, max_bytes=REPORT_BYTES)
 
 
 class Jobs:
@@ -106,7 +96,7 @@ class Jobs:
             return RunJobReply()
         # The queue of reports must be there before there is anything to report.
         try:
-            await ensure_reports(self._js)
+            await ensure_stream(self._js, contracts.EXECUTOR_JOB_ENDED)
         except StreamError as e:
             raise RefusedError(e.code, f"its end could not be reported: {e}", retryable=True) from e
         if request.quota is not None and request.quota > self._loop.memory:
@@ -154,14 +144,13 @@ class Jobs:
         log.info("job %s, attempt %d: %s %s", task_id, attempt, report.state, report.reason)
         while True:
             try:
-                data = report.model_dump_json().encode()
-                await publish(js, subjects.executor_job_ended(self._id), data, id=f"{task_id}:{attempt}")
+                await publish(js, contracts.EXECUTOR_JOB_ENDED.at(self._id), report, id=f"{task_id}:{attempt}")
                 return
             except StreamError as e:
                 log.warning("the end of job %s could not be reported: %s; trying again", task_id, e)
                 await asyncio.sleep(RETRY_S)
                 with contextlib.suppress(StreamError):
-                    await ensure_reports(js)
+                    await ensure_stream(js, contracts.EXECUTOR_JOB_ENDED)
 
     def _report(self, request: RunJobRequest, state: str, reason: str, outputs: tuple[JobOutput, ...] = ()) -> JobEnded:
         return JobEnded(

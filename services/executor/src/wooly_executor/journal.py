@@ -13,7 +13,7 @@ import time
 from collections import deque
 
 from nats.js import JetStreamContext
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_dispatch.journal import Batch, Journal
 
@@ -29,8 +29,6 @@ BATCH_BYTES = 256 << 10
 WAITING_BYTES = 64 << 20
 #: Entries encoded before the device loop's thread may have the interpreter.
 _AT_ONCE = 16
-MAX_AGE_S = 3600.0
-MAX_BYTES = 1 << 30
 
 
 class JournalPublisher:
@@ -46,7 +44,7 @@ class JournalPublisher:
         self._js = js
         self._loop = loop
         self._id = executor_id
-        self._subject = subjects.executor_journaled(executor_id)
+        self._event = contracts.EXECUTOR_DISPATCH_JOURNALED.at(executor_id)
         self._entries: Entries | None = None
         self._journal = Journal("")
         self._waiting: deque[Batch] = deque()
@@ -77,19 +75,10 @@ class JournalPublisher:
 
     async def _begin(self) -> None:
         """Begin a journal, where it can be kept."""
-        await self._ensure()
+        await ensure_stream(self._js, contracts.EXECUTOR_DISPATCH_JOURNALED)
         self._entries = await asyncio.wrap_future(self._loop.call(self._loop.dispatch.begin_journal))
         self._journal = Journal(f"{self._id}/{time.time_ns()}")
         log.info("dispatch journal %s", self._journal.name)
-
-    async def _ensure(self) -> None:
-        await ensure_stream(
-            self._js,
-            subjects.EXECUTOR_JOURNAL_STREAM,
-            subjects.EXECUTOR_JOURNALS,
-            max_age_s=MAX_AGE_S,
-            max_bytes=MAX_BYTES,
-        )
 
     async def publish(self) -> None:
         """Publish everything so far.
@@ -100,10 +89,11 @@ class JournalPublisher:
         while self._entries or self._waiting:
             await asyncio.to_thread(self._cut)
             if self._complaint:
-                await self._ensure()  # who lost its disk has no streams either
+                # A NATS server that lost its disk has no streams either.
+                await ensure_stream(self._js, contracts.EXECUTOR_DISPATCH_JOURNALED)
             while self._waiting:
                 batch = self._waiting[0]
-                await publish(self._js, self._subject, batch.encode(), id=f"{batch.journal}:{batch.first}")
+                await publish(self._js, self._event, batch.encode(), id=f"{batch.journal}:{batch.first}")
                 self._waiting.popleft()
                 self._waiting_bytes -= len(batch.entries)
 

@@ -13,8 +13,8 @@ import time
 from collections import OrderedDict, deque
 
 from nats.js import JetStreamContext
-from wooly_bus import subjects
-from wooly_bus.streams import StreamError, ensure_usage_stream, publish
+from wooly_bus import contracts
+from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.program import Program
 
@@ -42,13 +42,13 @@ class UsagePublisher:
 
     def __init__(self, js: JetStreamContext, loop: DeviceLoop, executor_id: str) -> None:
         self._js, self._loop, self._id = js, loop, executor_id
-        self._subject = subjects.executor_usage(executor_id)
+        self._event = contracts.EXECUTOR_USAGE_RECORDED.at(executor_id)
         self.source = f"{executor_id}/{time.time_ns()}"
         facts = loop.runtime.facts()
         self._kind, self._cores = str(facts["vendor"]), int(facts["cores"])
         self._batch = 0
         self._taken: deque[Taken] = deque()
-        self._waiting: deque[tuple[int, bytes]] = deque()
+        self._waiting: deque[UsageRecorded] = deque()
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
         self._complaint = ""
@@ -83,21 +83,20 @@ class UsagePublisher:
             at_us = time.time_ns() // 1000
             while self._taken:
                 some = [self._taken.popleft() for _ in range(min(RECORDS, len(self._taken)))]
-                data = self._encode(some, at_us)
-                self._waiting.append((self._batch, data))
+                self._waiting.append(self._message(some, at_us))
             if not self._waiting:
                 return
         if not self._ensured:
-            await ensure_usage_stream(self._js)
+            await ensure_stream(self._js, contracts.EXECUTOR_USAGE_RECORDED)
             self._ensured = True
         while self._waiting:
-            batch, data = self._waiting[0]
-            await publish(self._js, self._subject, data, id=f"{self.source}:{batch}")
+            message = self._waiting[0]
+            await publish(self._js, self._event, message, id=f"{self.source}:{message.batch}")
             self._waiting.popleft()
 
-    def _encode(self, taken: list[Taken], at_us: int) -> bytes:
+    def _message(self, taken: list[Taken], at_us: int) -> UsageRecorded:
         self._batch += 1
-        event = UsageRecorded(
+        return UsageRecorded(
             source=self.source,
             batch=self._batch,
             executor_id=self._id,
@@ -106,7 +105,6 @@ class UsagePublisher:
             memory=self._loop.memory,
             records=tuple([self._record(t, at_us) for t in taken]),
         )
-        return event.model_dump_json().encode()
 
     def _record(self, taken: Taken, at_us: int) -> UsageRecord:
         runs, moved_bytes, flops = taken.summed

@@ -215,9 +215,11 @@ def _connect(
 def _dial(endpoint: Endpoint, control_url: str | Access, tls_ca: Path | None) -> ChannelClient:
     try:
         if endpoint.scheme == "nats":
+            from wooly_bus import contracts
             from wooly_bus.channel.tunnel import open_tunnel
 
-            return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", endpoint.path))
+            tunnel = contracts.EXECUTOR_TUNNEL_OPEN.on(endpoint.path)
+            return ChannelClient(open_tunnel(control_url or f"nats://{endpoint.host}:{endpoint.port}", tunnel))
         if endpoint.scheme == "tls":
             return ChannelClient.connect(endpoint, tls=client_context(tls_ca))
     except ChannelTlsError as e:

@@ -18,18 +18,16 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
+from wooly_bus.contract_types import Q, R, Rpc
 from wooly_bus.errors import BusConnectError, BusError, NoResponderError, RefusedError, shown
 from wooly_bus.rpc import ControlClient
 from wooly_bus.supervision import start_call, start_thread
 from wooly_wis.messages import (
     ClientFacts,
-    CloseSessionReply,
     CloseSessionRequest,
-    ExplainProgramReply,
     ExplainProgramRequest,
-    GpusReply,
     GpusRequest,
     GpuState,
     JitMode,
@@ -37,7 +35,6 @@ from wooly_wis.messages import (
     NodesRequest,
     OpenSessionReply,
     OpenSessionRequest,
-    RenewSessionReply,
     RenewSessionRequest,
     SteerSessionReply,
     SteerSessionRequest,
@@ -102,22 +99,22 @@ class Controller:
         except BusError as e:
             raise ControlError(f"there are no credentials to show to the controller: {e}") from e
 
-    def ask(self, subject: str, message: Any, reply: Any, timeout: float = 4.0, who: str = "router") -> Any:
+    def ask(self, rpc: Rpc[Q, R], message: Q, timeout: float = 4.0) -> R:
         """Ask the router, or another service.
 
         Raises:
             ControlError: it refuses, or is not there.
         """
         try:
-            return self._client.request(subject, message, reply, timeout=timeout)
+            return self._client.request(rpc, message, timeout=timeout)
         except RefusedError as e:
             error = ControlError(f"the controller at {shown(self.url)} refuses: {e}")
             error.code, error.retryable = e.code, e.retryable
             raise error from e
         except NoResponderError as e:
             raise ControlError(
-                f"NATS answers at {shown(self.url)}, but no {who} is connected to it; start one with `wooly up`, or with "
-                f"`python -m wooly_{who}`"
+                f"NATS answers at {shown(self.url)}, but no {rpc.service} is connected to it; start one with `wooly up`, or with "
+                f"`python -m wooly_{rpc.service}`"
             ) from e
         except BusError as e:
             raise ControlError(f"the controller at {shown(self.url)} does not answer: {e}") from e
@@ -129,8 +126,7 @@ class Controller:
 
     def nodes(self) -> NodesReply:
         """All executors that the controller knows."""
-        reply: NodesReply = self.ask(subjects.ROUTER_NODE_LIST, NodesRequest(), NodesReply)
-        return reply
+        return self.ask(contracts.ROUTER_NODE_LIST, NodesRequest())
 
     def gpus(self) -> list[GpuState]:
         """What every GPU and session does, as the scheduler follows it.
@@ -141,7 +137,7 @@ class Controller:
         found: list[GpuState] = []
         while True:
             after = found[-1].executor_id if found else ""
-            reply = self.ask_scheduler(subjects.SCHEDULER_GPU_LIST, GpusRequest(after=after), GpusReply)
+            reply = self.ask(contracts.SCHEDULER_GPU_LIST, GpusRequest(after=after))
             found += reply.gpus
             if not reply.more:
                 return found
@@ -152,16 +148,7 @@ class Controller:
         Raises:
             ControlError: there is no such session, it is refused, or there is no scheduler.
         """
-        reply: SteerSessionReply = self.ask_scheduler(subjects.SCHEDULER_SESSION_STEER, request, SteerSessionReply)
-        return reply
-
-    def ask_metering(self, subject: str, message: Any, reply: Any, timeout: float = 4.0) -> Any:
-        """Ask metering, like `ask`."""
-        return self.ask(subject, message, reply, timeout, who="metering")
-
-    def ask_scheduler(self, subject: str, message: Any, reply: Any) -> Any:
-        """Ask the scheduler, like `ask`."""
-        return self.ask(subject, message, reply, who="scheduler")
+        return self.ask(contracts.SCHEDULER_SESSION_STEER, request)
 
     def passes(self, program: bytes, target: str, mode: JitMode) -> list[tuple[str, str]]:
         """A program after every pass of the compiler: names of passes, and texts.
@@ -172,8 +159,7 @@ class Controller:
         if len(program) > LARGEST_PROGRAM:
             raise ControlError(f"the program has {len(program):,} bytes, at most {LARGEST_PROGRAM:,} can be sent")
         request = ExplainProgramRequest(program=base64.b64encode(program).decode(), target=target, mode=mode)
-        subject = subjects.COMPILER_PROGRAM_EXPLAIN
-        reply = self.ask(subject, request, ExplainProgramReply, timeout=120.0, who="compiler")
+        reply = self.ask(contracts.COMPILER_PROGRAM_EXPLAIN, request, timeout=120.0)
         packed = zlib.decompressobj()
         text = packed.decompress(base64.b64decode(reply.stages), LARGEST_TEXT)
         if packed.unconsumed_tail:
@@ -286,7 +272,7 @@ class OpenedSession:
         """Whether the router, or an executor of the session, has it no more."""
         request = RenewSessionRequest(session_id=self.session_id, token=self.token)
         try:
-            self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
+            self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
         except ControlError as e:
             return e.code in ("router.no_session", "router.executor_lost")
         return False
@@ -311,7 +297,7 @@ class OpenedSession:
         while not self._closing.wait(pause):
             asked, pause = time.monotonic(), self._lease_s / 3
             try:
-                self._controller.ask(subjects.ROUTER_SESSION_RENEW, request, RenewSessionReply)
+                self._controller.ask(contracts.ROUTER_SESSION_RENEW, request)
                 renewed = time.monotonic()
                 self._begin_sending()
             except ControlError as e:
@@ -345,7 +331,7 @@ class OpenedSession:
             self._send_spans()
         try:
             with self.trace.current():
-                self._controller.ask(subjects.ROUTER_SESSION_CLOSE, request, CloseSessionReply, timeout=2.0)
+                self._controller.ask(contracts.ROUTER_SESSION_CLOSE, request, timeout=2.0)
         except ControlError as e:
             log.info("the session was not closed in order: %s", e)
         else:
@@ -404,7 +390,7 @@ def _open_session(settings: Settings, controller: Controller, trace: ClientTrace
     )
     try:
         with trace.step("open_session"):
-            opened = controller.ask(subjects.ROUTER_SESSION_OPEN, request, OpenSessionReply, timeout=OPEN_S)
+            opened = controller.ask(contracts.ROUTER_SESSION_OPEN, request, timeout=OPEN_S)
         trace.root.set_attribute("task_id", opened.session_id)
         return OpenedSession(controller, opened, trace, settings.credential)
     except BaseException:

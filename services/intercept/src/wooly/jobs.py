@@ -21,12 +21,11 @@ import nats.errors
 import numpy as np
 from nats.js import JetStreamContext
 from nats.js.errors import Error as JetStreamError
-from wooly_bus import subjects
+from wooly_bus import contracts, streams
 from wooly_bus.access import Access, options
 from wooly_bus.blobs import AskedBlobs, BlobStore, put_all
-from wooly_bus.envelope import decode, encode
 from wooly_bus.errors import BusError, EnvelopeError
-from wooly_bus.rpc import ControlClient
+from wooly_bus.rpc import ControlClient, Heard
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import BY_LABEL, DType
 from wooly_wis.errors import WisError
@@ -34,7 +33,6 @@ from wooly_wis.messages import (
     Blob,
     JobOutput,
     SubmitJob,
-    SubmitJobReply,
     TaskChanged,
     TaskReply,
     TaskRequest,
@@ -227,7 +225,7 @@ def submit(there: str | Access, tenant: str, file: ModuleFile, inputs: Mapping[s
     with _asking(there) as control, concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         made = job(list(pool.map(AskedBlobs(control).put, contents)))
         asked = made.model_copy(update={"credential": ""})  # the credentials say enough
-        control.insist(subjects.ROUTER_JOB_SUBMIT, asked, SubmitJobReply, timeout=10.0)
+        control.insist(contracts.ROUTER_JOB_SUBMIT, asked, timeout=10.0)
         return made
 
 
@@ -236,8 +234,7 @@ async def _submit_to_stream(
 ) -> SubmitJob:
     async with jetstream(there) as js:
         made = job(await put_all(BlobStore(js, tenant), contents))
-        data, headers = encode(made)
-        await js.publish(subjects.ROUTER_JOB_SUBMIT, data, timeout=5.0, headers=headers)
+        await streams.submit(js, contracts.ROUTER_JOB_COMMAND, made, timeout=5.0)
         return made
 
 
@@ -262,10 +259,10 @@ def follow(
     told, pause, since = 0, LOOK_S[0], time.monotonic()
     with _asking(there) as control:
         mine = control.tenant or tenant
-        with control.hearing(subjects.router_task_changed(mine)) as heard:
+        with control.hearing(contracts.ROUTER_TASK_CHANGED.at(mine)) as heard:
             while True:
                 try:
-                    reply = control.request(subjects.ROUTER_TASK_GET, request, TaskReply)
+                    reply = control.request(contracts.ROUTER_TASK_GET, request)
                 except BusError as e:
                     late = e.code == "router.no_task" and (told or time.monotonic() - since > TAKEN_S)
                     if late or not (e.retryable or e.code == "router.no_task"):
@@ -301,12 +298,12 @@ def _events(reply: TaskReply) -> list[TaskChanged]:
     ]
 
 
-def _wait(heard: queue.SimpleQueue[bytes], task_id: str, seconds: float) -> None:
+def _wait(heard: Heard[TaskChanged], task_id: str, seconds: float) -> None:
     """Until something is heard of a task, but not for long."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0:
         try:
-            if decode(heard.get(timeout=left), TaskChanged).task_id == task_id:
+            if heard.get(timeout=left).task_id == task_id:
                 return
         except queue.Empty:
             return

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.tracing import SpanQueue, TracingError, otlp_exporter, provider_of, traceparent
-from wooly_wis.traces import AddSpansReply, AddSpansRequest
+from wooly_wis.traces import AddSpansRequest
 
 if TYPE_CHECKING:
     from wooly.control import Controller
@@ -74,7 +74,7 @@ class ClientTrace:
         try:
             while len(self._queue):
                 request = AddSpansRequest(task_id=task_id, credential=credential, spans=tuple(self._queue.take()))
-                controller.ask(subjects.ROUTER_TRACE_ADD, request, AddSpansReply, timeout=1.0)
+                controller.ask(contracts.ROUTER_TRACE_ADD, request, timeout=1.0)
         except Exception as e:
             log.info("spans of this process are lost: %s", e)
 

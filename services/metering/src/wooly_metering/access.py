@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.http_front import Known, Rule
@@ -94,7 +94,7 @@ class Access:
     async def _ask(self, name: str) -> CheckTokenReply:
         ask = CheckTokenRequest(secret_hash=name)
         try:
-            return await self._app.request(subjects.ROUTER_TOKEN_CHECK, ask, CheckTokenReply, timeout=ROUTER_TIMEOUT_S)
+            return await self._app.request(contracts.ROUTER_TOKEN_CHECK, ask, timeout=ROUTER_TIMEOUT_S)
         except RefusedError:
             self._known.pop(name, None)
             raise

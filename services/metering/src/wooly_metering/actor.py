@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 import sqlalchemy.exc
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_wis.credits import (
@@ -66,20 +66,17 @@ class MeteringActor:
         self._ended = asyncio.Event()
         self._spent: set[str] = set()
         self._due = asyncio.Event()
-        for subject, model, handler in (
-            (subjects.METERING_CREDITS_SHOW, CreditsRequest, self.on_credits),
-            (subjects.METERING_BUDGET_SET, SetBudgetRequest, self.on_set_budget),
-            (subjects.METERING_BUDGET_CHECK, CheckBudgetRequest, self.on_check_budget),
-            (subjects.METERING_PLAN_ADD, AddPlanRequest, self.on_add_plan),
-            (subjects.METERING_PLAN_LIST, PlansRequest, self.on_plans),
-            (subjects.METERING_ENTRY_LIST, EntriesRequest, self.on_entries),
-            (subjects.METERING_ENTRY_CORRECT, CorrectEntryRequest, self.on_correct_entry),
-            (subjects.METERING_STATEMENT_MAKE, MakeStatementRequest, self.on_make_statement),
-            (subjects.METERING_STATEMENT_LIST, StatementsRequest, self.on_statements),
-            (subjects.METERING_QUARANTINE_LIST, QuarantineRequest, self.on_quarantine),
-        ):
-            app.serve(subject, model, handler, queue="metering")  # type: ignore[arg-type]  # pairs that fit
-        app.serve_tenants(subjects.METERING_CREDITS_SHOW, CreditsRequest, self.on_credits_of, queue="metering")
+        app.serve(contracts.METERING_CREDITS_SHOW, self.on_credits)
+        app.serve(contracts.METERING_BUDGET_SET, self.on_set_budget)
+        app.serve(contracts.METERING_BUDGET_CHECK, self.on_check_budget)
+        app.serve(contracts.METERING_PLAN_ADD, self.on_add_plan)
+        app.serve(contracts.METERING_PLAN_LIST, self.on_plans)
+        app.serve(contracts.METERING_ENTRY_LIST, self.on_entries)
+        app.serve(contracts.METERING_ENTRY_CORRECT, self.on_correct_entry)
+        app.serve(contracts.METERING_STATEMENT_MAKE, self.on_make_statement)
+        app.serve(contracts.METERING_STATEMENT_LIST, self.on_statements)
+        app.serve(contracts.METERING_QUARANTINE_LIST, self.on_quarantine)
+        app.serve_tenants(contracts.METERING_CREDITS_SHOW, self.on_credits_of)
 
     def now_us(self) -> int:
         """Microseconds since 1970."""
@@ -98,7 +95,7 @@ class MeteringActor:
         self._due.set()
         for number, reason in booked.quarantined:
             await self._app.publish(
-                subjects.METERING_USAGE_QUARANTINED, UsageQuarantined(id=number, reason=reason[:1024])
+                contracts.METERING_USAGE_QUARANTINED, UsageQuarantined(id=number, reason=reason[:1024])
             )
 
     async def watch(self, every_s: float) -> None:
@@ -236,7 +233,7 @@ class MeteringActor:
                 vram_ucr=made.vram_ucr,
                 digest=made.digest,
             )
-            await self._app.publish(subjects.METERING_STATEMENT_MADE, event)
+            await self._app.publish(contracts.METERING_STATEMENT_MADE, event)
         return made
 
     async def on_statements(self, request: StatementsRequest) -> StatementsReply:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, NoResponderError, RefusedError
 from wooly_wis.credits import BudgetReached, BudgetState
-from wooly_wis.messages import SteerSessionReply, SteerSessionRequest
+from wooly_wis.messages import SteerSessionRequest
 
 from wooly_metering.core.budgets import Budget
 from wooly_metering.core.rating import text
@@ -103,7 +103,7 @@ class Enforcer:
                 held=reached == "hard",
             )
             event = BudgetReached(budget=state, limit="hard" if reached == "hard" else "soft")
-            await self._app.publish(subjects.METERING_BUDGET_REACHED, event)
+            await self._app.publish(contracts.METERING_BUDGET_REACHED, event)
         self._told[tenant] = reached
         if reached == "hard":
             wanted = self._open.get(tenant, set()) - self._held.get(tenant, set())
@@ -122,9 +122,9 @@ class Enforcer:
 
     async def _steer(self, session: str, executor: str, hold: str) -> bool:
         request = SteerSessionRequest(session_id=session, hold=hold)
-        subject = subjects.executor_session_steer(executor)
+        rpc = contracts.EXECUTOR_SESSION_STEER.at(executor)
         try:
-            await self._app.request(subject, request, SteerSessionReply, timeout=EXECUTOR_TIMEOUT_S)
+            await self._app.request(rpc, request, timeout=EXECUTOR_TIMEOUT_S)
         except RefusedError as e:
             log.info("session %s on %s: %s", session, executor, e)  # it is over
         except NoResponderError:

@@ -19,9 +19,9 @@ from nats.js import JetStreamContext
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 from opentelemetry import trace
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.stream_reader import read_stream
-from wooly_bus.streams import StreamError, ensure_usage_stream
+from wooly_bus.streams import StreamError, ensure_stream
 from wooly_bus.tracing import context_of, tracer
 
 from wooly_metering.core.booking import Delivery
@@ -29,7 +29,7 @@ from wooly_metering.errors import OvertakenError
 from wooly_metering.ledger.writer import Booked, Writer
 
 log = logging.getLogger("wooly.metering")
-STREAM = subjects.EXECUTOR_USAGE_STREAM
+STREAM = contracts.EXECUTOR_USAGE_RECORDED.stream_name
 #: Bytes that one transaction takes at most.
 BATCH_BYTES = 8 << 20
 #: Seconds between looks at whether the stream is still the same one, and between removals of what is booked.
@@ -81,7 +81,7 @@ class Follower:
         try:
             info = await self._js.stream_info(STREAM)
         except NotFoundError:
-            await ensure_usage_stream(self._js)
+            await ensure_stream(self._js, contracts.EXECUTOR_USAGE_RECORDED)
             info = await self._js.stream_info(STREAM)
         return str(info.created)
 
@@ -91,7 +91,7 @@ class Follower:
         waiting: list[Delivery] = []
         taking: asyncio.Task[Booked] | None = None
         size, looked = 0, time.monotonic()
-        reading = read_stream(self._js, STREAM, subjects.EXECUTOR_USAGES, first=at + 1)
+        reading = read_stream(self._js, contracts.EXECUTOR_USAGE_RECORDED, first=at + 1)
         try:
             async for kept in reading:
                 if kept is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy.exc import SQLAlchemyError
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusTimeoutError, NoResponderError, RefusedError, shown
 from wooly_bus.supervision import start_errand
@@ -106,18 +106,17 @@ class RouterActor:
         self._prolonged: dict[str, float] = {}
         self._renewing: set[str] = set()
         self.client_nats_url = settings.client_nats_url or shown(settings.nats_url)
-        app.serve(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_session, queue="router")
-        renew = subjects.ROUTER_SESSION_RENEW
-        app.serve(renew, RenewSessionRequest, self.on_renew_session, queue="router", at_once=RENEWALS)
-        app.serve(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_session, queue="router")
-        app.serve(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes, queue="router")
-        app.serve(subjects.ROUTER_TOKEN_CHECK, CheckTokenRequest, self.on_check_token, queue="router")
-        app.serve_tenants(subjects.ROUTER_SESSION_OPEN, OpenSessionRequest, self.on_open_tenants, queue="router")
-        app.serve_tenants(renew, RenewSessionRequest, self.on_renew_tenants, queue="router", at_once=RENEWALS)
-        app.serve_tenants(subjects.ROUTER_SESSION_CLOSE, CloseSessionRequest, self.on_close_tenants, queue="router")
-        app.serve_tenants(subjects.ROUTER_NODE_LIST, NodesRequest, self.on_nodes_of, queue="router")
-        app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
-        app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
+        app.serve(contracts.ROUTER_SESSION_OPEN, self.on_open_session)
+        app.serve(contracts.ROUTER_SESSION_RENEW, self.on_renew_session, at_once=RENEWALS)
+        app.serve(contracts.ROUTER_SESSION_CLOSE, self.on_close_session)
+        app.serve(contracts.ROUTER_NODE_LIST, self.on_nodes)
+        app.serve(contracts.ROUTER_TOKEN_CHECK, self.on_check_token)
+        app.serve_tenants(contracts.ROUTER_SESSION_OPEN, self.on_open_tenants)
+        app.serve_tenants(contracts.ROUTER_SESSION_RENEW, self.on_renew_tenants, at_once=RENEWALS)
+        app.serve_tenants(contracts.ROUTER_SESSION_CLOSE, self.on_close_tenants)
+        app.serve_tenants(contracts.ROUTER_NODE_LIST, self.on_nodes_of)
+        app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
+        app.listen(contracts.EXECUTOR_SESSION_CLOSED, self.on_session_closed)
 
     @property
     def bus(self) -> ServiceApp:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, NoResponderError
 from wooly_dispatch.policing import declared
-from wooly_wis.credits import CheckBudgetReply, CheckBudgetRequest
+from wooly_wis.credits import CheckBudgetRequest
 from wooly_wis.messages import AdmitSessionReply, AdmitSessionRequest, SessionPolicy
 
 log = logging.getLogger("wooly.router")
@@ -36,9 +36,7 @@ class Advice:
         """
         ask = CheckBudgetRequest(tenant=tenant)
         try:
-            reply = await self._app.request(
-                subjects.METERING_BUDGET_CHECK, ask, CheckBudgetReply, timeout=METERING_TIMEOUT_S
-            )
+            reply = await self._app.request(contracts.METERING_BUDGET_CHECK, ask, timeout=METERING_TIMEOUT_S)
         except BusError as e:
             if not isinstance(e, NoResponderError):
                 log.warning("nobody says whether %s has credits left: %s", tenant, e)
@@ -48,9 +46,7 @@ class Advice:
     async def admit(self, ask: AdmitSessionRequest) -> AdmitSessionReply:
         """What the scheduler says; where there is none, everything is admitted, and held to what it declares."""
         try:
-            return await self._app.request(
-                subjects.SCHEDULER_SESSION_ADMIT, ask, AdmitSessionReply, timeout=SCHEDULER_TIMEOUT_S
-            )
+            return await self._app.request(contracts.SCHEDULER_SESSION_ADMIT, ask, timeout=SCHEDULER_TIMEOUT_S)
         except BusError as e:
             if not isinstance(e, NoResponderError):
                 log.warning("session %s is opened without the scheduler: %s", ask.session_id, e)

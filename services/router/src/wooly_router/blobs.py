@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import KEPT_S, BlobStore, buckets, name_of
 from wooly_bus.errors import RefusedError
@@ -140,10 +140,8 @@ class BlobActor:
     def __init__(self, app: ServiceApp, gate: Gate, blobs: TenantBlobs, blob_bytes: int) -> None:
         self._gate, self._blobs, self._blob_bytes = gate, blobs, blob_bytes
         self._turn = asyncio.Semaphore(AT_ONCE)
-        app.serve_tenants(
-            subjects.ROUTER_BLOB_PUT, PutBlobRequest, self.on_put_blob, queue="router", most_bytes=2 * PIECE_BYTES
-        )
-        app.serve_tenants(subjects.ROUTER_BLOB_GET, GetBlobRequest, self.on_get_blob, queue="router")
+        app.serve_tenants(contracts.ROUTER_BLOB_PUT, self.on_put_blob)
+        app.serve_tenants(contracts.ROUTER_BLOB_GET, self.on_get_blob)
 
     async def on_put_blob(self, request: PutBlobRequest, tenant: str) -> PutBlobReply:
         """Take a piece of a blob; see `PutBlobRequest`."""

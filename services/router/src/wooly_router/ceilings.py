@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_wis.messages import (
@@ -43,7 +43,7 @@ class CeilingActor:
 
     def __init__(self, app: ServiceApp, world: World, gate: Gate, defaults: Ceilings) -> None:
         self._app, self._world, self._gate, self._defaults = app, world, gate, defaults
-        app.serve(subjects.ROUTER_CEILING_CHECK, CheckCeilingRequest, self.on_check_ceiling, queue="router")
+        app.serve(contracts.ROUTER_CEILING_CHECK, self.on_check_ceiling)
 
     async def of(self, tenant: str) -> Ceilings:
         """A tenant's ceilings; the defaults of one that nobody made."""
@@ -95,5 +95,5 @@ class CeilingActor:
             log.warning("session %s on executor %s may be above its tenant's ceilings: %s", session_id, executor_id, e)
 
     async def _steer(self, executor_id: str, request: SteerSessionRequest) -> SteerSessionReply:
-        subject = subjects.executor_session_steer(executor_id)
-        return await self._app.request(subject, request, SteerSessionReply, timeout=EXECUTOR_TIMEOUT_S)
+        rpc = contracts.EXECUTOR_SESSION_STEER.at(executor_id)
+        return await self._app.request(rpc, request, timeout=EXECUTOR_TIMEOUT_S)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.leadership import Leadership
-from wooly_wis.messages import GpusReply, GpusRequest
+from wooly_wis.messages import GpusRequest
 
 from wooly_router.actor import RouterActor
 from wooly_router.blobs import AbandonedUploads
@@ -74,7 +74,7 @@ class Duties:
         try:
             while more:
                 ask = GpusRequest(after=after)
-                reply = await self._app.request(subjects.SCHEDULER_GPU_LIST, ask, GpusReply, timeout=0.5)
+                reply = await self._app.request(contracts.SCHEDULER_GPU_LIST, ask, timeout=0.5)
                 found |= {g.executor_id: g.starvation_permille for g in reply.gpus}
                 more = reply.more and bool(reply.gpus)
                 after = reply.gpus[-1].executor_id if reply.gpus else ""

@@ -6,11 +6,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_wis.messages import (
-    CloseSessionReply,
     CloseSessionRequest,
     HostSessionReply,
     HostSessionRequest,
@@ -40,7 +39,7 @@ class Executors:
         timeout = max(0.2, min(EXECUTOR_TIMEOUT_S, timeout_s))
         return await asyncio.gather(
             *[
-                self._app.request(subjects.executor_session_open(name), request, HostSessionReply, timeout=timeout)
+                self._app.request(contracts.EXECUTOR_SESSION_OPEN.at(name), request, timeout=timeout)
                 for name, request in requests
             ],
             return_exceptions=True,
@@ -52,9 +51,7 @@ class Executors:
         """Prolong a session's lease on executors. Per executor, its answer or what went wrong."""
         return await asyncio.gather(
             *[
-                self._app.request(
-                    subjects.executor_session_renew(name), request, RenewSessionReply, timeout=EXECUTOR_TIMEOUT_S
-                )
+                self._app.request(contracts.EXECUTOR_SESSION_RENEW.at(name), request, timeout=EXECUTOR_TIMEOUT_S)
                 for name in names
             ],
             return_exceptions=True,
@@ -70,9 +67,8 @@ class Executors:
         async def close_one(executor_id: str) -> float:
             try:
                 reply = await self._app.request(
-                    subjects.executor_session_close(executor_id),
+                    contracts.EXECUTOR_SESSION_CLOSE.at(executor_id),
                     CloseSessionRequest(session_id=session_id, reason=reason),
-                    CloseSessionReply,
                     timeout=EXECUTOR_TIMEOUT_S,
                 )
             except BusError as e:

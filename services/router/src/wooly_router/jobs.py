@@ -14,20 +14,18 @@ from typing import Any
 
 from opentelemetry import trace
 from sqlalchemy.ext.asyncio import AsyncSession
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.blobs import BlobCorruptError, BlobMissingError
-from wooly_bus.envelope import decode
 from wooly_bus.errors import BusError, EnvelopeError, RefusedError
 from wooly_bus.queue_reader import Taken, take
-from wooly_bus.streams import StreamError, ensure_queue, ensure_stream, publish
+from wooly_bus.streams import StreamError, ensure_stream, publish
 from wooly_bus.supervision import start_errand
 from wooly_bus.tracing import consumer_span, context_of, step, tracer
 from wooly_wis.messages import (
     AdmitSessionRequest,
     JobEnded,
     JobOutput,
-    RunJobReply,
     RunJobRequest,
     SessionPolicy,
     SubmitJob,
@@ -52,16 +50,8 @@ from wooly_router.traces import trace_of
 log = logging.getLogger("wooly.router")
 #: How the reason of a job begins that waits for credits.
 OVER_BUDGET = "waits for credits: "
-#: Bytes of jobs that wait for a router to take them in.
-COMMAND_BYTES = 64 << 20
 #: Jobs of that queue that are looked at at once, and seconds after which one comes again whose tenant has reached a limit.
 COMMANDS_AT_ONCE, LIMITED_S = 16, 5.0
-#: Bytes of a job that a tenant submits: 4096 inputs, each by its digest.
-SUBMIT_BYTES = 640 << 10
-REPORT_BYTES = 32 << 20
-#: How long, and how much of, what became of tasks can be read back.
-EVENT_AGE_S = 7 * 24 * 3600.0
-EVENT_BYTES = 64 << 20
 #: Seconds in which an executor that took a job must be told so again, or the router that asked it is gone.
 HANDING_S = 15.0
 #: Seconds for which an executor may be without a job that it took: its report may be on its way.
@@ -88,17 +78,15 @@ class JobActor:
         self._budgets: dict[str, tuple[float, str]] = {}
         self._changed = asyncio.Event()
         self.modules = ModuleChecks(router.settings)
-        app.serve_tenants(
-            subjects.ROUTER_JOB_SUBMIT, SubmitJob, self.on_submit_tenants, queue="router", most_bytes=SUBMIT_BYTES
-        )
+        app.serve_tenants(contracts.ROUTER_JOB_SUBMIT, self.on_submit_tenants)
 
     async def prepare(self) -> None:
         """Have what submitters expect to be there: the queue, the events, the default tenant's blobs. Until JetStream has it."""
         complaint = ""
         while True:
             try:
-                await self._ensure_commands()
-                await self._ensure_events()
+                for event in (contracts.ROUTER_JOB_COMMAND, contracts.ROUTER_TASK_CHANGED):
+                    await ensure_stream(self._app.jetstream(), event)
                 await self._router.blobs.store(DEFAULT_TENANT).ready()
                 return
             except StreamError as e:
@@ -107,37 +95,23 @@ class JobActor:
                 complaint = str(e)
                 await asyncio.sleep(2.0)
 
-    async def _ensure_commands(self) -> None:
-        js = self._app.jetstream()
-        await ensure_queue(js, subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT, max_bytes=COMMAND_BYTES)
-
-    async def _ensure_events(self) -> None:
-        await ensure_stream(
-            self._app.jetstream(),
-            subjects.ROUTER_EVENT_STREAM,
-            subjects.ROUTER_TASKS_CHANGED,
-            max_age_s=EVENT_AGE_S,
-            max_bytes=EVENT_BYTES,
-        )
-
     # -- taking in ---------------------------------------------------------------------------------------------------
 
     async def take_commands(self) -> None:
         """Take in what is submitted, for ever."""
         await self.prepare()
-        queue, what = subjects.ROUTER_COMMAND_STREAM, subjects.ROUTER_JOB_SUBMIT
         turn, working = asyncio.Semaphore(COMMANDS_AT_ONCE), set[asyncio.Task[None]]()
-        async for taken in take(self._app.jetstream(), queue, what, "router", self._ensure_commands):
+        async for taken in take(self._app.jetstream(), contracts.ROUTER_JOB_COMMAND, "router"):
             await turn.acquire()  # the module of one job may take long; those of others are looked at meanwhile
-            task = start_errand(self._take_command(taken, what), "a submitted job")
+            task = start_errand(self._take_command(taken), "a submitted job")
             working.add(task)
             task.add_done_callback(working.discard)
             task.add_done_callback(lambda _: turn.release())
 
-    async def _take_command(self, taken: Taken, what: str) -> None:
+    async def _take_command(self, taken: Taken[SubmitJob]) -> None:
         try:
-            with consumer_span("router", what, taken.headers):
-                job = decode(taken.data, SubmitJob)
+            with consumer_span("router", taken.subject, taken.headers):
+                job = taken.payload()
                 caller = await self._router.gate.over_nats(job.credential, job.tenant, "tasks:write")
                 tenant = self._router.gate.makes_for(caller, job.tenant)
                 await self._submit_command(job.model_copy(update={"tenant": tenant, "credential": ""}), caller)
@@ -256,14 +230,9 @@ class JobActor:
 
     async def take_reports(self) -> None:
         """Take in how attempts ended, for ever."""
-        js = self._app.jetstream()
-
-        async def ensure() -> None:
-            await ensure_queue(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, max_bytes=REPORT_BYTES)
-
-        async for taken in take(js, subjects.EXECUTOR_JOB_STREAM, subjects.EXECUTOR_JOBS_ENDED, "router", ensure):
+        async for taken in take(self._app.jetstream(), contracts.EXECUTOR_JOB_ENDED, "router"):
             try:
-                await self.on_job_ended(decode(taken.data, JobEnded))
+                await self.on_job_ended(taken.payload())
                 await taken.done()
             except EnvelopeError as e:
                 log.warning("a report that cannot be read is dropped: %s", e)
@@ -464,9 +433,7 @@ class JobActor:
                 overcommit_vram_percent=percent,
                 opaque_kernels=await self._world.tenants.opaque_kernels(task.tenant),
             )
-            await self._app.request(
-                subjects.executor_job_run(executor_id), request, RunJobReply, timeout=EXECUTOR_TIMEOUT_S
-            )
+            await self._app.request(contracts.EXECUTOR_JOB_RUN.at(executor_id), request, timeout=EXECUTOR_TIMEOUT_S)
         except BusError as e:
             log.warning("executor %s did not take job %s: %s", executor_id, task.id, e)
             await self._again(task, f"executor {executor_id} did not take it: {e}")
@@ -494,7 +461,7 @@ class JobActor:
             return 0
         js, told = self._app.jetstream(), []
         try:
-            await self._ensure_events()
+            await ensure_stream(js, contracts.ROUTER_TASK_CHANGED)
             for task, step in steps:
                 ended = step.state == "completed"
                 event = TaskChanged(
@@ -508,8 +475,7 @@ class JobActor:
                     reason=step.reason[:4096],
                     outputs=tuple([JobOutput(**o) for o in (task.outputs or ())]) if ended else (),
                 )
-                data = event.model_dump_json().encode()
-                await publish(js, subjects.router_task_changed(task.tenant), data, id=f"{task.id}:{step.number}")
+                await publish(js, contracts.ROUTER_TASK_CHANGED.at(task.tenant), event, id=f"{task.id}:{step.number}")
                 told.append((task.id, step.number))
         except StreamError as e:
             log.warning("what becomes of tasks is not published: %s; trying again", e)

@@ -6,13 +6,12 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_wis.messages import (
     JobOutput,
     PrioritizeTaskRequest,
-    SteerSessionReply,
     SteerSessionRequest,
     TaskInfo,
     TaskReply,
@@ -39,22 +38,15 @@ class TaskActor:
     def __init__(self, app: ServiceApp, router: RouterActor, jobs: JobActor) -> None:
         self._app, self._router, self.jobs = app, router, jobs
         self._tasks = router.world.tasks
-        app.serve(subjects.ROUTER_TASK_LIST, TasksRequest, self._let_in(self.on_tasks, "tasks:read"), queue="router")
-        app.serve(subjects.ROUTER_TASK_GET, TaskRequest, self._let_in(self.on_task, "tasks:read"), queue="router")
+        app.serve(contracts.ROUTER_TASK_LIST, self._let_in(self.on_tasks, "tasks:read"))
+        app.serve(contracts.ROUTER_TASK_GET, self._let_in(self.on_task, "tasks:read"))
         cancel = self._let_in(self.on_cancel_task, "tasks:write")
-        app.serve(subjects.ROUTER_TASK_CANCEL, TaskRequest, cancel, queue="router")
-        app.serve(subjects.ROUTER_TASK_PRIORITIZE, PrioritizeTaskRequest, self._on_prioritize, queue="router")
-        app.serve_tenants(subjects.ROUTER_TASK_LIST, TasksRequest, self._of_tenant(self.on_tasks), queue="router")
-        app.serve_tenants(subjects.ROUTER_TASK_GET, TaskRequest, self._of_tenant(self.on_task), queue="router")
-        app.serve_tenants(
-            subjects.ROUTER_TASK_CANCEL, TaskRequest, self._of_tenant(self.on_cancel_task), queue="router"
-        )
-        app.serve_tenants(
-            subjects.ROUTER_TASK_PRIORITIZE,
-            PrioritizeTaskRequest,
-            self._on_prioritize_of,
-            queue="router",
-        )
+        app.serve(contracts.ROUTER_TASK_CANCEL, cancel)
+        app.serve(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize)
+        app.serve_tenants(contracts.ROUTER_TASK_LIST, self._of_tenant(self.on_tasks))
+        app.serve_tenants(contracts.ROUTER_TASK_GET, self._of_tenant(self.on_task))
+        app.serve_tenants(contracts.ROUTER_TASK_CANCEL, self._of_tenant(self.on_cancel_task))
+        app.serve_tenants(contracts.ROUTER_TASK_PRIORITIZE, self._on_prioritize_of)
 
     def _let_in(self, handler: Callable[[Q], Awaitable[R]], scope: str) -> Callable[[Q], Awaitable[R]]:
         """The handler, for those who may; of a request that is about the tasks that they see."""
@@ -131,9 +123,7 @@ class TaskActor:
             with contextlib.suppress(
                 BusError
             ):  # it runs on in its old class, and is in the new one if it is tried again
-                await self._app.request(
-                    subjects.SCHEDULER_SESSION_STEER, steer, SteerSessionReply, timeout=STEER_TIMEOUT_S
-                )
+                await self._app.request(contracts.SCHEDULER_SESSION_STEER, steer, timeout=STEER_TIMEOUT_S)
         return await self.on_task(TaskRequest(task_id=task.id))
 
     async def _get(self, task_id: str, tenant: str | None) -> TaskRecord:

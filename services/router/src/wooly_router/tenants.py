@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_wis.messages import SetTenantRequest, TenantInfo, TenantsReply, TenantsRequest
@@ -28,8 +28,8 @@ class TenantActor:
 
     def __init__(self, app: ServiceApp, world: World, gate: Gate, ceilings: CeilingActor) -> None:
         self._world, self._gate, self._ceilings = world, gate, ceilings
-        app.serve(subjects.ROUTER_TENANT_LIST, TenantsRequest, self.on_tenants, queue="router")
-        app.serve(subjects.ROUTER_TENANT_SET, SetTenantRequest, self.on_set_tenant, queue="router")
+        app.serve(contracts.ROUTER_TENANT_LIST, self.on_tenants)
+        app.serve(contracts.ROUTER_TENANT_SET, self.on_set_tenant)
 
     async def on_tenants(self, request: TenantsRequest) -> TenantsReply:
         """All tenants."""

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from opentelemetry import trace
 from opentelemetry.context import Context
 from sqlalchemy.exc import SQLAlchemyError
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import RefusedError
 from wooly_bus.tracing import QUEUE_SPANS, trace_id_of, traceparent, tracer
@@ -43,8 +43,6 @@ PAGE = 256
 #: Of the spans that wait to be written, those of one tenant's clients, and of all clients: one in so many. Whoever sends more
 #: loses its own, and none of a service or of another tenant.
 TENANTS_SHARE, CLIENTS_SHARE = 4, 2
-#: Bytes of spans that a tenant's client adds at once.
-SPANS_BYTES = 1 << 20
 
 
 @contextlib.asynccontextmanager
@@ -93,15 +91,13 @@ class TraceActor:
         self._waiting: deque[tuple[str, SpanRecord, str]] = deque()
         self._of_clients: Counter[str] = Counter()
         if self.store.keeps:
-            app.serve(subjects.SPANS, SpansRecorded, self.on_spans, queue="router")
-        app.serve(subjects.ROUTER_TRACE_ADD, AddSpansRequest, self.on_add_spans, queue="router")
-        app.serve(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace, queue="router")
-        app.serve(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces, queue="router")
-        app.serve_tenants(
-            subjects.ROUTER_TRACE_ADD, AddSpansRequest, self._add_of, queue="router", most_bytes=SPANS_BYTES
-        )
-        app.serve_tenants(subjects.ROUTER_TRACE_GET, TraceRequest, self._read_trace_of, queue="router")
-        app.serve_tenants(subjects.ROUTER_TRACE_LIST, TracesRequest, self._read_traces_of, queue="router")
+            app.listen(contracts.SERVICE_SPAN_RECORDED, self.on_spans)
+        app.serve(contracts.ROUTER_TRACE_ADD, self.on_add_spans)
+        app.serve(contracts.ROUTER_TRACE_GET, self._read_trace)
+        app.serve(contracts.ROUTER_TRACE_LIST, self._read_traces)
+        app.serve_tenants(contracts.ROUTER_TRACE_ADD, self._add_of)
+        app.serve_tenants(contracts.ROUTER_TRACE_GET, self._read_trace_of)
+        app.serve_tenants(contracts.ROUTER_TRACE_LIST, self._read_traces_of)
 
     # -- taking in ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import nats.errors
 from nats.js.api import ObjectStoreConfig
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError, RefusedError
 from wooly_bus.stream_reader import read_stream
@@ -21,7 +21,6 @@ from wooly_dispatch.events import Policy
 from wooly_wis.messages import (
     AdmitSessionReply,
     AdmitSessionRequest,
-    CheckCeilingReply,
     CheckCeilingRequest,
     ExecutorHeartbeat,
     GpusReply,
@@ -42,9 +41,6 @@ BUCKET = "WOOLY_SCHEDULER"
 #: Bytes that the bucket may take: a checkpoint, and the next one while it is written.
 BUCKET_BYTES = 2 * MAX_BYTES + (1 << 20)
 OBJECT = "checkpoint"
-#: The journal stream, where no executor has made it yet.
-STREAM_AGE_S = 24 * 3600.0
-STREAM_BYTES = 1 << 30
 #: Seconds that a router has to say what a tenant may have.
 ROUTER_TIMEOUT_S = 2.0
 #: Seconds that a request waits for a scheduler that is behind with its journals.
@@ -67,13 +63,13 @@ class SchedulerActor:
         self._settings, self._app, self._clock = settings, app, clock
         self._kept = -1
         self._read_all = False  # everything that was in the stream when this one came
-        app.serve(subjects.SCHEDULER_SESSION_ADMIT, AdmitSessionRequest, self.on_admit_session, queue="scheduler")
-        app.serve(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_session, queue="scheduler")
-        app.serve(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus, queue="scheduler")
-        app.serve_tenants(subjects.SCHEDULER_SESSION_STEER, SteerSessionRequest, self.on_steer_of, queue="scheduler")
-        app.serve_tenants(subjects.SCHEDULER_GPU_LIST, GpusRequest, self.on_gpus_of, queue="scheduler")
-        app.listen(subjects.EXECUTOR_HEARTBEAT, ExecutorHeartbeat, self.on_heartbeat)
-        app.listen(subjects.EXECUTOR_SESSION_CLOSED, SessionClosed, self.on_session_closed)
+        app.serve(contracts.SCHEDULER_SESSION_ADMIT, self.on_admit_session)
+        app.serve(contracts.SCHEDULER_SESSION_STEER, self.on_steer_session)
+        app.serve(contracts.SCHEDULER_GPU_LIST, self.on_gpus)
+        app.serve_tenants(contracts.SCHEDULER_SESSION_STEER, self.on_steer_of)
+        app.serve_tenants(contracts.SCHEDULER_GPU_LIST, self.on_gpus_of)
+        app.listen(contracts.EXECUTOR_NODE_HEARTBEAT, self.on_heartbeat)
+        app.listen(contracts.EXECUTOR_SESSION_CLOSED, self.on_session_closed)
 
     def gpu(self, executor_id: str) -> GpuActor:
         """The actor of a GPU; a new one where there is none."""
@@ -90,29 +86,22 @@ class SchedulerActor:
         js = self._app.jetstream()
         while True:
             try:
-                await js.stream_info(subjects.EXECUTOR_JOURNAL_STREAM)
+                await js.stream_info(contracts.EXECUTOR_DISPATCH_JOURNALED.stream_name)
                 break
             except NotFoundError:
                 await self._make_stream()
             except (nats.errors.Error, JetStreamError, OSError) as e:
                 log.warning("JetStream does not answer: %s; trying again", str(e) or type(e).__name__)
                 await asyncio.sleep(1)
-        prefix = subjects.EXECUTOR_JOURNALS.removesuffix("*")
-        async for kept in read_stream(js, subjects.EXECUTOR_JOURNAL_STREAM, subjects.EXECUTOR_JOURNALS, first=first):
+        async for kept in read_stream(js, contracts.EXECUTOR_DISPATCH_JOURNALED, first=first):
             if kept is not None:
-                await self.gpu(kept.subject.removeprefix(prefix)).take(kept)
+                await self.gpu(kept.event.address_of(kept.subject)).take(kept)
                 self.read_until = kept.sequence
             self._read_all |= kept is None or not kept.pending
 
     async def _make_stream(self) -> None:
         try:
-            await ensure_stream(
-                self._app.jetstream(),
-                subjects.EXECUTOR_JOURNAL_STREAM,
-                subjects.EXECUTOR_JOURNALS,
-                max_age_s=STREAM_AGE_S,
-                max_bytes=STREAM_BYTES,
-            )
+            await ensure_stream(self._app.jetstream(), contracts.EXECUTOR_DISPATCH_JOURNALED)
         except StreamError as e:
             log.warning("%s; trying again", e)
             await asyncio.sleep(1)
@@ -240,9 +229,8 @@ class SchedulerActor:
         answers = await asyncio.gather(
             *[
                 self._app.request(
-                    subjects.executor_session_steer(gpu.executor_id),
+                    contracts.EXECUTOR_SESSION_STEER.at(gpu.executor_id),
                     request,
-                    SteerSessionReply,
                     timeout=EXECUTOR_TIMEOUT_S,
                 )
                 for gpu in found
@@ -284,9 +272,7 @@ class SchedulerActor:
         """
         ask = CheckCeilingRequest(tenant=tenant, priority=request.priority, weight=request.weight)
         try:
-            reply = await self._app.request(
-                subjects.ROUTER_CEILING_CHECK, ask, CheckCeilingReply, timeout=ROUTER_TIMEOUT_S
-            )
+            reply = await self._app.request(contracts.ROUTER_CEILING_CHECK, ask, timeout=ROUTER_TIMEOUT_S)
         except BusError as e:
             raise RefusedError(
                 "scheduler.router_silent",

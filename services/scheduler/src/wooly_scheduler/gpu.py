@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.app import ServiceApp
 from wooly_bus.errors import BusError
 from wooly_bus.stream_reader import Kept
@@ -24,7 +24,6 @@ from wooly_wis.messages import (
     AdmitSessionRequest,
     AuditViolated,
     DeviceFacts,
-    EndEpochReply,
     EndEpochRequest,
     ExecutorHeartbeat,
     GpuSession,
@@ -90,7 +89,7 @@ class GpuActor:
         self.heard = clock()  # of its executor, in any way
         self.entered = 0.0  # when its last entries were kept
         self._settings, self._app, self._clock = settings, app, clock
-        self._mailbox: asyncio.Queue[Kept] = asyncio.Queue(MAILBOX)
+        self._mailbox: asyncio.Queue[Kept[bytes]] = asyncio.Queue(MAILBOX)
         self._turn = asyncio.Lock()
         self._told: tuple[int, float] | None = None
         self._complaint = ""
@@ -106,7 +105,7 @@ class GpuActor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def take(self, kept: Kept) -> None:
+    async def take(self, kept: Kept[bytes]) -> None:
         """A batch of its journal; waits while the mailbox is full."""
         self._taken = kept.sequence
         await self._mailbox.put(kept)
@@ -133,11 +132,11 @@ class GpuActor:
                     log.exception("GPU %s: a batch of its journal failed", self.executor_id)
                 self.sequence = kept.sequence
 
-    async def _replay(self, kept: Kept) -> None:
+    async def _replay(self, kept: Kept[bytes]) -> None:
         follower = self.follower
         journal, lost, gaps = follower.journal, follower.lost, follower.gaps
         found: list[Violation] = []
-        for n, violation in enumerate(follower.feed(kept.data)):
+        for n, violation in enumerate(follower.feed(kept.payload())):
             if violation is not None:
                 found.append(violation)
             if n % SLICE == SLICE - 1:
@@ -173,7 +172,7 @@ class GpuActor:
                 message=violation.message,
             )
             with contextlib.suppress(BusError):  # it is counted, and in the log
-                await self._app.publish(subjects.SCHEDULER_AUDIT_VIOLATED, event)
+                await self._app.publish(contracts.SCHEDULER_AUDIT_VIOLATED, event)
         if len(found) > MAX_EVENTS:
             log.error("GPU %s: %d more violations in the same batch", self.executor_id, len(found) - MAX_EVENTS)
 
@@ -236,7 +235,7 @@ class GpuActor:
             slowdown_permille=min(decision.slowdown_permille, (1 << 31) - 1), idle_permille=decision.idle_permille
         )
         reply = await self._app.request(
-            subjects.executor_epoch_end(self.executor_id), request, EndEpochReply, timeout=EXECUTOR_TIMEOUT_S
+            contracts.EXECUTOR_EPOCH_END.at(self.executor_id), request, timeout=EXECUTOR_TIMEOUT_S
         )
         self._complaint = ""
         log.info(

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nats.js import JetStreamContext
-from wooly_bus import subjects
-from wooly_bus.streams import ensure_usage_stream, publish
+from wooly_bus import contracts
+from wooly_bus.streams import ensure_stream, publish
 from wooly_wis.credits import UsageRecord, UsageRecorded
 from wooly_wis.messages import DeviceFacts
 
@@ -61,7 +61,7 @@ async def tell(js: JetStreamContext, told: Iterator[UsageRecorded]) -> None:
     Raises:
         StreamError: not all of them could be.
     """
-    for event in told:
-        await ensure_usage_stream(js)
-        id = f"{event.source}:{event.batch}"
-        await publish(js, subjects.executor_usage(event.executor_id), event.model_dump_json().encode(), id=id)
+    for message in told:
+        await ensure_stream(js, contracts.EXECUTOR_USAGE_RECORDED)
+        event = contracts.EXECUTOR_USAGE_RECORDED.at(message.executor_id)
+        await publish(js, event, message, id=f"{message.source}:{message.batch}")

@@ -31,25 +31,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.msg import Msg
-from pydantic import AfterValidator, Field
-from wooly_wis.messages import Message
 
-from wooly_bus import subjects
+from wooly_bus import contracts, subjects
 from wooly_bus.access import Access, options
 from wooly_bus.channel.endpoint import Endpoint, EndpointError, tune
 from wooly_bus.channel.framing import SOCKET_BUFFER, ChannelClosedError, ChannelError, ChannelTimeoutError
 from wooly_bus.channel.tls import ChannelTlsError
 from wooly_bus.channel.tunnel_places import TunnelLimits, TunnelPlaces
+from wooly_bus.contract_types import Rpc
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import BusError, BusTimeoutError, RefusedError, shown
 from wooly_bus.nats_client import NatsClient
 from wooly_bus.rpc import CLOSE_S, nats_errors, settled
 from wooly_bus.supervision import start_errand, start_thread
+from wooly_bus.tunnel_messages import OpenTunnelReply, OpenTunnelRequest
 
 log = logging.getLogger("wooly.tunnel")
 
@@ -69,23 +69,8 @@ NATS_PORT = 4222
 _NO_RESPONDERS = "503"
 _REASON_LIMIT = 500
 _SMALL = 16 << 10
-
-Inbox = Annotated[str, AfterValidator(subjects.inbox)]
-
-
-class OpenTunnelRequest(Message):
-    """A client wants a byte stream. `window` is what it takes unasked, in bytes; `key` marks the messages of this tunnel."""
-
-    inbox: Inbox
-    key: str = Field(pattern=r"^[0-9a-f]{16}$")
-    window: int = Field(ge=1 << 10, le=1 << 30)
-
-
-class OpenTunnelReply(Message):
-    """The other end of it."""
-
-    inbox: Inbox
-    window: int = Field(ge=1 << 10, le=1 << 30)
+#: How a client asks one executor for a tunnel.
+OpenTunnel = Rpc[OpenTunnelRequest, OpenTunnelReply]
 
 
 class _Fate:
@@ -210,18 +195,17 @@ class _Tunnel:
                 ) from e
             raise ChannelClosedError(f"no NATS server for the tunnel at {self._access}: {self._last_error or e}") from e
 
-    async def ask(self, subject: str, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
+    async def ask(self, rpc: OpenTunnel, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
         """Ask for the other end.
 
         Raises:
             BusError: nobody answers, or refuses.
         """
         data, headers = encode(request)
-        if self._tenant is not None:
-            subject = subjects.for_tenant(subject, self._tenant)
+        subject = rpc.subject if self._tenant is None else rpc.for_tenant(self._tenant)
         with nats_errors(str(self._access), subject, timeout):
             answer = await self._client.request(subject, data, timeout=timeout, headers=headers)
-        return decode_reply(answer.data, answer.headers, OpenTunnelReply)
+        return decode_reply(answer.data, answer.headers, rpc.reply)
 
     def join(self, inbox: str, window: int, thread: threading.Thread | None = None) -> TunnelSocket:
         """Bind to the other end. Returns the near socket; nothing moves before `run`."""
@@ -427,8 +411,8 @@ class _Tunnel:
 # -- the client ------------------------------------------------------------------------------------------------------
 
 
-def open_tunnel(there: str | Access, subject: str, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
-    """A connected stream socket whose other end is at whoever serves `subject` on the NATS server there.
+def open_tunnel(there: str | Access, rpc: OpenTunnel, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
+    """A connected stream socket whose other end is at the executor that serves `rpc` on the NATS server there.
 
     One daemon thread pumps it, and ends when the socket is closed or the tunnel breaks.
 
@@ -438,7 +422,7 @@ def open_tunnel(there: str | Access, subject: str, *, timeout: float = OPEN_TIME
         ChannelError: the other side refuses.
     """
     opened: concurrent.futures.Future[TunnelSocket] = concurrent.futures.Future()
-    thread = start_thread(lambda: asyncio.run(_client_end(Access.of(there), subject, timeout, opened)), "wooly-tunnel")
+    thread = start_thread(lambda: asyncio.run(_client_end(Access.of(there), rpc, timeout, opened)), "wooly-tunnel")
     try:
         return opened.result()
     except BaseException:
@@ -448,7 +432,7 @@ def open_tunnel(there: str | Access, subject: str, *, timeout: float = OPEN_TIME
 
 
 async def _client_end(
-    access: Access, subject: str, timeout: float, opened: concurrent.futures.Future[TunnelSocket]
+    access: Access, rpc: OpenTunnel, timeout: float, opened: concurrent.futures.Future[TunnelSocket]
 ) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
@@ -458,9 +442,9 @@ async def _client_end(
         await tunnel.connect(timeout)
         request = request.model_copy(update={"inbox": tunnel.inbox})
         try:
-            reply = await tunnel.ask(subject, request, max(0.1, deadline - loop.time()))
+            reply = await tunnel.ask(rpc, request, max(0.1, deadline - loop.time()))
         except BusError as e:
-            raise _channel_error(e, subject, timeout) from e
+            raise _channel_error(e, rpc.subject, timeout) from e
         near = tunnel.join(reply.inbox, reply.window, threading.current_thread())
     except BaseException as e:
         await tunnel.abandon()
@@ -491,7 +475,9 @@ def tunnel_endpoint(url: str, executor_id: str) -> Endpoint:
     parts = urlsplit(first if "://" in first else f"nats://{first}")
     if not parts.hostname:
         raise EndpointError(f"{shown(url)} is not the URL of a NATS server")
-    return Endpoint("nats", parts.hostname, parts.port or NATS_PORT, subjects.executor_tunnel(executor_id))
+    return Endpoint(
+        "nats", parts.hostname, parts.port or NATS_PORT, contracts.EXECUTOR_TUNNEL_OPEN.at(executor_id).subject
+    )
 
 
 class TunnelListener:

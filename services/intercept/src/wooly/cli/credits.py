@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_wis.credits import CreditsReply, CreditsRequest, CreditsRow
 
 from wooly.cli.tables import Fitted, plain_table
@@ -49,7 +49,7 @@ def read_credits(controller: Controller, request: CreditsRequest, most: int) -> 
     rows: list[CreditsRow] = []
     while True:
         page = request.model_copy(update={"offset": len(rows), "limit": min(most - len(rows), 1000)})
-        reply: CreditsReply = controller.ask_metering(subjects.METERING_CREDITS_SHOW, page, CreditsReply)
+        reply = controller.ask(contracts.METERING_CREDITS_SHOW, page)
         rows += reply.rows
         if not reply.more or len(rows) >= most:
             return reply.model_copy(update={"rows": tuple(rows)})
@@ -121,7 +121,7 @@ def bill_at_end(opened: Any) -> list[CreditsRow]:
     def ask(controller: Controller) -> None:
         request = CreditsRequest(session_id=opened.session_id, settled=True)
         try:
-            reply = controller.ask_metering(subjects.METERING_CREDITS_SHOW, request, CreditsReply, timeout=BILL_S)
+            reply = controller.ask(contracts.METERING_CREDITS_SHOW, request, timeout=BILL_S)
         except WoolyError:
             return  # no metering: nothing is billed
         found.extend(reply.rows)

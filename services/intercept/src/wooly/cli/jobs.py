@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from wooly_bus import subjects
+from wooly_bus import contracts
 from wooly_bus.access import Access
 from wooly_wis.messages import (
     PrioritizeTaskRequest,
     TaskChanged,
     TaskReply,
     TaskRequest,
-    TasksReply,
     TasksRequest,
 )
 
@@ -139,9 +138,7 @@ def logs(controller: Controller, settings: Settings, task_id: str, follow: bool,
     """Print a task's story. Returns 1 if it failed."""
     shown = 0
     while True:
-        reply: TaskReply = controller.ask(
-            subjects.ROUTER_TASK_GET, TaskRequest(task_id=task_id, credential=settings.credential), TaskReply
-        )
+        reply = controller.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=task_id, credential=settings.credential))
         for step in reply.story[shown:]:
             print(
                 json.dumps(step.model_dump(mode="json")) if as_json else _line(step.at, step.state, step.reason),
@@ -157,9 +154,7 @@ def logs(controller: Controller, settings: Settings, task_id: str, follow: bool,
 
 def list_tasks(controller: Controller, settings: Settings, console: Console, as_json: bool, **chosen: Any) -> None:
     """Print a page of tasks."""
-    reply: TasksReply = controller.ask(
-        subjects.ROUTER_TASK_LIST, TasksRequest(credential=settings.credential, **chosen), TasksReply
-    )
+    reply = controller.ask(contracts.ROUTER_TASK_LIST, TasksRequest(credential=settings.credential, **chosen))
     if as_json:
         print(json.dumps(reply.model_dump(mode="json")))
         return
@@ -193,17 +188,14 @@ def _age(seconds: float) -> str:
 
 def cancel(controller: Controller, settings: Settings, task_id: str, reason: str) -> TaskReply:
     """End a task."""
-    reply: TaskReply = controller.ask(
-        subjects.ROUTER_TASK_CANCEL,
+    return controller.ask(
+        contracts.ROUTER_TASK_CANCEL,
         TaskRequest(task_id=task_id, reason=reason, credential=settings.credential),
-        TaskReply,
         timeout=6.0,
     )
-    return reply
 
 
 def prioritize(controller: Controller, settings: Settings, task_id: str, priority: int) -> TaskReply:
     """Give a task another class."""
     request = PrioritizeTaskRequest(task_id=task_id, priority=priority, credential=settings.credential)
-    reply: TaskReply = controller.ask(subjects.ROUTER_TASK_PRIORITIZE, request, TaskReply)
-    return reply
+    return controller.ask(contracts.ROUTER_TASK_PRIORITIZE, request)

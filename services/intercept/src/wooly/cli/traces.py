@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from wooly_bus import subjects
-from wooly_wis.traces import SpanInfo, TraceInfo, TraceReply, TraceRequest, TracesReply, TracesRequest
+from wooly_bus import contracts
+from wooly_wis.traces import SpanInfo, TraceInfo, TraceRequest, TracesRequest
 
 from wooly.control import ControlError, Controller
 from wooly.settings import Settings
@@ -44,7 +44,7 @@ def _pages(controller: Controller, request: TraceRequest) -> tuple[str, list[Spa
     found: list[SpanInfo] = []
     while True:
         ask = request.model_copy(update={"offset": len(found)})
-        reply: TraceReply = controller.ask(subjects.ROUTER_TRACE_GET, ask, TraceReply)
+        reply = controller.ask(contracts.ROUTER_TRACE_GET, ask)
         found += reply.spans
         if not reply.more or not reply.spans:
             return reply.trace_id, found
@@ -53,7 +53,7 @@ def _pages(controller: Controller, request: TraceRequest) -> tuple[str, list[Spa
 def recent(controller: Controller, settings: Settings, limit: int) -> Sequence[TraceInfo]:
     """Traces, newest first."""
     request = TracesRequest(credential=settings.credential, limit=limit)
-    reply: TracesReply = controller.ask(subjects.ROUTER_TRACE_LIST, request, TracesReply)
+    reply = controller.ask(contracts.ROUTER_TRACE_LIST, request)
     return reply.traces
 
 

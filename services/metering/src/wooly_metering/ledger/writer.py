@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
-from wooly_bus.streams import USAGE_AGE_S
+from wooly_bus.contracts import USAGE_AGE_S
 from wooly_wis.credits import CreditsRow, PricePlan, Statement, UsageRecorded
 
 from wooly_metering.core.booking import (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, Query, Request
-from wooly_bus import subjects
+from wooly_bus import contracts
+from wooly_bus.app import ServiceApp
+from wooly_bus.contract_types import Q, R, Rpc
 from wooly_bus.errors import NoResponderError, RefusedError
 from wooly_wis.credits import (
     BudgetState,
@@ -17,7 +19,6 @@ from wooly_wis.credits import (
     StatementsReply,
     StatementsRequest,
 )
-from wooly_wis.messages import Message
 
 from wooly_router.gate import Caller
 from wooly_router.rest.access import Access, needs
@@ -29,12 +30,12 @@ Moment = Annotated[int, Query(ge=0, lt=1 << 62)]
 Reader = Annotated[Caller, Depends(needs("credits", "read"))]
 #: Seconds that metering has for an answer.
 TIMEOUT_S = 5.0
-R = TypeVar("R", bound=Message)
 
 
-async def _ask(request: Request, subject: str, message: Message, reply: type[R]) -> R:
+async def _ask(request: Request, rpc: Rpc[Q, R], message: Q) -> R:
+    bus: ServiceApp = request.app.state.bus
     try:
-        return await request.app.state.bus.request(subject, message, reply, timeout=TIMEOUT_S)  # type: ignore[no-any-return]
+        return await bus.request(rpc, message, timeout=TIMEOUT_S)
     except NoResponderError as e:
         raise RefusedError("router.no_metering", "no metering service answers here", retryable=True) from e
 
@@ -60,20 +61,20 @@ async def credits(
     ask = CreditsRequest(
         tenant=_tenant(caller, tenant), by=by, since_us=since_us, until_us=until_us, offset=offset, limit=limit
     )
-    return await _ask(request, subjects.METERING_CREDITS_SHOW, ask, CreditsReply)
+    return await _ask(request, contracts.METERING_CREDITS_SHOW, ask)
 
 
 @router.get("/plans")
 async def plans(request: Request, caller: Reader) -> PlansReply:
     """All price plans, oldest first."""
-    return await _ask(request, subjects.METERING_PLAN_LIST, PlansRequest(), PlansReply)
+    return await _ask(request, contracts.METERING_PLAN_LIST, PlansRequest())
 
 
 @router.get("/statements/{tenant}")
 async def statements(request: Request, caller: Reader, tenant: PathName, after: Moment = 0) -> StatementsReply:
     """A tenant's statements after number `after`."""
     ask = StatementsRequest(tenant=_tenant(caller, tenant), after=after)
-    return await _ask(request, subjects.METERING_STATEMENT_LIST, ask, StatementsReply)
+    return await _ask(request, contracts.METERING_STATEMENT_LIST, ask)
 
 
 @router.put("/budgets/{tenant}")
@@ -86,6 +87,6 @@ async def set_budget(
     """A tenant's budget from now on."""
     access: Access = request.app.state.access
     ask = SetBudgetRequest(tenant=_tenant(caller, tenant), **body.model_dump())
-    state = await _ask(request, subjects.METERING_BUDGET_SET, ask, BudgetState)
+    state = await _ask(request, contracts.METERING_BUDGET_SET, ask)
     await access.log(caller, "budget.set", tenant, **body.model_dump())
     return state

@@ -6,9 +6,10 @@ from collections import Counter
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
-from wooly_bus import subjects
+from wooly_bus import contracts
+from wooly_bus.app import ServiceApp
 from wooly_bus.errors import NoResponderError, RefusedError
-from wooly_wis.messages import GpusReply, GpusRequest, GpuState
+from wooly_wis.messages import GpusRequest, GpuState
 
 from wooly_router.actor import RouterActor
 from wooly_router.gate import Caller
@@ -91,10 +92,11 @@ async def gpus(request: Request, caller: Annotated[Caller, Depends(needs("metric
     """Utilization, starvation, classes, queues and latencies of every device and session, over the last ten seconds."""
     found: list[GpuState] = []
     more = True
+    bus: ServiceApp = request.app.state.bus
     while more:
         ask = GpusRequest(after=found[-1].executor_id if found else "")
         try:
-            reply = await request.app.state.bus.request(subjects.SCHEDULER_GPU_LIST, ask, GpusReply, timeout=TIMEOUT_S)
+            reply = await bus.request(contracts.SCHEDULER_GPU_LIST, ask, timeout=TIMEOUT_S)
         except NoResponderError as e:
             raise RefusedError("router.no_scheduler", "no scheduler answers here", retryable=True) from e
         found += reply.gpus

@@ -56,8 +56,8 @@ def budget(
 ) -> None:
     """Set a tenant's budget: these limits and no others. Suspended sessions go on if it is enough."""
     from pydantic import ValidationError
-    from wooly_bus import subjects
-    from wooly_wis.credits import BudgetState, SetBudgetRequest
+    from wooly_bus import contracts
+    from wooly_wis.credits import SetBudgetRequest
 
     amounts = {name: None if n is None else round(n * 1e6) for name, n in (("soft_ucr", soft), ("hard_ucr", hard))}
     try:
@@ -66,7 +66,7 @@ def budget(
         raise fail(ControlError(f"that is no budget: {e.errors()[0]['msg']}")) from e
     try:
         with closing(connect(read_settings())) as controller:
-            state: BudgetState = controller.ask_metering(subjects.METERING_BUDGET_SET, request, BudgetState, 10.0)
+            state = controller.ask(contracts.METERING_BUDGET_SET, request, timeout=10.0)
     except WoolyError as e:
         raise fail(e) from e
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ from wooly.control import ControlError, connect
 from wooly.errors import WoolyError
 
 if TYPE_CHECKING:
+    from wooly_bus.contract_types import Q, R, Rpc
     from wooly_wis.messages import TenantInfo
 
 tenants = typer.Typer(name="tenants", help="List tenants and what they may, or change it (administrators).")
@@ -22,7 +23,7 @@ app.add_typer(tenants)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The tenant.")]
 
 
-def _ask(subject: str, request: Any, reply: Any) -> Any:
+def _ask(rpc: Rpc[Q, R], request: Q) -> R:
     """What the router answers to an administrator.
 
     Raises:
@@ -32,17 +33,16 @@ def _ask(subject: str, request: Any, reply: Any) -> Any:
         settings = read_settings()
         with closing(connect(settings)) as controller:
             credential = {"credential": settings.credential}
-            return controller.ask(subject, request.model_copy(update=credential), reply, timeout=10.0)
+            return controller.ask(rpc, request.model_copy(update=credential), timeout=10.0)
     except WoolyError as e:
         raise fail(e) from e
 
 
 def _all() -> tuple[TenantInfo, ...]:
-    from wooly_bus import subjects
-    from wooly_wis.messages import TenantsReply, TenantsRequest
+    from wooly_bus import contracts
+    from wooly_wis.messages import TenantsRequest
 
-    found: TenantsReply = _ask(subjects.ROUTER_TENANT_LIST, TenantsRequest(), TenantsReply)
-    return found.tenants
+    return _ask(contracts.ROUTER_TENANT_LIST, TenantsRequest()).tenants
 
 
 def _print(found: Sequence[TenantInfo]) -> None:
@@ -107,8 +107,8 @@ def set_tenant(
 ) -> None:
     """Make a tenant, or change one: what is not given stays as it is. What runs above a new ceiling is brought down to it."""
     from pydantic import ValidationError
-    from wooly_bus import subjects
-    from wooly_wis.messages import SetTenantRequest, TenantInfo
+    from wooly_bus import contracts
+    from wooly_wis.messages import SetTenantRequest
 
     changes = {
         "class_ceiling": class_ceiling,
@@ -123,7 +123,7 @@ def set_tenant(
     except ValidationError as e:
         wrong = e.errors()[0]
         raise fail(ControlError(f"{wrong['loc'][0]}: {wrong['msg'].lower()}")) from e
-    changed: TenantInfo = _ask(subjects.ROUTER_TENANT_SET, request, TenantInfo)
+    changed = _ask(contracts.ROUTER_TENANT_SET, request)
     if as_json:
         print(json.dumps(changed.model_dump(mode="json")))
     else:

@@ -1,0 +1,513 @@
+"""The table of contracts: all that processes ask each other and tell each other over NATS, with the types of both sides.
+
+A line gives the subject, the messages, who may ask and hear, and the stream. Everything else derives from it: what services
+serve and ask (`ServiceApp`, `ControlClient`), the permissions of credentials, streams, and docs/reference/asyncapi.yaml. The name
+of a contract is its subject's service, noun and verb.
+
+The table is one module: a reader finds the whole protocol in one place. It is apart from `subjects` (the form of a subject)
+and `contract_types` (the parts of a contract), because importing all message models takes time that many commands do not need.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from wooly_wis.credits import (
+    AddPlanRequest,
+    BudgetReached,
+    BudgetState,
+    CheckBudgetReply,
+    CheckBudgetRequest,
+    CorrectEntryRequest,
+    CreditsReply,
+    CreditsRequest,
+    EntriesReply,
+    EntriesRequest,
+    LedgerEntry,
+    MakeStatementRequest,
+    PlansReply,
+    PlansRequest,
+    PricePlan,
+    QuarantineReply,
+    QuarantineRequest,
+    SetBudgetRequest,
+    Statement,
+    StatementMade,
+    StatementsReply,
+    StatementsRequest,
+    UsageQuarantined,
+    UsageRecorded,
+)
+from wooly_wis.messages import (
+    PIECE_BYTES,
+    AdmitSessionReply,
+    AdmitSessionRequest,
+    ArtifactRejected,
+    AuditViolated,
+    CheckCeilingReply,
+    CheckCeilingRequest,
+    CheckTokenReply,
+    CheckTokenRequest,
+    CloseSessionReply,
+    CloseSessionRequest,
+    CompileKernelRequest,
+    CompileProgramReply,
+    CompileProgramRequest,
+    EndEpochReply,
+    EndEpochRequest,
+    ExecutorHeartbeat,
+    ExplainProgramReply,
+    ExplainProgramRequest,
+    GetBlobReply,
+    GetBlobRequest,
+    GpusReply,
+    GpusRequest,
+    HostSessionReply,
+    HostSessionRequest,
+    JobEnded,
+    MemoryBorne,
+    NodesReply,
+    NodesRequest,
+    OpenSessionReply,
+    OpenSessionRequest,
+    PrioritizeTaskRequest,
+    PutBlobReply,
+    PutBlobRequest,
+    RenewSessionReply,
+    RenewSessionRequest,
+    RunJobReply,
+    RunJobRequest,
+    SessionClosed,
+    SetTenantRequest,
+    SteerSessionReply,
+    SteerSessionRequest,
+    SubmitJob,
+    SubmitJobReply,
+    TaskChanged,
+    TaskReply,
+    TaskRequest,
+    TasksReply,
+    TasksRequest,
+    TenantInfo,
+    TenantsReply,
+    TenantsRequest,
+)
+from wooly_wis.traces import (
+    AddSpansReply,
+    AddSpansRequest,
+    SpansRecorded,
+    TraceReply,
+    TraceRequest,
+    TracesReply,
+    TracesRequest,
+)
+
+from wooly_bus.contract_types import (
+    AddressedEvent,
+    AddressedRpc,
+    Event,
+    EventContract,
+    Log,
+    Rpc,
+    RpcContract,
+    WorkQueue,
+)
+from wooly_bus.subjects import PREFIX
+from wooly_bus.tunnel_messages import OpenTunnelReply, OpenTunnelRequest
+
+_RPC, _EVT = f"{PREFIX}.rpc", f"{PREFIX}.evt"
+_HOUR_S = 3600.0
+_DAY_S = 24 * _HOUR_S
+#: Seconds for which usage that metering has not booked is kept.
+USAGE_AGE_S = 30 * _DAY_S
+
+# -- router ------------------------------------------------------------------------------------------------------------
+
+ROUTER_SESSION_OPEN = Rpc(
+    f"{_RPC}.router.session.open",
+    OpenSessionRequest,
+    OpenSessionReply,
+    "Open a session: place it, and have executors host it.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_SESSION_RENEW = Rpc(
+    f"{_RPC}.router.session.renew",
+    RenewSessionRequest,
+    RenewSessionReply,
+    "Prolong the lease of a session on all of its executors.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_SESSION_CLOSE = Rpc(
+    f"{_RPC}.router.session.close",
+    CloseSessionRequest,
+    CloseSessionReply,
+    "End a session.",
+    queue="router",
+    scope="tasks:write",
+)
+#: Tenants' clients submit jobs by this request. Services and administrators publish `ROUTER_JOB_COMMAND`.
+ROUTER_JOB_SUBMIT = Rpc(
+    f"{PREFIX}.cmd.router.job.submit",
+    SubmitJob,
+    SubmitJobReply,
+    "Submit a job. The reply means that the job is in the router's database.",
+    queue="router",
+    scope="tasks:write",
+    most_bytes=640 << 10,  # 4,096 inputs, each by its digest
+    tenants_only=True,
+)
+ROUTER_BLOB_PUT = Rpc(
+    f"{_RPC}.router.blob.put",
+    PutBlobRequest,
+    PutBlobReply,
+    "Put a piece of a blob. Services and administrators use JetStream instead.",
+    queue="router",
+    scope="blobs:write",
+    most_bytes=2 * PIECE_BYTES,  # base64 takes 4/3 of the piece
+    tenants_only=True,
+)
+ROUTER_BLOB_GET = Rpc(
+    f"{_RPC}.router.blob.get",
+    GetBlobRequest,
+    GetBlobReply,
+    "Get a piece of a blob. Services and administrators use JetStream instead.",
+    queue="router",
+    scope="blobs:read",
+    tenants_only=True,
+)
+ROUTER_TASK_LIST = Rpc(
+    f"{_RPC}.router.task.list",
+    TasksRequest,
+    TasksReply,
+    "List tasks, newest first, page by page.",
+    queue="router",
+    scope="tasks:read",
+)
+ROUTER_TASK_GET = Rpc(
+    f"{_RPC}.router.task.get",
+    TaskRequest,
+    TaskReply,
+    "Get one task and its story.",
+    queue="router",
+    scope="tasks:read",
+)
+ROUTER_TASK_CANCEL = Rpc(
+    f"{_RPC}.router.task.cancel",
+    TaskRequest,
+    TaskReply,
+    "Cancel a task.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_TASK_PRIORITIZE = Rpc(
+    f"{_RPC}.router.task.prioritize",
+    PrioritizeTaskRequest,
+    TaskReply,
+    "Give a task another class.",
+    queue="router",
+    scope="tasks:write",
+)
+ROUTER_TRACE_ADD = Rpc(
+    f"{_RPC}.router.trace.add",
+    AddSpansRequest,
+    AddSpansReply,
+    "Add a client's spans to the trace of a task of its tenant.",
+    queue="router",
+    scope="tasks:write",
+    most_bytes=1 << 20,
+)
+ROUTER_TRACE_GET = Rpc(
+    f"{_RPC}.router.trace.get",
+    TraceRequest,
+    TraceReply,
+    "Get the spans of a trace, page by page.",
+    queue="router",
+    scope="tasks:read",
+)
+ROUTER_TRACE_LIST = Rpc(
+    f"{_RPC}.router.trace.list",
+    TracesRequest,
+    TracesReply,
+    "List recent traces.",
+    queue="router",
+    scope="tasks:read",
+)
+ROUTER_NODE_LIST = Rpc(
+    f"{_RPC}.router.node.list",
+    NodesRequest,
+    NodesReply,
+    "List the executors that the router hears.",
+    queue="router",
+    scope="nodes:read",
+)
+ROUTER_TOKEN_CHECK = Rpc(
+    f"{_RPC}.router.token.check",
+    CheckTokenRequest,
+    CheckTokenReply,
+    "Say whose API token a service was shown over HTTP, and what the token permits.",
+    queue="router",
+)
+ROUTER_TENANT_LIST = Rpc(
+    f"{_RPC}.router.tenant.list",
+    TenantsRequest,
+    TenantsReply,
+    "List all tenants, for administrators.",
+    queue="router",
+)
+ROUTER_TENANT_SET = Rpc(
+    f"{_RPC}.router.tenant.set",
+    SetTenantRequest,
+    TenantInfo,
+    "Make or change a tenant, for administrators.",
+    queue="router",
+)
+ROUTER_CEILING_CHECK = Rpc(
+    f"{_RPC}.router.ceiling.check",
+    CheckCeilingRequest,
+    CheckCeilingReply,
+    "Say whether a tenant may have a class and a weight.",
+    queue="router",
+)
+#: Not named after its subject: `ROUTER_JOB_SUBMIT` has that name, and the same subject followed by the tenant.
+ROUTER_JOB_COMMAND = Event(
+    f"{PREFIX}.cmd.router.job.submit",
+    SubmitJob,
+    "Submit a job. Once the queue acknowledges the message, the job will be a task.",
+    stream=WorkQueue("WOOLY_CMD_ROUTER", max_bytes=64 << 20),
+)
+ROUTER_TASK_CHANGED = AddressedEvent(
+    f"{_EVT}.router.task.changed.{{tenant}}",
+    TaskChanged,
+    "A task has a new state.",
+    stream=Log("WOOLY_EVT_ROUTER", max_age_s=7 * _DAY_S, max_bytes=64 << 20),
+    scope="tasks:read",
+)
+
+# -- scheduler ---------------------------------------------------------------------------------------------------------
+
+SCHEDULER_GPU_LIST = Rpc(
+    f"{_RPC}.scheduler.gpu.list",
+    GpusRequest,
+    GpusReply,
+    "List what every GPU and session does, page by page.",
+    queue="scheduler",
+    scope="nodes:read",
+)
+SCHEDULER_SESSION_STEER = Rpc(
+    f"{_RPC}.scheduler.session.steer",
+    SteerSessionRequest,
+    SteerSessionReply,
+    "Change the class, weight or policy of a session on all of its executors; suspend or resume the session.",
+    queue="scheduler",
+    scope="tasks:write",
+)
+SCHEDULER_SESSION_ADMIT = Rpc(
+    f"{_RPC}.scheduler.session.admit",
+    AdmitSessionRequest,
+    AdmitSessionReply,
+    "Say whether all admitted sessions would keep their latency objectives beside a new one.",
+    queue="scheduler",
+)
+SCHEDULER_AUDIT_VIOLATED = Event(
+    f"{_EVT}.scheduler.audit.violated", AuditViolated, "A decision of an executor breaks a law of dispatch."
+)
+
+# -- metering ----------------------------------------------------------------------------------------------------------
+
+METERING_CREDITS_SHOW = Rpc(
+    f"{_RPC}.metering.credits.show",
+    CreditsRequest,
+    CreditsReply,
+    "Sum up what a tenant is charged, by run, model or hour.",
+    queue="metering",
+    scope="tasks:read",
+)
+METERING_BUDGET_SET = Rpc(
+    f"{_RPC}.metering.budget.set",
+    SetBudgetRequest,
+    BudgetState,
+    "Set a tenant's budget.",
+    queue="metering",
+)
+METERING_BUDGET_CHECK = Rpc(
+    f"{_RPC}.metering.budget.check",
+    CheckBudgetRequest,
+    CheckBudgetReply,
+    "Say whether a tenant's budget lets it start something.",
+    queue="metering",
+)
+METERING_PLAN_ADD = Rpc(
+    f"{_RPC}.metering.plan.add",
+    AddPlanRequest,
+    PricePlan,
+    "Add a price plan.",
+    queue="metering",
+)
+METERING_PLAN_LIST = Rpc(
+    f"{_RPC}.metering.plan.list",
+    PlansRequest,
+    PlansReply,
+    "List all price plans.",
+    queue="metering",
+)
+METERING_ENTRY_LIST = Rpc(
+    f"{_RPC}.metering.entry.list",
+    EntriesRequest,
+    EntriesReply,
+    "List entries of the ledger.",
+    queue="metering",
+)
+METERING_ENTRY_CORRECT = Rpc(
+    f"{_RPC}.metering.entry.correct",
+    CorrectEntryRequest,
+    LedgerEntry,
+    "Correct an entry of the ledger by another entry.",
+    queue="metering",
+)
+METERING_STATEMENT_MAKE = Rpc(
+    f"{_RPC}.metering.statement.make",
+    MakeStatementRequest,
+    Statement,
+    "Make a tenant's next statement.",
+    queue="metering",
+)
+METERING_STATEMENT_LIST = Rpc(
+    f"{_RPC}.metering.statement.list",
+    StatementsRequest,
+    StatementsReply,
+    "List a tenant's statements.",
+    queue="metering",
+)
+METERING_QUARANTINE_LIST = Rpc(
+    f"{_RPC}.metering.quarantine.list",
+    QuarantineRequest,
+    QuarantineReply,
+    "List usage that could not be booked.",
+    queue="metering",
+)
+METERING_BUDGET_REACHED = Event(f"{_EVT}.metering.budget.reached", BudgetReached, "A tenant has spent a limit.")
+METERING_STATEMENT_MADE = Event(f"{_EVT}.metering.statement.made", StatementMade, "A tenant has a new statement.")
+METERING_USAGE_QUARANTINED = Event(
+    f"{_EVT}.metering.usage.quarantined", UsageQuarantined, "A message of usage could not be booked."
+)
+
+# -- compiler ----------------------------------------------------------------------------------------------------------
+
+COMPILER_PROGRAM_EXPLAIN = Rpc(
+    f"{_RPC}.compiler.program.explain",
+    ExplainProgramRequest,
+    ExplainProgramReply,
+    "Show a program after every pass of the compiler.",
+    queue="compiler",
+    scope="tasks:write",
+    most_bytes=1 << 20,
+)
+COMPILER_PROGRAM_COMPILE = AddressedRpc(
+    f"{_RPC}.compiler.program.compile.{{family}}",
+    CompileProgramRequest,
+    CompileProgramReply,
+    "Compile a program to an artifact, for a family of targets.",
+    queue="compiler",
+)
+COMPILER_KERNEL_COMPILE = AddressedRpc(
+    f"{_RPC}.compiler.kernel.compile.{{family}}",
+    CompileKernelRequest,
+    CompileProgramReply,
+    "Compile a kernel of another language, for a family of targets.",
+    queue="compiler",
+)
+
+# -- executor ----------------------------------------------------------------------------------------------------------
+
+EXECUTOR_SESSION_OPEN = AddressedRpc(
+    f"{_RPC}.executor.session.open.{{executor_id}}",
+    HostSessionRequest,
+    HostSessionReply,
+    "Host a session.",
+)
+EXECUTOR_SESSION_RENEW = AddressedRpc(
+    f"{_RPC}.executor.session.renew.{{executor_id}}",
+    RenewSessionRequest,
+    RenewSessionReply,
+    "Prolong the lease of a session.",
+)
+EXECUTOR_SESSION_CLOSE = AddressedRpc(
+    f"{_RPC}.executor.session.close.{{executor_id}}",
+    CloseSessionRequest,
+    CloseSessionReply,
+    "End a session.",
+)
+EXECUTOR_SESSION_STEER = AddressedRpc(
+    f"{_RPC}.executor.session.steer.{{executor_id}}",
+    SteerSessionRequest,
+    SteerSessionReply,
+    "Change the class, weight or policy of a session; suspend, resume or hold the session.",
+)
+EXECUTOR_EPOCH_END = AddressedRpc(
+    f"{_RPC}.executor.epoch.end.{{executor_id}}",
+    EndEpochRequest,
+    EndEpochReply,
+    "End an epoch and say what was measured in it; the executor moves its pacing windows.",
+)
+EXECUTOR_JOB_RUN = AddressedRpc(
+    f"{_RPC}.executor.job.run.{{executor_id}}",
+    RunJobRequest,
+    RunJobReply,
+    "Run an attempt at a job.",
+)
+EXECUTOR_TUNNEL_OPEN = AddressedRpc(
+    f"{_RPC}.executor.tunnel.open.{{executor_id}}",
+    OpenTunnelRequest,
+    OpenTunnelReply,
+    "Open a byte stream to the executor's data channel.",
+    scope="session",
+)
+EXECUTOR_NODE_HEARTBEAT = Event(
+    f"{_EVT}.executor.node.heartbeat",
+    ExecutorHeartbeat,
+    "An executor is alive; the event says what the executor has and does.",
+)
+EXECUTOR_SESSION_CLOSED = Event(f"{_EVT}.executor.session.closed", SessionClosed, "A session ended on an executor.")
+EXECUTOR_ARTIFACT_REJECTED = Event(
+    f"{_EVT}.executor.artifact.rejected", ArtifactRejected, "An artifact of a compiler failed an executor's checks."
+)
+EXECUTOR_JOB_ENDED = AddressedEvent(
+    f"{_EVT}.executor.job.ended.{{executor_id}}",
+    JobEnded,
+    "An attempt at a job ended.",
+    stream=WorkQueue("WOOLY_EVT_EXECUTORJOB", max_bytes=32 << 20),
+)
+EXECUTOR_DISPATCH_JOURNALED = AddressedEvent(
+    f"{_EVT}.executor.dispatch.journaled.{{executor_id}}",
+    bytes,
+    "Entries of an executor's dispatch journal, as the bytes of a `wooly_dispatch.journal.Batch`.",
+    stream=Log("WOOLY_EVT_EXECUTOR", max_age_s=_HOUR_S, max_bytes=1 << 30),
+)
+EXECUTOR_MEMORY_BORNE = AddressedEvent(
+    f"{_EVT}.executor.memory.borne.{{executor_id}}",
+    MemoryBorne,
+    "What a session held of an executor's memory over a span of time.",
+    stream=Log("WOOLY_EVT_MEMORY", max_age_s=7 * _DAY_S, max_bytes=1 << 30),
+)
+#: Metering removes what it has booked from the stream. The limits are for a time when metering is away.
+EXECUTOR_USAGE_RECORDED = AddressedEvent(
+    f"{_EVT}.executor.usage.recorded.{{executor_id}}",
+    UsageRecorded,
+    "What sessions used of an executor's device.",
+    stream=Log("WOOLY_EVT_USAGE", max_age_s=USAGE_AGE_S, max_bytes=1 << 30),
+)
+
+# -- every service -----------------------------------------------------------------------------------------------------
+
+SERVICE_SPAN_RECORDED = AddressedEvent(
+    f"{_EVT}.{{service}}.span.recorded",
+    SpansRecorded,
+    "Spans that a service recorded. A router keeps the spans of traces that have a task.",
+    queue="router",
+)
+
+#: All contracts by name, in the order above.
+RPCS: dict[str, RpcContract[Any, Any]] = {n: c for n, c in globals().items() if isinstance(c, RpcContract)}
+EVENTS: dict[str, EventContract[Any]] = {n: c for n, c in globals().items() if isinstance(c, EventContract)}

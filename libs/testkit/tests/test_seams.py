@@ -1,0 +1,30 @@
+"""mypy rejects each wrong call of `wooly_testkit.seams` once its `type: ignore` is gone, and no right one."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import wooly_testkit.seams
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # seconds: without a cache mypy reads pydantic, NATS and FastStream first
+def test_every_wrong_call_over_a_contract_is_an_error_and_no_right_one(tmp_path):
+    """Slow where mypy has no cache of the packages: `make lint` checks the same file."""
+    source = Path(wooly_testkit.seams.__file__).read_text()
+    wrong = [n for n, line in enumerate(source.splitlines(), 1) if "# type: ignore" in line]
+    assert len(wrong) > 15
+    bare = tmp_path / "bare.py"
+    bare.write_text(re.sub(r"  # type: ignore\[.*", "", source))
+    ran = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(bare)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    found = {int(n) for n in re.findall(r"bare\.py:(\d+): error:", ran.stdout)}
+    assert found == set(wrong), ran.stdout + ran.stderr
