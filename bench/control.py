@@ -143,10 +143,10 @@ def bench_traces(gpus, seconds, pairs=300, launches=150):
         endpoint = loop.listen(Endpoint.parse(f"unix://{directory}/x.sock"))
         thread = threading.Thread(target=loop.run, daemon=True)
         thread.start()
-        loop.call(lambda: loop.open_session("traced", SharedPass("token"), None, hosted=hosted)).result()
+        loop.call(lambda: loop.sessions.open("traced", SharedPass("token"), None, hosted=hosted)).result()
         api.attach([str(endpoint)], "traced", "token")
         api.install_facade()
-        (session,) = loop.call(loop.sessions).result()
+        (session,) = loop.call(loop.sessions.all).result()
         spans, clock = session.spans, time.pthread_getcpuclockid(thread.ident)
         x = torch.ones(64, device="cuda")
 
@@ -157,7 +157,7 @@ def bench_traces(gpus, seconds, pairs=300, launches=150):
             for _ in range(launches):
                 x.add_(1)
                 torch.cuda.synchronize()
-            loop.call(loop.sample_spans).result()
+            loop.call(loop.sessions.sample_spans).result()
             return (time.clock_gettime_ns(clock) + time.thread_time_ns() - before) / launches / 1e3
 
         found = []

@@ -116,10 +116,10 @@ def serve(path, runtime):
 
     torch.set_num_threads(1)
     loop = DeviceLoop(make_runtime(runtime), 4 << 30, collector=Collector())
-    loop.open_session("p0", SharedPass(TOKEN), None, Policy(priority=0), "alice")
+    loop.sessions.open("p0", SharedPass(TOKEN), None, Policy(priority=0), "alice")
     for kind in KINDS:
         for number in range(SESSIONS):
-            loop.open_session(f"{kind} {number}", SharedPass(TOKEN), None, Policy(priority=2), "bob")
+            loop.sessions.open(f"{kind} {number}", SharedPass(TOKEN), None, Policy(priority=2), "bob")
     loop.listen(Endpoint.parse(f"unix://{path}"))
     print("ready", flush=True)
     thread = threading.Thread(target=loop.run, daemon=True)

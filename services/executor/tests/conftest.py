@@ -204,15 +204,25 @@ class Client:
 
 
 class Device:
-    """A device loop in a thread of this process, reached over its unix socket."""
+    """A device loop in a thread of this process, reached over its unix socket. `told`: what ended it, and that it has ended."""
 
-    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None):
-        self.loop = DeviceLoop(runtime, memory, dispatch, swap, limits=limits)
+    def __init__(self, path, runtime, memory, dispatch, swap=None, limits=None, pace=None):
+        self.told = []
+        self.loop = DeviceLoop(
+            runtime,
+            memory,
+            dispatch,
+            swap,
+            pace=pace,
+            limits=limits,
+            failed=self.told.append,
+            ended=lambda: self.told.append(f"ended: {self.loop.lost}"),
+        )
         self.endpoint = self.loop.listen(Endpoint.parse(f"unix://{path}"))
         self.closed, self.clients, self.brought = [], [], {}
         self.may_end = False
         self.changed = threading.Condition()
-        self.loop.on_closed = self.on_closed
+        self.loop.sessions.follow(self.on_closed)
         self.entries = self.loop.dispatch.begin_journal()
         self.thread = threading.Thread(target=self.loop.run, daemon=True)
         self.thread.start()
@@ -229,7 +239,7 @@ class Device:
     def admit(self, session_id, quota=None, *, tenant="", scope=Scope.OFF, swappable=True, opaque=False, **policy):
         entry, found = SharedPass(f"token of {session_id}"), Policy(**policy)
         how = {"scope": scope, "swappable": swappable, "opaque": opaque}
-        self.call(lambda: self.loop.open_session(session_id, entry, quota, found, tenant, **how))
+        self.call(lambda: self.loop.sessions.open(session_id, entry, quota, found, tenant, **how))
 
     def open(self, session_id, quota=None, **policy):
         self.admit(session_id, quota, **policy)
@@ -244,14 +254,14 @@ class Device:
         self.call(steer)
 
     def held(self):
-        return self.call(lambda: {s.id: (s.held_bytes, len(s.buffers)) for s in self.loop.sessions()})
+        return self.call(lambda: {s.id: (s.held_bytes, len(s.buffers)) for s in self.loop.sessions.all()})
 
     def check(self):
         """Every byte is on an account."""
         self.call(self.loop.vram.check)
 
     def residence(self):
-        return self.call(lambda: {s.id: s.residence.value for s in self.loop.sessions()})
+        return self.call(lambda: {s.id: s.flow.residence.value for s in self.loop.sessions.all()})
 
     def wait_closed(self, session_id):
         with self.changed:
@@ -284,9 +294,9 @@ def make_device():
     devices = []
     with tempfile.TemporaryDirectory(prefix="wooly-") as directory:
 
-        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None):
+        def make(*, runtime=None, memory=1 << 30, dispatch=None, swap=None, limits=None, pace=None):
             path = Path(directory) / f"{len(devices)}.sock"
-            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits))
+            devices.append(Device(path, runtime or TorchCpuRuntime(), memory, dispatch, swap, limits, pace))
             return devices[-1]
 
         yield make

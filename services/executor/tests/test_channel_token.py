@@ -37,7 +37,7 @@ def hosting(device, clock):
 
     def open_session(session_id="a"):
         entry = SignedPass(ROUTER.public, session_id, "acme", "x", clock)
-        device.call(lambda: device.loop.open_session(session_id, entry, None))
+        device.call(lambda: device.loop.sessions.open(session_id, entry, None))
 
     open_session()
     device.open_session = open_session

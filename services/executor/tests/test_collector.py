@@ -101,14 +101,14 @@ def test_session_that_ended_leaves_no_cycle(device, wis, how):
     client = device.open("a")
     client.make(1, 1.0, 2.0)
     assert client.floats(1, 2) == [1, 2]
-    session = device.loop._sessions["a"]
+    session = device.loop.sessions["a"]
     left = [weakref.ref(session), weakref.ref(session.conn)]
     del session
     gc.collect()
     gc.disable()
     try:
         if how == "executor":
-            device.call(lambda: device.loop.close_session("a", "the test"))
+            device.call(lambda: device.loop.sessions.close("a", "the test"))
         elif how == "client":
             client.channel.send(Kind.CLOSE)
         elif how == "vanished":

@@ -15,7 +15,11 @@ from wooly_wis.dtypes import DType
 @pytest.fixture
 async def source(tmp_path, monkeypatch):
     """A source of plans that never come."""
-    loop = SimpleNamespace(tiers=Tiers(), busy_ns=0, dispatch=SimpleNamespace(state=SimpleNamespace(flights=())))
+    loop = SimpleNamespace(
+        tiers=Tiers(),
+        launcher=SimpleNamespace(busy_ns=0),
+        dispatch=SimpleNamespace(state=SimpleNamespace(flights=())),
+    )
     found = PlanSource(None, loop, None, "gpu-0", tmp_path)
 
     async def never(entry):

@@ -5,10 +5,10 @@ import time
 from concurrent.futures import Future
 
 import pytest
-from wooly_executor import device_loop
 from wooly_executor.decoding import HIGHER_WAIT, SLICE_NS, Decoders, Decoding
 from wooly_executor.errors import DecodingCancelledError, DecodingTooLongError
-from wooly_executor.session import Session
+from wooly_executor.flow import core
+from wooly_executor.launching import MANY_BUFFERS
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source
@@ -181,7 +181,7 @@ def test_definition_is_decoded_beside_the_runs_before_it(device, wis, monkeypatc
     held.go()
     device.steer("a", suspended=False)
     deadline = time.monotonic() + WAIT_S
-    while device.call(lambda: digest(raw) not in device.loop._sessions["a"].programs):
+    while device.call(lambda: device.loop.sessions["a"].programs.get(digest(raw)) is None):
         held.go()
         assert time.monotonic() < deadline
     assert a.answer() == {}
@@ -194,24 +194,24 @@ def test_session_that_ends_while_its_definition_is_decoded_leaves_nothing(device
     while not held.waiting:
         time.sleep(0.001)
     (decoding,) = held.waiting
-    device.call(lambda: device.loop.close_session("a", "its time is over"))
+    device.call(lambda: device.loop.sessions.close("a", "its time is over"))
     assert decoding.cancelled
     held.go()
-    assert b.sync() == {} and device.loop._store.held == 0
+    assert b.sync() == {} and device.loop.store.held == 0
 
 
 def test_held_session_has_nothing_decoded_until_it_is_let_go(device, wis):
     a, _ = device.open("a"), device.open("b")
-    device.call(lambda: device.loop.suspend("a", None, "over its budget"))
+    device.call(lambda: device.loop.sessions.suspend("a", None, "over its budget"))
     raw = large(wis)
     a.define(raw)
     a.channel.send(Kind.SYNC)
     with pytest.raises(wis.error, match="over its budget"):
         a.answer()
-    assert device.call(lambda: device.loop._sessions["a"].decoding) is None
-    device.call(lambda: device.loop.suspend("a", None, ""))
+    assert device.call(lambda: device.loop.sessions["a"].decoding) is None
+    device.call(lambda: device.loop.sessions.suspend("a", None, ""))
     assert a.sync() == {}
-    assert device.call(lambda: digest(raw) in device.loop._sessions["a"].programs)
+    assert device.call(lambda: device.loop.sessions["a"].programs.get(digest(raw)) is not None)
 
 
 def test_known_program_and_the_small_ones_of_a_lone_session_are_taken_in_at_once(device, wis, monkeypatch):
@@ -253,7 +253,7 @@ def test_failed_definitions_say_why_and_where(device, wis):
 
 
 def test_many_small_frames_leave_others_their_turn(device, wis, monkeypatch):
-    monkeypatch.setattr(device_loop, "TURN", 4)
+    monkeypatch.setattr(core, "TURN", 4)
     a, b = device.open("a"), device.open("b")
     a.make(1, 5.0)
     for _ in range(300):
@@ -266,7 +266,7 @@ def test_many_small_frames_leave_others_their_turn(device, wis, monkeypatch):
 
 def test_runs_that_name_many_buffers_count_with_the_time_that_these_take(device, wis, monkeypatch):
     """Looking up thousands of buffers is device time like any other: else a tenant has the thread for nothing."""
-    begin, finish = Session.begin, Session.finish
+    runs = device.loop.runs
 
     def slow(method):
         def slowly(*args):
@@ -275,14 +275,14 @@ def test_runs_that_name_many_buffers_count_with_the_time_that_these_take(device,
 
         return slowly
 
-    a, count = device.open("a"), device_loop.MANY_BUFFERS // 8
+    a, count = device.open("a"), MANY_BUFFERS // 8
     body = wis.body()
     for k in range(count):
         body.alloc(f"x{k}", 4)
     a.run(body, range(count))
     a.sync()
-    monkeypatch.setattr(Session, "begin", slow(begin))
-    monkeypatch.setattr(Session, "finish", slow(finish))
+    monkeypatch.setattr(runs, "begin", slow(runs.begin))
+    monkeypatch.setattr(runs, "finish", slow(runs.finish))
     device.call(device.loop.take_usage)
     a.run(body, range(count, 2 * count))
     a.sync()

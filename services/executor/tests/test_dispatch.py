@@ -148,7 +148,7 @@ def test_program_that_runs_often_is_still_interrupted(make_device, adds):
         low.start(low.program, [low.label])
     low.sync()
     (ready,) = paced.call(
-        lambda: [p for s in paced.loop.sessions() for p in s.programs.values() if len(p.prepared.steps) > 20]
+        lambda: [p for s in paced.loop.sessions.all() for p in s.programs.all() if len(p.prepared.steps) > 20]
     )
     assert ready.estimate.cut.edges == (6, 12, 18, 20) and ready.prepared.places == [0, 6, 12, 18, 19]
     occupy(runtime, low)
@@ -224,7 +224,7 @@ def test_session_that_ends_inside_a_program_leaves_nothing(paced, runtime, adds,
         going.channel.close()
         closing = None
     else:
-        closing = paced.loop.call(lambda: paced.loop.close_session("going", "enough"))
+        closing = paced.loop.call(lambda: paced.loop.sessions.close("going", "enough"))
     other.start(other.program, [other.label])
     runtime.release()
     other.sync()
@@ -317,11 +317,9 @@ def test_fifo_runs_frames_as_they_came(make_device, runtime, adds, monkeypatch):
     occupy(runtime, p4)
     for _ in range(3):
         p4.start(p4.program, [p4.label])
-        p4.channel.send(8)  # SYNC
     p0.start(p0.program, [p0.label])
     runtime.release()
-    for _ in range(3):
-        p4.answer()
+    p4.sync()
     p0.sync()
     assert [label for label, _ in runtime.ran] == [*[p4.label] * 4, p0.label]
     with pytest.raises(SteeringError, match="order of their arrival"):

@@ -72,9 +72,9 @@ def test_refused_hello_does_not_use_the_pass_up():
 def test_guest_whose_session_closed_on_its_way_to_the_device_is_told(device, wis):
     """Closed, and opened again under the same name: the guest was let in at another session than the present one."""
     entry = SharedPass("secret")
-    device.call(lambda: device.loop.open_session("a", entry, None))
+    device.call(lambda: device.loop.sessions.open("a", entry, None))
     admitted = device.loop.entrance.check(hello())
-    device.call(lambda: device.loop.close_session("a", "closed by a test"))
+    device.call(lambda: device.loop.sessions.close("a", "closed by a test"))
     device.admit("a")
     near, far = socket.socketpair()
     far.setblocking(False)
@@ -97,7 +97,7 @@ def test_hello_costs_the_device_s_thread_no_signature(device, wis):
         def check(self, shown):
             checked.append(threading.current_thread())
 
-    device.call(lambda: device.loop.open_session("a", Watched(), None))
+    device.call(lambda: device.loop.sessions.open("a", Watched(), None))
     client = wis.client(device.endpoint, "a", "anything")
     assert client.sync() == {} and [t.name for t in checked] == ["acceptor"]
     client.close()

@@ -17,10 +17,7 @@ def wait_for_a_run(wis, client):
 
 def broken(device, error, meanwhile):
     """Have the device's thread raise before it begins what clients submit `meanwhile`. Returns what was told of it, in order."""
-    told = []
     device.may_end = True
-    device.loop.on_failed = lambda e: told.append(e)
-    device.loop.on_ended = lambda: told.append("ended")
 
     def fail():
         raise error
@@ -30,7 +27,7 @@ def broken(device, error, meanwhile):
     held.wait(30)
     meanwhile()
     asked.set()
-    return told
+    return device.told
 
 
 @pytest.mark.parametrize("error", [KeyError("left"), SystemExit(0)], ids=["exception", "exit"])
@@ -45,9 +42,9 @@ def test_whatever_ends_the_thread_is_told_to_clients_and_to_callers(device, wis,
     with pytest.raises(ChannelClosedError):
         b.sync()
     device.thread.join(30)
-    assert told == [error, "ended"] and device.loop.lost.startswith("the executor failed")
+    assert told == [error, f"ended: {device.loop.lost}"] and device.loop.lost.startswith("the executor failed")
     with pytest.raises(LoopEndedError, match="the executor failed"):
-        device.loop.call(device.loop.sessions).result(5)
+        device.loop.call(device.loop.sessions.all).result(5)
 
 
 def test_second_failure_while_clients_are_told_does_not_keep_the_others_from_being_told(device, wis):
@@ -66,7 +63,7 @@ def test_second_failure_while_clients_are_told_does_not_keep_the_others_from_bei
     with pytest.raises(ChannelClosedError):
         a.answer()
     device.thread.join(30)
-    assert told[-1] == "ended" and set(device.closed) == {"a", "b"}
+    assert told[-1] == f"ended: {device.loop.lost}" and set(device.closed) == {"a", "b"}
 
 
 def test_call_after_an_orderly_end_is_refused_at_once(device):
@@ -74,4 +71,4 @@ def test_call_after_an_orderly_end_is_refused_at_once(device):
     device.loop.stop()
     device.thread.join(30)
     with pytest.raises(LoopEndedError, match="stopping"):
-        device.loop.call(device.loop.sessions).result(5)
+        device.loop.call(device.loop.sessions.all).result(5)

@@ -207,16 +207,16 @@ def test_a_spread_kernel_is_billed_all_cores_that_took_part_and_all_bills_are_wh
         client.make(2, *[0.0] * 100)
         launch(client, 2, 1)  # what is done once is done
     device.call(device.loop.take_usage)
-    before = device.call(lambda: device.loop.busy_ns)
+    before = device.call(lambda: device.loop.launcher.busy_ns)
     launch(clients[0], 1, 3)
     (one,) = device.call(device.loop.take_usage)
-    busy = device.call(lambda: device.loop.busy_ns)
+    busy = device.call(lambda: device.loop.launcher.busy_ns)
     assert one.gpu_ns == busy - before > 0 and one.core_ns == pytest.approx(one.gpu_ns, rel=0.01, abs=2e6)
     cores = runtime._open()[1].threads  # PoCL has them from when it was first used in this process
     for client in clients[1:]:
         launch(client, 1 << 19, 2)
     found = device.call(device.loop.take_usage)
-    busy = device.call(lambda: device.loop.busy_ns) - busy
+    busy = device.call(lambda: device.loop.launcher.busy_ns) - busy
     assert sorted(t.session_id for t in found) == ["b", "c"] and sum(t.gpu_ns for t in found) == busy
     assert sum(t.core_ns for t in found) == pytest.approx(busy * cores, rel=0.01)
 

@@ -211,8 +211,8 @@ def test_content_that_is_about_to_be_overwritten_begins_at_zero(device, wis, jun
 
 
 def _unshared(device, name, nbytes):
-    session = next(s for s in device.loop.sessions() if s.id == name)
-    return bytes(session.memory(1, 0, nbytes, writing=True).numpy())
+    session = next(s for s in device.loop.sessions.all() if s.id == name)
+    return bytes(device.loop.runs.memory(session, 1, 0, nbytes, writing=True).numpy())
 
 
 # -- GPUs, without one -------------------------------------------------------------------------------------------------------

@@ -206,8 +206,7 @@ def test_a_kernel_that_takes_too_long_is_told_to_end_and_others_go_on(make_devic
 
 def test_a_kernel_that_does_not_end_takes_the_process_with_it_and_is_named(make_device, wis):
     bench = Bench(make_device, wis)
-    ended, bench.device.may_end = [], True
-    bench.device.loop.on_ended = lambda: ended.append(bench.device.loop.lost)
+    bench.device.may_end = True
     bench.driver.hung = 10
     bench.run()
     with pytest.raises(
@@ -216,7 +215,7 @@ def test_a_kernel_that_does_not_end_takes_the_process_with_it_and_is_named(make_
         bench.client.sync()
     assert caught.value.code == "executor.context_lost"
     bench.device.thread.join(10)
-    assert ended == [bench.device.loop.lost]
+    assert bench.device.told[1:] == [f"ended: {bench.device.loop.lost}"]
 
 
 def test_code_that_cannot_be_used_is_an_error_of_its_program_alone(make_device, wis):

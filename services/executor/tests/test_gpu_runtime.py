@@ -235,8 +235,6 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
     a.make(1, 1.0, 2.0)
     b.make(1, 3.0)
     assert a.floats(1, 2) == [1.0, 2.0] and b.floats(1, 1) == [3.0]
-    ended = []
-    device.loop.on_ended = lambda: ended.append(device.loop.lost)
     driver.lost = "CUDA_ERROR_ECC_UNCORRECTABLE"
     asked = threading.Event()
     device.loop.call(asked.wait)  # the loop hears of the run and of who waits for it at once
@@ -249,7 +247,7 @@ def test_sessions_of_a_lost_device_end_with_the_reason(make_device, driver, wis)
     device.wait_closed("a")
     device.wait_closed("b")
     device.thread.join(30)
-    assert ended == [device.loop.lost]
+    assert device.told[1:] == [f"ended: {device.loop.lost}"]
     device.may_end = True
 
 
@@ -305,7 +303,7 @@ def test_what_is_swapped_to_the_host_lies_in_locked_pages(make_device, driver, w
     assert device.residence() == {"a": "away", "b": "here"}
 
     def copies(vram):
-        return [c._host for s in vram._sessions.values() for c in s.copies.values()]
+        return [c._host for s in vram._sessions.values() for c in s.holdings.copies.values()]
 
     (copy,) = device.call(lambda: copies(device.loop.vram))
     assert driver.locked[copy.untyped_storage().data_ptr()] == 6 << 20

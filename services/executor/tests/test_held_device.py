@@ -62,7 +62,7 @@ class Bench:
         return self.begin(contracts.EXECUTOR_SESSION_STEER, request)
 
     def sessions(self):
-        return {s.id for s in self.loop.call(self.loop.sessions).result(30)}
+        return {s.id for s in self.loop.call(self.loop.sessions.all).result(30)}
 
     async def until(self, condition):
         async with asyncio.timeout(30):

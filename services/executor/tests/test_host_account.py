@@ -11,7 +11,8 @@ from wooly_bus.channel import ChannelError
 from wooly_bus.channel.framing import HEADER, MAX_FRAME
 from wooly_executor import landing
 from wooly_executor.host_account import Holder, HostLimits, HostUse, to_end
-from wooly_executor.session import LOST_AT_ONCE, Session
+from wooly_executor.runs import LOST_AT_ONCE, Runs
+from wooly_executor.session_programs import SessionPrograms
 from wooly_wis.frames import CONTENT, MAX_CHUNK, READ_HEAD, Kind, pack_json
 from wooly_wis.limits import MAX_FREES, MAX_REFERENCES
 
@@ -66,7 +67,7 @@ def until(true):
 
 
 def waiting(device, name):
-    session = device.loop._sessions.get(name)
+    session = device.loop.sessions.get(name)
     return None if session is None else session.host_use().answers
 
 
@@ -77,7 +78,7 @@ def test_session_whose_client_does_not_read_waits_and_goes_on_when_it_reads(make
     for _ in range(1000):
         a.ask(1, CHUNK)
     deadline = time.monotonic() + 30
-    while not device.call(lambda: device.loop._sessions["a"].unread):
+    while not device.call(lambda: device.loop.sessions["a"].flow.unread):
         assert time.monotonic() < deadline
     for _ in range(50):
         assert b.read(1, 4) == bytes(4)
@@ -99,10 +100,10 @@ def test_small_answers_that_nobody_reads_are_bounded_by_their_number(make_device
     asking = threading.Thread(target=ask)
     asking.start()
     deadline = time.monotonic() + 60
-    while not device.call(lambda: device.loop._sessions["a"].unread):
+    while not device.call(lambda: device.loop.sessions["a"].flow.unread):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert device.call(lambda: device.loop._sessions["a"].conn.queued_pieces) <= 8192 + 4
+    assert device.call(lambda: device.loop.sessions["a"].conn.queued_pieces) <= 8192 + 4
     assert b.sync() == {}
     a.channel.abort()
     asking.join()
@@ -185,14 +186,14 @@ def test_writes_that_cannot_land_take_no_memory(device, wis, monkeypatch):
 @pytest.mark.parametrize("error", [MemoryError("no bytes"), RecursionError("too deep")])
 def test_error_of_the_hosts_memory_ends_the_session_and_not_the_loop(device, wis, monkeypatch, error):
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
-    memory = Session.memory
+    memory = device.loop.runs.memory
 
-    def fails(self, *args, **kwargs):
-        if self.id == "a":
+    def fails(session, *args, **kwargs):
+        if session.id == "a":
             raise error
-        return memory(self, *args, **kwargs)
+        return memory(session, *args, **kwargs)
 
-    monkeypatch.setattr(Session, "memory", fails)
+    monkeypatch.setattr(device.loop.runs, "memory", fails)
     a.ask(1, 4)
     device.wait_closed("a")
     with pytest.raises(ChannelError, match=f"executor.host_memory: .*{error}"):
@@ -206,9 +207,9 @@ def test_error_of_the_hosts_memory_at_a_run_or_a_definition_ends_the_session(dev
     def fails(*args, **kwargs):
         raise MemoryError
 
-    for name, client, method in (("a", a, "_begin"), ("b", b, "define")):
+    for name, client, method in (("a", a, (Runs, "begin")), ("b", b, (SessionPrograms, "define"))):
         with monkeypatch.context() as patch:
-            patch.setattr(Session, method, fails)
+            patch.setattr(*method, fails)
             with contextlib.suppress(ChannelError):  # the session may end before all is sent
                 client.run(wis.body().alloc("y", 4), {"y": 9})
             device.wait_closed(name)
@@ -265,14 +266,14 @@ def test_run_of_an_unknown_program_makes_up_few_buffers(device, wis):
 def test_frame_that_is_on_its_way_is_on_the_account(device, wis):
     a = stocked(device, wis, "a")
     a.sync()
-    before = device.call(lambda: device.loop._sessions["a"].host_use().queue)
+    before = device.call(lambda: device.loop.sessions["a"].host_use().queue)
     a.channel._sock.sendall(HEADER.pack(MAX_FRAME, Kind.DEFINE, 0, 0, a.channel._sent + 1))
-    until(lambda: device.call(lambda: device.loop._sessions["a"].host_use().queue) - before >= MAX_FRAME)
+    until(lambda: device.call(lambda: device.loop.sessions["a"].host_use().queue) - before >= MAX_FRAME)
 
 
 def test_acknowledgements_that_nobody_reads_take_the_place_of_each_other(device, wis):
     a = stocked(device, wis, "a")
-    conn = device.call(lambda: device.loop._sessions["a"].conn)
+    conn = device.call(lambda: device.loop.sessions["a"].conn)
     conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     a.write(1, bytes(1 << 20))
     for _ in range(40):

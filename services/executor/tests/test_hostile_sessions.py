@@ -6,7 +6,7 @@ import struct
 
 import pytest
 from wooly_bus.channel.framing import HEADER
-from wooly_executor import session
+from wooly_executor import runs
 from wooly_executor.memory.book import Scope
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -87,7 +87,7 @@ def test_write_that_is_said_gets_a_copy_of_its_own(sharing, wis):
 
 
 def test_buffers_that_never_were_take_no_memory_without_end(device, wis, monkeypatch):
-    monkeypatch.setattr(session, "BUFFERS_KEPT", 100)
+    monkeypatch.setattr(runs, "BUFFERS_KEPT", 100)
     a = device.open("a")
     for k in range(5):
         a.start(b"?" * 32, range(1000 * k, 1000 * k + 90))

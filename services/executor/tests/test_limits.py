@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from wooly_bus.channel import Endpoint
-from wooly_executor import device_loop
+from wooly_executor.flow import core
 from wooly_executor.host_account import HostLimits
 from wooly_testkit import forks
 from wooly_testkit.executor import executor_process
@@ -28,9 +28,9 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
         for number in range(20):
             names.append(client.define(program_of(wis, 90, 20 * i + number)))
         assert client.sync() == {}
-    held = device.call(lambda: [(len(s.programs), s.program_held) for s in device.loop.sessions()])
+    held = device.call(lambda: [(len(s.programs), s.programs.held) for s in device.loop.sessions.all()])
     assert all(2 <= n < 20 and size <= 60_000 for n, size in held)
-    store = device.loop._store
+    store = device.loop.store
     assert store._idle_held <= 100_000 and store._forms_held <= 50_000
     assert store.held == sum(size for _, size in held)
     assert len(store._ready) == len(store._idle) + sum(n for n, _ in held)
@@ -49,7 +49,7 @@ def test_definitions_are_kept_up_to_a_number_of_bytes(make_device, wis):
 def test_session_that_is_alone_and_defines_much_leaves_room_for_those_who_want_to_be_let_in(device, wis):
     a = device.open("a")
     a.sync()
-    (session,) = device.call(lambda: device.loop.sessions())
+    (session,) = device.call(lambda: device.loop.sessions.all())
     counts, gate, calls = [0], threading.Event(), device.loop._run_calls
 
     def noted():
@@ -63,7 +63,7 @@ def test_session_that_is_alone_and_defines_much_leaves_room_for_those_who_want_t
     gate.set()
     assert a.sync() == {} and held.result(10)
     device.call(lambda: None)
-    assert counts[-1] == 500 and max(after - before for before, after in itertools.pairwise(counts)) <= device_loop.TURN
+    assert counts[-1] == 500 and max(after - before for before, after in itertools.pairwise(counts)) <= core.TURN
 
 
 def test_program_defined_again_counts_once(device, wis):
@@ -71,7 +71,7 @@ def test_program_defined_again_counts_once(device, wis):
     for _ in range(3):
         a.define(program_of(wis, 1000, 0))
     a.sync()
-    assert device.call(lambda: device.loop.sessions()[0].program_bytes) == len(program_of(wis, 1000, 0).raw)
+    assert device.call(lambda: device.loop.sessions.all()[0].programs.nbytes) == len(program_of(wis, 1000, 0).raw)
 
 
 @pytest.mark.parametrize("count", [65537, 100_000])
@@ -83,7 +83,7 @@ def test_program_with_too_many_instructions_is_refused(device, wis, count):
     a.define(body)
     with pytest.raises(wis.error, match=r"(at most|more than) 65536") as caught:
         a.sync()
-    assert caught.value.code in ("wis.decode", "wis.verify") and not device.loop._store._ready
+    assert caught.value.code in ("wis.decode", "wis.verify") and not device.loop.store._ready
 
 
 def test_allocations_beyond_the_device_are_refused_one_by_one_and_together(make_device, wis):
@@ -163,13 +163,15 @@ def test_client_that_does_not_read_stalls_no_other(device, wis):
         other.run(add, {"x": 1})
         other.sync()
     assert other.floats(1, 2) == [2.0**20, 2.0**21]
-    queued = device.call(lambda: {s.id: (s.conn.queued_bytes, len(s.queue)) for s in device.loop.sessions()})
+    queued = device.call(
+        lambda: {s.id: (s.conn.queued_bytes, len(s.flow.inbox.frames)) for s in device.loop.sessions.all()}
+    )
     assert 0 < queued["slow"][0] < HUGE + MAX_CHUNK and queued["slow"][1] == 7
     assert slow.take(HUGE) == b"\3" * HUGE
 
 
 def test_client_that_sends_faster_than_it_is_served_is_read_no_further(device, wis, monkeypatch):
-    monkeypatch.setattr(device_loop, "QUEUE_FRAMES", 8)
+    monkeypatch.setattr(core, "MOST_FRAMES", 8)
     a = device.open("a")
     a.make(1, 0)
     a.make(2, 1)

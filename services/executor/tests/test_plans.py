@@ -67,7 +67,7 @@ class World:
         self.processes.append(process)
         return process
 
-    def executor(self, name="x", state="executor", timeout_s=20.0):
+    def executor(self, name="x", state="executor", timeout_s=120.0):
         process = self.start(
             "wooly_executor",
             f"{name}.log",

@@ -7,7 +7,7 @@ import sys
 import pytest
 from wooly.recorder import PROGRAMS_KEPT as CLIENT_PROGRAMS_KEPT
 from wooly_bus.channel import ChannelClosedError
-from wooly_executor import programs, session
+from wooly_executor import programs, session_programs
 from wooly_executor.errors import AdmissionError
 from wooly_wis.codec import digest
 from wooly_wis.dtypes import DType
@@ -353,7 +353,7 @@ def test_memory_comes_back_when_the_session_ends(device, end):
     elif end == "disconnect":
         a.channel.close()
     else:
-        assert device.call(lambda: device.loop.close_session("a", "enough"))
+        assert device.call(lambda: device.loop.sessions.close("a", "enough"))
     device.wait_closed("a")
     assert device.held() == {"b": (4, 1)} and b.floats(1, 1) == [1]
 
@@ -454,7 +454,7 @@ def test_unsized_result_that_the_program_frees_is_refused(device, wis, v):
 
 
 def test_program_is_forgotten_in_order_of_use_as_the_client_expects(device, wis, monkeypatch):
-    monkeypatch.setattr(session, "PROGRAMS_KEPT", 3)
+    monkeypatch.setattr(session_programs, "PROGRAMS_KEPT", 3)
     a = device.open("a")
     names = [a.define(wis.body().alloc("x", n).free("x")) for n in (1, 2, 3)]
     a.start(names[0], [9])
@@ -469,4 +469,5 @@ def test_program_is_forgotten_in_order_of_use_as_the_client_expects(device, wis,
 
 
 def test_executor_keeps_more_programs_than_a_client():
-    assert session.PROGRAMS_KEPT > CLIENT_PROGRAMS_KEPT and programs.PROGRAMS_KEPT > session.PROGRAMS_KEPT
+    kept = session_programs.PROGRAMS_KEPT
+    assert programs.PROGRAMS_KEPT > kept > CLIENT_PROGRAMS_KEPT

@@ -38,7 +38,7 @@ def traced(device, wis, recorded):
     """`traced("name")`: a client whose session the control plane opened in a trace."""
 
     def make(name, device=device, hosted=HOSTED):
-        device.call(lambda: device.loop.open_session(name, SharedPass(f"token of {name}"), None, hosted=hosted))
+        device.call(lambda: device.loop.sessions.open(name, SharedPass(f"token of {name}"), None, hosted=hosted))
         device.clients.append(wis.client(device.endpoint, name, f"token of {name}"))
         return device.clients[-1]
 
@@ -58,7 +58,11 @@ def test_session_tells_of_first_things_and_of_sums(device, traced, add, recorded
     for i in range(50):
         a.run(add, {"x": 1, "y": 10 + i})
     a.sync()
-    device.call(lambda: [s.spans.sample(s, time.time_ns() + spans.PERIOD_NS) for s in device.loop.sessions()])
+    device.call(
+        lambda: [
+            s.spans.sample(s.counters, s.work, time.time_ns() + spans.PERIOD_NS) for s in device.loop.sessions.all()
+        ]
+    )
     for i in range(5):
         a.run(add, {"x": 1, "y": 100 + i})
     a.sync()
@@ -91,7 +95,7 @@ def test_session_that_nobody_traces_has_no_spans(device, add, recorded):
     a.make(1, 1, 2, 3, 4)
     a.run(add, {"x": 1, "y": 2})
     a.sync()
-    assert device.call(lambda: [s.spans for s in device.loop.sessions()]) == [None] and not taken(recorded)
+    assert device.call(lambda: [s.spans for s in device.loop.sessions.all()]) == [None] and not taken(recorded)
 
 
 def test_session_that_had_to_leave_and_came_back_says_so(make_device, traced, wis, recorded, tmp_path):
@@ -135,7 +139,7 @@ def test_sums_come_ever_more_rarely(recorded):
     for _ in range(24 * 3600):
         now += spans.PERIOD_NS
         Ran.counters.programs += 1000
-        found.sample(Ran, now)
+        found.sample(Ran.counters, Ran.work, now)
     sums = taken(recorded, "executor.runs")
     assert 100 < len(sums) < 300
     assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(sums))

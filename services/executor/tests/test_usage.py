@@ -171,7 +171,7 @@ def test_sum_of_all_sessions_is_what_the_device_was_busy(device, wis):
         t.join()
     found = device.call(device.loop.take_usage)
     assert sorted(t.session_id for t in found) == ["s0", "s1", "s2"]
-    assert sum(t.gpu_ns for t in found) == device.call(lambda: device.loop.busy_ns) > 0
+    assert sum(t.gpu_ns for t in found) == device.call(lambda: device.loop.launcher.busy_ns) > 0
     assert all(t.core_ns >= t.gpu_ns for t in found)
     assert [sum(n for _, n in t.runs.values()) for t in found] == [31] * 3
 
@@ -188,7 +188,11 @@ def test_sum_of_residency_is_the_books(device, wis):
         now = loop.vram.clock()
         loop.usage.take(lambda _: 2, now)
         facts = loop.vram.ledger.facts()
-        return now, facts.own + facts.contents, {s.id: (s.used.byte_ns, s.borne(now)[0]) for s in loop.sessions()}
+        return (
+            now,
+            facts.own + facts.contents,
+            {s.id: (s.used.byte_ns, loop.vram.borne(s.holdings.account, now)[0]) for s in loop.sessions.all()},
+        )
 
     first, _, before = device.call(integral)
     time.sleep(0.05)
@@ -261,7 +265,7 @@ def test_one_thread_has_no_workers():
 def hold(device, session, why, paused=None):
     def steer():
         policy, _, exclusive = device.loop.dispatch.treatment(session)
-        device.loop.dispatch.steer(session, policy, device.loop.suspend(session, paused, why), exclusive)
+        device.loop.dispatch.steer(session, policy, device.loop.sessions.suspend(session, paused, why), exclusive)
 
     device.call(steer)
 

@@ -73,7 +73,7 @@ async def test_every_count_is_told_once_though_nats_is_killed(device, wis, tmp_p
             await asyncio.sleep(0.02)
         session.close()
         device.wait_closed("s")
-        busy = device.call(lambda: device.loop.busy_ns)
+        busy = device.call(lambda: device.loop.launcher.busy_ns)
         batches = []
         async with asyncio.timeout(100):
             reader = read_stream(client.jetstream(), contracts.EXECUTOR_USAGE_RECORDED)

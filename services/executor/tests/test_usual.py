@@ -186,8 +186,8 @@ class Steady:
         pass
 
 
-def test_the_device_prices_runs_so_whatever_each_took(device, wis):
-    device.call(lambda: setattr(device.loop, "pace", Steady()))
+def test_the_device_prices_runs_so_whatever_each_took(make_device, wis):
+    device = make_device(pace=Steady())
     client, x = device.open("a", tenant="t"), wis.at(DType.F32, 1 << 10)
     client.make(1, *[0.0] * (1 << 10))
     body = wis.body()
@@ -206,14 +206,14 @@ def test_the_device_prices_runs_so_whatever_each_took(device, wis):
 
     taken, prices = zip(*[run() for _ in range(FIRST + KNOWN)], strict=True)
     assert all(abs(price - ns // 2) <= 1 + ns // 100 for ns, price in zip(taken, prices, strict=True))
-    *_, known = device.loop._usual._known.values()
+    *_, known = device.loop.launcher.usual._known.values()
     for _ in range(20):
-        mean, owed = known.mean_ns, device.call(lambda: device.loop._usual._owed.get("t", 0))
+        mean, owed = known.mean_ns, device.call(lambda: device.loop.launcher.usual._owed.get("t", 0))
         ns, price = run()
         usual = min(max(mean, ns / 2 * LESS), ns / 2 * MORE)
         settled = owed * min(ns / 2, SETTLED_NS) / SETTLED_NS  # what a busy machine left open is carried
         assert price == pytest.approx(max(usual + settled, 0), rel=0.05)
     assert known.runs == KNOWN + 20
-    device.call(lambda: device.loop._usual._owed.update(t=4 * SETTLED_NS))
+    device.call(lambda: device.loop.launcher.usual._owed.update(t=4 * SETTLED_NS))
     ns, price = run()
     assert price >= 4 * ns / 2, "what the tenant owes is billed with its next runs"

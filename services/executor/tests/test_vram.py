@@ -507,6 +507,21 @@ def test_content_written_once_is_dropped_without_a_copy_the_next_time(make_devic
     device.check()
 
 
+def test_run_that_writes_a_shared_content_while_all_who_share_it_are_away_brings_it_back(make_device, tmp_path, wis):
+    device = make_device(memory=10 * MIB, swap=swap(tmp_path))
+    a, b, c = [device.open(name, scope=SHARED) for name in "abc"]
+    data = content(7, 4 * MIB)
+    a.load(1, data)
+    a.sealed()
+    assert b.load(1, data)
+    c.run(wis.body().alloc("x", 8 * MIB), {"x": 1})
+    c.sync()
+    assert device.residence() == {"a": "away", "b": "away", "c": "here"}
+    a.run(in_place(wis, len(data)), {"x": 1})
+    assert a.read(1, len(data)) == inverted(data) and b.read(1, len(data)) == data
+    device.check()
+
+
 def test_p0_stays_while_another_could_leave(make_device, tmp_path, wis):
     device = make_device(memory=10 * MIB, swap=swap(tmp_path))
     urgent, other, third = device.open("p0", priority=0), device.open("p3", priority=3), device.open("p2")

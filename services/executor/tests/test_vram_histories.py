@@ -87,7 +87,7 @@ class VramMachine(RuleBasedStateMachine):
         self.open(s, scope)
 
     def count_of(self, s):
-        ids = self.device.call(lambda: [x.id for x in self.device.loop.sessions()])
+        ids = self.device.call(lambda: [x.id for x in self.device.loop.sessions.all()])
         return next(i[1:] for i in ids if i[0] == s)
 
     @invariant()
@@ -98,9 +98,11 @@ class VramMachine(RuleBasedStateMachine):
     def only_those_share_who_may(self):
         def holders():
             found = {}
-            for session in self.device.loop.sessions():
-                for store in session.account.shared.values():
-                    found.setdefault(store, set()).add((session.account.tenant, session.account.scope))
+            for session in self.device.loop.sessions.all():
+                for store in session.holdings.account.shared.values():
+                    found.setdefault(store, set()).add(
+                        (session.holdings.account.tenant, session.holdings.account.scope)
+                    )
             return found
 
         for who in self.device.call(holders).values():

@@ -13,13 +13,15 @@ from typing import Any
 
 from torch import Tensor
 from wooly_bus.channel import ChannelServer, Connection
-from wooly_wis.errors import DecodeError
-from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json, wants_reply
+from wooly_wis.frames import ANSWER_COPIED, MAX_CHUNK, Kind, pack_json
 
+from wooly_executor.flow import Frame as AnyFrame
+from wooly_executor.flow import Overdue, Signal, note
+from wooly_executor.frames import Failure, awaited
 from wooly_executor.host_account import MOST_PIECES, HostLimits
-from wooly_executor.session import Failure, Frame, Session
-
-_ASKS = frozenset((Kind.READ, Kind.SYNC, Kind.STATS, Kind.OFFER, Kind.PIN))
+from wooly_executor.post import Post
+from wooly_executor.runtime.device import TorchDevice
+from wooly_executor.session import Session
 
 
 class Answers:
@@ -27,26 +29,25 @@ class Answers:
 
     Args:
         server: of the clients' channels.
-        proceed: goes on with a session that waited for its client to read.
-        end: ends a session whose client does not read, and says why.
+        device: whose memory answers leave from.
+        post: where sessions are told that their clients have read, or have not for too long.
         limits: of what is kept for a client that does not read.
         clock: monotonic seconds.
 
     Attributes:
-        lending: sessions that wait for their clients to read: the channel has their buffers, or too many of their answers.
+        waiting: sessions that wait for their clients to read: the channel has their buffers, or too many of their answers.
     """
 
     def __init__(
         self,
         server: ChannelServer,
-        proceed: Callable[[Session], None],
-        end: Callable[[Session, str], None],
+        device: TorchDevice,
+        post: Post,
         limits: HostLimits,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.lending: list[Session] = []
-        self._server = server
-        self._proceed, self._end = proceed, end
+        self.waiting: list[Session] = []
+        self._server, self._device, self._post = server, device, post
         self._limits, self._clock = limits, clock
         self._said = False
 
@@ -65,12 +66,12 @@ class Answers:
         self.say(conn, failure.to_json(), Kind.ERROR)
         return True
 
-    def failure_if_awaited(self, session: Session, conn: Connection, frame: Frame) -> None:
+    def failure_if_awaited(self, session: Session, conn: Connection, frame: AnyFrame) -> None:
         """Answer a frame that failed, where its client waits; any other's failure is kept."""
         if not frame.refused and awaited(frame):
             self.failure(session, conn)
 
-    def refuse(self, conn: Connection, frame: Frame, code: str, message: str) -> None:
+    def refuse(self, conn: Connection, frame: AnyFrame, code: str, message: str) -> None:
         """Answer a frame that was not processed, and may yet be: why."""
         self.say(conn, Failure(code, message, frame.seq, None).to_json(), Kind.ERROR)
 
@@ -80,17 +81,17 @@ class Answers:
         What is large leaves straight from the buffer, which nothing may change until it is gone; from a device whose memory the
         host does not see, piece by piece through as much memory of the host as the session may have unread.
         """
-        nbytes, device = len(memory), session.runtime.device
+        nbytes = len(memory)
         session.counters.bytes_out += nbytes
         self._said = True
         if 0 < nbytes <= ANSWER_COPIED:
-            conn.send(Kind.DATA, bytes(device.read(memory)))
+            conn.send(Kind.DATA, bytes(self._device.read(memory)))
             if conn.queued_bytes > self._limits.answers or conn.queued_pieces > MOST_PIECES:
                 self._overfull(conn)
             return
         if nbytes:
-            session.lending = session.barred = True
-            session.lent = memory
+            note(session.flow, Signal.BUFFERS_LENT)
+            session.unread.lent = memory
             self._lend(session, conn)
             self._wait(session, conn)
         else:
@@ -98,11 +99,11 @@ class Answers:
 
     def _lend(self, session: Session, conn: Connection) -> None:
         """Send the next piece of an answer."""
-        memory, device = session.lent, session.runtime.device
+        memory = session.unread.lent
         assert memory is not None
-        most = len(memory) if device.host else max(self._limits.answers // MAX_CHUNK, 1) * MAX_CHUNK
-        piece = device.read(memory[:most])
-        session.lent = memory[most:] if len(memory) > most else None
+        most = len(memory) if self._device.host else max(self._limits.answers // MAX_CHUNK, 1) * MAX_CHUNK
+        piece = self._device.read(memory[:most])
+        session.unread.lent = memory[most:] if len(memory) > most else None
         for at in range(0, len(piece), MAX_CHUNK):
             conn.send(Kind.DATA, piece[at : at + MAX_CHUNK])
         self._said = True
@@ -111,11 +112,11 @@ class Answers:
         """Too much waits for a client: if it cannot be sent now, the session waits."""
         self._server.flush()
         session: Session | None = conn.owner
-        if conn.closed or session is None or session.unread:
+        if conn.closed or session is None or session.flow.unread:
             return
         if self._much(conn):
-            session.unread = True
-            if not session.lending:
+            note(session.flow, Signal.ANSWERS_UNREAD)
+            if not session.flow.lent:
                 self._wait(session, conn)
 
     def _much(self, conn: Connection) -> bool:
@@ -123,61 +124,51 @@ class Answers:
         return conn.queued_bytes > self._limits.answers // 2 or conn.queued_pieces > MOST_PIECES // 2
 
     def _wait(self, session: Session, conn: Connection) -> None:
-        session.unread_since, session.unread_bytes = self._clock(), conn.queued_bytes
-        self.lending.append(session)
+        session.unread.since, session.unread.nbytes = self._clock(), conn.queued_bytes
+        self.waiting.append(session)
 
     def flush(self) -> None:
         """Send what was said."""
         while self._said:
             self._said = False
             self._server.flush()
-            if self.lending:
-                self.take_back()
+            if self.waiting:
+                self.look()
 
     def timeout(self) -> float | None:
         """Seconds until a client has read nothing for too long; None: nobody waits."""
-        if not self.lending:
+        if not self.waiting:
             return None
-        return max(min([s.unread_since for s in self.lending]) + self._limits.answers_s - self._clock(), 0.0)
+        return max(min([s.unread.since for s in self.waiting]) + self._limits.answers_s - self._clock(), 0.0)
 
-    def take_back(self) -> None:
-        """Go on with the sessions whose answers are gone, and end those whose clients do not read."""
-        lending, self.lending = self.lending, []
+    def look(self) -> None:
+        """Whose client has read what its session waits for, and whose has read nothing for too long? Both are posted."""
+        waiting, self.waiting = self.waiting, []
         now = self._clock()
-        for session in lending:
+        for session in waiting:
             conn = session.conn
             if conn is None or conn.closed:
                 continue
-            left = conn.queued_bytes
-            if not left and session.lent is not None:
+            left, flow, unread = conn.queued_bytes, session.flow, session.unread
+            if not left and unread.lent is not None:
                 self._lend(session, conn)
-                left = session.unread_bytes = conn.queued_bytes
-                session.unread_since = now
-            if left and (session.lending or self._much(conn)):
-                if left < session.unread_bytes:
-                    session.unread_since, session.unread_bytes = now, left
-                elif now - session.unread_since > self._limits.answers_s:
-                    self._end(
-                        session,
-                        f"its client has read nothing for {self._limits.answers_s:g} s, and {left} bytes of answers wait for it "
-                        "(WOOLY_EXECUTOR_ANSWERS_S)",
-                    )
+                left = unread.nbytes = conn.queued_bytes
+                unread.since = now
+            if left and (flow.lent or self._much(conn)):
+                if left < unread.nbytes:
+                    unread.since, unread.nbytes = now, left
+                elif now - unread.since > self._limits.answers_s:
+                    self._post.add(session, Overdue(self._overdue(left)))
                     continue
-                self.lending.append(session)
+                self.waiting.append(session)
             else:
-                if session.lending:
-                    session.lending = session.barred = False
-                session.unread = False
-                self._proceed(session)
+                if flow.lent:
+                    self._post.add(session, Signal.BUFFERS_RETURNED)
+                if flow.unread:
+                    self._post.add(session, Signal.ANSWERS_READ)
 
-
-def awaited(frame: Frame) -> bool:
-    """Whether the client waits for an answer."""
-    return frame.kind in _ASKS or (frame.kind == Kind.RUN and _wants_reply(frame.payload))
-
-
-def _wants_reply(payload: Any) -> bool:
-    try:
-        return wants_reply(payload)
-    except DecodeError:
-        return False
+    def _overdue(self, left: int) -> str:
+        return (
+            f"its client has read nothing for {self._limits.answers_s:g} s, and {left} bytes of answers wait for it "
+            "(WOOLY_EXECUTOR_ANSWERS_S)"
+        )

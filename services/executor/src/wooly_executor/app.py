@@ -149,13 +149,11 @@ def listen_on(loop: DeviceLoop, endpoint: Endpoint, settings: ExecutorSettings) 
     return loop.listen(endpoint, context)
 
 
-def prepare_alone(loop: DeviceLoop, token: str, opaque: bool) -> threading.Event:
-    """Open the one session that is served without a control plane. Returns what a signal to end sets."""
-    stop = threading.Event()
+def prepare_alone(loop: DeviceLoop, token: str, opaque: bool, stop: threading.Event) -> None:
+    """Open the one session that is served without a control plane, before anybody can ask for it. A signal to end sets `stop`."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    loop.open_session("standalone", SharedPass(token), None, opaque=opaque)
-    return stop
+    loop.sessions.open("standalone", SharedPass(token), None, opaque=opaque)
 
 
 def _device_failed(error: BaseException) -> None:
@@ -212,24 +210,33 @@ def main(argv: list[str] | None = None) -> int:
         taken, pace = memory, settings.paced()
         host.bound(settings.host_memory)
     strangers, limits = settings.stranger_limits(), settings.limits()
-    loop = DeviceLoop(runtime, memory, dispatch, settings.swap(taken), tiers, pace, Collector(), strangers, limits)
+    over = threading.Event()
+    loop = DeviceLoop(
+        runtime,
+        memory,
+        dispatch,
+        settings.swap(taken),
+        tiers,
+        pace,
+        Collector(),
+        strangers,
+        limits,
+        failed=_device_failed,
+        ended=over.set,
+    )
     loop.vram.overcommit_percent = settings.overcommit_percent
-    alone = (
-        prepare_alone(loop, args.token, args.opaque_kernels) if args.standalone else None
-    )  # before anybody can ask for it
+    if args.standalone:
+        prepare_alone(loop, args.token, args.opaque_kernels, over)
     listen = args.listen.split(",") if args.listen else settings.endpoints()
     try:
         bound = [listen_on(loop, Endpoint.parse(text), settings) for text in listen]
     except (ChannelError, EndpointError, OSError) as e:
         log.error("%s", e)
         return 2
-    loop.on_failed = _device_failed
     thread = start_thread(loop.run, "device-loop")
     try:
-        if alone is not None:
-            loop.on_ended = alone.set
-            if thread.is_alive():
-                alone.wait()
+        if args.standalone:
+            over.wait()
         else:
             run(serve(settings, loop, bound, thread.is_alive))
     finally:

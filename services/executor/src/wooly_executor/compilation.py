@@ -80,7 +80,7 @@ class PlanSource:
         self._id = executor_id
         self._cache = ArtifactCache(folder)
         self._turns = asyncio.Semaphore(AT_ONCE)
-        self._leisure = Leisure(lambda: loop.busy_ns, lambda: bool(loop.dispatch.state.flights))
+        self._leisure = Leisure(lambda: loop.launcher.busy_ns, lambda: bool(loop.dispatch.state.flights))
         self._timeout_s = timeout_s
         self._target = ""
         self._silent = False
@@ -300,7 +300,7 @@ class PlanSource:
         """Say that an artifact is bad."""
         program = key.program.hex()
         log.warning("a bad artifact of program %s by compiler %s: %s", program[:16], compiler, reason)
-        self._loop.work.rejected += 1
+        self._loop.processing.work.rejected += 1
         message = ArtifactRejected(
             executor_id=self._id,
             program=program,

@@ -15,12 +15,14 @@ from torch import Tensor
 from wooly_bus.contents import name_in_circle
 
 from wooly_executor.errors import BindingError
+from wooly_executor.flow import Residence, Signal
 from wooly_executor.memory.book import Gone, Leaving, Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import LEAST_URGENT, HashJob, Job, Mover, SaveJob, Saving
+from wooly_executor.post import Post
 from wooly_executor.runtime.buffers import bytes_of
-from wooly_executor.session import BROUGHT, Residence, Session
+from wooly_executor.session import BROUGHT, Session
 from wooly_executor.stowage import Copy, Stowage
 
 #: Heartbeats name the same contents again and again.
@@ -37,7 +39,7 @@ class Contents:
         clock: monotonic ns.
         call: has a function run in the device loop's thread; from any thread.
         changed: there is room that was not there before.
-        proceed: goes on with a session's frames.
+        post: where sessions are told that all their contents are hashed.
 
     Attributes:
         here: the bytes on the device, by store.
@@ -52,12 +54,12 @@ class Contents:
         clock: Callable[[], int],
         call: Callable[[Callable[[], None]], Any],
         changed: Callable[[], None],
-        proceed: Callable[[Session], None],
+        post: Post,
     ) -> None:
         self.here: dict[int, Tensor] = {}
         self.copies: dict[int, Copy] = {}
         self._ledger, self._stowage, self._mover, self._clock = ledger, stowage, mover, clock
-        self._call, self._changed, self._proceed = call, changed, proceed
+        self._call, self._changed, self._post = call, changed, post
 
     def unshare(self, session: Session, buffers: Iterable[int], *, whole: bool = False) -> None:
         """Some buffers are about to be written: from now on they are the session's own.
@@ -71,20 +73,20 @@ class Contents:
             OutOfMemoryError: there is no room for a copy.
         """
         for buffer in buffers:
-            if buffer not in session.guarded:
+            if buffer not in session.holdings.guarded:
                 continue
-            job = session.sealing.pop(buffer, None)
+            job = session.holdings.sealing.pop(buffer, None)
             if job is not None:
                 job.cancel()
-            if buffer in session.account.shared:
-                written = self._ledger.write(session.account, buffer, self._clock())
+            if buffer in session.holdings.account.shared:
+                written = self._ledger.write(session.holdings.account, buffer, self._clock())
                 source = self.here[written.store] if written.copy else self.here.pop(written.store)
                 known = session.buffers[buffer]
                 if written.copy:
                     known.base = torch.zeros_like(source) if whole else source.clone()
                     known.view = None
                 self.departed(written.found)
-            session.guarded.discard(buffer)
+            session.holdings.guarded.discard(buffer)
 
     def departed(self, found: Iterable[Gone | Leaving]) -> None:
         """The book has let go of some contents: so do the device and what keeps copies."""
@@ -133,15 +135,15 @@ class Contents:
         if known is None or known.nbytes != nbytes:
             raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
         if head:
-            return self._ledger.knows_head(session.account, nbytes, name)
-        if buffer in session.guarded:
+            return self._ledger.knows_head(session.holdings.account, nbytes, name)
+        if buffer in session.holdings.guarded:
             self.unshare(session, [buffer], whole=True)
-        store = self._ledger.share(session.account, buffer, nbytes, name, self._clock())
+        store = self._ledger.share(session.holdings.account, buffer, nbytes, name, self._clock())
         if store is None:
             return False
         source = self.here[store]
         known.base, known.view, known.poison = source, None, ""
-        session.guarded.add(buffer)
+        session.holdings.guarded.add(buffer)
         self._brought(session, store, nbytes)
         return True
 
@@ -154,28 +156,35 @@ class Contents:
         known = session.buffers.get(buffer)
         if known is None or known.nbytes != nbytes:
             raise BindingError(f"buffer {buffer} {'does not exist' if known is None else f'has {known.nbytes} bytes'}")
-        if session.account.scope is Scope.OFF or known.base is None or not nbytes or buffer in session.guarded:
+        if (
+            session.holdings.account.scope is Scope.OFF
+            or known.base is None
+            or not nbytes
+            or buffer in session.holdings.guarded
+        ):
             return
 
         def hashed(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._sealed(session, buffer, job, name))
 
         job = HashJob(LEAST_URGENT, hashed, source=flat(known.base, nbytes))
-        session.guarded.add(buffer)
-        session.sealing[buffer] = job
+        session.holdings.guarded.add(buffer)
+        session.holdings.sealing[buffer] = job
         self._mover.submit(job)
 
     def _sealed(self, session: Session, buffer: int, job: Job, name: bytes) -> None:
         assert isinstance(job, HashJob)
-        if session.sealing.get(buffer) is not job:
+        if session.holdings.sealing.get(buffer) is not job:
             return  # it was written meanwhile, or is no more
-        del session.sealing[buffer]
+        del session.holdings.sealing[buffer]
         known = session.buffers.get(buffer)
         found = None
-        if job.content and job.content == name and known is not None and session.residence is Residence.HERE:
-            found = self._ledger.seal(session.account, buffer, known.nbytes, job.content, job.head, self._clock())
+        if job.content and job.content == name and known is not None and session.flow.residence is Residence.HERE:
+            found = self._ledger.seal(
+                session.holdings.account, buffer, known.nbytes, job.content, job.head, self._clock()
+            )
         if found is None or known is None:
-            session.guarded.discard(buffer)
+            session.holdings.guarded.discard(buffer)
         elif found[1]:
             known.base, known.view = self.here[found[0]], None
         else:
@@ -183,8 +192,8 @@ class Contents:
             self.here[found[0]] = flat(known.base, known.nbytes)
         if found is not None and known is not None:
             self._brought(session, found[0], known.nbytes)
-        if not session.sealing:
-            self._proceed(session)
+        if not session.holdings.sealing:
+            self._post.add(session, Signal.MEMORY_CAME)
 
     def _brought(self, session: Session, store: int, nbytes: int) -> None:
         """A session shares this content: the router is told when the session ends, and looks for it when its like comes again."""

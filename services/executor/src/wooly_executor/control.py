@@ -41,10 +41,11 @@ from wooly_wis.messages import (
     WorkDone,
 )
 
-from wooly_executor.device_loop import STOPPING, DeviceLoop
+from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import AdmissionError, ExecutorError, LoopEndedError
 from wooly_executor.jobs import Jobs
 from wooly_executor.memory.book import Scope
+from wooly_executor.sessions import STOPPING
 from wooly_executor.settings import PREFIX, ExecutorSettings
 from wooly_executor.spans import hosted_under
 
@@ -109,7 +110,7 @@ class ExecutorActor(Actor):
         self._leases: dict[str, _Lease] = {}
         self._closed: asyncio.Queue[tuple[str, str, tuple[str, ...]]] = asyncio.Queue()
         self._events = asyncio.get_running_loop()
-        loop.on_closed = self._on_closed
+        loop.sessions.follow(self._on_closed)
         self._asked: Future[tuple[MemoryState, list[str]]] | None = None
         self._last: tuple[MemoryState, list[str]] = (MemoryState(capacity=loop.vram.capacity), [])
         self._busy_ns = 0
@@ -191,7 +192,7 @@ class ExecutorActor(Actor):
     def _open(self, request: HostSessionRequest, entry: Pass, policy: Policy, hosted: SpanContext | None) -> None:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
-        self._loop.open_session(
+        self._loop.sessions.open(
             request.session_id,
             entry,
             request.quota,
@@ -217,7 +218,7 @@ class ExecutorActor(Actor):
             if request.weight is not None:
                 policy = replace(policy, weight=request.weight)
             exclusive = exclusive if request.exclusive is None else request.exclusive
-            suspended = self._loop.suspend(request.session_id, request.suspended, request.hold)
+            suspended = self._loop.sessions.suspend(request.session_id, request.suspended, request.hold)
             dispatch.steer(request.session_id, policy, suspended, exclusive)
             return dispatch.treatment(request.session_id)
 
@@ -253,13 +254,13 @@ class ExecutorActor(Actor):
         closing = asyncio.wrap_future(self._close(request.session_id, request.reason or "closed by the router"))
         done, _ = await asyncio.wait((closing,), timeout=BUSY_S)
         if not done:
-            return CloseSessionReply(closed=known, running_s=self._loop.running_s(request.session_id))
+            return CloseSessionReply(closed=known, running_s=self._loop.launcher.running_s(request.session_id))
         with _refused():
             return CloseSessionReply(closed=closing.result())
 
     def _close(self, session_id: str, reason: str) -> Future[bool]:
         self._leases.pop(session_id, None)
-        return self._loop.call(lambda: self._loop.close_session(session_id, reason))
+        return self._loop.call(lambda: self._loop.sessions.close(session_id, reason))
 
     def works(self) -> dict[str, Work]:
         """What goes on for ever, each beside the others: heartbeats, lapsed leases, sessions that closed, and spans."""
@@ -286,7 +287,7 @@ class ExecutorActor(Actor):
         """Close the sessions that clients have, unless the device is in one long operation: then they end with the process."""
         with contextlib.suppress(ExecutorError, TimeoutError):
             async with asyncio.timeout(CLIENTS_S):
-                await asyncio.wrap_future(self._loop.call(self._loop.end_clients))
+                await asyncio.wrap_future(self._loop.call(self._loop.sessions.end_clients))
 
     async def _lapse(self) -> None:
         while True:
@@ -301,7 +302,7 @@ class ExecutorActor(Actor):
         """Have traced sessions tell what they ran. Where the device is busy for long, this waits for it."""
         while True:
             await asyncio.sleep(SAMPLE_S)
-            await asyncio.wrap_future(self._loop.call(self._loop.sample_spans))
+            await asyncio.wrap_future(self._loop.call(self._loop.sessions.sample_spans))
 
     async def heartbeat(self) -> ExecutorHeartbeat:
         """What this executor says of itself now.
@@ -319,7 +320,7 @@ class ExecutorActor(Actor):
 
     def _heartbeat(self) -> ExecutorHeartbeat:
         memory, weights = self._last
-        now, busy = self._clock(), self._loop.busy_ns
+        now, busy = self._clock(), self._loop.launcher.busy_ns
         share = (busy - self._busy_ns) / 1e9 / max(now - self._busy_at, 1e-6)
         self._busy_ns, self._busy_at = busy, now
         # By their leases: a session that was opened since the device's thread was last seen is missed by the router otherwise.
@@ -335,7 +336,7 @@ class ExecutorActor(Actor):
             utilization=min(1.0, max(0.0, share)),
             weights=tuple(weights),
             memory=memory,
-            work=WorkDone.model_validate(self._loop.work.to_json()),
+            work=WorkDone.model_validate(self._loop.processing.work.to_json()),
         )
 
     def _look(self) -> tuple[MemoryState, list[str]]:

@@ -38,7 +38,8 @@ from wooly_dispatch.events import (
 from wooly_dispatch.state import DispatchState
 
 from wooly_executor.errors import SteeringError, UnknownSessionError
-from wooly_executor.session import Frame, Session
+from wooly_executor.frames import Frame
+from wooly_executor.session import Session
 
 log = logging.getLogger("wooly.executor")
 Entries = deque[tuple[Event, list[Decision]]]
@@ -56,6 +57,11 @@ class Dispatch:
         fifo: all sessions are one to the core, so that frames run in the order of their arrival. For comparison only.
         undeclared_permille: see `Config`.
         clock: monotonic ns.
+
+    Attributes:
+        launch: what the core has decided to run next.
+        wanted: sessions whose memory the core wants on the device: their turn has come.
+        entries: where events and decisions are kept for the journal; None: nowhere.
     """
 
     def __init__(
@@ -69,7 +75,7 @@ class Dispatch:
         self.state = DispatchState()
         self.launch: LaunchDecision | None = None
         self.entries: Entries | None = None
-        self.on_swap_in: Callable[[str], None] = lambda session_id: None
+        self.wanted: deque[str] = deque()
         self.fifo = self._fifo = fifo
         self._clock = clock
         self._flying: LaunchDecision | None = None
@@ -90,7 +96,7 @@ class Dispatch:
             if isinstance(decision, LaunchDecision):
                 self.launch = decision
             elif isinstance(decision, SwapInDecision):
-                self.on_swap_in(decision.session)
+                self.wanted.append(decision.session)
             elif isinstance(decision, RefuseDecision):
                 log.warning("the dispatch core refused %s: %s", event, decision.reason)
         return decisions

@@ -15,7 +15,7 @@ from wooly_bus.channel.token import Pass
 from wooly_wis.errors import DecodeError
 from wooly_wis.frames import PROTOCOL, Kind, pack_json, unpack_json
 
-from wooly_executor.session import Failure
+from wooly_executor.frames import Failure
 from wooly_executor.tiers import Jit
 
 

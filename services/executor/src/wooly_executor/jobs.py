@@ -37,7 +37,7 @@ from wooly_wis.module import Load, Module, check_module, decode_module
 from wooly_executor.decoding import Decoding
 from wooly_executor.device_loop import DeviceLoop
 from wooly_executor.errors import ExecutorError
-from wooly_executor.session import PROGRAMS_KEPT
+from wooly_executor.session_programs import PROGRAMS_KEPT
 from wooly_executor.spans import hosted_under
 
 log = logging.getLogger("wooly.executor")
@@ -196,7 +196,7 @@ class Jobs:
                 raise
         finally:
             near.close()
-            closing = self._loop.call(lambda: self._loop.close_session(request.session_id, "the job ended"))
+            closing = self._loop.call(lambda: self._loop.sessions.close(request.session_id, "the job ended"))
             await asyncio.wrap_future(closing)
         ran = time.monotonic()
         with step("executor", "keep_results"):
@@ -253,7 +253,7 @@ class Jobs:
         if request.overcommit_vram_percent is not None:
             self._loop.vram.overcommit_percent = request.overcommit_vram_percent
         entry = SharedPass(secret)
-        self._loop.open_session(
+        self._loop.sessions.open(
             request.session_id,
             entry,
             request.quota,
@@ -263,7 +263,7 @@ class Jobs:
             hosted=hosted,
             opaque=request.opaque_kernels,
         )
-        self._loop.bill_decoding(request.session_id, core_ns)
+        self._loop.sessions.bill_decoding(request.session_id, core_ns)
 
     async def _sources(self, request: RunJobRequest, module: Module, store: BlobStore) -> list[bytes]:
         """What the module's loads read: its constants, then its inputs."""

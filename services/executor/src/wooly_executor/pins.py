@@ -45,7 +45,7 @@ class Pins:
         Raises:
             BindingError: the session shares nothing, that is no name, or its tenant has pinned something under it, or too much.
         """
-        account = session.account
+        account = session.holdings.account
         if not 0 < len(name) <= NAME_LENGTH or not name.isprintable():
             raise BindingError(
                 f"{name[:NAME_LENGTH]!r} is no name for weights: it has 1 to {NAME_LENGTH} characters that can be printed"

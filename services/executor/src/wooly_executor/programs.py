@@ -164,13 +164,15 @@ class ProgramStore:
     Args:
         runtime: prepares them.
         kept_bytes: of host memory, for programs that no session has any more; half as much is for forms.
+        dropped: told, in the device's thread, the digest of a program that nobody has any more, and that is not kept either.
 
     Attributes:
         held: bytes of host memory of the programs that sessions have, each counted once.
-        on_dropped: called when nobody has a program any more, and it is not kept either: its digest.
     """
 
-    def __init__(self, runtime: Runtime, kept_bytes: int = 256 << 20) -> None:
+    def __init__(
+        self, runtime: Runtime, kept_bytes: int = 256 << 20, dropped: Callable[[bytes], None] | None = None
+    ) -> None:
         self._runtime = runtime
         self._kept_bytes, self._forms_bytes = kept_bytes, kept_bytes // 2
         self._rates = runtime.rates()
@@ -182,7 +184,7 @@ class ProgramStore:
         self._idle_held = 0
         self._holders: Counter[bytes] = Counter()
         self.held = 0
-        self.on_dropped: Callable[[bytes], None] = lambda digest: None
+        self._dropped = dropped
 
     # -- who has what (the device's thread) --------------------------------------------------------------------------
 
@@ -220,7 +222,8 @@ class ProgramStore:
                 name, gone = self._idle.popitem(last=False)
                 self._idle_held -= gone.held
                 del self._ready[name]
-            self.on_dropped(name)
+            if self._dropped is not None:
+                self._dropped(name)
 
     # -- taking in (any thread) --------------------------------------------------------------------------------------
 

@@ -13,14 +13,13 @@ A run costs one look at whether it is a first one. Owned by the device loop's th
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from wooly_bus.tracing import context_of, traceparent, tracer
 
-if TYPE_CHECKING:
-    from wooly_executor.session import Session
+from wooly_executor.counters import Counters, Work
 
 #: Spans of single events in one session; swaps have as many of their own.
 SINGLE = 256
@@ -103,11 +102,12 @@ class SessionSpans:
         self._span.set_status(trace.StatusCode.ERROR, code)
         self._span.set_attributes({"error.type": code, "error.message": message})
 
-    def sample(self, session: Session, now: int, *, last: bool = False) -> None:
+    def sample(self, counters: Counters, work: Work, now: int, *, last: bool = False) -> None:
         """Sum up what it ran since the last time, if that is long ago."""
         if now - self._since < self._period and not last:
             return
-        counts = self._sums(session)
+        counts = {name: getattr(counters, name) for name in _COUNTED}
+        counts |= {k: v for k, v in work.to_json().items() if k.endswith("_ns")}
         gained = {k: v - self._counts.get(k, 0) for k, v in counts.items()}
         if gained["programs"]:
             self._tell("runs", self._since, now, **{k: v for k, v in gained.items() if v})
@@ -116,16 +116,12 @@ class SessionSpans:
                 self._period = min(2 * self._period, LONGEST_NS)
         self._since, self._counts = now, counts
 
-    def _sums(self, session: Session) -> dict[str, int]:
-        counters = {name: getattr(session.counters, name) for name in _COUNTED}
-        return counters | {k: v for k, v in session.work.to_json().items() if k.endswith("_ns")}
-
-    def end(self, session: Session, reason: str) -> None:
+    def end(self, counters: Counters, work: Work, swaps: int, reason: str) -> None:
         """The session is over."""
         now = time.time_ns()
-        self.sample(session, now, last=True)
+        self.sample(counters, work, now, last=True)
         totals = {f"total_{k}": v for k, v in self._counts.items()}
-        self._span.set_attributes(totals | {"reason": reason, "swaps": session.swaps, "left_out": self.left_out})
+        self._span.set_attributes(totals | {"reason": reason, "swaps": swaps, "left_out": self.left_out})
         self._span.end(now)
 
 

@@ -288,7 +288,7 @@ class Ledger:
         """Bytes that copies would take if these buffers were written."""
         shared = account.shared
         stores = [shared[b] for b in buffers if b in shared]
-        return sum([self.pool.size(self._where[s]) for s in stores if self.book.sharers(s) > 1])
+        return sum([self.pool.rounded(self._nominal[s]) for s in stores if self.book.sharers(s) > 1])
 
     def stores(self) -> Iterable[int]:
         """The stores that have blocks."""

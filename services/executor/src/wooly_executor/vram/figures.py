@@ -5,9 +5,10 @@ from __future__ import annotations
 from wooly_dispatch.overcommit import promises
 from wooly_wis.messages import MemoryState, SessionMemory
 
+from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Place
-from wooly_executor.session import Residence, Session
+from wooly_executor.session import Session
 from wooly_executor.stowage import Stowage
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
@@ -15,12 +16,12 @@ from wooly_executor.vram.swapping import Swapping
 
 def stats_of(session: Session, residents: Residents) -> dict[str, int]:
     """What a session may know of its memory. Bytes."""
-    ledger, account = residents.ledger, session.account
+    ledger, account = residents.ledger, session.holdings.account
     held, part = ledger.pool.held(session.id), ledger.book.bears(session.id)
     others = sum(
         ledger.pool.held(s.id) + ledger.book.bears(s.id)
         for s in residents.sessions.values()
-        if s is not session and s.swappable and s.residence is Residence.HERE
+        if s is not session and s.holdings.swappable and s.flow.residence is Residence.HERE
     )
     return {
         "reserved_bytes": held + ledger.book.has(session.id),
@@ -31,7 +32,7 @@ def stats_of(session: Session, residents: Residents) -> dict[str, int]:
         "available_bytes": max(0, min(session.quota - session.held_bytes, ledger.spare + others)),
         "quota_bytes": session.quota,
         "out_of_memory": account.ooms,
-        "sealing": len(session.sealing),
+        "sealing": len(session.holdings.sealing),
     }
 
 
@@ -43,20 +44,20 @@ def check(residents: Residents, stowage: Stowage) -> None:
     """
     ledger, contents, sessions = residents.ledger, residents.contents, list(residents.sessions.values())
     ledger.check()
-    coming = any(s.residence is Residence.COMING for s in sessions)
+    coming = any(s.flow.residence is Residence.COMING for s in sessions)
     for store in ledger.stores():
         assert store in contents.here or coming, f"store {store} has a block and no bytes"
     assert set(contents.here) <= set(ledger.stores()), "bytes without a block"
-    moving = [s.job for s in sessions if s.job is not None]
+    moving = [s.holdings.job for s in sessions if s.holdings.job is not None]
     if not moving:
-        copies = [*contents.copies.values(), *[c for s in sessions for c in s.copies.values()]]
+        copies = [*contents.copies.values(), *[c for s in sessions for c in s.holdings.copies.values()]]
         for place, used in stowage.used.items():
             assert used >= sum(c.nbytes for c in copies if c.place is place), f"copies in {place} that nobody pays for"
     for session in sessions:
-        away = session.residence in (Residence.AWAY, Residence.COMING)
-        assert away or not session.copies, f"{session.id} is here and has copies elsewhere"
-        if session.residence is Residence.HERE:
-            for buffer, store in session.account.shared.items():
+        away = session.flow.residence in (Residence.AWAY, Residence.COMING)
+        assert away or not session.holdings.copies, f"{session.id} is here and has copies elsewhere"
+        if session.flow.residence is Residence.HERE:
+            for buffer, store in session.holdings.account.shared.items():
                 base = session.buffers[buffer].base
                 known = contents.here[store]
                 assert base is None or base.untyped_storage().data_ptr() == known.untyped_storage().data_ptr()
@@ -92,15 +93,15 @@ def _memory_of(session: Session, residents: Residents) -> SessionMemory:
     host, disk = residents.stowed(session)
     return SessionMemory(
         session_id=session.id,
-        tenant=session.account.tenant,
+        tenant=session.holdings.account.tenant,
         own=residents.ledger.pool.held(session.id),
         shared=residents.ledger.book.bears(session.id),
         host=host,
         disk=disk,
-        promised=session.promised,
-        swappable=session.swappable,
-        residence=session.residence.value,
-        swaps=session.swaps,
+        promised=session.holdings.promised,
+        swappable=session.holdings.swappable,
+        residence=session.flow.residence.value,
+        swaps=session.holdings.swaps,
     )
 
 

@@ -8,10 +8,12 @@ from wooly_dispatch.overcommit import Commitment
 
 from wooly_executor.contents import Contents
 from wooly_executor.dispatch import Dispatch
+from wooly_executor.flow import Residence
+from wooly_executor.frames import Frame
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Place, Policy
 from wooly_executor.pins import Pins
-from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.session import Session
 
 
 class Residents:
@@ -53,11 +55,11 @@ class Residents:
 
     def idle_since(self, session: Session) -> int | None:
         """Since when nothing of a session runs; who waits for memory does nothing either."""
-        return session.lacking or session.idle_since
+        return session.holdings.lacking or session.holdings.idle_since
 
     def commitments(self) -> list[Commitment]:
         """What every session was promised; what is pinned stays, and counts as such."""
-        found = [Commitment(s.id, s.promised, s.swappable) for s in self.sessions.values()]
+        found = [Commitment(s.id, s.holdings.promised, s.holdings.swappable) for s in self.sessions.values()]
         return found + [Commitment(p.name, self.ledger.book.has(p.name), False) for p in self.pins.accounts.values()]
 
     def hopeful(self, session: Session, need: int) -> bool:
@@ -70,26 +72,32 @@ class Residents:
         """Bytes that would be free if all others that may leave did."""
         room = self.ledger.spare + self.leaving
         for other in self.sessions.values():
-            if other is not session and other.swappable and other.residence in (Residence.HERE, Residence.COMING):
-                room += self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id) + other.account.reserved
+            if (
+                other is not session
+                and other.holdings.swappable
+                and other.flow.residence in (Residence.HERE, Residence.COMING)
+            ):
+                room += (
+                    self.ledger.pool.held(other.id) + self.ledger.book.bears(other.id) + other.holdings.account.reserved
+                )
         return room
 
     def promise(self, session: Session, head: Frame | None, nbytes: int) -> None:
         """Set room aside for the run that a session begins with."""
         if head is not None and nbytes and not head.reserved:
-            self.ledger.reserve_for(session.account, nbytes)
+            self.ledger.reserve_for(session.holdings.account, nbytes)
             head.reserved = nbytes
 
     def drop_workspaces(self, but: Session) -> None:
         """Take back what sessions keep between programs."""
         for session in self.sessions.values():
-            if session.account.workspace and session is not but and not session.running:
-                self.ledger.settle(session.account, self.clock())
-                self.ledger.drop_workspace(session.account)
+            if session.holdings.account.workspace and session is not but and not session.running:
+                self.ledger.settle(session.holdings.account, self.clock())
+                self.ledger.drop_workspace(session.holdings.account)
 
     @staticmethod
     def stowed(session: Session) -> tuple[int, int]:
         """Bytes of a session in host memory and on disk."""
-        host = sum(c.nbytes for c in session.copies.values() if c.place is Place.HOST)
-        disk = sum(c.nbytes for c in session.copies.values() if c.place is Place.DISK)
+        host = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.HOST)
+        disk = sum(c.nbytes for c in session.holdings.copies.values() if c.place is Place.DISK)
         return host, disk

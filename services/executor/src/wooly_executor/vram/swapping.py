@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from wooly_executor.dispatch import Dispatch
+from wooly_executor.flow import Residence, Signal, note
 from wooly_executor.memory.swap import Place
 from wooly_executor.mover import Job, Loading, LoadJob, Mover, SaveJob, Saving
-from wooly_executor.session import Residence, Session
+from wooly_executor.session import Session
 from wooly_executor.stowage import Pages, Stowage
 from wooly_executor.vram.residents import Residents
 
@@ -30,7 +31,6 @@ class Swapping:
         call: has a function run in the device loop's thread; from any thread.
 
     Attributes:
-        on_arrival: what follows when a session's memory is back.
         swapped_out: how often a session left.
         swapped_in: how often one came back.
     """
@@ -47,7 +47,6 @@ class Swapping:
         self._residents, self._stowage, self._pages, self._mover = residents, stowage, pages, mover
         self._dispatch, self._call = dispatch, call
         self._ledger, self._contents = residents.ledger, residents.contents
-        self.on_arrival: Callable[[Session], None] = lambda session: None
         self.swapped_out = self.swapped_in = 0
 
     # -- out ---------------------------------------------------------------------------------------------------------
@@ -64,45 +63,45 @@ class Swapping:
                 self._residents.due = True
                 return
         pieces = [Saving(key, source, self._stowage.take(to, n, file)) for key, source, to, n in blocks]
-        session.residence = Residence.LEAVING
-        session.leaving_bytes = self._ledger.pool.held(session.id)
-        self._residents.leaving += session.leaving_bytes
+        note(session.flow, Signal.LEAVING)
+        session.holdings.leaving_bytes = self._ledger.pool.held(session.id)
+        self._residents.leaving += session.holdings.leaving_bytes
 
         def left(job: Job, error: Exception | None) -> None:
             self._call(lambda: self._left(session, job, error))
 
-        session.job = SaveJob(urgency, left, pieces=pieces)
-        self._mover.submit(session.job)
+        session.holdings.job = SaveJob(urgency, left, pieces=pieces)
+        self._mover.submit(session.holdings.job)
 
     def stay(self, session: Session) -> None:
         """A session that leaves has work: it has lost nothing yet, and stays."""
-        if session.job is not None:
-            session.job.cancelled = True
-        session.residence = Residence.HERE
-        self._residents.leaving -= session.leaving_bytes
-        session.leaving_bytes = 0
+        if session.holdings.job is not None:
+            session.holdings.job.cancelled = True
+        note(session.flow, Signal.STAYED)
+        self._residents.leaving -= session.holdings.leaving_bytes
+        session.holdings.leaving_bytes = 0
 
     def _left(self, session: Session, job: Job, error: Exception | None) -> None:
         assert isinstance(job, SaveJob)
-        if session.job is job:
-            session.job = None
-        if session.residence is Residence.LEAVING:
-            self._residents.leaving -= session.leaving_bytes
-            session.leaving_bytes = 0
-        if session.buried or job.cancelled or error is not None:
+        if session.holdings.job is job:
+            session.holdings.job = None
+        if session.flow.residence is Residence.LEAVING:
+            self._residents.leaving -= session.holdings.leaving_bytes
+            session.holdings.leaving_bytes = 0
+        if session.holdings.buried or job.cancelled or error is not None:
             for piece in job.pieces:
                 self._stowage.drop(piece.copy)
-            if session.buried:
+            if session.holdings.buried:
                 self.bury(session)
             elif error is not None and not job.cancelled:
-                session.residence = Residence.HERE
+                note(session.flow, Signal.STAYED)
                 self._failed_to_leave(session, error)
             self._residents.due = True
             return
         self._keep_copies(session, job)
-        session.residence = Residence.AWAY
+        note(session.flow, Signal.LEFT)
         self.swapped_out += 1
-        session.swaps += 1
+        session.holdings.swaps += 1
         if session.spans is not None:
             session.spans.swapped("out", job.begun_ns, job.moved)
         log.info("session %s is swapped out: %d bytes", session.id, job.moved)
@@ -111,7 +110,7 @@ class Swapping:
 
     def _keep_copies(self, session: Session, job: SaveJob) -> None:
         """The copies are the session's memory from now on; what it had on the device is free."""
-        account = session.account
+        account = session.holdings.account
         saved = {piece.key: piece for piece in job.pieces}
         more = [
             s for s in self._ledger.sole_stores(account) if ("store", s) not in saved and s not in self._contents.copies
@@ -120,7 +119,7 @@ class Swapping:
             kind, key = piece.key
             if kind == "own":
                 if key in account.own:
-                    session.copies[key] = piece.copy
+                    session.holdings.copies[key] = piece.copy
                 else:
                     self._stowage.drop(piece.copy)
             elif key in self._contents.here and key not in self._contents.copies:
@@ -148,49 +147,50 @@ class Swapping:
 
     def bury(self, session: Session) -> None:
         """A session is over, and nobody touches its memory any more: it is free."""
-        self._contents.departed(self._ledger.close(session.account, self._residents.clock()))
-        for copy in session.copies.values():
+        self._contents.departed(self._ledger.close(session.holdings.account, self._residents.clock()))
+        for copy in session.holdings.copies.values():
             self._stowage.drop(copy)
-        session.copies.clear()
+        session.holdings.copies.clear()
         self._residents.due = True
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def bring(self, session: Session, stores: Iterable[int], urgency: int) -> None:
+    def bring(self, session: Session, stores: Iterable[int], urgency: int, then: Callable[[Session], None]) -> None:
         """Have a session's memory copied back to where it has room now.
 
         Args:
             session: whose.
             stores: contents that it shares and that have room again, too.
             urgency: its class.
+            then: called when it is back.
         """
-        session.residence = Residence.COMING
-        pieces = [Loading(("own", b), copy) for b, copy in session.copies.items()]
-        wanted = {*stores, *[s for s in session.account.shared.values() if s not in self._contents.here]}
+        note(session.flow, Signal.COMING)
+        pieces = [Loading(("own", b), copy) for b, copy in session.holdings.copies.items()]
+        wanted = {*stores, *[s for s in session.holdings.account.shared.values() if s not in self._contents.here]}
         pieces += [
             Loading(("store", s), self._contents.copies[s]) for s in sorted(wanted) if s in self._contents.copies
         ]
 
         def came(job: Job, error: Exception | None) -> None:
-            self._call(lambda: self._came(session, job, error))
+            self._call(lambda: self._came(session, job, error, then))
 
-        session.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
-        self._mover.submit(session.job)
+        session.holdings.job = LoadJob(urgency, came, pieces=pieces, pages=self._pages)
+        self._mover.submit(session.holdings.job)
 
-    def _came(self, session: Session, job: Job, error: Exception | None) -> None:
+    def _came(self, session: Session, job: Job, error: Exception | None, then: Callable[[Session], None]) -> None:
         assert isinstance(job, LoadJob)
-        session.job = None
-        if session.buried:
+        session.holdings.job = None
+        if session.holdings.buried:
             self.bury(session)
             return
         self._take_up(session, job, error)
-        session.residence = Residence.HERE
-        session.idle_since = None if session.queue else self._residents.clock()
+        note(session.flow, Signal.ARRIVED)
+        session.holdings.idle_since = None if session.flow.inbox.frames else self._residents.clock()
         self.swapped_in += 1
         if session.spans is not None:
             session.spans.swapped("in", job.begun_ns, job.moved)
         log.info("session %s is back: %d bytes", session.id, job.moved)
-        self.on_arrival(session)
+        then(session)
 
     def _take_up(self, session: Session, job: LoadJob, error: Exception | None) -> None:
         """What was copied back is the session's memory; what was lost on the way poisons its buffers."""
@@ -206,11 +206,11 @@ class Swapping:
                 self._contents.here.setdefault(key, piece.target)
             else:
                 lost[key] = piece.lost or f"it could not be brought back from where it was swapped to: {error}"
-        for buffer, store in session.account.shared.items():
+        for buffer, store in session.holdings.account.shared.items():
             known = session.buffers[buffer]
             known.base, known.view = self._contents.here.get(store), None
             if known.base is None:
                 known.poison = lost.get(store, "its content is lost")
-        for copy in session.copies.values():
+        for copy in session.holdings.copies.values():
             self._stowage.drop(copy)
-        session.copies.clear()
+        session.holdings.copies.clear()

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from wooly_executor.contents import flat
+from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
-from wooly_executor.session import Residence, Session
+from wooly_executor.session import Session
 from wooly_executor.stowage import Stowage
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
@@ -60,23 +61,23 @@ class Victims:
         ledger, residents, owners, may = self._ledger, [], {}, []
         contents: dict[int, Content] = {}
         for session in self._here.sessions.values():
-            if session.residence is not Residence.HERE:
+            if session.flow.residence is not Residence.HERE:
                 continue
-            account = session.account
-            busy = session is for_whom or session.job is not None or session.lending
+            account = session.holdings.account
+            busy = session is for_whom or session.holdings.job is not None or session.flow.lent
             idle = None if busy else self._here.idle_since(session)
             keys = self._shared(account, contents)
-            eligible = session.swappable and idle is not None and now - idle >= policy.idle_ns
-            if eligible and not session.sealing:
+            eligible = session.holdings.swappable and idle is not None and now - idle >= policy.idle_ns
+            if eligible and not session.holdings.sealing:
                 may.append(session.id)
                 for buffer, offset in account.own.items():
                     key = -1 - offset
                     owners[key] = (session, buffer)
                     contents[key] = Content(ledger.pool.size(offset))
                     keys.append(key)
-            swappable = session.swappable and not session.sealing
+            swappable = session.holdings.swappable and not session.holdings.sealing
             priority = self._here.priority(session)
-            residents.append(Resident(session.id, priority, idle, tuple(keys), swappable, session.chosen))
+            residents.append(Resident(session.id, priority, idle, tuple(keys), swappable, session.holdings.chosen))
         for pin in self._here.pins.accounts.values():
             residents.append(Resident(pin.name, 4, None, tuple(self._shared(pin, contents)), False))
         free = self._stowage.free
@@ -106,12 +107,12 @@ class Victims:
                     nbytes = session.buffers[buffer].nbytes
                     left[session.id].append((("own", buffer), flat(base, nbytes), move.to, nbytes))
             elif move.to is not Place.NOWHERE:
-                last = [n for n in plan.victims if move.content in sessions[n].account.shared.values()][-1]
+                last = [n for n in plan.victims if move.content in sessions[n].holdings.account.shared.values()][-1]
                 source = self._contents.here[move.content]
                 left[last].append((("store", move.content), source, move.to, len(source)))
         for name, blocks in left.items():
             self._choices += 1
-            sessions[name].chosen = self._choices
+            sessions[name].holdings.chosen = self._choices
             self._swapping.leave(sessions[name], blocks, urgency)
         return True
 

@@ -13,14 +13,19 @@ from wooly_wis.messages import MemoryState
 
 from wooly_executor.contents import Contents
 from wooly_executor.dispatch import Dispatch
+from wooly_executor.flow import Residence
+from wooly_executor.frames import Frame
+from wooly_executor.holdings import Holdings
+from wooly_executor.memory.accounts import Account
 from wooly_executor.memory.book import Scope
 from wooly_executor.memory.ledger import Ledger
 from wooly_executor.memory.swap import Policy, admit
 from wooly_executor.mover import PIECE, Mover
 from wooly_executor.pins import Pins
+from wooly_executor.post import Post
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.samples import Sample, Samples
-from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.session import Session
 from wooly_executor.stowage import Pages, Stowage
 from wooly_executor.vram.figures import check, state_of, stats_of
 from wooly_executor.vram.residents import Residents
@@ -45,7 +50,7 @@ class Vram:
         dispatch: which sessions it may pass over.
         settings: of swapping.
         call: has a function run in the device loop's thread; from any thread.
-        proceed: goes on with a session's frames.
+        post: where sessions are told what has come.
         clock: monotonic ns.
         device: whose memory it is.
     """
@@ -56,7 +61,7 @@ class Vram:
         dispatch: Dispatch,
         settings: SwapSettings,
         call: Callable[[Callable[[], None]], Any],
-        proceed: Callable[[Session], None],
+        post: Post,
         clock: Callable[[], int] = time.monotonic_ns,
         device: TorchDevice = HOST,
     ) -> None:
@@ -72,7 +77,7 @@ class Vram:
         pages = host if device.host else Pages(0, device.empty)  # torch keeps what it has of a GPU's memory
         self.stowage = Stowage(settings.host, settings.disk, settings.folder, host, in_place=device.host)
         self.mover = Mover(device)
-        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, proceed)
+        self.contents = Contents(self.ledger, self.stowage, self.mover, clock, call, self._changed, post)
         self._samples = Samples(self.ledger, clock)
         self.pins = Pins(self.ledger, self.contents, self._samples, clock)
         self._residents = Residents(self.ledger, policy, dispatch, self.contents, self.pins, clock)
@@ -80,10 +85,9 @@ class Vram:
         self._swapping = Swapping(self._residents, self.stowage, pages, self.mover, dispatch, call)
         self._victims = Victims(self._residents, self._swapping, self.stowage)
         patience = max(policy.idle_ns, settings.patience_ns)
-        self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, proceed)
+        self._waiting = Waiting(self._residents, self._victims, self._swapping, dispatch, patience, post)
         self._dispatch = dispatch
         self._retry = 0
-        dispatch.on_swap_in = self.ask
 
     @property
     def capacity(self) -> int:
@@ -106,27 +110,34 @@ class Vram:
 
     # -- sessions ----------------------------------------------------------------------------------------------------
 
-    def open(self, session: Session, tenant: str, scope: Scope) -> None:
-        """A session is open."""
+    def open(self, session_id: str, tenant: str, scope: Scope, *, swappable: bool, promised: int) -> Holdings:
+        """What a session that is opened holds: nothing yet. `enter` follows."""
         now = self.clock()
-        session.vram = self
-        session.account = self.ledger.open(session.id, tenant=tenant, scope=scope, now=now)
-        session.idle_since = now
+        account = self.ledger.open(session_id, tenant=tenant, scope=scope, now=now)
+        self._samples.open(account, now)
+        return Holdings(account, swappable, promised, idle_since=now)
+
+    def enter(self, session: Session) -> None:
+        """A session is open."""
         self._sessions[session.id] = session
-        self._samples.open(session.account, now)
+
+    def borne(self, account: Account, now: int) -> tuple[int, int]:
+        """What an account bears of the device's memory now, and has borne: bytes, and bytes times ns."""
+        bearing = self.ledger.bearing(account, now)
+        return bearing.own + bearing.shared, bearing.own_byte_ns + bearing.shared_byte_ns
 
     def close(self, session: Session) -> None:
         """A session is over, wherever its memory was."""
         if self._sessions.pop(session.id, None) is None:
             return
         self._waiting.wants.pop(session.id, None)
-        self._samples.close(session.account, self._residents.stowed(session))
-        for job in session.sealing.values():
+        self._samples.close(session.holdings.account, self._residents.stowed(session))
+        for job in session.holdings.sealing.values():
             job.cancel()
-        session.sealing.clear()
-        session.buried = True
-        if session.job is not None:
-            session.job.cancelled = True  # its blocks are free when nobody touches them any more
+        session.holdings.sealing.clear()
+        session.holdings.buried = True
+        if session.holdings.job is not None:
+            session.holdings.job.cancelled = True  # its blocks are free when nobody touches them any more
         else:
             self._swapping.bury(session)
         self._residents.due = True
@@ -154,13 +165,13 @@ class Vram:
         if ready is None:
             return True  # that is an error of its own
         need = ready.room
-        if session.guarded:
-            need += self.ledger.cost_of_writing(session.account, _written(frame, ready.written))
-        residence = session.residence
+        if session.holdings.guarded:
+            need += self.ledger.cost_of_writing(session.holdings.account, _written(frame, ready.written))
+        residence = session.flow.residence
         if residence is not Residence.HERE:
             if residence is Residence.LEAVING:
                 self._swapping.stay(session)
-            elif session.known:
+            elif session.flow.inbox.submitted:
                 return False
             else:
                 frame.need = need
@@ -169,13 +180,13 @@ class Vram:
             return True
         ledger = self.ledger
         if ledger.spare - need >= (self.policy.reserve if need >= self.policy.large else 0):
-            ledger.reserve_for(session.account, need)
+            ledger.reserve_for(session.holdings.account, need)
             frame.reserved = need
             return True
         return self._admit_tightly(session, frame, need, ready.peak_bytes)
 
     def _admit_tightly(self, session: Session, frame: Frame, need: int, peak: int) -> bool:
-        if session.known:
+        if session.flow.inbox.submitted:
             return False
         if session.held_bytes + peak > session.quota:
             return True  # it fails by itself, and nobody need leave for it
@@ -183,7 +194,7 @@ class Vram:
         if ledger.spare - need < self.policy.reserve:
             self._residents.drop_workspaces(session)
         if ledger.spare >= need:
-            ledger.reserve_for(session.account, need)
+            ledger.reserve_for(session.holdings.account, need)
             frame.reserved = need
             if need >= self.policy.large and ledger.spare < self.policy.reserve and now >= self._retry:
                 self._retry = now + RETRY_NS
@@ -192,27 +203,27 @@ class Vram:
         if not self._residents.hopeful(session, need):
             return True
         frame.need = need
-        session.lacking = now
+        session.holdings.lacking = now
         self._dispatch.swapped_out(session)
         return True
 
     def begun(self, session: Session, frame: Frame) -> None:
         """A run begins: what was promised to it is its own to take."""
         if frame.reserved:
-            self.ledger.unreserve(session.account, frame.reserved)
+            self.ledger.unreserve(session.holdings.account, frame.reserved)
             frame.reserved = 0
 
     def idle(self, session: Session) -> None:
         """A session has nothing more to do."""
-        session.idle_since = self.clock()
+        session.holdings.idle_since = self.clock()
         if self._waiting.wants:
             self._residents.due = True
 
     def present(self, session: Session) -> bool:
-        """Whether the session's memory can be read and written now; if not, it is asked for, and `proceed` called then."""
-        if session.residence is Residence.LEAVING:
+        """Whether the session's memory can be read and written now; if not, it is asked for, and MEMORY_CAME posted then."""
+        if session.flow.residence is Residence.LEAVING:
             self._swapping.stay(session)
-        if session.residence is Residence.HERE:
+        if session.flow.residence is Residence.HERE:
             return True
         self._waiting.ask(session)
         return False
@@ -220,21 +231,23 @@ class Vram:
     def writable(self, session: Session, buffer: int) -> bool:
         """Whether the client may write a buffer now.
 
-        If not, its session's memory or room for a copy is asked for, and `proceed` called then.
+        If not, its session's memory or room for a copy is asked for, and MEMORY_CAME posted then.
         """
         if not self.present(session):
             return False
-        lacks = self.ledger.cost_of_writing(session.account, [buffer]) if buffer in session.guarded else 0
-        if lacks > self.ledger.spare and not session.given_up:
+        lacks = (
+            self.ledger.cost_of_writing(session.holdings.account, [buffer]) if buffer in session.holdings.guarded else 0
+        )
+        if lacks > self.ledger.spare and not session.holdings.given_up:
             self._residents.drop_workspaces(session)
             if lacks > self.ledger.spare and self._residents.room_without_others(session) >= lacks:
-                session.writing = lacks
-                session.lacking = session.lacking or self.clock()
+                session.holdings.writing = lacks
+                session.holdings.lacking = session.holdings.lacking or self.clock()
                 self._waiting.ask(session)
                 return False
-        if session.writing:
-            session.writing = session.lacking = 0
-            session.given_up = False
+        if session.holdings.writing:
+            session.holdings.writing = session.holdings.lacking = 0
+            session.holdings.given_up = False
             self._waiting.wants.pop(session.id, None)
         return True
 
@@ -242,11 +255,11 @@ class Vram:
 
     def free(self, session: Session, buffers: Iterable[int]) -> None:
         """Some buffers are no more; those that are not known are ignored."""
-        ledger, account = self.ledger, session.account
+        ledger, account = self.ledger, session.holdings.account
         own, give_back = account.own, ledger.pool.free
         now = self.clock()
         ledger.settle(account, now)
-        plain = not session.guarded and not session.copies
+        plain = not session.holdings.guarded and not session.holdings.copies
         for buffer in buffers:
             offset = own.pop(buffer, None)
             if offset is not None:
@@ -257,14 +270,14 @@ class Vram:
 
     def _free_unusual(self, session: Session, buffer: int, now: int) -> None:
         """What is to be done where a buffer is shared, about to be, or away."""
-        session.guarded.discard(buffer)
-        job = session.sealing.pop(buffer, None)
+        session.holdings.guarded.discard(buffer)
+        job = session.holdings.sealing.pop(buffer, None)
         if job is not None:
             job.cancel()
-        copy = session.copies.pop(buffer, None)
+        copy = session.holdings.copies.pop(buffer, None)
         if copy is not None:
             self.stowage.drop(copy)
-        found = self.ledger.free(session.account, buffer, now)
+        found = self.ledger.free(session.holdings.account, buffer, now)
         if found:
             self.contents.departed(found)
 
@@ -304,7 +317,7 @@ class Vram:
 
     def samples(self) -> list[Sample]:
         """What every session and pin bore since it was last asked, those that ended included."""
-        sessions = [(s.account, self._residents.stowed(s)) for s in self._sessions.values()]
+        sessions = [(s.holdings.account, self._residents.stowed(s)) for s in self._sessions.values()]
         return self._samples.take([*sessions, *[(pin, (0, 0)) for pin in self.pins.accounts.values()]])
 
 

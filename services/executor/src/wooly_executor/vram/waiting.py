@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-
-from wooly_wis.frames import Kind
 
 from wooly_executor.dispatch import Dispatch
 from wooly_executor.errors import OutOfMemoryError
-from wooly_executor.session import Frame, Residence, Session
+from wooly_executor.flow import Residence, Signal
+from wooly_executor.frames import Frame
+from wooly_executor.post import Post
+from wooly_executor.session import Session
 from wooly_executor.vram.residents import Residents
 from wooly_executor.vram.swapping import Swapping
 from wooly_executor.vram.victims import Victims
@@ -40,7 +40,7 @@ class Waiting:
         swapping: brings sessions back.
         dispatch: is told whose memory has come.
         patience_ns: how long an allocation waits for others to become idle before it fails.
-        proceed: goes on with a session's frames.
+        post: where it is told what has come.
 
     Attributes:
         wants: by session.
@@ -53,18 +53,17 @@ class Waiting:
         swapping: Swapping,
         dispatch: Dispatch,
         patience_ns: int,
-        proceed: Callable[[Session], None],
+        post: Post,
     ) -> None:
         self.wants: dict[str, Want] = {}
         self._residents, self._victims, self._swapping, self._dispatch = residents, victims, swapping, dispatch
-        self._patience, self._proceed = patience_ns, proceed
+        self._patience, self._post = patience_ns, post
         self._ledger, self._clock, self._policy = residents.ledger, residents.clock, residents.policy
         self._wake: int | None = None
-        swapping.on_arrival = self._arrived
 
     def ask(self, session: Session) -> None:
         """A session's memory is wanted."""
-        if session.id not in self.wants and session.residence is not Residence.COMING:
+        if session.id not in self.wants and session.flow.residence is not Residence.COMING:
             self.wants[session.id] = Want(session, self._clock(), self._residents.priority(session))
             self._residents.due = True
 
@@ -86,10 +85,10 @@ class Waiting:
     def _serve(self, want: Want, now: int) -> bool:
         """Grant what is wanted, or make room for it. True: the room that comes is for this one, and nobody after it."""
         session, ledger = want.session, self._ledger
-        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
-        extra = head.need if head is not None else session.writing
-        need = extra if session.residence is Residence.HERE else ledger.needed(session.account) + extra
-        if need > ledger.pool.capacity and session.residence is not Residence.HERE:
+        head = session.flow.run
+        extra = head.need if head is not None else session.holdings.writing
+        need = extra if session.flow.residence is Residence.HERE else ledger.needed(session.holdings.account) + extra
+        if need > ledger.pool.capacity and session.flow.residence is not Residence.HERE:
             need -= extra
         if ledger.spare - need < self._policy.reserve:
             self._residents.drop_workspaces(session)
@@ -103,7 +102,7 @@ class Waiting:
             return True
         if ledger.spare >= need:
             return self._grant(want, head, need)
-        if session.residence is Residence.HERE and now - session.lacking >= self._patience:
+        if session.flow.residence is Residence.HERE and now - session.holdings.lacking >= self._patience:
             self._give_up(want)
             return False
         self._sleep(session, now)
@@ -111,9 +110,9 @@ class Waiting:
 
     def _sleep(self, session: Session, now: int) -> None:
         """Look again when somebody will have been idle for long enough."""
-        times = [session.lacking + self._patience] if session.residence is Residence.HERE else []
+        times = [session.holdings.lacking + self._patience] if session.flow.residence is Residence.HERE else []
         for other in self._residents.sessions.values():
-            if other is not session and other.swappable and other.residence is Residence.HERE:
+            if other is not session and other.holdings.swappable and other.flow.residence is Residence.HERE:
                 since = self._residents.idle_since(other)
                 if since is not None and since + self._policy.idle_ns > now:
                     times.append(since + self._policy.idle_ns)
@@ -125,14 +124,14 @@ class Waiting:
         """Whoever may leave has had the time to: the allocation fails."""
         session = want.session
         del self.wants[session.id]
-        session.lacking = 0
-        session.given_up = bool(session.writing)
+        session.holdings.lacking = 0
+        session.holdings.given_up = bool(session.holdings.writing)
         self._there(session)
 
     def _there(self, session: Session) -> None:
         """What a session waited for has come, or will not: it goes on."""
-        if session.writing:
-            self._proceed(session)
+        if session.holdings.writing:
+            self._post.add(session, Signal.MEMORY_CAME)
         else:
             self._dispatch.swapped_in(session)
 
@@ -141,21 +140,21 @@ class Waiting:
         promised = 0
         if head is not None and head.need:
             promised = min(head.need, need)
-        if session.residence is Residence.HERE:
+        if session.flow.residence is Residence.HERE:
             del self.wants[session.id]
-            session.lacking = 0
+            session.holdings.lacking = 0
             self._residents.promise(session, head, promised)
             self._there(session)
             return False
         try:
-            stores = ledger.swap_in(session.account, self._clock())
+            stores = ledger.swap_in(session.holdings.account, self._clock())
         except OutOfMemoryError:  # there is room, but not in pieces that are large enough
             self._sleep(session, self._clock())
             return False
         del self.wants[session.id]
         if ledger.spare >= promised:
             self._residents.promise(session, head, promised)
-        self._swapping.bring(session, stores, want.priority)
+        self._swapping.bring(session, stores, want.priority, self._arrived)
         return False
 
     def _arrived(self, session: Session) -> None:
@@ -163,13 +162,13 @@ class Waiting:
         if self._next_has_room(session):
             self._dispatch.swapped_in(session)
         else:
-            session.lacking = self._clock()
+            session.holdings.lacking = self._clock()
             self._dispatch.swapped_out(session)  # it will be asked for again, for what its next program needs
-        self._proceed(session)
+        self._post.add(session, Signal.MEMORY_CAME)
 
     def _next_has_room(self, session: Session) -> bool:
         """Whether the run that waits, which may have come after its session was asked for, has what it needs."""
-        head = session.queue[0] if session.queue and session.queue[0].kind == Kind.RUN else None
+        head = session.flow.run
         if head is None or not head.need or head.reserved:
             return True
         if self._ledger.spare >= head.need:

@@ -1,0 +1,377 @@
+"""The rule of a session's life: `step` takes an event in and says what to do next.
+
+Frames are processed in the order of their arrival. Runs are submitted to the dispatch core before their turn, so that the device
+does not wait for this thread. Nothing is begun behind any other frame. Nothing at all is begun while an answer leaves straight
+from the session's buffers, or while its client has too many answers to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wooly_wis.frames import Kind
+
+from wooly_executor.flow.errors import FlowError
+from wooly_executor.flow.events import ClientCame, Event, Held, Overdue, Signal
+from wooly_executor.flow.instructions import Instruction
+from wooly_executor.flow.state import (
+    DEFINITIONS,
+    MOST_BYTES,
+    MOST_FRAMES,
+    RUN,
+    TOUCHES,
+    TURN,
+    WORK,
+    Flow,
+    Frame,
+    Link,
+    Readiness,
+    Residence,
+    Stage,
+)
+
+_OPEN = Link.OPEN
+_READY = Readiness.READY
+#: Signals up to this one are outcomes of instructions.
+_LAST_OUTCOME = Signal.YIELDED
+_SOURCE = int(Kind.SOURCE)
+#: Signals after which there is nothing new to do: they forbid, or tell where the session's memory is.
+NOTES = frozenset(
+    (
+        Signal.LINK_BROKEN,
+        Signal.CLOSED,
+        Signal.RUN_BEGUN,
+        Signal.ANSWERS_UNREAD,
+        Signal.BUFFERS_LENT,
+        Signal.UPLOAD_WAITS,
+        Signal.UPLOAD_LACKS_MEMORY,
+        Signal.LEAVING,
+        Signal.STAYED,
+        Signal.LEFT,
+        Signal.COMING,
+        Signal.ARRIVED,
+    )
+)
+
+
+def step(flow: Flow[Any], event: Event) -> Instruction | None:
+    """Take an event in.
+
+    Returns:
+        What to do next: its outcome is the next event. None: nothing before another event comes, or an instruction is being
+        carried out.
+
+    Raises:
+        FlowError: the event is impossible now.
+    """
+    if flow.link is Link.CLOSED:
+        return None
+    if isinstance(event, Signal):
+        if event <= _LAST_OUTCOME:
+            flow.busy = False
+        _SIGNALS[event](flow)
+    else:
+        _others(flow, event)
+    found = None if flow.busy else _next(flow)
+    if found is not None:
+        flow.busy = True
+    if flow.entries is not None:
+        flow.entries.append((event, found))
+    return found
+
+
+def note(flow: Flow[Any], signal: Signal) -> None:
+    """Take in a signal after which there is nothing new to do: one of `NOTES`.
+
+    Raises:
+        FlowError: the event is impossible now.
+    """
+    if flow.link is Link.CLOSED:
+        return
+    _SIGNALS[signal](flow)
+    if flow.entries is not None:
+        flow.entries.append((signal, None))
+
+
+def _next(flow: Flow[Any]) -> Instruction | None:
+    if flow.link is not _OPEN:
+        return Instruction.END if flow.overdue else None
+    if flow.overdue:
+        return Instruction.END
+    if flow.current is not None:
+        return Instruction.PROCESS
+    if flow.refusing:
+        return Instruction.REFUSE
+    inbox = flow.inbox
+    if inbox.submitted < len(inbox.frames) and not flow.unread and not flow.lent:
+        found = _begin(flow, inbox.frames[inbox.submitted])
+        if found is not None:
+            return found
+    return _reading(flow)
+
+
+def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
+    """What the next frame needs."""
+    if flow.readiness is not _READY:
+        return None
+    kind, stage = frame.kind, frame.stage
+    if kind == RUN:
+        if flow.own_kernels and stage is Stage.NEW:
+            return Instruction.CHECK_KERNELS
+        if flow.planned and stage is not Stage.PLANNED:
+            return Instruction.CHECK_PLAN
+        return Instruction.SUBMIT
+    if kind in DEFINITIONS and stage is Stage.NEW:  # beside the runs before it
+        return None if flow.hold.paused or flow.hold.reason else Instruction.DECODE
+    if flow.inbox.submitted or flow.yielded:
+        return None
+    if kind in TOUCHES and stage is Stage.NEW:
+        return Instruction.REACH
+    if flow.served >= TURN:  # though it is alone: somebody may be waiting to be let in
+        return Instruction.YIELD
+    flow.served += frame.turns
+    _take(flow)
+    return Instruction.PROCESS
+
+
+def _take(flow: Flow[Any]) -> None:
+    """The first frame is processed now."""
+    inbox = flow.inbox
+    flow.current = frame = inbox.frames.popleft()
+    inbox.nbytes -= frame.nbytes
+
+
+def _reading(flow: Flow[Any]) -> Instruction | None:
+    """Whether more is to be read from the client, or less."""
+    inbox = flow.inbox
+    waiting = len(inbox.frames)
+    if inbox.congested:
+        if waiting < MOST_FRAMES // 2 and inbox.nbytes < MOST_BYTES // 2:
+            return Instruction.READ_ON
+    elif waiting > MOST_FRAMES or inbox.nbytes > MOST_BYTES:
+        return Instruction.STOP_READING
+    if inbox.upload and not waiting and not flow.lent and flow.readiness is _READY:
+        return Instruction.READ_ON
+    return None
+
+
+# -- events with data ----------------------------------------------------------------------------------------------------
+
+
+def _others(flow: Flow[Any], event: Event) -> None:
+    if isinstance(event, Frame):
+        inbox = flow.inbox
+        inbox.frames.append(event)
+        inbox.nbytes += event.nbytes
+        if flow.hold.reason and any(f.kind in WORK for f in inbox.frames):
+            flow.refusing.append(event)
+    elif isinstance(event, Held):
+        flow.hold.reason = event.reason
+        if event.reason:
+            flow.refusing = _stuck(flow)
+    elif isinstance(event, Overdue):
+        flow.overdue = event.reason
+    else:
+        assert isinstance(event, ClientCame)
+        if flow.link is not Link.OPENING:
+            raise FlowError("a client came to a session that has one")
+        flow.link, flow.planned = Link.OPEN, event.planned
+
+
+def _stuck(flow: Flow[Any]) -> list[Frame]:
+    """The frames that wait as long as the session is held: those behind its first run or definition, and that one."""
+    found: list[Frame] = []
+    for frame in flow.inbox.frames:
+        if found or frame.kind in WORK:
+            found.append(frame)
+    return [frame for frame in found if not frame.refused]
+
+
+# -- signals -------------------------------------------------------------------------------------------------------------
+
+
+def _next_is(stage: Stage) -> Callable[[Flow[Any]], None]:
+    def outcome(flow: Flow[Any]) -> None:
+        frame = flow.next
+        if frame is None:
+            raise FlowError("an outcome of an instruction, and no frame")
+        frame.stage = stage
+
+    return outcome
+
+
+def _wait_for(readiness: Readiness) -> Callable[[Flow[Any]], None]:
+    def outcome(flow: Flow[Any]) -> None:
+        flow.readiness = readiness
+
+    return outcome
+
+
+def _came(readiness: Readiness) -> Callable[[Flow[Any]], None]:
+    """What the next frame waited for has come. Where it waits for something else, the event is late, and changes nothing."""
+
+    def event(flow: Flow[Any]) -> None:
+        if flow.readiness is readiness:
+            flow.readiness = _READY
+
+    return event
+
+
+def _submitted(flow: Flow[Any]) -> None:
+    frame = flow.next
+    if frame is None or frame.kind != RUN:
+        raise FlowError("what was submitted is not a run")
+    flow.inbox.submitted += 1
+
+
+def _processed(flow: Flow[Any]) -> None:
+    frame = flow.current
+    if frame is None:
+        raise FlowError("no frame was being processed")
+    flow.current = None
+    if frame.kind == _SOURCE:
+        flow.own_kernels = True
+
+
+def _refused(flow: Flow[Any]) -> None:
+    flow.refusing = []
+
+
+def _reading_stopped(flow: Flow[Any]) -> None:
+    flow.inbox.congested = True
+
+
+def _reading_on(flow: Flow[Any]) -> None:
+    flow.inbox.congested = flow.inbox.upload = False
+
+
+def _yielded(flow: Flow[Any]) -> None:
+    flow.yielded = True
+
+
+def _broken(flow: Flow[Any]) -> None:
+    flow.link = Link.BROKEN
+
+
+def _closed(flow: Flow[Any]) -> None:
+    flow.link = Link.CLOSED
+    flow.inbox.frames.clear()
+    flow.inbox.nbytes = flow.inbox.submitted = 0
+    flow.current, flow.refusing = None, []
+    flow.running = False
+
+
+def _decoded(flow: Flow[Any]) -> None:
+    if flow.readiness is Readiness.DECODER:
+        flow.readiness = _READY
+        _next_is(Stage.READY)(flow)
+
+
+def _run_begun(flow: Flow[Any]) -> None:
+    if not flow.inbox.submitted or flow.running or flow.current is not None:
+        raise FlowError("a run begins out of turn")
+    if flow.residence is not Residence.HERE:
+        raise FlowError(f"a run begins, and its memory is {flow.residence.value}")
+    flow.running = True
+
+
+def _run_ended(flow: Flow[Any]) -> None:
+    if not flow.inbox.submitted:
+        raise FlowError("a run ended that was not submitted")
+    flow.running = False
+    flow.inbox.submitted -= 1
+    _take(flow)
+    if flow.readiness is Readiness.ROOM:
+        flow.readiness = _READY
+
+
+def _unread(flow: Flow[Any]) -> None:
+    flow.unread = True
+
+
+def _read(flow: Flow[Any]) -> None:
+    flow.unread = False
+
+
+def _lent(flow: Flow[Any]) -> None:
+    flow.lent = True
+
+
+def _returned(flow: Flow[Any]) -> None:
+    flow.lent = False
+
+
+def _upload_waits(flow: Flow[Any]) -> None:
+    flow.inbox.upload = True
+
+
+def _upload_lacks_memory(flow: Flow[Any]) -> None:
+    flow.inbox.upload = True
+    flow.readiness = Readiness.MEMORY
+
+
+def _turn_came(flow: Flow[Any]) -> None:
+    flow.served, flow.yielded = 0, False
+
+
+def _paused(flow: Flow[Any]) -> None:
+    flow.hold.paused = True
+
+
+def _resumed(flow: Flow[Any]) -> None:
+    flow.hold.paused = False
+
+
+def _moves(to: Residence, *allowed: Residence) -> Callable[[Flow[Any]], None]:
+    def event(flow: Flow[Any]) -> None:
+        if flow.residence not in allowed:
+            raise FlowError(f"memory that is {flow.residence.value} cannot be {to.value} next")
+        if flow.running and to is not Residence.HERE:
+            raise FlowError(f"memory cannot be {to.value} while a run uses it")
+        flow.residence = to
+
+    return event
+
+
+_HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
+    Signal.KERNELS_READY: _next_is(Stage.COMPILED),
+    Signal.KERNELS_AWAITED: _wait_for(Readiness.KERNELS),
+    Signal.PLAN_READY: _next_is(Stage.PLANNED),
+    Signal.PLAN_AWAITED: _wait_for(Readiness.PLAN),
+    Signal.SUBMITTED: _submitted,
+    Signal.ROOM_AWAITED: _wait_for(Readiness.ROOM),
+    Signal.MEMORY_READY: _next_is(Stage.READY),
+    Signal.MEMORY_AWAITED: _wait_for(Readiness.MEMORY),
+    Signal.DEFINITION_READY: _next_is(Stage.READY),
+    Signal.DEFINITION_AWAITED: _wait_for(Readiness.DECODER),
+    Signal.PROCESSED: _processed,
+    Signal.REFUSED: _refused,
+    Signal.READING_STOPPED: _reading_stopped,
+    Signal.READING: _reading_on,
+    Signal.YIELDED: _yielded,
+    Signal.LINK_BROKEN: _broken,
+    Signal.CLOSED: _closed,
+    Signal.KERNELS_BUILT: _came(Readiness.KERNELS),
+    Signal.PLAN_KNOWN: _came(Readiness.PLAN),
+    Signal.DECODED: _decoded,
+    Signal.MEMORY_CAME: _came(Readiness.MEMORY),
+    Signal.RUN_BEGUN: _run_begun,
+    Signal.RUN_ENDED: _run_ended,
+    Signal.ANSWERS_UNREAD: _unread,
+    Signal.ANSWERS_READ: _read,
+    Signal.BUFFERS_LENT: _lent,
+    Signal.BUFFERS_RETURNED: _returned,
+    Signal.UPLOAD_WAITS: _upload_waits,
+    Signal.UPLOAD_LACKS_MEMORY: _upload_lacks_memory,
+    Signal.TURN_CAME: _turn_came,
+    Signal.PAUSED: _paused,
+    Signal.RESUMED: _resumed,
+    Signal.LEAVING: _moves(Residence.LEAVING, Residence.HERE),
+    Signal.STAYED: _moves(Residence.HERE, Residence.LEAVING),
+    Signal.LEFT: _moves(Residence.AWAY, Residence.LEAVING),
+    Signal.COMING: _moves(Residence.COMING, Residence.AWAY),
+    Signal.ARRIVED: _moves(Residence.HERE, Residence.COMING),
+}
+#: By the signal's number: a step looks nothing up by name.
+_SIGNALS = tuple([_HANDLERS[signal] for signal in Signal])

@@ -1,0 +1,258 @@
+"""Carries out what the fold of a session's life says is next (`flow`). Owned by the device loop's thread.
+
+interpreter.go_on(session, event)       all that follows from an event, up to where the session waits for another
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from wooly_wis.codec import DIGEST_SIZE, digest
+from wooly_wis.errors import DecodeError
+from wooly_wis.frames import Kind, unpack_content, unpack_run
+
+from wooly_executor.answers import Answers
+from wooly_executor.decoding import Decoders, Decoding
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import ContextLostError, ExecutorError, forget_frames
+from wooly_executor.estimates import UNKNOWN
+from wooly_executor.flow import Event, Instruction, Signal, note, step
+from wooly_executor.frames import Frame, awaited
+from wooly_executor.pace import FULL, Pace
+from wooly_executor.post import Calls, Post
+from wooly_executor.processing import Processing
+from wooly_executor.programs import ProgramStore
+from wooly_executor.session import Session
+from wooly_executor.sessions import Sessions
+from wooly_executor.vram import Vram
+
+#: Bytes of a definition that this thread decodes itself while no other session is open: that takes less than 10 ms, and a
+#: decoder's answer would come 0.2 ms later.
+DECODED_HERE = 8 << 10
+#: Bytes of a definition that this thread looks up among the programs that are here: its digest takes some 60 us.
+LOOKED_UP_HERE = 64 << 10
+#: What a frame takes of a session's turn; a definition that takes longer counts as several.
+FRAME_NS = 50_000
+
+
+class Interpreter:
+    """Carries out instructions.
+
+    Args:
+        sessions: whose.
+        processing: processes frames when their turn has come.
+        vram: the device's memory.
+        dispatch: orders runs.
+        store: has the programs of all sessions.
+        decoders: decode definitions beside this thread.
+        answers: what is said to clients.
+        post: where events of sessions go that happen in this thread.
+        calls: how other threads reach this one.
+        pace: how quick a core is now; None: full.
+
+    Attributes:
+        served: sessions of which frames were processed in this turn.
+        yielding: whether one of them has more.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        processing: Processing,
+        vram: Vram,
+        dispatch: Dispatch,
+        store: ProgramStore,
+        decoders: Decoders,
+        answers: Answers,
+        post: Post,
+        calls: Calls,
+        pace: Pace | None,
+    ) -> None:
+        self._sessions, self._processing, self._vram, self._dispatch = sessions, processing, vram, dispatch
+        self._store, self._decoders, self._answers = store, decoders, answers
+        self._post, self._calls, self._pace = post, calls, pace
+        self.served: dict[Session, None] = {}
+        self.yielding = False
+        carry_out: dict[Instruction, Callable[[Session], Signal]] = {
+            Instruction.CHECK_KERNELS: self._check_kernels,
+            Instruction.CHECK_PLAN: self._check_plan,
+            Instruction.SUBMIT: self._submit,
+            Instruction.DECODE: self._decode,
+            Instruction.REACH: self._reach,
+            Instruction.PROCESS: self._process,
+            Instruction.YIELD: self._yield,
+            Instruction.REFUSE: self._refuse,
+            Instruction.STOP_READING: self._stop_reading,
+            Instruction.READ_ON: self._read_on,
+            Instruction.END: self._end,
+        }
+        self._carry_out = tuple([carry_out[instruction] for instruction in Instruction])
+
+    def go_on(self, session: Session, event: Event) -> None:
+        """Take in an event, and do all that follows from it."""
+        flow, carry_out = session.flow, self._carry_out
+        found = step(flow, event)
+        while found is not None:
+            found = step(flow, carry_out[found](session))
+
+    def next_turn(self) -> None:
+        """Sessions of which many frames were processed go on."""
+        if self.served:
+            served, self.served, self.yielding = self.served, {}, False
+            for session in served:
+                self.go_on(session, Signal.TURN_CAME)
+
+    def ppm(self) -> int:
+        """The pace of a core now, in millionths."""
+        return FULL if self._pace is None else self._pace.ppm
+
+    # -- what a run needs before it is submitted ---------------------------------------------------------------------
+
+    def _check_kernels(self, session: Session) -> Signal:
+        ready = session.programs.get(bytes(_next(session).payload[:DIGEST_SIZE]))
+
+        def built() -> None:
+            self._calls.call(lambda: self._post.add(session, Signal.KERNELS_BUILT))
+
+        waits = ready is not None and any(kernel.then(built) for kernel in ready.kernels)
+        return Signal.KERNELS_AWAITED if waits else Signal.KERNELS_READY
+
+    def _check_plan(self, session: Session) -> Signal:
+        tiers, frame = session.tiers, _next(session)
+        try:
+            run = unpack_run(frame.payload)
+            ready = session.programs.get(run.digest)
+            params = ready.unpack_params(run.params) if ready is not None else []
+        except (DecodeError, ExecutorError):
+            return Signal.PLAN_READY  # it is refused when its turn comes
+        if tiers is None or ready is None:
+            return Signal.PLAN_READY
+
+        def known() -> None:
+            self._post.add(session, Signal.PLAN_KNOWN)
+
+        waits = tiers.awaits(ready, params, known, session.spans)
+        return Signal.PLAN_AWAITED if waits else Signal.PLAN_READY
+
+    def _submit(self, session: Session) -> Signal:
+        frame = _next(session)
+        if not self._vram.admit(session, frame):
+            return Signal.ROOM_AWAITED
+        ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+        frame.cut = UNKNOWN if ready is None else ready.estimate.cut
+        self._dispatch.submit(session, frame)
+        return Signal.SUBMITTED
+
+    # -- definitions -------------------------------------------------------------------------------------------------
+
+    def _decode(self, session: Session) -> Signal:
+        """Decode a definition at once, where that is quick; else have a decoder do it."""
+        frame = _next(session)
+        work = self._decoding_of(session, frame)
+        nbytes, program = frame.nbytes, frame.kind == Kind.DEFINE
+        if not session.flow.inbox.submitted:
+            alone = len(self._sessions) == 1 and nbytes <= DECODED_HERE
+            if alone or (program and nbytes <= LOOKED_UP_HERE and self._store.known(digest(frame.payload))):
+                self._decode_here(session, frame, work)
+                return Signal.DEFINITION_READY
+
+        def done(result: Any, error: Exception | None, core_ns: int) -> None:
+            self._calls.call(lambda: self._decoded(session, frame, result, error, core_ns))
+
+        priority = self._dispatch.priority_of(session.id)
+        session.decoding = Decoding(session.tenant or session.id, priority, nbytes, work, done)
+        self._decoders.submit(session.decoding)
+        return Signal.DEFINITION_AWAITED
+
+    def _decode_here(self, session: Session, frame: Frame, work: Callable[[], Any]) -> None:
+        begun = time.thread_time_ns()
+        try:
+            frame.decoded = work(), None
+        except ContextLostError:
+            raise
+        except Exception as e:
+            forget_frames(e)
+            frame.decoded = None, e
+        took = time.thread_time_ns() - begun
+        session.used.decoded(took, self.ppm())
+        frame.turns += took // FRAME_NS
+
+    def _decoded(self, session: Session, frame: Frame, result: Any, error: Exception | None, core_ns: int) -> None:
+        """A decoder is done."""
+        session.used.decoded(core_ns, self.ppm())
+        session.decoding, frame.decoded = None, (result, error)
+        self._post.add(session, Signal.DECODED)
+
+    def _decoding_of(self, session: Session, frame: Frame) -> Callable[[], Any]:
+        """What decodes a frame, in any thread."""
+        frame.begun_ns = time.time_ns()
+        take = session.programs.define if frame.kind == Kind.DEFINE else session.programs.take_source
+
+        def work() -> Any:
+            with torch.inference_mode():
+                return take(bytes(frame.payload))
+
+        return work
+
+    # -- frames whose turn has come ----------------------------------------------------------------------------------
+
+    def _reach(self, session: Session) -> Signal:
+        """Whether the memory that a frame touches is there, with room for what it changes, and hashed for who is to keep it."""
+        frame = _next(session)
+        if frame.kind == Kind.PIN:
+            return Signal.MEMORY_AWAITED if session.holdings.sealing else Signal.MEMORY_READY
+        if frame.kind == Kind.OFFER:
+            try:
+                buffer, _, head, _ = unpack_content(frame.payload)
+            except DecodeError:
+                return Signal.MEMORY_READY  # it is refused when its turn comes
+            if not head:
+                return Signal.MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
+        return Signal.MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
+
+    def _process(self, session: Session) -> Signal:
+        conn, frame = session.conn, session.flow.current
+        assert isinstance(frame, Frame)
+        if conn is not None and not conn.closed:
+            self._processing.process(session, conn, frame)
+            if frame.kind != Kind.RUN:
+                self.served[session] = None
+        if conn is None or conn.closed:
+            note(session.flow, Signal.LINK_BROKEN)
+        return Signal.PROCESSED
+
+    def _yield(self, session: Session) -> Signal:
+        self.yielding = True
+        return Signal.YIELDED
+
+    def _refuse(self, session: Session) -> Signal:
+        """Answer what the client of a held session waits for: why it would wait. What it submitted is kept, and runs later."""
+        conn, flow = session.conn, session.flow
+        for frame in flow.refusing:
+            if conn is not None and not conn.closed and awaited(frame):
+                frame.refused = True
+                self._answers.refuse(conn, frame, "executor.held", flow.hold.reason)
+        return Signal.REFUSED
+
+    def _stop_reading(self, session: Session) -> Signal:
+        if session.conn is not None:
+            session.conn.pause()
+        return Signal.READING_STOPPED
+
+    def _read_on(self, session: Session) -> Signal:
+        if session.conn is not None:
+            session.conn.resume()
+        return Signal.READING
+
+    def _end(self, session: Session) -> Signal:
+        self._sessions.end(session, session.flow.overdue)
+        return Signal.CLOSED
+
+
+def _next(session: Session) -> Frame:
+    frame = session.flow.next
+    assert isinstance(frame, Frame)
+    return frame

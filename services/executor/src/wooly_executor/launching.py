@@ -1,0 +1,198 @@
+"""Has the device run what the dispatch core decides, piece by piece, and bills it. Owned by the device loop's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from wooly_bus.channel import ChannelServer, Connection
+from wooly_wis.frames import unpack_run
+
+from wooly_executor.answers import Answers
+from wooly_executor.collector import Collector
+from wooly_executor.cores import WorkerClock
+from wooly_executor.decoding import Gate
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.errors import ContextLostError
+from wooly_executor.estimates import Cut, turns
+from wooly_executor.flow import Signal, note
+from wooly_executor.frames import Frame
+from wooly_executor.interpreter import Interpreter
+from wooly_executor.pace import FASTEST, FULL, Pace
+from wooly_executor.runs import Runs
+from wooly_executor.runtime.protocol import Execution, Runtime
+from wooly_executor.session import Session
+from wooly_executor.usual import UsualBook
+from wooly_executor.vram import Vram
+
+#: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
+MANY_BUFFERS = 16 << 10
+
+
+class Launcher:
+    """Carries out launches.
+
+    Args:
+        runtime: computes.
+        dispatch: decides what runs next.
+        runs: begins and ends programs.
+        vram: the device's memory.
+        interpreter: goes on with sessions whose runs end.
+        answers: what was said is sent after each launch.
+        server: tells whether something came.
+        gate: tells decoders what the device's thread is at.
+        pace: how quick a core is; None: full.
+        collector: looks for garbage while the device rests; None: nobody does.
+        poll: takes in what came, without waiting.
+        called: whether another thread wants something.
+
+    Attributes:
+        busy_ns: device time of all launches.
+        occupied: the session that has the device, and since when by `time.perf_counter_ns`; None: no session has.
+        looked: when what came was taken in last, by the same clock.
+        usual: what runs of known programs take.
+        workers: time of the cores that compute beside this thread.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        dispatch: Dispatch,
+        runs: Runs,
+        vram: Vram,
+        interpreter: Interpreter,
+        answers: Answers,
+        server: ChannelServer,
+        gate: Gate,
+        pace: Pace | None,
+        collector: Collector | None,
+        poll: Callable[[], None],
+        called: Callable[[], bool],
+    ) -> None:
+        self._runtime, self._dispatch, self._runs, self._vram = runtime, dispatch, runs, vram
+        self._interpreter, self._answers, self._server, self._gate = interpreter, answers, server, gate
+        self._pace, self._collector, self._poll, self._called = pace, collector, poll, called
+        self.busy_ns = self.looked = 0
+        self.occupied: tuple[str, int] | None = None
+        self.usual = UsualBook()
+        self.workers = WorkerClock()
+
+    def launch(self) -> None:
+        """Carry out the core's decision. It hears of frames that came meanwhile before it decides again."""
+        launch = self._dispatch.launch
+        work, gpu_ns, core_ns, stopped = self._dispatch.take(), 0, 0, None
+        if launch is not None:
+            self._gate.priority = launch.priority
+        if work is not None:
+            session, workers, beyond = work[0], self.workers.read(), self._runtime.beyond_ns
+            gpu_ns, last = self._piece(*work)
+            core_ns = gpu_ns + self.workers.read() - workers + self._runtime.beyond_ns - beyond
+            self.busy_ns += gpu_ns
+            session.used.launched(gpu_ns, core_ns, self._vram.clock(), self._pace_of(session, work[1], last, core_ns))
+            if self._pace is not None:
+                self._pace.worked(gpu_ns)
+            if last < work[3]:
+                stopped = (*work[:2], last)
+            self._answers.flush()
+        if self._collector is not None:
+            self._collector.worked()
+        if time.perf_counter_ns() - self.looked > self._dispatch.patience_ns():
+            self._poll()
+        self._dispatch.done(gpu_ns, stopped, core_ns)
+
+    def running_s(self, session_id: str) -> float:
+        """Seconds for which the device has been at work for a session without a look at what others want; 0: it is not.
+
+        From any thread.
+        """
+        occupied = self.occupied
+        if occupied is None or occupied[0] != session_id:
+            return 0.0
+        return (time.perf_counter_ns() - occupied[1]) / 1e9
+
+    def _pace_of(self, session: Session, frame: Frame, last: int, core_ns: int) -> int:
+        """The pace at which a launch is priced, in millionths: the core's, or that at which such runs are usual."""
+        running, kernels = frame.running, frame.cut.kernels
+        if self._pace is None:
+            return FULL
+        if running is None or core_ns <= 0:
+            return self._pace.ppm
+        running.core_ns += core_ns
+        took = core_ns * self._pace.ppm // FULL
+        running.paced_ns += took
+        usual = self.usual.of(session.tenant, running.ready.digest, running.prepared)
+        price = usual.price(running.paced_ns, running.core_ns, sum(kernels[:last]), sum(kernels))
+        piece = max(price - running.priced_ns, 0)
+        running.priced_ns += piece
+        if last == len(kernels) and running.execution.outcome.failed_at is None:
+            usual.ran(running.paced_ns, running.core_ns)
+        return min(max(self.usual.settled(session.tenant, took, piece) * FULL // core_ns, 1), FASTEST)
+
+    def _piece(self, session: Session, frame: Frame, first: int, last: int) -> tuple[int, int]:
+        """Run some kernels of a frame, unless a higher class arrives.
+
+        Returns:
+            The device time that they took, in ns, and the first that was not run.
+        """
+        conn = session.conn
+        if conn is None or conn.closed or frame.ended:
+            return 0, last
+        gpu_ns = beside_ns = 0
+        many = frame.nbytes > MANY_BUFFERS
+        since = time.perf_counter_ns() if many else 0
+        try:
+            if not first:
+                if session.spans is not None and session.spans.fresh:
+                    frame.begun_ns = time.time_ns()
+                note(session.flow, Signal.RUN_BEGUN)
+                self._vram.begun(session, frame)
+                frame.running = self._runs.begin(session, unpack_run(frame.payload), frame.seq)
+            if many:
+                beside_ns = time.perf_counter_ns() - since
+            if frame.running is not None:
+                self.occupied = session.id, time.perf_counter_ns()
+                times = self._advance(conn, frame.running.execution, frame.cut, first, last)
+                self.occupied = None
+                gpu_ns = sum(times)
+                frame.running.gpu_ns += gpu_ns
+                if conn.closed:
+                    return gpu_ns + beside_ns, last
+                last = first + len(times)
+                if frame.running.execution.outcome.failed_at is None:
+                    frame.running.ready.observe(frame.cut, first, times)
+        except ContextLostError:
+            raise
+        except Exception as e:
+            frame.error, self.occupied = e, None
+            if many and not beside_ns:
+                beside_ns = time.perf_counter_ns() - since
+            if frame.running is not None:
+                self._runs.abandon(session, frame.running)
+                frame.running = None
+        if last == len(frame.cut.kernels) or frame.error is not None:
+            since = time.perf_counter_ns() if many else 0
+            self._interpreter.go_on(session, Signal.RUN_ENDED)
+            if many:
+                beside_ns += time.perf_counter_ns() - since
+        return gpu_ns + beside_ns, last
+
+    def _advance(self, conn: Connection, execution: Execution, cut: Cut, first: int, last: int) -> list[int]:
+        """Run kernels `first` to `last` - 1, or up to an edge where a higher class waits. Returns what each took, in ns.
+
+        What arrives is read at the edges, as often as the class in flight has to look.
+        """
+        patience, dispatch = self._dispatch.patience_ns(), self._dispatch
+        times: list[int] = []
+        begin, looked = first, self.looked
+        for end in turns(cut.kernels, first, last, patience):
+            times += execution.advance(cut.edges[begin:end])
+            begin = end
+            if begin < last and (now := time.perf_counter_ns()) - looked > patience:
+                looked = now
+                if self._server.waiting():
+                    self._poll()
+                    if dispatch.overtaken() or conn.closed:
+                        break
+                if self._called() or self._vram.due:
+                    break
+        return times

@@ -1,0 +1,165 @@
+"""Does what a frame asks for, when its turn has come, and answers it. Owned by the device loop's thread."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from wooly_bus.channel import Connection
+from wooly_wis.errors import DecodeError
+from wooly_wis.frames import Kind, unpack_content, unpack_json, unpack_read
+
+from wooly_executor.answers import Answers
+from wooly_executor.counters import Work
+from wooly_executor.errors import ContextLostError, ExecutorError, InternalError, forget_frames
+from wooly_executor.flow.state import DEFINITIONS
+from wooly_executor.frames import Frame
+from wooly_executor.landing import land
+from wooly_executor.runs import Runs
+from wooly_executor.session import Session
+from wooly_executor.sessions import Sessions
+from wooly_executor.vram import Vram
+
+log = logging.getLogger("wooly.executor")
+#: Bytes of a PIN frame.
+PIN_BYTES = 4096
+
+
+class Processing:
+    """Processes frames.
+
+    Args:
+        sessions: whose.
+        runs: finishes their runs, and has their buffers.
+        vram: the device's memory.
+        answers: what is said to their clients.
+
+    Attributes:
+        work: who did how much of what all sessions asked for.
+    """
+
+    def __init__(self, sessions: Sessions, runs: Runs, vram: Vram, answers: Answers) -> None:
+        self._sessions, self._runs, self._vram, self._answers = sessions, runs, vram, answers
+        self.work = Work()
+
+    def process(self, session: Session, conn: Connection, frame: Frame) -> None:
+        """A frame's turn has come, or its run has ended: do the rest, and answer it. What fails is the session's failure."""
+        frame.ended = True
+        error, frame.error = frame.error, None
+        try:
+            if error is not None:
+                raise error
+            self._do(session, conn, frame)
+        except ContextLostError:
+            raise
+        except (MemoryError, RecursionError) as e:
+            forget_frames(e)
+            self._sessions.exhausted(conn, e)
+            return
+        except (ExecutorError, DecodeError) as e:
+            forget_frames(e)
+            session.fail(e.code, str(e), frame.seq, getattr(e, "instruction", None))
+            self._answers.failure_if_awaited(session, conn, frame)
+        except Exception as e:
+            log.exception("session %s: frame %d failed", session.id, frame.seq)
+            forget_frames(e)
+            session.fail(InternalError.code, f"{type(e).__name__}: {e}", frame.seq)
+            self._answers.failure_if_awaited(session, conn, frame)
+        conn.ack(frame.seq)
+        if not session.flow.inbox.frames:
+            self._vram.idle(session)
+
+    def _do(self, session: Session, conn: Connection, frame: Frame) -> None:
+        kind, answers = frame.kind, self._answers
+        if kind == Kind.RUN:
+            self._finish(session, conn, frame)
+        elif kind == Kind.WRITE:
+            land(session)  # data is in place already, or on its way, or its failure is kept
+        elif kind in DEFINITIONS:
+            self._keep(session, frame)
+        elif frame.refused:
+            return
+        elif kind == Kind.READ:
+            buffer, offset, nbytes = unpack_read(frame.payload)
+            if not answers.failure(session, conn):
+                answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
+        elif kind == Kind.SYNC:
+            if not answers.failure(session, conn):
+                answers.say(conn, {})
+        elif kind == Kind.STATS:
+            answers.say(conn, self._stats(session))
+        elif kind == Kind.OFFER:
+            answers.say(conn, {"known": self._offer(session, frame)})
+        elif kind == Kind.SEAL:
+            buffer, nbytes, _, name = unpack_content(frame.payload)
+            self._vram.contents.seal(session, buffer, nbytes, name)
+        elif kind == Kind.PIN:
+            if len(frame.payload) > PIN_BYTES:
+                raise DecodeError(f"PIN frame of {len(frame.payload)} bytes, at most {PIN_BYTES}")
+            answers.say(conn, self._pin(session, unpack_json(frame.payload)))
+        elif kind == Kind.CLOSE:
+            self._sessions.close(session.id, "")
+        else:
+            conn.close(f"frame kind {kind} is not one that a client sends")
+
+    def _finish(self, session: Session, conn: Connection, frame: Frame) -> None:
+        """A run is done on the device."""
+        running = frame.running
+        assert running is not None
+        computing = running.ready.computing
+        kernel_ns = getattr(running.execution, "kernel_ns", 0)
+        for work in (self.work, session.work):
+            work.ran(running.prepared, computing, running.gpu_ns, kernel_ns)
+        session.used.ran(running.ready.digest, running.ready.prepared.program)
+        outcome = self._runs.finish(session, running)
+        if session.spans is not None and session.spans.fresh:
+            program, failed = running.ready.prepared.program, outcome.failed_at is not None
+            session.spans.ran(running.ready.digest, frame.begun_ns, running.gpu_ns, len(program.body), failed)
+        if frame.refused:  # the client took the answer for a failure, and knows nothing of these results
+            for slot in running.ready.dynamic:
+                self._runs.free(session, [running.run.bindings[slot]])
+        elif running.run.reply and not self._answers.failure(session, conn):
+            self._answers.say(conn, {"outputs": outcome.outputs, "values": _json_values(outcome.values)})
+
+    def _keep(self, session: Session, frame: Frame) -> None:
+        """What a frame defines is decoded: runs may name it, and programs."""
+        assert frame.decoded is not None
+        result, error = frame.decoded
+        if error is not None:
+            raise error
+        if frame.kind == Kind.SOURCE:
+            session.programs.keep_source(*result)
+            return
+        session.programs.keep(result)
+        if session.spans is not None:
+            session.spans.defined(result.digest, len(frame.payload), frame.begun_ns)
+
+    def _stats(self, session: Session) -> dict[str, Any]:
+        counters = session.counters
+        stats: dict[str, Any] = {name: getattr(counters, name) for name in counters.__slots__}
+        stats |= {"bytes": session.held_bytes, "buffers": len(session.buffers), "work": session.work.to_json()}
+        return stats | self._vram.stats(session) | session.host_use().to_json()
+
+    def _offer(self, session: Session, frame: Frame) -> bool:
+        buffer, nbytes, head, name = unpack_content(frame.payload)
+        try:
+            return self._vram.contents.offer(session, buffer, nbytes, head, name)
+        except ExecutorError as e:  # the upload that follows will say so again; this question is always answered
+            session.fail(e.code, str(e), frame.seq)
+            return False
+
+    def _pin(self, session: Session, ask: dict[str, Any]) -> dict[str, Any]:
+        """Keep contents, let them go, or list what is kept."""
+        pins, tenant, name = self._vram.pins, session.holdings.account.tenant, str(ask.get("name", ""))
+        try:
+            if ask.get("do") == "add":
+                return {"bytes": pins.add(session, name)}
+            if ask.get("do") == "remove":
+                return {"removed": pins.remove(tenant, name)}
+        except ExecutorError as e:
+            return {"error": str(e)}
+        return {"pins": pins.of(tenant)}
+
+
+def _json_values(values: list[Any]) -> list[Any]:
+    return [{"re": v.real, "im": v.imag} if isinstance(v, complex) else v for v in values]

@@ -1,0 +1,216 @@
+"""Runs programs of sessions: what one needs is checked, its memory found, and what it wrote or lost is on the session's account.
+
+Owned by the device loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from wooly_wis.frames import Run
+
+from wooly_executor.errors import BindingError, ExecutorError, OutOfMemoryError, PoisonedError
+from wooly_executor.frames import Running
+from wooly_executor.memory.ledger import WORKSPACE_KEPT
+from wooly_executor.programs import ReadyProgram
+from wooly_executor.runtime.buffers import Buffer, bytes_of
+from wooly_executor.runtime.protocol import Outcome, Runtime
+from wooly_executor.session import Session
+from wooly_executor.tiers import choose
+from wooly_executor.vram import Vram
+
+#: Buffers of a session, lost ones among them.
+BUFFERS_KEPT = 1 << 20
+#: Buffers that a run of an unknown program may lose though they never were: each takes a microsecond, and memory.
+LOST_AT_ONCE = 1 << 15
+
+
+class Runs:
+    """Runs programs on one device.
+
+    Args:
+        runtime: computes.
+        vram: the memory of the device.
+    """
+
+    def __init__(self, runtime: Runtime, vram: Vram) -> None:
+        self._runtime, self._vram = runtime, vram
+
+    # -- programs ----------------------------------------------------------------------------------------------------
+
+    def begin(self, session: Session, run: Run, seq: int) -> Running:
+        """Begin to run one program; `finish` or `abandon` follows, and until then nothing else of this session is done.
+
+        Raises:
+            ExecutorError: it could not be started; nothing was executed, but what the client says is dead is freed.
+        """
+        try:
+            return self._begin(session, run, seq)
+        except Exception as e:
+            if isinstance(e, ExecutorError):
+                self._lose(session, run, str(e))
+            self.free(session, run.frees)
+            raise
+
+    def finish(self, session: Session, running: Running) -> Outcome:
+        """A program ran to its end: free what the client says is dead.
+
+        Raises:
+            OutOfMemoryError: its results are more than the session may hold.
+        """
+        try:
+            return self._finish(session, running)
+        except ExecutorError as e:
+            self._lose(session, running.run, str(e))
+            raise
+        finally:
+            self.free(session, running.run.frees)
+
+    def abandon(self, session: Session, running: Running) -> None:
+        """The executor failed at a program that was begun."""
+        session.running = False
+        for slot, _ in running.ready.kept:
+            buffer = running.run.bindings[slot]
+            if buffer not in session.buffers:
+                self._vram.free(session, [buffer])
+        self.free(session, running.run.frees)
+
+    def _begin(self, session: Session, run: Run, seq: int) -> Running:
+        ready = session.programs.use(run.digest)
+        params = ready.unpack_params(run.params)
+        self._check_bindings(session, ready, run.bindings)
+        bindings, vram, holdings = run.bindings, self._vram, session.holdings
+        if holdings.guarded:
+            vram.contents.unshare(session, [bindings[slot] for slot in ready.written])
+        before = session.held_bytes
+        freed = sum([session.buffers[bindings[slot]].nbytes for slot in ready.prepared.dropped])
+        prepared = choose(session.tiers, ready, session.jit, params, session.spans)
+        kept = [(bindings[slot], nbytes) for slot, nbytes in ready.kept]
+        vram.ledger.begin(holdings.account, kept, ready.workspace, vram.clock())
+        session.running = True
+        execution = self._runtime.begin(prepared, session.buffers, bindings, params)
+        return Running(run, seq, ready, execution, before, freed, prepared)
+
+    def _finish(self, session: Session, running: Running) -> Outcome:
+        run, ready, before, outcome = running.run, running.ready, running.before, running.execution.outcome
+        vram, account, counters = self._vram, session.holdings.account, session.counters
+        session.running = False
+        session.held_bytes += ready.facts.kept_bytes - running.freed
+        if ready.prepared.dropped:
+            vram.free(session, [run.bindings[slot] for slot in ready.prepared.dropped])
+        if account.workspace > WORKSPACE_KEPT:
+            vram.ledger.end(account, vram.clock())
+        for slot in ready.dynamic:
+            made = session.buffers.get(run.bindings[slot])
+            if made is not None:
+                session.held_bytes += made.nbytes
+        counters.peak_bytes = max(counters.peak_bytes, before + ready.peak_bytes, session.held_bytes)
+        counters.programs += 1
+        counters.instructions += len(ready.prepared.program.body)
+        if outcome.failed_at is not None:
+            session.fail(outcome.code, outcome.error, running.seq, outcome.failed_at)
+        if ready.dynamic:
+            self._take_in(session, run, ready, before)
+        return outcome
+
+    def _take_in(self, session: Session, run: Run, ready: ReadyProgram, before: int) -> None:
+        """Put results of unknown size on the account.
+
+        Raises:
+            OutOfMemoryError: they are more than the session may hold, or than there is room for.
+        """
+        vram, account = self._vram, session.holdings.account
+        try:
+            if session.held_bytes > session.quota:
+                raise self._out_of_memory(session, session.held_bytes - before, before)
+            for slot in ready.dynamic:
+                made = session.buffers.get(run.bindings[slot])
+                if made is not None:
+                    vram.ledger.allocate(account, run.bindings[slot], made.nbytes, vram.clock())
+        except OutOfMemoryError:
+            self.free(session, [run.bindings[slot] for slot in ready.dynamic])
+            raise
+
+    def _check_bindings(self, session: Session, ready: ReadyProgram, bindings: list[int]) -> None:
+        facts, buffers = ready.facts, session.buffers
+        if len(bindings) != len(facts.slot_bytes):
+            raise BindingError(f"{len(bindings)} bindings, the program has {len(facts.slot_bytes)} slots")
+        if len(set(bindings)) != len(bindings):
+            raise BindingError("one buffer is bound to two slots")
+        get, made = buffers.get, facts.slot_alloc
+        if ready.dynamic:
+            made = tuple([0 if slot in ready.dynamic else size for slot, size in enumerate(made)])
+        for buffer, need, size in zip(bindings, facts.slot_bytes, made, strict=True):  # hundreds, in each run
+            known = get(buffer)
+            if size is not None:
+                if known is not None:
+                    if not known.poison:
+                        raise BindingError(f"buffer {buffer} is allocated again")
+                    self.free(session, [buffer])
+            elif known is None:
+                raise BindingError(f"buffer {buffer} does not exist")
+            elif known.nbytes < need and not known.poison:
+                raise BindingError(f"buffer {buffer} has {known.nbytes} bytes, the program reaches byte {need}")
+        if len(buffers) + len(ready.kept) + len(ready.dynamic) > BUFFERS_KEPT:
+            raise OutOfMemoryError(f"the session has {len(buffers)} buffers, at most {BUFFERS_KEPT}")
+        if session.held_bytes + ready.peak_bytes > session.quota:
+            raise self._out_of_memory(session, ready.peak_bytes, session.held_bytes)
+
+    def _out_of_memory(self, session: Session, wanted: int, held: int) -> OutOfMemoryError:
+        account = session.holdings.account
+        account.ooms += 1
+        return OutOfMemoryError(self._vram.ledger.out_of_memory(account, wanted, session.quota, held))
+
+    # -- buffers -----------------------------------------------------------------------------------------------------
+
+    def free(self, session: Session, buffers: Sequence[int]) -> None:
+        """Forget buffers; unknown ids are ignored (a failed program may never have made them)."""
+        known = session.buffers
+        for buffer in buffers:
+            gone = known.pop(buffer, None)
+            if gone is not None:
+                session.held_bytes -= gone.nbytes
+        if buffers:
+            self._vram.free(session, buffers)
+
+    def _lose(self, session: Session, run: Run, why: str) -> None:
+        """Poison what a run that could not start should have written, and free what it should have freed.
+
+        Where it is not known which buffers those are, everything that the run names is lost.
+        """
+        ready, buffers = session.programs.get(run.digest), session.buffers
+        fits = ready is not None and len(run.bindings) == len(ready.facts.slot_bytes)
+        for slot, buffer in enumerate(run.bindings):
+            if ready is not None and fits:
+                if ready.facts.slot_freed[slot]:
+                    self.free(session, [buffer])
+                    continue
+                if slot not in ready.written:
+                    continue
+            known = buffers.get(buffer)
+            if known is None and (len(buffers) >= BUFFERS_KEPT or (not fits and slot >= LOST_AT_ONCE)):
+                continue  # whoever reads it is told that it does not exist
+            if known is None:
+                buffers[buffer] = Buffer(0, None, None, why)
+            else:
+                known.base, known.view, known.poison = None, None, known.poison or why
+
+    def memory(self, session: Session, buffer: int, offset: int, nbytes: int, *, writing: bool) -> Tensor:
+        """The bytes of a buffer on the device, for reading or for being written.
+
+        Raises:
+            ExecutorError: no such buffer, out of its bounds, or its content was lost to a failed operation.
+        """
+        known = session.buffers.get(buffer)
+        if known is None:
+            raise BindingError(f"buffer {buffer} does not exist")
+        if known.base is None and (not writing or nbytes != known.nbytes):
+            raise PoisonedError(known.poison)
+        if offset + nbytes > known.nbytes:
+            raise BindingError(f"bytes {offset} to {offset + nbytes} of buffer {buffer}, which has {known.nbytes}")
+        if writing and session.holdings.guarded:
+            self._vram.contents.unshare(session, [buffer], whole=nbytes == known.nbytes)
+        if known.base is None:
+            known.base, known.poison = self._runtime.device.zeroed(known.nbytes), ""
+        return bytes_of(known.base, offset, nbytes)

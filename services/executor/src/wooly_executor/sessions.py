@@ -1,0 +1,253 @@
+"""The open sessions of one device: how one begins, is suspended, and ends. Owned by the device loop's thread."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+
+from opentelemetry.trace import SpanContext
+from wooly_bus.channel import ChannelServer, Connection
+from wooly_bus.channel.token import Pass
+from wooly_dispatch.events import Policy
+from wooly_wis.frames import PROTOCOL, Kind
+
+from wooly_executor.answers import Answers
+from wooly_executor.dispatch import Dispatch
+from wooly_executor.entrance import Entrance, Hello, TurnedAwayError, refusal
+from wooly_executor.errors import AdmissionError, HostMemoryError, UnknownSessionError
+from wooly_executor.flow import ClientCame, Held, Signal, note
+from wooly_executor.host_account import Holder, HostLimits, to_end
+from wooly_executor.memory.book import Scope
+from wooly_executor.post import Post
+from wooly_executor.programs import Author, ProgramStore
+from wooly_executor.runtime.protocol import Runtime
+from wooly_executor.session import Session
+from wooly_executor.session_programs import SessionPrograms
+from wooly_executor.spans import spans_of
+from wooly_executor.tiers import Tiers
+from wooly_executor.usage import UsageBook
+from wooly_executor.vram import Vram
+
+log = logging.getLogger("wooly.executor")
+#: Why sessions end that end with the executor.
+STOPPING = "the executor is stopping"
+#: Bytes that a client may send before the executor has said that it has taken in what came before.
+WINDOW = 64 << 20
+#: Told of a session that ended: its id, why (empty: its client closed it, in order), and the contents that it shared.
+Closed = Callable[[str, str, tuple[str, ...]], None]
+
+
+class Sessions:
+    """The sessions of one device, by id.
+
+    Args:
+        runtime: computes.
+        tiers: decides how programs run; None: all run as they are.
+        vram: the device's memory.
+        dispatch: orders their runs.
+        store: has their programs.
+        usage: counts what they use.
+        entrance: lets their clients in.
+        answers: says what is said to them.
+        post: where events of theirs go.
+        server: their clients' channels.
+        limits: what they may make the host hold.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        tiers: Tiers | None,
+        vram: Vram,
+        dispatch: Dispatch,
+        store: ProgramStore,
+        usage: UsageBook,
+        entrance: Entrance,
+        answers: Answers,
+        post: Post,
+        server: ChannelServer,
+        limits: HostLimits,
+    ) -> None:
+        self._runtime, self._tiers, self._vram, self._dispatch = runtime, tiers, vram, dispatch
+        self._store, self._usage, self._entrance, self._answers = store, usage, entrance, answers
+        self._post, self._server, self._limits = post, server, limits
+        self._open: dict[str, Session] = {}
+        self._closed: Closed | None = None
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __getitem__(self, session_id: str) -> Session:
+        return self._open[session_id]
+
+    def get(self, session_id: str) -> Session | None:
+        """The session of this id, if it is open."""
+        return self._open.get(session_id)
+
+    def all(self) -> list[Session]:
+        """The open sessions."""
+        return list(self._open.values())
+
+    def follow(self, closed: Closed) -> None:
+        """Have `closed` told, in the device's thread, of every session that ends from now on."""
+        self._closed = closed
+
+    # -- beginning ---------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        session_id: str,
+        entry: Pass,
+        quota: int | None,
+        policy: Policy | None = None,
+        tenant: str = "",
+        *,
+        model: str = "",
+        scope: Scope = Scope.OFF,
+        swappable: bool = True,
+        hosted: SpanContext | None = None,
+        opaque: bool = False,
+    ) -> None:
+        """Admit a session.
+
+        `hosted`: what it is opened under, where it is traced. `opaque`: it may launch kernels that nobody here can check.
+
+        Raises:
+            AdmissionError: the id is taken, or what is asked for cannot be promised.
+        """
+        if session_id in self._open:
+            raise AdmissionError(f"session {session_id} is open already")
+        swappable = swappable and not self._dispatch.fifo  # in the order of arrival nobody can be passed over
+        most = self._vram.quota(session_id, quota, swappable)
+        holdings = self._vram.open(session_id, tenant, scope, swappable=swappable, promised=quota or 0)
+        borne = functools.partial(self._vram.borne, holdings.account)
+        session = Session(
+            id=session_id,
+            tenant=tenant,
+            entry=entry,
+            quota=most,
+            holdings=holdings,
+            programs=SessionPrograms(self._store, Author(tenant or session_id, opaque), self._limits.definitions),
+            used=self._usage.opened(session_id, tenant, model, borne, self._vram.clock()),
+            tiers=self._tiers,
+            hosted=hosted,
+        )
+        self._vram.enter(session)
+        self._open[session_id] = session
+        self._dispatch.opened(session, policy or Policy(), tenant)
+        self._entrance.open(session_id, entry)
+
+    def welcome(self, conn: Connection, hello: Hello) -> None:
+        """Serve a client that the entrance let in, unless its session ended meanwhile."""
+        session = self._open.get(hello.session_id)
+        if session is None or session.entry is not hello.entry:
+            conn.send(*refusal(TurnedAwayError.code, "the session is not open here"))
+            self._server.flush()
+            conn.close("the session is not open here")
+            return
+        session.jit = hello.jit
+        session.spans = spans_of(session.id, session.hosted, hello.trace)
+        if session.spans is not None:
+            session.used.trace = session.spans.parent
+        session.conn, conn.owner = conn, session
+        conn.ack(1)
+        facts = self._runtime.facts() | {"total_memory": session.quota}
+        welcome = {"protocol": PROTOCOL, "session_id": session.id, "window": WINDOW, "device": facts}
+        self._answers.say(conn, welcome, Kind.WELCOME)
+        self._post.add(session, ClientCame(planned=hello.jit == "full" and session.tiers is not None))
+
+    # -- meanwhile ---------------------------------------------------------------------------------------------------
+
+    def suspend(self, session_id: str, paused: bool | None, hold: str | None) -> bool:
+        """Somebody suspends a session, or a hold does, whose reason its client is told.
+
+        Returns:
+            Whether it is suspended from now on, for either.
+
+        Raises:
+            UnknownSessionError: there is none of that id.
+        """
+        session = self._open.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"session {session_id} is not open here")
+        now = session.flow.hold
+        if paused is not None:
+            self._post.add(session, Signal.PAUSED if paused else Signal.RESUMED)
+        if hold is not None:
+            self._post.add(session, Held(hold))
+        return (now.paused if paused is None else paused) or bool(now.reason if hold is None else hold)
+
+    def bill_decoding(self, session_id: str, core_ns: int) -> None:
+        """What a session runs was decoded before it was opened: it took so many ns of a core."""
+        session = self._open.get(session_id)
+        if session is not None:
+            session.used.decoded(core_ns)
+
+    def sample_spans(self) -> None:
+        """Tell what traced sessions ran."""
+        now = time.time_ns()
+        for session in self._open.values():
+            if session.spans is not None:
+                session.spans.sample(session.counters, session.work, now)
+
+    def review(self) -> None:
+        """End a session where sessions make the host hold too much."""
+        holders = [Holder(s.id, s.holdings.account.tenant or s.id, s.host_use()) for s in self._open.values()]
+        found = to_end(holders, self._limits, self._store.held)
+        if found is not None:
+            self.end(self._open[found[0]], found[1])
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    def close(self, session_id: str, reason: str) -> bool:
+        """End a session and free all it has. False if there is none of that id."""
+        session = self._open.pop(session_id, None)
+        if session is None:
+            return False
+        note(session.flow, Signal.CLOSED)
+        self._entrance.close(session_id)
+        self._dispatch.closed(session)
+        if session.spans is not None:
+            session.spans.end(session.counters, session.work, session.holdings.swaps, reason)
+        self._usage.closed(session_id, self._vram.clock())
+        self._vram.close(session)
+        session.release()
+        conn, session.conn = session.conn, None
+        if conn is not None:
+            conn.owner = None  # neither keeps the other: both go now, not when cycles are looked for (`collector`)
+            if not conn.closed:
+                conn.close(reason)
+        if self._closed is not None:
+            self._closed(session_id, reason, session.largest_brought())
+        return True
+
+    def end(self, session: Session, why: str) -> None:
+        """A session ends, alone, for something that its client did."""
+        log.warning("session %s of tenant %s ends: %s", session.id, session.tenant or "default", why)
+        self.close(session.id, why)
+
+    def exhausted(self, conn: Connection, error: MemoryError | RecursionError) -> None:
+        """What a client sent needs more memory, or a deeper stack, than there is: its session ends, and no other."""
+        what = "host memory" if isinstance(error, MemoryError) else "stack"
+        why = f"{HostMemoryError.code}: the executor has not enough {what} for what its client sent"
+        why += f": {error}" if str(error) else ""
+        if conn.owner is not None:
+            self.end(conn.owner, why)
+        else:
+            conn.close(why)
+
+    def gone(self, conn: Connection, reason: str) -> None:
+        """A connection is closed: so is its session."""
+        session: Session | None = conn.owner
+        if session is not None:
+            if reason:
+                log.warning("session %s: %s", session.id, reason)
+            self.close(session.id, reason or "its client is gone")
+
+    def end_clients(self) -> None:
+        """Close the sessions that clients have: whatever else is to end, they need not wait for it."""
+        for session_id, session in list(self._open.items()):
+            if session.conn is not None:
+                self.close(session_id, STOPPING)
