@@ -13,8 +13,9 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from wooly_dispatch.events import Config, Policy
-from wooly_dispatch.simulate.device import Device, DeviceResult, quantile
-from wooly_dispatch.simulate.workload import Profile, Tenant, is_inference, mix
+
+from wooly_testkit.simulate.device import Device, DeviceResult, quantile
+from wooly_testkit.simulate.workload import Profile, Tenant, is_inference, mix
 
 Row = dict[str, Any]
 J = TypeVar("J")

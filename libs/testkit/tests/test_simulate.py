@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from wooly_dispatch.events import Config, Policy
 from wooly_dispatch.policing import declared, undeclared_burst_ns
-from wooly_dispatch.simulate import study
-from wooly_dispatch.simulate.__main__ import main
-from wooly_dispatch.simulate.device import Device, quantile
-from wooly_dispatch.simulate.policies import POLICIES
-from wooly_dispatch.simulate.workload import Profile, Tenant, read_profiles, synthetic_profiles
+from wooly_testkit.simulate import study
+from wooly_testkit.simulate.__main__ import main
+from wooly_testkit.simulate.device import Device, quantile
+from wooly_testkit.simulate.policies import POLICIES
+from wooly_testkit.simulate.workload import Profile, Tenant, read_profiles, synthetic_profiles
 
 US = 1_000
 MS = 1_000_000
