@@ -5,7 +5,8 @@ import hashlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_wis.assembly import assemble, disassemble
+from wooly_testkit.assembler import assemble
+from wooly_wis.assembly import disassemble
 from wooly_wis.codec import decode_program, digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError, EncodeError, RuleError, VerifyError
