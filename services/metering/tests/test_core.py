@@ -4,7 +4,7 @@ import datetime
 import random
 
 import pytest
-from wooly_metering.core.booking import COLUMNS, HOUR_US, book, read
+from wooly_metering.core.booking import HOUR_US, SUMS, Source, book, read
 from wooly_metering.core.budgets import DAY_US, Budget, period_begin_us
 from wooly_metering.core.checks import impossible
 from wooly_metering.core.rating import PLAIN, UNIT, Plan, Tariff, price, text
@@ -18,7 +18,7 @@ def booked(*events, sources=None, tariff=None, first=1):
 
 
 def column(booking, name):
-    return [entry[COLUMNS.index(name)] for entry in booking.entries]
+    return [getattr(entry, name) for entry in booking.entries]
 
 
 def test_price_of_the_readmes_examples():
@@ -36,7 +36,7 @@ def test_slow_core_is_priced_by_what_it_did():
     # idle memory is held by the clock on the wall, whatever a core does
     assert price(slow, Plan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
     (entry,) = booked(event(slow)).entries
-    assert [entry[COLUMNS.index(name)] for name in ("core_ns", "pace_ppm", "core_ucr")] == [2_000_000, 500_000, UNIT]
+    assert (entry.core_ns, entry.pace_ppm, entry.core_ucr) == (2_000_000, 500_000, UNIT)
 
 
 def test_price_is_rounded_down_once_per_amount():
@@ -141,11 +141,11 @@ def test_numbers_that_are_text_are_no_numbers():
 def test_batch_that_comes_twice_is_booked_once():
     found = booked(event(record()), event(record()), event(record(), batch=2), event(record()))
     assert column(found, "batch") == [1, 2] and found.duplicates == 2 and not found.quarantined
-    assert booked(event(record(), batch=7), sources={"gpu-0/1": (3, 7)}).duplicates == 1
+    assert booked(event(record(), batch=7), sources={"gpu-0/1": Source(3, 7)}).duplicates == 1
 
 
 def test_missing_batches_are_shown():
-    found = booked(event(record(), batch=9), sources={"gpu-0/1": (3, 5)})
+    found = booked(event(record(), batch=9), sources={"gpu-0/1": Source(3, 5)})
     assert len(found.entries) == 1 and found.sources == {"gpu-0/1": (3, 9)}
     assert "batches 6 to 8 of this source are missing" in found.quarantined[0].reason
 
@@ -161,12 +161,11 @@ def test_sums_are_those_of_the_entries():
         ]  # fmt: skip
         events.append(event(*records, batch=batch))
     found = booked(*events)
-    for sums in (found.hours.values(), [r.sums for r in found.runs.values()]):
-        assert sum(s[3] for s in sums) == sum(column(found, "core_ns")) and sum(s[0] for s in sums) == len(
-            found.entries
-        )
-        assert sum(s[-2] for s in sums) == sum(column(found, "core_ucr"))
-    assert all(hour % HOUR_US == 0 for _, hour, *_ in found.hours)
+    for sums in (list(found.hours.values()), [r.sums for r in found.runs.values()]):
+        assert sum(s.entries for s in sums) == len(found.entries)
+        for name in SUMS[1:]:
+            assert sum(getattr(s, name) for s in sums) == sum(column(found, name)), name
+    assert all(key.hour_us % HOUR_US == 0 for key in found.hours)
     assert column(found, "id") == list(range(1, len(found.entries) + 1))
 
 
