@@ -151,12 +151,12 @@ class Segment:
         Raises:
             AwkwardError: it must stay a step of its own; nothing was appended.
         """
-        kept = len(self._lines), len(self._operators), len(self._given)
+        lines, operators, given = len(self._lines), len(self._operators), len(self._given)
         try:
             self._add(step, at)
         except AwkwardError:
             # Constants and names from outside that only this step asked for do no harm.
-            del self._lines[kept[0] :], self._operators[kept[1] :], self._given[kept[2] :]
+            del self._lines[lines:], self._operators[operators:], self._given[given:]
             raise
         self.steps.append(at)
 

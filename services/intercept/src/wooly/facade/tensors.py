@@ -46,9 +46,9 @@ def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced on tensors and their constructors."""
     allowed = UninitializedTensorMixin._allowed_methods
     methods = dict[str, Any]()
-    for patch in _tensor_patches():
-        methods[patch[1]] = patch[2]
-        yield patch
+    for owner, name, value in _tensor_patches():
+        methods[name] = value
+        yield (owner, name, value)
     # PyTorch names a method to `__torch_function__` as it finds it on the class.
     more = [methods[m.__name__] for m in allowed if m.__name__ in methods]
     yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])

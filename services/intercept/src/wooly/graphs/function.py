@@ -53,10 +53,12 @@ class GraphFunction:
             if parameter:
                 # The same object in the same memory lies there as it did: whatever changes that, Dynamo looks for.
                 seen = self._parameters.get(k)
-                if seen is not None and seen[0] == id(a) and seen[1] == at and seen[2] is grad:
-                    of[k] = at >> ID_SHIFT
-                    kind.append(seen[3])
-                    continue
+                if seen is not None:
+                    seen_id, seen_at, seen_grad, seen_number = seen
+                    if seen_id == id(a) and seen_at == at and seen_grad is grad:
+                        of[k] = at >> ID_SHIFT
+                        kind.append(seen_number)
+                        continue
             here = raw_device(a).type == NAME
             if not here or a.is_conj() or a.is_neg():
                 if here or a.dim() or grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -60,6 +60,15 @@ _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.ins
 _QUANTITIES = SUMS[1:]
 
 
+class BookedRun(NamedTuple):
+    """A run of which usage was booked, and whether its last record was."""
+
+    session_id: str
+    executor_id: str
+    tenant: str
+    ended: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Booked:
     """What one transaction did.
@@ -68,7 +77,7 @@ class Booked:
         entries: how many were added.
         duplicates: batches that had been booked before.
         tenants: whose.
-        runs: (session, executor, tenant, ended) of whose there were entries.
+        runs: those of which there were entries.
         quarantined: ids and reasons.
         core_ucr: credits booked.
         vram_ucr: credits booked.
@@ -78,7 +87,7 @@ class Booked:
     entries: int
     duplicates: int
     tenants: frozenset[str]
-    runs: tuple[tuple[str, str, str, bool], ...]
+    runs: tuple[BookedRun, ...]
     quarantined: tuple[tuple[int, str], ...]
     core_ucr: int
     vram_ucr: int
@@ -126,7 +135,7 @@ class Writer:
             len(booking.entries),
             booking.duplicates,
             frozenset(booking.tenants),
-            tuple([(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
+            tuple([BookedRun(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
             tuple(zip(ids, [q.reason for q in booking.quarantined], strict=True)),
             sum([run.sums.core_ucr for run in booking.runs.values()]),
             sum([run.sums.vram_ucr for run in booking.runs.values()]),
