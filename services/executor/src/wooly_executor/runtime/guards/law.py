@@ -16,7 +16,7 @@ Check = Callable[[Arguments], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class ArgumentLaw:
     """What must hold of an operator's arguments; each part raises RuntimeError where it does not.
 
     Attributes:
