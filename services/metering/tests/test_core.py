@@ -7,7 +7,7 @@ import pytest
 from wooly_metering.core.booking import HOUR_US, SUMS, Source, book, read
 from wooly_metering.core.budgets import DAY_US, Budget, period_begin_us
 from wooly_metering.core.checks import impossible
-from wooly_metering.core.rating import PLAIN, UNIT, Plan, Tariff, price, text
+from wooly_metering.core.rating import PLAIN, UNIT, Tariff, TariffPlan, price, text
 
 from .conftest import NOW, SECOND, delivery, event, record
 
@@ -27,14 +27,17 @@ def test_price_of_the_readmes_examples():
     # 80 cores for 2.5 ms, 1,024 MiB meanwhile and for the rest of a second
     run = record(gpu_ns=2_500_000, core_ns=200_000_000, resident_mib_us=1024 * 2500, idle_mib_us=1024 * 997_500)
     assert price(run, PLAIN) == (200 * UNIT, 2_560_000)
-    assert price(run, Plan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (300 * UNIT, 103_424_000)
+    assert price(run, TariffPlan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (
+        300 * UNIT,
+        103_424_000,
+    )
 
 
 def test_slow_core_is_priced_by_what_it_did():
     slow = record(core_ns=2_000_000, pace_ppm=500_000, resident_mib_us=2_000_001, idle_mib_us=3)
     assert price(slow, PLAIN) == (UNIT, 1_000_000)
     # idle memory is held by the clock on the wall, whatever a core does
-    assert price(slow, Plan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
+    assert price(slow, TariffPlan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
     (entry,) = booked(event(slow)).entries
     assert (entry.core_ns, entry.pace_ppm, entry.core_ucr) == (2_000_000, 500_000, UNIT)
 
@@ -42,7 +45,7 @@ def test_slow_core_is_priced_by_what_it_did():
 def test_price_is_rounded_down_once_per_amount():
     assert price(
         record(core_ns=3, resident_mib_us=1, idle_mib_us=1),
-        Plan(1, core_rate=500_000, vram_rate=500_000, idle_rate=500_000),
+        TariffPlan(1, core_rate=500_000, vram_rate=500_000, idle_rate=500_000),
     ) == (1, 1)
 
 
@@ -59,12 +62,12 @@ def test_amounts_are_told_with_all_their_digits():
 
 def test_tariff_prefers_what_names_more_and_then_what_began_later():
     any_, kind, klass, both = (
-        Plan(1),
-        Plan(2, device_kind="cpu"),
-        Plan(3, priority=0),
-        Plan(4, device_kind="cpu", priority=0),
+        TariffPlan(1),
+        TariffPlan(2, device_kind="cpu"),
+        TariffPlan(3, priority=0),
+        TariffPlan(4, device_kind="cpu", priority=0),
     )
-    later = Plan(5, device_kind="cpu", priority=0, valid_from_us=100, valid_until_us=200)
+    later = TariffPlan(5, device_kind="cpu", priority=0, valid_from_us=100, valid_until_us=200)
     tariff = Tariff([later, any_, both, klass, kind])
     assert (
         tariff.plan("cpu", 0, 99) == both and tariff.plan("cpu", 0, 100) == later and tariff.plan("cpu", 0, 200) == both
@@ -74,11 +77,11 @@ def test_tariff_prefers_what_names_more_and_then_what_began_later():
         and tariff.plan("nvidia", 0, 0) == klass
         and tariff.plan("nvidia", 4, 0) == any_
     )
-    assert Tariff([Plan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
+    assert Tariff([TariffPlan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
 
 
 def test_usage_is_priced_by_the_plan_that_held_when_it_began():
-    tariff = Tariff([Plan(1), Plan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
+    tariff = Tariff([TariffPlan(1), TariffPlan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
     assert column(booked(event(record(at_us=NOW)), tariff=tariff), "plan_id") == [1]
     after = event(record(at_us=NOW + SECOND))
     assert column(booked(after, tariff=tariff), "plan_id") == [2]

@@ -51,8 +51,8 @@ _FACTORIES = (
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
 
-class Device:
-    """The process's Wooly devices: recorders, generators, and the libraries that keep the kernels registered."""
+class RegisteredDevice:
+    """The process's Wooly devices, registered with PyTorch: recorders, generators, and the libraries that keep the kernels."""
 
     def __init__(self, flush_instructions: int) -> None:
         self._forms = forms = Forms()
@@ -202,7 +202,7 @@ def _not_dense(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 class BackendModule(ModuleType):
     """`torch.wooly`: the questions that PyTorch asks a PrivateUse1 backend."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: RegisteredDevice) -> None:
         super().__init__("torch.wooly")
         self._device = device
 
@@ -285,10 +285,10 @@ class BackendModule(ModuleType):
 
 
 _lock = threading.Lock()
-_device: Device | None = None
+_device: RegisteredDevice | None = None
 
 
-def current() -> Device:
+def current() -> RegisteredDevice:
     """The process's device.
 
     Raises:
@@ -308,12 +308,12 @@ def current_devices() -> Devices:
     return current().devices
 
 
-def register(flush_instructions: int) -> Device:
+def register(flush_instructions: int) -> RegisteredDevice:
     """The process's device; registers it with PyTorch at the first call."""
     global _device
     with _lock:
         if _device is None:
-            device = Device(flush_instructions)
+            device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
             word_resizes_as_aten_does()
             spare_dynamo()

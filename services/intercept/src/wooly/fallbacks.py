@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wooly import graphs
-from wooly.device import Device
+from wooly.device import RegisteredDevice
 from wooly.devices import NAME
 from wooly.torch_private import raw_device
 
@@ -64,7 +64,7 @@ class Fallbacks:
             sends again as one program are among them.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: RegisteredDevice) -> None:
         self.found: Counter[str] = Counter()
         self._seen = 0
         self._replayed_before = graphs.counters.operations

@@ -86,7 +86,7 @@ def quantile(values: Sequence[int], permille: int) -> int:
     return ordered[min(len(ordered) * permille // 1000, len(ordered) - 1)] if ordered else 0
 
 
-class Device:
+class SimulatedDevice:
     """One device under one policy.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from wooly.device import Device
+from wooly.device import RegisteredDevice
 from wooly.devices import NAME
 from wooly.graphs.counters import counters
 from wooly.graphs.kinds import Body, Function, Inference
@@ -32,7 +32,7 @@ class GraphFunction:
         constants: tensors that it uses besides.
     """
 
-    def __init__(self, device: Device, function: Function, constants: Sequence[Tensor] = ()) -> None:
+    def __init__(self, device: RegisteredDevice, function: Function, constants: Sequence[Tensor] = ()) -> None:
         self._body = Body(function, device.devices, constants)
         self._kinds: dict[tuple[Any, ...], Any] = {}
         self._places: dict[tuple[Any, ...], int] = {}

@@ -20,7 +20,7 @@ from wooly.errors import RemoteOperationError
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
-from wooly.kernels.plan import Plan, PlanBuilder
+from wooly.kernels.plan import CallPlan, PlanBuilder
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
@@ -42,7 +42,7 @@ class Generic:
     def __init__(self, devices: Devices, forms: Forms) -> None:
         self._devices = devices
         self._builder = PlanBuilder(forms)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
         #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
@@ -219,7 +219,7 @@ class Generic:
         buffers: list[int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Plan | None:
+    ) -> CallPlan | None:
         call = Call(args, kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
@@ -261,7 +261,7 @@ class Generic:
         return self._devices.recorders[next(found, self._devices.current)].generator
 
     def _confirm(
-        self, run: Kernel, plan: Plan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: Kernel, plan: CallPlan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Make a call that failed with other values on the host, and wait for what the device says of it."""
         doubt, self._builder.trials.doubt = self._builder.trials.doubt, None
@@ -280,7 +280,13 @@ class Generic:
             return result
 
     def _finish(
-        self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        facts: OpFacts,
+        plan: CallPlan,
+        buffers: list[int],
+        where: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The rare kinds: shapes only the far side knows, and operators that write an argument and return fresh tensors."""
         recorder = plan.recorder
@@ -306,7 +312,7 @@ class Generic:
             return result[0] if len(result) == 1 else tuple(result)
         return self._evaluate(facts, plan, buffers, where)
 
-    def _evaluate(self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any) -> Any:
+    def _evaluate(self, facts: OpFacts, plan: CallPlan, buffers: list[int], where: Any) -> Any:
         """Run one operator now and make tensors of what the executor says came out."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)

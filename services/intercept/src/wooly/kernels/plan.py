@@ -2,7 +2,7 @@
 
 A *signature* is an operator with everything about its arguments but the buffers and the liftable scalars. The first call with
 a signature is inferred without data (which also raises PyTorch's own errors at the call), turned into a WIS form and kept
-as a `Plan`; later calls only fill in buffers and params.
+as a `CallPlan`; later calls only fill in buffers and params.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """How to replay one signature.
 
     Attributes:
@@ -52,7 +52,7 @@ class PlanBuilder:
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
-    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> Plan:
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> CallPlan:
         """The plan for a call on the device of `recorder`.
 
         Raises:
@@ -67,7 +67,7 @@ class PlanBuilder:
         refuse_overlaps(facts, call)
         form, written = form_of(facts, call, fresh, dynamic)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
-        return Plan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        return CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """Fresh outputs without data, and whether the far side has to tell them instead."""
@@ -93,7 +93,7 @@ class PlanBuilder:
         places: tuple[int, ...],
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
-    ) -> Plan:
+    ) -> CallPlan:
         """The plan for a call where gradients are wanted.
 
         Args:
@@ -126,7 +126,7 @@ class PlanBuilder:
             attrs["vjp"] = tuple(refs)
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x, _ in outs]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
-        return Plan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
+        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
 
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:

@@ -35,7 +35,7 @@ from wooly_metering.core.booking import (
     read,
 )
 from wooly_metering.core.budgets import Budget
-from wooly_metering.core.rating import PLAIN, Plan, Tariff
+from wooly_metering.core.rating import PLAIN, Tariff, TariffPlan
 from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.tables import (
@@ -161,7 +161,7 @@ class Writer:
     def _prices(self, c: Connection) -> Tariff:
         newest = c.scalar(select(func.max(plans.c.id))) or 0
         if self._tariff is None or newest != self._tariff_id:
-            self._tariff = Tariff([Plan(**row._mapping) for row in c.execute(select(plans))])
+            self._tariff = Tariff([TariffPlan(**row._mapping) for row in c.execute(select(plans))])
             self._tariff_id = newest
         return self._tariff
 
