@@ -20,7 +20,7 @@ from wooly.errors import RemoteOperationError
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
-from wooly.kernels.plan import CallPlan, PlanBuilder
+from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
@@ -103,11 +103,12 @@ class Generic:
             if plan is None:
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
-                plan = self._plan(facts, signature, buffers, args, kwargs)
-                if plan is None:  # an out= tensor took another size: the signature is another one now
+                planned = self._plan(facts, signature, buffers, args, kwargs)
+                if planned is None:  # an out= tensor took another size: the signature is another one now
                     return run(*args, drawn_from=drawn_from, **kwargs)
-                if self._builder.trials.doubt is not None:
-                    return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
+                if planned.doubt is not None:
+                    return self._confirm(partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
+                plan = planned.plan
             recorder = plan.recorder
             with recorder.lock:
                 try:
@@ -219,12 +220,13 @@ class Generic:
         buffers: list[int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> CallPlan | None:
+    ) -> PlannedCall | None:
+        """Plan a call and keep its plan; None where an `out=` tensor took another size instead."""
         call = Call(args, kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
-                plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
+                planned = self._builder.build(facts, call, self._recorder_of(buffers, call))
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
             # The kernel that inferred the size has warned.
@@ -239,8 +241,8 @@ class Generic:
         if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
             self._plans.clear()
             self._out_sizes.clear()
-        self._plans[signature] = plan
-        return plan
+        self._plans[signature] = planned.plan
+        return planned
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
         """The recorder of the device that a call is for.
@@ -261,19 +263,23 @@ class Generic:
         return self._devices.recorders[next(found, self._devices.current)].generator
 
     def _confirm(
-        self, run: Kernel, plan: CallPlan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Kernel,
+        planned: PlannedCall,
+        signature: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Make a call that failed with other values on the host, and wait for what the device says of it."""
-        doubt, self._builder.trials.doubt = self._builder.trials.doubt, None
-        recorder = plan.recorder
+        recorder = planned.plan.recorder
         with recorder.lock:
             try:
                 result = run(*args, **kwargs)
                 recorder.sync()
             except RemoteOperationError as e:
                 self._plans.pop(signature, None)
-                if doubt is not None and str(doubt) in str(e):
-                    raise doubt from None
+                if planned.doubt is not None and str(planned.doubt) in str(e):
+                    raise planned.doubt from None
                 if "not implemented for" in e.message:  # what a kernel says of a dtype, whatever the values are
                     raise NotImplementedError(e.message) from None
                 raise

@@ -44,6 +44,18 @@ class CallPlan(NamedTuple):
     dynamic: bool
 
 
+class PlannedCall(NamedTuple):
+    """The plan for the first call with a signature.
+
+    Attributes:
+        plan: how to make the call.
+        doubt: an error of the call's trial on the host; the device may accept the call, so its answer is awaited. None: no error.
+    """
+
+    plan: CallPlan
+    doubt: Exception | None
+
+
 class PlanBuilder:
     """Builds plans out of shared forms."""
 
@@ -52,7 +64,7 @@ class PlanBuilder:
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
-    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> CallPlan:
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> PlannedCall:
         """The plan for a call on the device of `recorder`.
 
         Raises:
@@ -63,11 +75,12 @@ class PlanBuilder:
             raise unsupported(facts.name, "the executor's library does not offer it")
         refuse(facts, call)
         fresh, dynamic = self._results(facts, call)
-        self.trials.attempt(facts, call, recorder)
+        doubt = self.trials.attempt(facts, call, recorder)
         refuse_overlaps(facts, call)
         form, written = form_of(facts, call, fresh, dynamic)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
-        return CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        plan = CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        return PlannedCall(plan, doubt)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """Fresh outputs without data, and whether the far side has to tell them instead."""
