@@ -18,7 +18,7 @@ from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
-from wooly_executor.runtime.torch_private import interpret
+from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
 #: Calls below which a segment is not worth a call of the interpreter.
 WORTH = 3
@@ -55,7 +55,7 @@ class Make(NamedTuple):
 class Write(NamedTuple):
     """An operator on registers and constants that gives nothing new: a copy or a fill."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     registers: tuple[int, ...]
     values: tuple[Attr, ...] = ()
 
@@ -136,7 +136,7 @@ class Segment:
         self._constants: dict[tuple[str, str], str] = {}
         self._names = 0
         self._owner: dict[str, int] = {}
-        self._operators: list[tuple[int, torch._ops.OpOverload | None]] = []
+        self._operators: list[tuple[int, OpOverload | None]] = []
         self._inside: dict[str, None] = {}
         self._outside: dict[str, None] = {}
         self._given: list[tuple[str, str, Fill]] = []
@@ -184,7 +184,7 @@ class Segment:
             raise AwkwardError
 
     def _invoke(self, step: Invoke, at: int) -> None:
-        op, schema = step.call.op, step.call.op._schema
+        op, schema = step.call.op, schema_of(step.call.op)
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
             raise AwkwardError
         given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
@@ -211,7 +211,7 @@ class Segment:
         name: str,
         values: Sequence[str],
         at: int,
-        op: torch._ops.OpOverload | None,
+        op: OpOverload | None,
         kind: str = "Tensor",
     ) -> None:
         self._operators.append((at, op))
@@ -371,7 +371,7 @@ def _default(argument: Any) -> Attr:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _means(schema: str, op: torch._ops.OpOverload) -> bool:
+def _means(schema: str, op: OpOverload) -> bool:
     """Whether the interpreter's choice is this operator. A number for a tensor may be its overload for numbers."""
     name = schema.partition("(")[0].removeprefix("aten::")
     ours = str(op).removeprefix("aten.").removesuffix(".default")

@@ -25,7 +25,7 @@ from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
-from wooly.torch_private import raw_device, redispatch_cpu, warn_of_resize
+from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -53,7 +53,7 @@ class Generic:
         """How often call signatures had to be inferred."""
         return self._builder.inferences
 
-    def kernel(self, op: torch._ops.OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
+    def kernel(self, op: OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
         """The kernel of one operator overload.
 
         Args:
@@ -153,7 +153,7 @@ class Generic:
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
-    def differentiated(self, op: torch._ops.OpOverload) -> Callable[..., list[Tensor]]:
+    def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
         """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
 
         What is returned takes: args; kwargs; for each tensor among them which of the different ones it is; which of these want a
