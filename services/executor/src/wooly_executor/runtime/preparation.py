@@ -524,7 +524,7 @@ class _Preparation:
         trusted = [False] * len(targets)
         if invoke is not None:
             returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
-            if not all(t[2] for t in targets) or (
+            if not all(fresh for _, _, fresh in targets) or (
                 len(returned) != len(targets) and [str(r.type) for r in returned] != ["List[Tensor]"]
             ):
                 invoke = None
@@ -532,8 +532,8 @@ class _Preparation:
                 invoke.results = tuple([register for register, _, _ in targets])
                 invoke.nbytes = sum([view.end for _, view, _ in targets])
                 invoke.trusted = trusted
-        if single and len(targets) == 1 and targets[0][2]:
-            register, view, _ = targets[0]
+        if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
+            ((register, view, _),) = targets
 
             def adopt(f: Frame) -> None:
                 t = call(f)

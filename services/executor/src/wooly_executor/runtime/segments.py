@@ -385,13 +385,27 @@ def _failure(text: str, owner: dict[str, int]) -> SegmentError:
     return SegmentError(message, owner.get(found.group(1)) if found else None)
 
 
+class CompiledSteps(NamedTuple):
+    """Steps with segments among them.
+
+    Attributes:
+        gathers: steps that fill registers from buffers, to be done first.
+        hot: the others.
+        begins: for each of the others, which of the old steps it begins with.
+    """
+
+    gathers: list[Callable[[Any], None]]
+    hot: list[Callable[[Any], None]]
+    begins: list[int]
+
+
 def compile_steps(
     traces: Sequence[Trace | None],
     steps: Sequence[Callable[[Any], None]],
     needed_after: Callable[[str, int], bool],
     stops: Collection[int] = (),
     within: range | None = None,
-) -> tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None:
+) -> CompiledSteps | None:
     """Put stretches of traced steps together.
 
     Args:
@@ -402,15 +416,13 @@ def compile_steps(
         within: which of the steps; all.
 
     Returns:
-        Steps that fill registers from buffers, to be done first; the others, with segments among them; for each of these,
-        which of the old steps it begins with. None where nothing is worth it.
+        The steps put together; None where nothing is worth it.
     """
     apart: set[int] = set()
     for _ in range(8):
-        found: Any = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
+        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
         if not isinstance(found, set):
-            made: tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None = found
-            return made
+            return found
         apart |= found
     return None
 
@@ -422,7 +434,8 @@ def _compiled(
     apart: set[int],
     stops: Collection[int],
     within: range,
-) -> Any:
+) -> CompiledSteps | set[int] | None:
+    """As `compile_steps`, with the steps in `apart` by themselves; or further steps that must be."""
     segments: list[Segment | int] = []
     stopped = False
     gathers: list[Callable[[Any], None]] = []
@@ -461,4 +474,4 @@ def _compiled(
                 begins.append(at)
     if wrong:
         return wrong
-    return (gathers, out, begins) if len(out) + len(gathers) < len(within) else None
+    return CompiledSteps(gathers, out, begins) if len(out) + len(gathers) < len(within) else None
