@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from wooly.settings import ENV_PREFIX, Settings, SettingsError, load, unknown_variables
+from wooly.settings import ENV_PREFIX, Settings, SettingsError, documentation_table, load, unknown_variables
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -90,20 +90,5 @@ def test_unknown_variables_are_named_with_what_may_be_meant(clean, monkeypatch):
     assert unknown_variables() == ["WOOLYAI_GPUS_COUNT (did you mean WOOLYAI_GPU_COUNT?)", "WOOLYAI_XYZZY"]
 
 
-def settings_table():
-    """The table of settings, in Markdown, as the README must have it."""
-    rows = ["| variable | default | meaning |", "|---|---|---|"]
-    for name, field in Settings.model_fields.items():
-        if field.default_factory is not None:
-            default = "`~/.local/state/wooly`"
-        elif field.default in (None, "", ()):
-            default = ""
-        else:
-            value = field.default
-            default = f"`{int(value) if isinstance(value, bool) else value}`"
-        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {field.description} |")
-    return "\n".join(rows)
-
-
 def test_readme_has_the_table():
-    assert settings_table() in (REPOSITORY / "README.md").read_text()
+    assert documentation_table() in (REPOSITORY / "README.md").read_text()

@@ -159,3 +159,18 @@ def unknown_variables() -> list[str]:
 def _meant(name: str, prefix: str) -> str:
     close = difflib.get_close_matches(name, Settings.model_fields, 1)
     return f" (did you mean {prefix + close[0].upper() if prefix else close[0]}?)" if close else ""
+
+
+def documentation_table() -> str:
+    """The table of settings for the README, in Markdown."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for name, field in Settings.model_fields.items():
+        if field.default_factory is not None:
+            default = "`~/.local/state/wooly`"
+        elif field.default in (None, "", ()):
+            default = ""
+        else:
+            value = field.default
+            default = f"`{int(value) if isinstance(value, bool) else value}`"
+        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {default} | {field.description} |")
+    return "\n".join(rows)
