@@ -1,4 +1,4 @@
-"""Every private name of CPython that the local stack leans on, in one place, so that a new Python release is checked in one file.
+"""The private names of CPython that the local stack uses. They are in one file so that a new Python release is checked here.
 
 Checked against Python 3.11 and 3.12.
 """
@@ -10,6 +10,6 @@ import threading
 
 
 def finish() -> None:
-    """What the interpreter does at its end, which a fork does not come to: wait for threads, then run exit functions."""
+    """Wait for all threads, then run the exit functions. The interpreter does both at its end; a fork never gets there."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""What a law is: the same thing for forms, kernels, statements of kernels, plans, and the compiler's units."""
+"""A law: one type for the laws of forms, kernels, statements of kernels, plans, and the compiler's units."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Law(Generic[P]):
-    """One law, of things of one kind: `Law[[Form]]`, `Law[[Statement, Scope]]`.
+    """One law. Its type argument says what the check takes: `Law[[Form]]`, `Law[[Statement, Scope]]`.
 
     Attributes:
-        name: one word, which errors give.
-        says: the law in a sentence.
-        check: returns a complaint about a thing that breaks the law; None about all others.
+        name: one word; errors contain it.
+        says: the law in one sentence.
+        check: returns a complaint if its arguments break the law, else None.
     """
 
     name: str

@@ -51,35 +51,35 @@ CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
 #: An overload of an operator, and an operator with all its overloads.
 OpOverload = torch._ops.OpOverload
 OpOverloadPacket = torch._ops.OpOverloadPacket
-#: The classes of C++ behind `torch.Generator`, `torch.Stream` and `torch.Event`, which the facade replaces.
+#: The C++ classes behind `torch.Generator`, `torch.Stream` and `torch.Event`. The facade replaces the public names.
 BaseGenerator = torch._C.Generator
 BaseStream = torch._C.Stream
 BaseEvent = torch._C.Event
-#: The descriptor of `Tensor.data`, also while the facade has its own in its place.
+#: PyTorch's own descriptor of `Tensor.data`. The facade puts another one on `torch.Tensor`.
 tensor_data: Any = TensorBase.data
 #: The number that streams and events give as their kind of device.
 CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 
 #: A view that reads as the negative of a tensor.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
-#: Whether a tensor is a zero without memory, as autograd makes them.
+#: Whether a tensor is a zero without memory. Autograd makes such tensors.
 is_zero_tensor: Callable[[torch.Tensor], bool] = TensorBase._is_zerotensor
 is_view: Callable[[torch.Tensor], bool] = TensorBase._is_view
 #: `make_subclass(cls, data, requires_grad)`: a tensor of that class on the memory of `data`.
 make_subclass: Callable[..., Any] = TensorBase._make_subclass
 
-#: A mode sees each operator that is called while it is entered.
+#: The base class of modes. An active mode sees each operator that is called.
 TorchDispatchMode = python_dispatch.TorchDispatchMode
 DeviceContext = device_contexts.DeviceContext
-#: All functions that make tensors: a device context knows them by identity, from the first call of this on.
+#: All functions that make tensors. The first call fills a cache; device contexts then compare functions with it by identity.
 device_constructors: Callable[[], Any] = device_contexts._device_constructors
 
-#: Trees of tuples, lists and dicts, with what lies in them.
+#: Functions on trees: nested tuples, lists and dicts with values as leaves.
 TreeSpec = pytree.TreeSpec
 tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
 tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
 
-#: Kernels of `scaled_dot_product_attention`, whether they may be chosen, and the one that PyTorch would choose.
+#: The kernels of `scaled_dot_product_attention`, whether PyTorch may choose them, and its choice for given arguments.
 SDPBackend = torch._C._SDPBackend
 may_use_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
 may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
@@ -97,7 +97,7 @@ def overload_name(op: OpOverload) -> str:
 
 
 def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own parameters and buffers, by name: the dicts in which it keeps them."""
+    """The dicts in which a module keeps its own parameters and its own buffers, by name."""
     return module._parameters, module._buffers
 
 

@@ -386,12 +386,12 @@ def _failure(text: str, owner: dict[str, int]) -> SegmentError:
 
 
 class CompiledSteps(NamedTuple):
-    """Steps with segments among them.
+    """The steps of a program, some of them put together as segments.
 
     Attributes:
-        gathers: steps that fill registers from buffers, to be done first.
-        hot: the others.
-        begins: for each of the others, which of the old steps it begins with.
+        gathers: steps that fill registers from buffers; they run first.
+        hot: all other steps, in order.
+        begins: for each step of `hot`, the index of its first step before steps were put together.
     """
 
     gathers: list[Callable[[Any], None]]
@@ -435,7 +435,11 @@ def _compiled(
     stops: Collection[int],
     within: range,
 ) -> CompiledSteps | set[int] | None:
-    """As `compile_steps`, with the steps in `apart` by themselves; or further steps that must be."""
+    """As `compile_steps`, but no step in `apart` becomes part of a segment.
+
+    Returns:
+        The steps put together; None where nothing is worth it. A set: these steps must be in `apart`, too; try again with them.
+    """
     segments: list[Segment | int] = []
     stopped = False
     gathers: list[Callable[[Any], None]] = []

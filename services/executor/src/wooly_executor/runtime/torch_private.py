@@ -28,7 +28,7 @@ storage_at: Any = torch._C._construct_storage_from_data_pointer
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
 
 
-#: Bindings that C++ defines for functions of `torch.nn.functional`, without the Python around them.
+#: The C++ bindings behind functions of `torch.nn.functional`, without the Python code around them.
 linear: Callable[..., torch.Tensor] = torch._C._nn.linear
 silu: Callable[..., torch.Tensor] = torch._C._nn.silu
 gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu

@@ -49,7 +49,7 @@ class PlannedCall(NamedTuple):
 
     Attributes:
         plan: how to make the call.
-        doubt: an error of the call's trial on the host; the device may accept the call, so its answer is awaited. None: no error.
+        doubt: the error of the call's trial on the host, or None. The device may accept the call: ask it and wait.
     """
 
     plan: CallPlan

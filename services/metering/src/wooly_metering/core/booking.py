@@ -99,7 +99,7 @@ SUMS = tuple([f.name for f in fields(Sums)])
 
 
 class HourKey(NamedTuple):
-    """What one row of the table of hours sums up: usage that began in that hour (us since 1970)."""
+    """The key of a row in the table of hours. The row sums up usage that began in that hour (us since 1970)."""
 
     tenant: str
     hour_us: int
@@ -151,7 +151,7 @@ class RunSum:
     sums: Sums = field(default_factory=Sums)
 
     def widen(self, began_us: int, until_us: int, ended: bool) -> None:
-        """Take in further usage of the run: when it began and ended, and whether the run ended with it."""
+        """Extend the run by further usage: the time of that usage, and whether the run ended with it."""
         if began_us < self.began_us:
             self.began_us = began_us
         if until_us > self.until_us:
@@ -160,7 +160,7 @@ class RunSum:
 
 
 class LastUsage(NamedTuple):
-    """What the last usage entry of a run says of it."""
+    """Facts about a run, from its last usage entry."""
 
     model: str
     device_kind: str

@@ -61,7 +61,7 @@ _QUANTITIES = SUMS[1:]
 
 
 class BookedRun(NamedTuple):
-    """A run of which usage was booked, and whether its last record was."""
+    """A run for which usage was booked. `ended`: the run's last record is booked, too."""
 
     session_id: str
     executor_id: str

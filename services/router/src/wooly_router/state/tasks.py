@@ -101,7 +101,7 @@ class TaskEvent:
 
 
 class TaskGlance(NamedTuple):
-    """The columns of a task whose changes followers are told of."""
+    """The columns of a task that are compared to find changes. Followers get an event for each change."""
 
     tenant: str
     state: str
