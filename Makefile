@@ -127,7 +127,7 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
-	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
+	$(BIN)/python docs/reference/optable.py > $(VENV)/optable.md && cp $(VENV)/optable.md docs/reference/optable.md
 	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
 	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/decisions.py > $(VENV)/decisions.md && cp $(VENV)/decisions.md docs/adr/index.md

@@ -16,9 +16,9 @@ import figures
 from wooly_dispatch.core import step
 from wooly_dispatch.events import LaunchDoneEvent, Policy, ProgramSubmittedEvent, SessionOpenedEvent
 from wooly_dispatch.journal import Journal, Replayer
-from wooly_dispatch.simulate import study
-from wooly_dispatch.simulate.workload import read_profiles, synthetic_profiles
 from wooly_dispatch.state import DispatchState
+from wooly_testkit.simulate import study
+from wooly_testkit.simulate.workload import read_profiles, synthetic_profiles
 
 row = functools.partial(figures.row, against="value")
 

@@ -181,10 +181,12 @@ def test_objects_of_ours_fit_their_crds():
 
 def test_status_that_the_operator_writes_fits_its_crd():
     import jsonschema
-    from wooly_operator.core.fleet import Device, Node
+    from wooly_operator.core.fleet import FleetDevice, KubernetesNode
     from wooly_operator.core.plan import World, WriteStatus, plan
 
-    todo = plan(World(nodes=[Node("n")], devices=[Device("n-0", "n", 1 << 34, name="H100", vendor="nvidia")]))
+    todo = plan(
+        World(nodes=[KubernetesNode("n")], devices=[FleetDevice("n-0", "n", 1 << 34, name="H100", vendor="nvidia")])
+    )
     status = next(a.status for a in todo.actions if isinstance(a, WriteStatus))
     schema = next(c for c in crds() if c["spec"]["names"]["kind"] == "NodeGPUStatus")["spec"]["versions"][0]["schema"]
     properties = schema["openAPIV3Schema"]["properties"]["status"]

@@ -17,7 +17,7 @@ from wooly_bus.channel.framing import ChannelClosedError
 from wooly_bus.contents import chunk_digest, content_id
 from wooly_bus.errors import BusError
 from wooly_testkit.cluster import Cluster, Tenant, enter
-from wooly_wis.assembly_parser import row_major
+from wooly_wis.assembly import row_major
 from wooly_wis.codec import digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.foreign import Source, encode_source

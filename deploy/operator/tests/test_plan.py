@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from wooly_operator.core import names
 from wooly_operator.core.fleet import (
     ClusterPolicy,
-    Device,
+    FleetDevice,
     GpuClass,
-    Node,
+    KubernetesNode,
     NodePolicy,
     Pod,
     Requirement,
@@ -30,8 +30,8 @@ from wooly_operator.core.plan import (
 )
 
 GIB = 1 << 30
-NODE = Node("n1", {"disk": "ssd"})
-GPU = Device("n1-0", "n1", 24 * GIB, vendor="nvidia", arch="sm_90", name="NVIDIA H100 80GB")
+NODE = KubernetesNode("n1", {"disk": "ssd"})
+GPU = FleetDevice("n1-0", "n1", 24 * GIB, vendor="nvidia", arch="sm_90", name="NVIDIA H100 80GB")
 
 
 def in_force(device, own, cluster):
@@ -78,8 +78,8 @@ def test_quiet_cluster_needs_inventory_and_status_then_nothing():
 def test_node_label_wins_over_policy_wins_over_cluster():
     policies = [NodePolicy("b", (), 50), NodePolicy("a", (Requirement("disk", "In", ("ssd",)),), 30)]
     assert overcommit_of(NODE, policies).percent == 30
-    assert overcommit_of(Node("n2"), policies).percent == 50
-    labelled = Node("n1", {"disk": "ssd", names.OVERCOMMIT_LABEL: "200"})
+    assert overcommit_of(KubernetesNode("n2"), policies).percent == 50
+    labelled = KubernetesNode("n1", {"disk": "ssd", names.OVERCOMMIT_LABEL: "200"})
     assert overcommit_of(labelled, policies).source == "label"
     world = World(nodes=[labelled], devices=[GPU], cluster_policies=[ClusterPolicy("c", 10)], node_policies=policies)
     settled, own = settle(world)
@@ -100,7 +100,7 @@ def test_controllers_own_number_stays_where_kubernetes_says_nothing():
 
 @pytest.mark.parametrize("text", ["", "-1", "1001", "ten", "1e2", "٣"])
 def test_label_without_sense_is_a_complaint_and_changes_nothing(text):
-    world = World(nodes=[Node("n1", {names.OVERCOMMIT_LABEL: text})], devices=[in_force(GPU, 40, 0)])
+    world = World(nodes=[KubernetesNode("n1", {names.OVERCOMMIT_LABEL: text})], devices=[in_force(GPU, 40, 0)])
     todo = plan(world)
     assert names.OVERCOMMIT_LABEL in todo.complaints[0]
     assert not [a for a in todo.actions if isinstance(a, SetNodeOvercommit)]
@@ -185,10 +185,12 @@ LABELS = st.dictionaries(
     st.sampled_from(["ssd", "a", "7", "1001"]),
     max_size=4,
 )
-NODES = st.lists(st.builds(Node, st.sampled_from(["n1", "n2"]), LABELS), max_size=2, unique_by=lambda n: n.name)
+NODES = st.lists(
+    st.builds(KubernetesNode, st.sampled_from(["n1", "n2"]), LABELS), max_size=2, unique_by=lambda n: n.name
+)
 DEVICES = st.lists(
     st.builds(
-        Device,
+        FleetDevice,
         st.sampled_from(["d1", "d2", "d3"]),
         st.sampled_from(["n1", "n2", "elsewhere"]),
         st.integers(1, 100 * GIB),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from wooly_operator.core import names, pods
-from wooly_operator.core.fleet import Device, GpuClass
+from wooly_operator.core.fleet import FleetDevice, GpuClass
 
 GIB = 1 << 30
 ALL = {names.POD_VRAM: "8Gi", names.PRIORITY: "0", names.EXCLUSIVE: "true", names.SWAP: "false"}
@@ -143,14 +143,14 @@ def test_changing_twice_changes_nothing_more(spec, annotations, placement, url):
 
 
 def test_more_than_any_gpu_has_is_impossible_whatever_the_overcommit():
-    devices = [Device("g0", "n", 24 * GIB, overcommit=1000), Device("g1", "n", 48 * GIB, vendor="nvidia")]
+    devices = [FleetDevice("g0", "n", 24 * GIB, overcommit=1000), FleetDevice("g1", "n", 48 * GIB, vendor="nvidia")]
     assert not pods.impossible(pods.Wishes(vram=48 * GIB), devices, {})
     assert "overcommit does not help" in pods.impossible(pods.Wishes(vram=48 * GIB + 1), devices, {})
     assert not pods.impossible(pods.Wishes(vram=1 << 60), [], {})
 
 
 def test_class_bounds_what_is_possible():
-    devices = [Device("g0", "n", 80 * GIB, vendor="amd"), Device("g1", "n", 48 * GIB, vendor="nvidia")]
+    devices = [FleetDevice("g0", "n", 80 * GIB, vendor="amd"), FleetDevice("g1", "n", 48 * GIB, vendor="nvidia")]
     assert "of class big" in pods.impossible(pods.Wishes(vram=60 * GIB, gpu_class="big"), devices, {"big": BIG})
 
 

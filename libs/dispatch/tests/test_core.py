@@ -356,8 +356,7 @@ def test_core_has_no_floats():
     for path in root.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(node, ast.Constant) and isinstance(node.value, float)), f"{path.name}:{node.lineno}"
-            if path.name != "story.py":  # which prints microseconds
-                assert not isinstance(node, ast.Div), path.name
+            assert not isinstance(node, ast.Div), path.name
 
 
 STOPPABLE = Config(max_flights=1, stoppable=True, piece_ns=2 * MS)

@@ -26,9 +26,9 @@ from wooly_dispatch.events import (
 )
 from wooly_dispatch.journal import GENESIS, Batch, Journal, Replayer, decode_entry, encode_entry
 from wooly_dispatch.state import snapshot
-from wooly_dispatch.story import story
 from wooly_testkit.dispatch import Rig
 from wooly_testkit.effort import examples
+from wooly_testkit.story import story
 
 US = 1_000
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from wooly_testkit import strategies
-from wooly_wis.assembly import AssemblyError, assemble, disassemble
+from wooly_testkit.assembler import AssemblyError, assemble
+from wooly_wis.assembly import disassemble
 from wooly_wis.codec import encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import EncodeError

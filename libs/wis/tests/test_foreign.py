@@ -1,11 +1,13 @@
 """Kernels in other languages: sources and codes keep their bytes, and each law of a launch has a form that breaks it."""
 
 import hashlib
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from wooly_wis.assembly import assemble, disassemble
+from wooly_testkit.assembler import assemble
+from wooly_wis.assembly import disassemble
 from wooly_wis.codec import decode_program, digest, encode_program
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import DecodeError, EncodeError, RuleError, VerifyError
@@ -97,6 +99,15 @@ def test_code_keeps_its_bytes_and_a_changed_byte_is_seen():
     for k in range(len(raw)):
         with pytest.raises(DecodeError):
             decode_code(raw[:k] + bytes((raw[k] ^ 1,)) + raw[k + 1 :], "a name")
+
+
+@pytest.mark.parametrize("image", [[], ["add", [], 1]])
+def test_code_with_an_image_of_too_few_fields_is_refused(image):
+    magic = encode_code(ForeignCode("add", (), (), b"\1\2"), "a name")[:4]
+    head = json.dumps({"name": "a name", "entry": "add", "parameters": [], "places": [], "images": [image]}).encode()
+    body = magic + len(head).to_bytes(4, "little") + head + b"\1\2"
+    with pytest.raises(DecodeError, match="bad head"):
+        decode_code(body + digest(body), "a name")
 
 
 def test_a_launch_is_read_as_it_was_written():

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from wooly_compiler import mathlib
-from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import compile_program
+from wooly_testkit import elementary, kernel_interpreter, kernel_scalars
+from wooly_testkit.plan_run import LocalRun
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import interpreter, scalars
 from wooly_wis.kernel.ir import Apply, walk
 from wooly_wis.kernel.ops import FLOATS
 from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep
@@ -22,13 +22,13 @@ def elements(raw, dtype):
     """Bytes as Python numbers, 16-bit floats as floats."""
     found = raw[: len(raw) - len(raw) % dtype.itemsize].view(_NUMPY[dtype])
     if dtype is DType.BF16:
-        return [scalars.from_bits(int(b), dtype) for b in found]
+        return [kernel_scalars.from_bits(int(b), dtype) for b in found]
     return [v.item() for v in found]
 
 
 def raw_of(values, dtype):
     if dtype is DType.BF16:
-        return np.array([scalars.bits_of(v, dtype) for v in values], np.uint16).view(np.uint8)
+        return np.array([kernel_scalars.bits_of(v, dtype) for v in values], np.uint16).view(np.uint8)
     with np.errstate(all="ignore"):
         return np.array(values, _NUMPY[dtype]).view(np.uint8)
 
@@ -47,7 +47,7 @@ def interpret(plan, memory, params):
                     for a, s in zip(step.kernel.arrays, step.slots, strict=True)
                 }
                 values = {s.name: params[p] for s, p in zip(step.kernel.scalars, step.params, strict=True)}
-                interpreter.run(step.kernel, arrays, values, mathlib.element)
+                kernel_interpreter.run(step.kernel, arrays, values, elementary.element)
                 for a, slot in zip(step.kernel.arrays, step.slots, strict=True):
                     if a.role is not Role.IN and slot != STATUS:
                         new = raw_of(arrays[a.name], a.dtype)

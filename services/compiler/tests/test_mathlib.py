@@ -9,9 +9,10 @@ import pytest
 import torch
 from wooly_compiler import mathlib
 from wooly_compiler.build import opencl
+from wooly_testkit import elementary, kernel_scalars
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import scalars
 from wooly_wis.kernel.builder import KernelBuilder
+from wooly_wis.kernel.ops import rounded
 from wooly_wis.program import Role
 
 F32 = DType.F32
@@ -101,18 +102,20 @@ def test_function_has_the_same_bits_on_pocl_and_in_the_interpreter(op):
     x = bits.view(np.float32)
     got = on_pocl(opencl.build(unary(op, len(x))), x)
     for value, there in zip(x.tolist(), got, strict=True):
-        here = mathlib.element(op, F32, [value], [F32])
-        assert (math.isnan(here) and math.isnan(there)) or scalars.bits_of(here, F32) == there.view(np.uint32), value
+        here = elementary.element(op, F32, [value], [F32])
+        assert (math.isnan(here) and math.isnan(there)) or kernel_scalars.bits_of(here, F32) == there.view(np.uint32), (
+            value
+        )
 
 
 @pytest.mark.parametrize("dtype", [DType.F16, DType.BF16])
 def test_every_16_bit_float_converts_and_back(dtype):
     widen, narrow = mathlib.function("convert", dtype, F32), mathlib.function("convert", F32, dtype)
     for bits in range(0, 1 << 16, 7):
-        value = scalars.from_bits(bits, dtype)
-        wide = mathlib.call(widen, [value])
+        value = kernel_scalars.from_bits(bits, dtype)
+        wide = elementary.call(widen, [value])
         assert wide == value or math.isnan(value)
-        again = mathlib.call(narrow, [wide])
+        again = elementary.call(narrow, [wide])
         assert again == value or math.isnan(value)
 
 
@@ -123,6 +126,6 @@ def test_narrowing_rounds_to_nearest_even(dtype):
         *range(0, 1 << 32, 99991 * 13),
         *struct.unpack("4I", struct.pack("4f", 65519.99, 65520.0, 2.98e-8, 5.97e-8)),
     ]:
-        value = scalars.from_bits(bits, F32)
+        value = kernel_scalars.from_bits(bits, F32)
         if not math.isnan(value):
-            assert mathlib.call(narrow, [value]) == scalars.rounded(value, dtype), value
+            assert elementary.call(narrow, [value]) == rounded(value, dtype), value

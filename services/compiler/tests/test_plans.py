@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from wooly_compiler.local_run import LocalRun
 from wooly_compiler.passes import weigh
 from wooly_compiler.pipeline import Trace, compile_program
 from wooly_testkit.effort import examples
+from wooly_testkit.plan_run import LocalRun
 from wooly_testkit.tape import Tape
 from wooly_wis import plan as plans
 from wooly_wis.dtypes import DType

@@ -13,9 +13,9 @@ from wooly_compiler.pipeline import compile_program
 from wooly_compiler.render.dialects import CUDA, HIP, OPENCL
 from wooly_compiler.render.printer import render
 from wooly_compiler.render.source import Form, RenderError
+from wooly_testkit import kernel_interpreter
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import interpreter
 from wooly_wis.kernel.builder import KernelBuilder
 from wooly_wis.kernel.laws import KernelError
 from wooly_wis.program import Role
@@ -121,7 +121,7 @@ def test_fold_over_stretches_has_the_bits_of_the_interpreter(make):
     kernel = kernel_of(make())
     arrays = [np.random.default_rng(0).standard_normal(a.numel, dtype=np.float32) for a in kernel.arrays]
     expected = {a.name: v.tolist() for a, v in zip(kernel.arrays, arrays, strict=True)}
-    interpreter.run(kernel, expected)
+    kernel_interpreter.run(kernel, expected)
     launch(kernel, arrays, Form.LOOPS)
     for a, v in zip(kernel.arrays, arrays, strict=True):
         np.testing.assert_array_equal(v, np.array(expected[a.name], np.float32))
@@ -155,7 +155,7 @@ def test_hand_written_kernel_with_atomics_runs_in_both_forms(form):
     kernel = histogram()
     x = np.random.default_rng(1).integers(-100, 100, 1000).astype(np.int32)
     expected = [0] * 8
-    interpreter.run(kernel, {"x": x.tolist(), "y": expected})
+    kernel_interpreter.run(kernel, {"x": x.tolist(), "y": expected})
     y = np.zeros(8, np.int32)
     launch(kernel, [x, y], form)
     assert y.tolist() == expected
@@ -220,7 +220,7 @@ def test_integers_wrap_and_divide_as_the_interpreter_says(dtype):
         k.store(k.array(f"of_{op}", dtype, len(a), Role.OUT), i, k.apply(op, k.load(x, i), k.load(y, i)))
     kernel = k.finish()
     expected = {op: [0] * len(a) for op in INTEGERS}
-    interpreter.run(kernel, {"x": a.tolist(), "y": b.tolist(), **{f"of_{op}": v for op, v in expected.items()}})
+    kernel_interpreter.run(kernel, {"x": a.tolist(), "y": b.tolist(), **{f"of_{op}": v for op, v in expected.items()}})
     got = {op: np.zeros_like(a) for op in INTEGERS}
     launch(kernel, [a, b, *got.values()], Form.LOOPS)
     assert {op: v.tolist() for op, v in got.items()} == expected
@@ -247,7 +247,7 @@ def test_floats_become_integers_as_the_interpreter_says(source):
         k.store(k.array(f"to_{target.label}", target, len(a), Role.OUT), i, k.convert(k.load(x, i), target))
     kernel = k.finish()
     expected = {t.label: [0] * len(a) for t in TARGETS}
-    interpreter.run(kernel, {"x": a.tolist(), **{f"to_{t}": v for t, v in expected.items()}})
+    kernel_interpreter.run(kernel, {"x": a.tolist(), **{f"to_{t}": v for t, v in expected.items()}})
     got = {t.label: np.zeros(len(a), kind) for t, kind in TARGETS.items()}
     launch(kernel, [a, *got.values()], Form.LOOPS)
     assert {t: v.tolist() for t, v in got.items()} == expected

@@ -17,7 +17,7 @@ from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fresh_memory import on_zeros
 from wooly_executor.runtime.gpu import GpuRuntime
 from wooly_executor.runtime.packing import _CHARACTER, layout
-from wooly_wis.kernel import interpreter
+from wooly_testkit import kernel_interpreter
 from wooly_wis.kernel import text as kernel_text
 
 LAUNCH_NS, MARK_NS = 1000, 10
@@ -192,7 +192,7 @@ class FakeDriver:
         seen = {a.name: _at(address, a) for a, address in zip(kernel.arrays, values[:n], strict=True)}
         lists = {name: t.tolist() for name, t in seen.items()}
         scalars = {s.name: v for s, v in zip(kernel.scalars, values[n:], strict=True)}
-        interpreter.run(kernel, lists, scalars)
+        kernel_interpreter.run(kernel, lists, scalars)
         for a in kernel.arrays:
             seen[a.name].copy_(torch.tensor(lists[a.name], dtype=seen[a.name].dtype))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 from wooly.cli.commands import app
-from wooly_wis.assembly import assemble, disassemble
+from wooly_testkit.assembler import assemble
+from wooly_wis.assembly import disassemble
 from wooly_wis.codec import decode_program, encode_program
 
 REPOSITORY = Path(__file__).parents[3]

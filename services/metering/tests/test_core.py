@@ -4,10 +4,10 @@ import datetime
 import random
 
 import pytest
-from wooly_metering.core.booking import COLUMNS, HOUR_US, book, read
+from wooly_metering.core.booking import HOUR_US, SUMS, Source, book, read
 from wooly_metering.core.budgets import DAY_US, Budget, period_begin_us
 from wooly_metering.core.checks import impossible
-from wooly_metering.core.rating import PLAIN, UNIT, Plan, Tariff, price, text
+from wooly_metering.core.rating import PLAIN, UNIT, Tariff, TariffPlan, price, text
 
 from .conftest import NOW, SECOND, delivery, event, record
 
@@ -18,7 +18,7 @@ def booked(*events, sources=None, tariff=None, first=1):
 
 
 def column(booking, name):
-    return [entry[COLUMNS.index(name)] for entry in booking.entries]
+    return [getattr(entry, name) for entry in booking.entries]
 
 
 def test_price_of_the_readmes_examples():
@@ -27,22 +27,25 @@ def test_price_of_the_readmes_examples():
     # 80 cores for 2.5 ms, 1,024 MiB meanwhile and for the rest of a second
     run = record(gpu_ns=2_500_000, core_ns=200_000_000, resident_mib_us=1024 * 2500, idle_mib_us=1024 * 997_500)
     assert price(run, PLAIN) == (200 * UNIT, 2_560_000)
-    assert price(run, Plan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (300 * UNIT, 103_424_000)
+    assert price(run, TariffPlan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (
+        300 * UNIT,
+        103_424_000,
+    )
 
 
 def test_slow_core_is_priced_by_what_it_did():
     slow = record(core_ns=2_000_000, pace_ppm=500_000, resident_mib_us=2_000_001, idle_mib_us=3)
     assert price(slow, PLAIN) == (UNIT, 1_000_000)
     # idle memory is held by the clock on the wall, whatever a core does
-    assert price(slow, Plan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
+    assert price(slow, TariffPlan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
     (entry,) = booked(event(slow)).entries
-    assert [entry[COLUMNS.index(name)] for name in ("core_ns", "pace_ppm", "core_ucr")] == [2_000_000, 500_000, UNIT]
+    assert (entry.core_ns, entry.pace_ppm, entry.core_ucr) == (2_000_000, 500_000, UNIT)
 
 
 def test_price_is_rounded_down_once_per_amount():
     assert price(
         record(core_ns=3, resident_mib_us=1, idle_mib_us=1),
-        Plan(1, core_rate=500_000, vram_rate=500_000, idle_rate=500_000),
+        TariffPlan(1, core_rate=500_000, vram_rate=500_000, idle_rate=500_000),
     ) == (1, 1)
 
 
@@ -59,12 +62,12 @@ def test_amounts_are_told_with_all_their_digits():
 
 def test_tariff_prefers_what_names_more_and_then_what_began_later():
     any_, kind, klass, both = (
-        Plan(1),
-        Plan(2, device_kind="cpu"),
-        Plan(3, priority=0),
-        Plan(4, device_kind="cpu", priority=0),
+        TariffPlan(1),
+        TariffPlan(2, device_kind="cpu"),
+        TariffPlan(3, priority=0),
+        TariffPlan(4, device_kind="cpu", priority=0),
     )
-    later = Plan(5, device_kind="cpu", priority=0, valid_from_us=100, valid_until_us=200)
+    later = TariffPlan(5, device_kind="cpu", priority=0, valid_from_us=100, valid_until_us=200)
     tariff = Tariff([later, any_, both, klass, kind])
     assert (
         tariff.plan("cpu", 0, 99) == both and tariff.plan("cpu", 0, 100) == later and tariff.plan("cpu", 0, 200) == both
@@ -74,11 +77,11 @@ def test_tariff_prefers_what_names_more_and_then_what_began_later():
         and tariff.plan("nvidia", 0, 0) == klass
         and tariff.plan("nvidia", 4, 0) == any_
     )
-    assert Tariff([Plan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
+    assert Tariff([TariffPlan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
 
 
 def test_usage_is_priced_by_the_plan_that_held_when_it_began():
-    tariff = Tariff([Plan(1), Plan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
+    tariff = Tariff([TariffPlan(1), TariffPlan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
     assert column(booked(event(record(at_us=NOW)), tariff=tariff), "plan_id") == [1]
     after = event(record(at_us=NOW + SECOND))
     assert column(booked(after, tariff=tariff), "plan_id") == [2]
@@ -141,11 +144,11 @@ def test_numbers_that_are_text_are_no_numbers():
 def test_batch_that_comes_twice_is_booked_once():
     found = booked(event(record()), event(record()), event(record(), batch=2), event(record()))
     assert column(found, "batch") == [1, 2] and found.duplicates == 2 and not found.quarantined
-    assert booked(event(record(), batch=7), sources={"gpu-0/1": (3, 7)}).duplicates == 1
+    assert booked(event(record(), batch=7), sources={"gpu-0/1": Source(3, 7)}).duplicates == 1
 
 
 def test_missing_batches_are_shown():
-    found = booked(event(record(), batch=9), sources={"gpu-0/1": (3, 5)})
+    found = booked(event(record(), batch=9), sources={"gpu-0/1": Source(3, 5)})
     assert len(found.entries) == 1 and found.sources == {"gpu-0/1": (3, 9)}
     assert "batches 6 to 8 of this source are missing" in found.quarantined[0].reason
 
@@ -161,12 +164,11 @@ def test_sums_are_those_of_the_entries():
         ]  # fmt: skip
         events.append(event(*records, batch=batch))
     found = booked(*events)
-    for sums in (found.hours.values(), [r.sums for r in found.runs.values()]):
-        assert sum(s[3] for s in sums) == sum(column(found, "core_ns")) and sum(s[0] for s in sums) == len(
-            found.entries
-        )
-        assert sum(s[-2] for s in sums) == sum(column(found, "core_ucr"))
-    assert all(hour % HOUR_US == 0 for _, hour, *_ in found.hours)
+    for sums in (list(found.hours.values()), [r.sums for r in found.runs.values()]):
+        assert sum(s.entries for s in sums) == len(found.entries)
+        for name in SUMS[1:]:
+            assert sum(getattr(s, name) for s in sums) == sum(column(found, name)), name
+    assert all(key.hour_us % HOUR_US == 0 for key in found.hours)
     assert column(found, "id") == list(range(1, len(found.entries) + 1))
 
 

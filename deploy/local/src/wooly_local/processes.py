@@ -6,7 +6,6 @@ importing. The supervisor has one thread, and runs none of their code itself.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -16,13 +15,14 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+from wooly_local.python_private import finish
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -155,8 +155,7 @@ def run_as_main(module: str, arguments: list[str]) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # what the interpreter does at its own end, which a fork never comes to
-    atexit._run_exitfuncs()
+    finish()
     return code
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from wooly_operator.core.fleet import Device
+from wooly_operator.core.fleet import FleetDevice
 from wooly_operator.errors import UnreachableError
 
 TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ class Controller:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session, self._url = session, url.rstrip("/")
 
-    async def devices(self) -> list[Device]:
+    async def devices(self) -> list[FleetDevice]:
         """All devices that the controller knows.
 
         Raises:
@@ -73,7 +73,7 @@ class Controller:
         """
         answer = _parsed(_Nodes, await self._ask("GET", "/api/v1/nodes"))
         return [
-            Device(
+            FleetDevice(
                 id=g.executor_id,
                 node=n.node_id,
                 total=g.device.total_memory,

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from wooly_operator.controller import Controller
-from wooly_operator.core.fleet import Device
+from wooly_operator.core.fleet import FleetDevice
 from wooly_operator.core.objects import Sight, understood
 from wooly_operator.core.plan import (
     Action,
@@ -38,7 +38,7 @@ class Reconciler:
         self._seen = asyncio.Event()
         self._complaints: tuple[str, ...] = ()
         self.sight: Sight | None = None
-        self.devices: Sequence[Device] = ()
+        self.devices: Sequence[FleetDevice] = ()
 
     def changed(self) -> None:
         """Something happened in the cluster: look soon."""

@@ -240,13 +240,17 @@ def _requeue(state: DispatchState, lane: Lane, session: Session) -> None:
     lane.due = 0
     heap = lane.heap
     entry = (max(session.lift, session.finish[session.lane]), session.id, state.stamps, session)
-    if heap and heap[0][3] is session:
+    is_first = False
+    if heap:
+        _, _, _, first = heap[0]
+        is_first = first is session
+    if is_first:
         heapreplace(heap, entry)
     else:
         heappush(heap, entry)
     session.stamp = state.stamps
     if len(heap) > 4 * lane.size + 64:
-        heap[:] = [entry for entry in heap if entry[3].stamp == entry[2]]
+        heap[:] = [(start, name, stamp, waiting) for start, name, stamp, waiting in heap if waiting.stamp == stamp]
         heapify(heap)
 
 

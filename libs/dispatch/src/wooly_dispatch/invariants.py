@@ -305,14 +305,14 @@ def check_state(state: DispatchState) -> None:
         law(session.expected not in session.early, "held back", session.id)
         law(session.tokens <= max(session.policy.burst_ns, 0) or not session.policy.rate_permille, "bucket", session.id)
     for priority, lane in enumerate(state.lanes):
-        valid = [e for e in lane.heap if e[3].stamp == e[2]]
+        valid = [(start, session) for start, _, stamp, session in lane.heap if session.stamp == stamp]
         members = [s for s in state.sessions.values() if s.lane == priority]
         law(
             lane.size == len(valid) == len(members),
             "lane",
             f"class {priority}: {lane.size}, {len(valid)}, {len(members)}",
         )
-        for start, name, _, session in valid:
-            law(start == max(session.lift, session.finish[priority]), "start tag", name)
+        for start, session in valid:
+            law(start == max(session.lift, session.finish[priority]), "start tag", session.id)
     law(state.tokens <= undeclared_burst_ns(state.config), "bucket of the undeclared", state.tokens)
     law(state.exclusive in ("", *state.sessions), "exclusive", state.exclusive)

@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wooly_testkit.python_private import close_pipe_ends, waiting_lock
+
 if TYPE_CHECKING:
     from wooly_local.stack import Stack
 
@@ -69,7 +71,7 @@ class Forked(subprocess.Popen[Any]):
         if not self.pid:
             raise RuntimeError("the parent of forks has ended")
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        close_pipe_ends(self, (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         return self._ended(0) if self._status.fileno() >= 0 else self.returncode
@@ -85,7 +87,7 @@ class Forked(subprocess.Popen[Any]):
         while self.returncode is None:
             left = None if until is None else max(0.0, until - time.monotonic())
             ready, _, _ = select.select([self._status], [], [], left if left is None else min(left, 0.1))
-            with self._waitpid_lock:  # type: ignore[attr-defined]  # another thread may wait, too
+            with waiting_lock(self):  # another thread may wait, too
                 if ready and self.returncode is None:
                     said = self._status.recv(4)
                     self.returncode = int.from_bytes(said, "little", signed=True) if said else -signal.SIGKILL

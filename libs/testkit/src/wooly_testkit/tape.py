@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from wooly_wis.assembly_parser import row_major
+from wooly_wis.assembly import row_major
 from wooly_wis.dtypes import DType
 from wooly_wis.oprules import ArgKind
 from wooly_wis.optable import TABLE, arguments

@@ -1,4 +1,4 @@
-"""The readable form of WIS: what `disassemble` writes, `assemble` reads back into the same bytes. Knows no meaning of opcodes.
+"""The readable form of WIS, as `disassemble` writes it. Knows no meaning of opcodes.
 
 One instruction per line, `;` starts a comment, blanks are free:
 
@@ -25,21 +25,28 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 
-from wooly_wis.assembly_parser import NAME, VERSION, AssemblyError, Parser, row_major
 from wooly_wis.codec import encode_form
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import EncodeError
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Program, Role, Symbol, View
 
-__all__ = ["AssemblyError", "assemble", "disassemble"]
-
+VERSION = "1"
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 _MARKS = {Role.IN: "", Role.INOUT: "&", Role.OUT: "out "}
 _PLAIN_NAN = struct.pack("<d", math.nan)
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
+def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense row-major view."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
 
 
 def disassemble(program: Program) -> str:
@@ -158,15 +165,3 @@ def _float(value: float) -> str:
         return repr(value)
     raw = struct.pack("<d", value)
     return "nan" if raw == _PLAIN_NAN else f"nan({int.from_bytes(raw, 'little'):#x})"
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
-def assemble(text: str) -> Program:
-    """The program that a text describes. Says nothing of whether it obeys the laws: that is the verifier's.
-
-    Raises:
-        AssemblyError: names line and column.
-    """
-    return Parser(text).program()

@@ -374,7 +374,7 @@ def decode_code(raw: bytes, name: str) -> ForeignCode:
                 for label, buffer, writes in head["parameters"]
             ]
         )
-        at = len(body) - sum(int(i[6]) for i in head["images"])
+        at = len(body) - sum(int(nbytes) for *_, nbytes in head["images"])
         code, images = body[end:at], []
         for entry, passed, threads, shared, scratch, claims, nbytes in head["images"]:
             if at < end or nbytes < 0 or len(claims) != len(parameters):

@@ -108,7 +108,8 @@ def wants_reply(payload: bytes | memoryview) -> bool:
     """
     if len(payload) < RUN_HEAD.size:
         raise DecodeError("RUN frame is cut short")
-    return bool(RUN_HEAD.unpack_from(payload)[4] & REPLY)
+    _, _, _, _, flags = RUN_HEAD.unpack_from(payload)
+    return bool(flags & REPLY)
 
 
 def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:

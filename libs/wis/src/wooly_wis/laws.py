@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from wooly_wis.dtypes import DType
@@ -11,6 +10,7 @@ from wooly_wis.externs import is_allowed
 from wooly_wis.foreign import ATTRS as LAUNCH_ATTRS
 from wooly_wis.foreign import OPCODE as LAUNCH
 from wooly_wis.foreign import launch_of
+from wooly_wis.law import Law
 from wooly_wis.optable import TABLE, check
 from wooly_wis.pauses import pause
 from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role, View
@@ -19,15 +19,6 @@ MAX_BYTES = 1 << 40
 #: Elements of a view: broadcasting repeats what few bytes hold, and neither a library nor an account counts beyond 64 bits.
 MAX_ELEMENTS = 1 << 40
 MAX_OPERANDS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Law:
-    """One law of WIS."""
-
-    name: str
-    says: str
-    check: Callable[[Form], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +256,7 @@ def _rule(form: Form) -> str | None:
     return None
 
 
-FORM_LAWS: tuple[Law, ...] = (
+FORM_LAWS: tuple[Law[[Form]], ...] = (
     Law("opcode", "The opcode is a row of the op table.", _opcode_known),
     Law("operands", "Operands have the roles that the opcode asks for.", _operand_shape),
     Law("views", "Every operand has a view, but for `free` and for outputs of unknown shape.", _views_present),

@@ -6,7 +6,7 @@ takes them; both hold them to the laws here. An executor does so before it uses 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final
@@ -17,6 +17,7 @@ from wooly_wis.errors import PlanError, VerifyError
 from wooly_wis.kernel import laws
 from wooly_wis.kernel.ir import Kernel
 from wooly_wis.kernel.text import digest
+from wooly_wis.law import Law
 from wooly_wis.program import Form, Instruction, ParamKind, Program, Role, View
 from wooly_wis.verifier import ProgramFacts, Verifier
 
@@ -191,15 +192,6 @@ def text(plan: Plan) -> str:
 
 
 # -- laws ----------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PlanLaw:
-    """A law of plans."""
-
-    name: str
-    says: str
-    check: Callable[[Plan], str | None]
 
 
 def _done(step: Step) -> tuple[Line, ...]:
@@ -442,16 +434,16 @@ def _assumed(plan: Plan) -> str | None:
     return f"there is no param {wrong[0]}" if wrong else None
 
 
-PLAN_LAWS: tuple[PlanLaw, ...] = (
-    PlanLaw("covers", "Every instruction that computes is removed for a reason, or all its parts are done, once.", _covers),
-    PlanLaw("lines", "A line is an instruction within its slots, and writes only what the program's instruction does.", _lines),
-    PlanLaw("order", "What depends on an instruction runs in its step or later.", _ordered),
-    PlanLaw("bounds", "A kernel reaches no further than its slots, and writes only what its lines write.", _bounds),
-    PlanLaw("memory", "Slots have memory while they are used, begin clean, and what is left are the program's results.", _memory),
-    PlanLaw("peak", "A plan holds no more memory at a time than its program, which is what sessions have room for.", _peak),
-    PlanLaw("overlap", "A kernel is not given a slot twice that it writes.", _overlap),
-    PlanLaw("kernels", "Every kernel obeys the laws of kernel IR.", _kernels),
-    PlanLaw("assumed", "What a plan assumes are params of a run.", _assumed),
+PLAN_LAWS: tuple[Law[[Plan]], ...] = (
+    Law("covers", "Every instruction that computes is removed for a reason, or all its parts are done, once.", _covers),
+    Law("lines", "A line is an instruction within its slots, and writes only what the program's instruction does.", _lines),
+    Law("order", "What depends on an instruction runs in its step or later.", _ordered),
+    Law("bounds", "A kernel reaches no further than its slots, and writes only what its lines write.", _bounds),
+    Law("memory", "Slots have memory while they are used, begin clean, and what is left are the program's results.", _memory),
+    Law("peak", "A plan holds no more memory at a time than its program, which is what sessions have room for.", _peak),
+    Law("overlap", "A kernel is not given a slot twice that it writes.", _overlap),
+    Law("kernels", "Every kernel obeys the laws of kernel IR.", _kernels),
+    Law("assumed", "What a plan assumes are params of a run.", _assumed),
 )  # fmt: skip
 
 

@@ -115,22 +115,25 @@ def _combine(higher: DType | None, lower: DType | None) -> DType | None:
     return promote(higher, lower) if kh is NumberKind.BOOL or kl is NumberKind.FLOAT else higher
 
 
+def _promoted(known: DType | None, dtype: DType) -> DType:
+    return dtype if known is None else promote(known, dtype)
+
+
 def result_type(views: Iterable[View], numbers: Iterable[NumberKind] = ()) -> DType:
     """The dtype that tensors and numbers have together: dimensioned tensors decide, then 0-dimensional ones, then numbers.
 
     Raises:
         RuleError: they do not promote, or there are none.
     """
-    classes: list[DType | None] = [None, None, None]
+    of_dimensioned = of_scalars = of_numbers = None
     for view in views:
-        at = 0 if view.sizes else 1
-        known = classes[at]
-        classes[at] = view.dtype if known is None else promote(known, view.dtype)
+        if view.sizes:
+            of_dimensioned = _promoted(of_dimensioned, view.dtype)
+        else:
+            of_scalars = _promoted(of_scalars, view.dtype)
     for number in numbers:
-        known = classes[2]
-        dtype = DEFAULT_OF[number]
-        classes[2] = dtype if known is None else promote(known, dtype)
-    found = _combine(_combine(classes[0], classes[1]), classes[2])
+        of_numbers = _promoted(of_numbers, DEFAULT_OF[number])
+    found = _combine(_combine(of_dimensioned, of_scalars), of_numbers)
     if found is None:
         raise RuleError("dtype", "there is no operand to take a dtype from")
     return found

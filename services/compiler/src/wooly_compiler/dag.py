@@ -45,7 +45,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """A value of the graph. `kind` is load, const, param, apply, fold, place, pick or guard.
 
     A `place` is the number of the element that a load there would read: coordinates. A `pick` is a load at a place that moves by
@@ -130,11 +130,11 @@ class Graph:
     params: Sequence[Any] | None = None
     checks: bool = False
     assumed: dict[int, Any] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     puts: dict[int, Put] = field(default_factory=dict)
-    _known: dict[Node, int] = field(default_factory=dict)
+    _known: dict[GraphNode, int] = field(default_factory=dict)
 
-    def add(self, node: Node) -> int:
+    def add(self, node: GraphNode) -> int:
         """The number of a node; equal nodes are one."""
         known = self._known.get(node)
         if known is None:
@@ -228,7 +228,7 @@ class Emitter:
             if put.place != place:
                 raise UnsupportedError(f"slot {place.slot} is read otherwise than it was written")
             return put.node
-        return self.graph.add(Node("load", place.dtype, place=place))
+        return self.graph.add(GraphNode("load", place.dtype, place=place))
 
     def write(self, k: int, node: int, sizes: tuple[int, ...]) -> None:
         """Operand `k` becomes a tensor of `sizes` with this element."""
@@ -263,17 +263,17 @@ class Emitter:
 
     def const(self, dtype: DType, value: Number) -> int:
         if dtype in FLOATS:
-            return self.graph.add(Node("const", dtype, value=float(value)))
+            return self.graph.add(GraphNode("const", dtype, value=float(value)))
         if dtype is DType.BOOL:
-            return self.graph.add(Node("const", dtype, value=bool(value)))
+            return self.graph.add(GraphNode("const", dtype, value=bool(value)))
         if dtype in INTS and value == value and abs(value) != math.inf and int(value) == value:
             low, high = bounds(dtype)
             if low <= value <= high:
-                return self.graph.add(Node("const", dtype, value=int(value)))
+                return self.graph.add(GraphNode("const", dtype, value=int(value)))
         raise UnsupportedError(f"{value!r} as {dtype.label}")
 
     def apply(self, op: str, *args: int, dtype: DType | None = None) -> int:
-        return self.graph.add(Node("apply", dtype or self.dtype(args[-1]), op, args))
+        return self.graph.add(GraphNode("apply", dtype or self.dtype(args[-1]), op, args))
 
     def to(self, node: int, dtype: DType) -> int:
         """The value in another type."""
@@ -295,7 +295,7 @@ class Emitter:
             kind = self.form.params[value.index]
             if kind not in PARAM_DTYPE:
                 raise UnsupportedError("kernels have no complex numbers")
-            param = Node("param", PARAM_DTYPE[kind], value=self.line.first_param + value.index)
+            param = GraphNode("param", PARAM_DTYPE[kind], value=self.line.first_param + value.index)
             return self.to(self.graph.add(param), dtype)
         if isinstance(value, (bool, int, float)):
             return self.const(dtype, value)
@@ -314,12 +314,12 @@ class Emitter:
     def fold(self, op: str, node: int) -> int:
         """The value folded along the folded dimensions; for `argmax` and `argmin`, which of them it is."""
         dtype = DType.I64 if op in ("argmax", "argmin") else self.dtype(node)
-        return self.graph.add(Node("fold", dtype, op, (node,)))
+        return self.graph.add(GraphNode("fold", dtype, op, (node,)))
 
     def coordinate(self, dim: int) -> int:
         """The coordinate along a dimension of the space."""
         strides = tuple([int(d == dim) for d in range(len(self.graph.space))])
-        return self.graph.add(Node("place", DType.I64, place=Place(NOWHERE, DType.I64, strides, 0)))
+        return self.graph.add(GraphNode("place", DType.I64, place=Place(NOWHERE, DType.I64, strides, 0)))
 
     def guard(self, node: int, wrong: int) -> int:
         """The value; the line complains where `wrong` is true."""
@@ -327,7 +327,7 @@ class Emitter:
             raise UnsupportedError(
                 "the library complains of some operands, and nobody asks the kernel whether it would"
             )
-        return self.graph.add(Node("guard", self.dtype(node), args=(node, wrong), value=self.line.origin))
+        return self.graph.add(GraphNode("guard", self.dtype(node), args=(node, wrong), value=self.line.origin))
 
     def pick(self, k: int, strides: Sequence[int], step: int, size: int, index: int) -> int:
         """An element of operand `k`, along the dimension of `size` elements that lie `step` apart at the place of the index.
@@ -348,7 +348,7 @@ class Emitter:
         if view.dtype not in STORED:
             raise UnsupportedError(f"kernels do not know {view.dtype.label}")
         place = Place(slot, view.dtype, tuple(strides), view.offset // view.dtype.itemsize)
-        made = Node("pick", view.dtype, args=(index,), place=place, value=self.line.origin, step=step, size=size)
+        made = GraphNode("pick", view.dtype, args=(index,), place=place, value=self.line.origin, step=step, size=size)
         return self.graph.add(made)
 
 

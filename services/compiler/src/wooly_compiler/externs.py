@@ -15,7 +15,7 @@ from wooly_wis.kernel.ops import FLOATS, STORED
 from wooly_wis.program import Attr, Form, OperandRef, ParamRef, Role, View
 from wooly_wis.promotion import NumberKind, kind_of, opmath
 
-from wooly_compiler.dag import Emitter, Node, Place, Target
+from wooly_compiler.dag import Emitter, GraphNode, Place, Target
 from wooly_compiler.errors import UnsupportedError
 
 Space = tuple[tuple[int, ...], frozenset[int]]
@@ -189,7 +189,7 @@ def _isin(e: Emitter) -> None:
         for size, stride in reversed(list(zip(among.sizes, among.strides, strict=True))):
             offset, n = offset + n % size * stride, n // size
         place = Place(e.line.slots[other], among.dtype, (0,) * len(e.graph.space), offset)
-        one = e.graph.add(Node("load", among.dtype, place=place))
+        one = e.graph.add(GraphNode("load", among.dtype, place=place))
         same = e.apply("eq", e.to(node, wide), e.to(one, wide), dtype=DType.BOOL)
         found = e.apply("or", found, same)
     e.write(to, found, view.sizes)
@@ -220,7 +220,7 @@ def _nll_parts(e: Emitter, target_at: int, weight_at: int, ignore_at: int, rows:
     if e.line.slots[k] in e.graph.puts:
         raise UnsupportedError("classes that were computed here")
     place = Place(e.line.slots[k], DType.I64, strides, target.offset // 8)
-    label = e.graph.add(Node("load", DType.I64, place=place))
+    label = e.graph.add(GraphNode("load", DType.I64, place=place))
     counts = e.apply("ne", label, e.const(DType.I64, ignored), dtype=DType.BOOL)
     compute = _floating(a)
     one, zero = e.const(compute, 1.0), e.const(compute, 0.0)
@@ -275,7 +275,7 @@ def _single(e: Emitter, k: int, view: View) -> int:
     if e.line.slots[k] in e.graph.puts:
         raise UnsupportedError("a number that was computed here, elsewhere")
     place = Place(e.line.slots[k], view.dtype, (0,) * len(e.graph.space), view.offset // view.dtype.itemsize)
-    return e.graph.add(Node("load", view.dtype, place=place))
+    return e.graph.add(GraphNode("load", view.dtype, place=place))
 
 
 def _difference_space(form: Form) -> Space:
@@ -385,7 +385,7 @@ def _per_channel(e: Emitter, k: int) -> int:
     place = Place(slot, view.dtype, strides, view.offset // view.dtype.itemsize)
     put = e.graph.puts.get(slot)
     if put is None:
-        return e.graph.add(Node("load", view.dtype, place=place))
+        return e.graph.add(GraphNode("load", view.dtype, place=place))
     if put.place != place:
         raise UnsupportedError(f"slot {slot} is read otherwise than it was written")
     return put.node
@@ -522,7 +522,7 @@ def _embedding_backward(e: Emitter) -> None:
         raise UnsupportedError("the library's sums by index")
     moving = [0 if n == 1 else s for n, s in zip(index.sizes, index.strides, strict=True)]
     place = Place(e.line.slots[at], index.dtype, (*moving, 0), index.offset // index.dtype.itemsize)
-    where = e.to(e.graph.add(Node("load", index.dtype, place=place)), DType.I64)
+    where = e.to(e.graph.add(GraphNode("load", index.dtype, place=place)), DType.I64)
     counts = e.apply("ne", where, e.const(DType.I64, padding), dtype=DType.BOOL)
     columns = 0 if view.sizes[1] == 1 else view.strides[1]
     target = Target(where, counts, view.strides[0], view.sizes[0])

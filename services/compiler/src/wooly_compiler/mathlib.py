@@ -20,9 +20,9 @@ from functools import cache
 from typing import Final
 
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import scalars
 from wooly_wis.kernel.builder import KernelBuilder, Value
-from wooly_wis.kernel.ir import Apply, Block, Const, Number
+from wooly_wis.kernel.ir import Block
+from wooly_wis.kernel.ops import rounded
 
 F32, F64, I32, U16, U32 = DType.F32, DType.F64, DType.I32, DType.U16, DType.U32
 
@@ -135,7 +135,7 @@ class _Writer(KernelBuilder):
         return self._value(dtype)
 
     def number(self, value: float | int, dtype: DType = F32) -> Value:
-        return self.const(dtype, scalars.rounded(value, dtype) if dtype is F32 else value)
+        return self.const(dtype, rounded(value, dtype) if dtype is F32 else value)
 
     def _both(self, op: str, a: Value | float, b: Value | float) -> Value:
         like = a if isinstance(a, Value) else b
@@ -488,23 +488,3 @@ def function(op: str, source: DType, target: DType) -> Function | None:
     w = _Writer(name, ())
     result = build(w, w.argument(source))
     return Function(name, op, (source,), target, w.finish().body, result.number)
-
-
-def element(op: str, dtype: DType, args: list[Number], types: list[DType]) -> Number:
-    """As `scalars.apply`, but by our own functions: what generated kernels compute, to the bit."""
-    own = function(op, types[0], dtype)
-    return scalars.apply(op, dtype, args, types) if own is None else call(own, args)
-
-
-def call(own: Function, args: list[Number]) -> Number:
-    """The result of a function for Python numbers."""
-    values: dict[int, Number] = dict(enumerate(args))
-    types: dict[int, DType] = dict(enumerate(own.args))
-    for s in own.body:
-        if isinstance(s, Const):
-            values[s.out], types[s.out] = s.value, s.dtype
-        elif isinstance(s, Apply):
-            at = [types[a] for a in s.args]
-            values[s.out] = element(s.op, s.dtype, [values[a] for a in s.args], at)
-            types[s.out] = s.dtype
-    return values[own.result]

@@ -19,7 +19,7 @@ from wooly_wis.scalar_expr import Number as ExprNumber
 from wooly_wis.scalar_expr import evaluate
 
 from wooly_compiler import externs
-from wooly_compiler.dag import MAX_NODES, MAX_SLOTS, Emitter, Graph, Node, Place
+from wooly_compiler.dag import MAX_NODES, MAX_SLOTS, Emitter, Graph, GraphNode, Place
 from wooly_compiler.errors import UnsupportedError
 from wooly_compiler.primitives import primitives
 
@@ -229,7 +229,7 @@ def _index_of(e: Emitter, row: Row, strides: Sequence[int]) -> int:
         if put.place != place:
             raise UnsupportedError(f"slot {place.slot} is read otherwise than it was written")
         return e.to(put.node, DType.I64)
-    return e.to(e.graph.add(Node("load", view.dtype, place=place)), DType.I64)
+    return e.to(e.graph.add(GraphNode("load", view.dtype, place=place)), DType.I64)
 
 
 def _moving(view: View) -> list[int]:

@@ -6,9 +6,10 @@ order, they no longer keep neighbours apart, and the plan puts back those that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wooly_wis.law import Law
 from wooly_wis.laws import FORM_LAWS
 from wooly_wis.plan import Line, line_text
 from wooly_wis.program import Program, Role
@@ -75,15 +76,6 @@ def text(unit: Unit) -> str:
 # -- laws ----------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class UnitLaw:
-    """A law that every pass keeps."""
-
-    name: str
-    says: str
-    check: Callable[[Unit], str | None]
-
-
 def _forms(unit: Unit) -> str | None:
     good: set[int] = set()
     for line in unit.lines:
@@ -129,11 +121,11 @@ def _ordered(unit: Unit) -> str | None:
     return None
 
 
-UNIT_LAWS: tuple[UnitLaw, ...] = (
-    UnitLaw("forms", "Every line obeys the laws of its form.", _forms),
-    UnitLaw("bounds", "Every view lies within its slot.", _bounds),
-    UnitLaw("complete", "Every instruction is a line, begins or ends a slot, or is removed for a reason.", _complete),
-    UnitLaw("order", "Lines that touch the same slot, one of them writing, are in the program's order.", _ordered),
+UNIT_LAWS: tuple[Law[[Unit]], ...] = (
+    Law("forms", "Every line obeys the laws of its form.", _forms),
+    Law("bounds", "Every view lies within its slot.", _bounds),
+    Law("complete", "Every instruction is a line, begins or ends a slot, or is removed for a reason.", _complete),
+    Law("order", "Lines that touch the same slot, one of them writing, are in the program's order.", _ordered),
 )
 
 

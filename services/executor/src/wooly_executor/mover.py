@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,6 +148,15 @@ class HashJob(Job):
         self.cancelled, self.source = True, None
 
 
+class _Begun(NamedTuple):
+    """A job in the queue and its remaining steps. The queue is ordered by priority, then by number: no two are equal."""
+
+    priority: int
+    number: int
+    job: Job
+    steps: Iterator[int]
+
+
 class Mover:
     """Jobs by urgency, then by age. `submit` from any thread.
 
@@ -156,7 +166,7 @@ class Mover:
 
     def __init__(self, device: TorchDevice = HOST) -> None:
         self._device = device
-        self._jobs: list[tuple[int, int, Job, Iterator[int]]] = []
+        self._jobs: list[_Begun] = []
         self._count = 0
         self._changed = threading.Condition()
         self._stopping = False
@@ -167,7 +177,7 @@ class Mover:
         """Have a job done."""
         with self._changed:
             self._count += 1
-            heapq.heappush(self._jobs, (job.priority, self._count, job, job.steps()))
+            heapq.heappush(self._jobs, _Begun(job.priority, self._count, job, job.steps()))
             if self._thread is None:
                 self._thread = start_thread(self._run, "mover")
             self._changed.notify()
@@ -191,13 +201,13 @@ class Mover:
                     entry = heapq.heappop(self._jobs)
                 self._step(entry)
 
-    def _step(self, entry: tuple[int, int, Job, Iterator[int]]) -> None:
-        job, steps = entry[2], entry[3]
+    def _step(self, entry: _Begun) -> None:
+        job = entry.job
         error: Exception | None = None
         if not job.cancelled:
             try:
                 with self._device.aside():
-                    n = next(steps)
+                    n = next(entry.steps)
             except StopIteration:
                 pass
             except Exception as e:

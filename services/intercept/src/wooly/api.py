@@ -19,7 +19,7 @@ from wooly_bus.channel import ChannelClient, ChannelError, ChannelTlsError, Endp
 from wooly_bus.supervision import start_thread
 
 from wooly import children
-from wooly.device import Device, register
+from wooly.device import RegisteredDevice, register
 from wooly.errors import NotConnectedError, WoolyError
 from wooly.facade import Facade
 from wooly.link import Link
@@ -60,7 +60,7 @@ class Part:
 class _Attached:
     """The process's one session: a link per device, the part that each serves, and the endpoint that answered."""
 
-    device: Device
+    device: RegisteredDevice
     links: list[Link]
     parts: Sequence[Part]
     endpoints: list[Endpoint]
@@ -96,7 +96,7 @@ def attach(
     dedup: str = "off",
     jit: str = "exact",
     trace: ClientTrace | None = None,
-) -> Device:
+) -> RegisteredDevice:
     """Connect the device to an executor's data channel: the first of `endpoints` that may be tried (`wooly.routes`) and answers.
 
     Args:
@@ -153,7 +153,7 @@ def attach(
         return device
 
 
-def attach_link(link: Any) -> Device:
+def attach_link(link: Any) -> RegisteredDevice:
     """Make the device that of a link which is there already, and which may be a recording (`wooly.export`).
 
     Raises:
@@ -169,7 +169,7 @@ def attach_link(link: Any) -> Device:
         return device
 
 
-def _adopt(device: Device, links: list[Link]) -> None:
+def _adopt(device: RegisteredDevice, links: list[Link]) -> None:
     device.set_count(len(links))
     for recorder, link in zip(device.devices.active(), links, strict=True):
         link.name_of = recorder.name_of
@@ -354,7 +354,7 @@ def attached_links() -> list[Link]:
     return _attached.links
 
 
-def attached_device() -> Device:
+def attached_device() -> RegisteredDevice:
     """The device of this process's session.
 
     Raises:
@@ -412,7 +412,7 @@ def synchronize() -> None:
             torch.wooly.synchronize(index)  # type: ignore[attr-defined]
 
 
-def _start_flusher(device: Device, interval_s: float) -> None:
+def _start_flusher(device: RegisteredDevice, interval_s: float) -> None:
     """The timer: what is recorded reaches an idle executor within a few milliseconds, without a sync."""
     global _flusher
     if _flusher is not None and _flusher.is_alive():

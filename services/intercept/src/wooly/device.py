@@ -27,8 +27,10 @@ from wooly.kernels.whole import WHOLE, Whole
 from wooly.recorder import Forms, Recorder, set_library_roots
 from wooly.rng import DeviceGenerator, Generator
 from wooly.torch_private import (
+    OpOverload,
     all_aten_overloads,
     has_kernel,
+    overload_name,
     redispatch_cpu,
     register_backend,
     spare_dynamo,
@@ -51,8 +53,8 @@ _FACTORIES = (
 _METADATA = ("is_set_to", "_sparse_broadcast_to")
 
 
-class Device:
-    """The process's Wooly devices: recorders, generators, and the libraries that keep the kernels registered."""
+class RegisteredDevice:
+    """The process's Wooly devices, registered with PyTorch: recorders, generators, and the libraries that keep the kernels."""
 
     def __init__(self, flush_instructions: int) -> None:
         self._forms = forms = Forms()
@@ -114,7 +116,7 @@ class Device:
         own["record_stream"] = _in_order
         return own
 
-    def _kernel_for(self, op: torch._ops.OpOverload, name: str) -> Any:
+    def _kernel_for(self, op: OpOverload, name: str) -> Any:
         """The kernel of an operator for which none is written; None: it has none."""
         bare = op.overloadpacket.__name__
         travels = bare in _WHOLE or bare.startswith("_foreach_")
@@ -132,7 +134,7 @@ class Device:
             kernel = composite.histc(kernel)
         if bare == "native_batch_norm":
             kernel = composite.batch_norm(
-                kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, op._overloadname))
+                kernel, self.generic.kernel(getattr(aten._native_batch_norm_legit, overload_name(op)))
             )
         if bare in composite.INDEXED:
             kernel = composite.with_host_indices(kernel)
@@ -177,7 +179,7 @@ def _register_rest() -> torch.library.Library:
     return rest
 
 
-def _short(op: torch._ops.OpOverload) -> str:
+def _short(op: OpOverload) -> str:
     return str(op.name()).removeprefix("aten::")
 
 
@@ -185,14 +187,14 @@ def _in_order(t: torch.Tensor, stream: torch.Stream) -> None:
     """`aten.record_stream`: a buffer is freed in the order of the work that uses it."""
 
 
-def _unsupported(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _unsupported(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{op} is not supported on the wooly device: the executor's library has no kernel for it; "
         "compute it on the CPU, x.cpu()"
     )
 
 
-def _not_dense(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _not_dense(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     raise NotImplementedError(
         f"{op} is not supported on the wooly device for sparse or nested tensors: make them dense (to_dense(), "
         "to_padded_tensor()), or compute on the CPU"
@@ -202,7 +204,7 @@ def _not_dense(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 class BackendModule(ModuleType):
     """`torch.wooly`: the questions that PyTorch asks a PrivateUse1 backend."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: RegisteredDevice) -> None:
         super().__init__("torch.wooly")
         self._device = device
 
@@ -285,10 +287,10 @@ class BackendModule(ModuleType):
 
 
 _lock = threading.Lock()
-_device: Device | None = None
+_device: RegisteredDevice | None = None
 
 
-def current() -> Device:
+def current() -> RegisteredDevice:
     """The process's device.
 
     Raises:
@@ -308,12 +310,12 @@ def current_devices() -> Devices:
     return current().devices
 
 
-def register(flush_instructions: int) -> Device:
+def register(flush_instructions: int) -> RegisteredDevice:
     """The process's device; registers it with PyTorch at the first call."""
     global _device
     with _lock:
         if _device is None:
-            device = Device(flush_instructions)
+            device = RegisteredDevice(flush_instructions)
             register_backend(NAME, BackendModule(device))
             word_resizes_as_aten_does()
             spare_dynamo()

@@ -23,13 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from wooly import graphs
-from wooly.device import Device
+from wooly.device import RegisteredDevice
 from wooly.devices import NAME
-from wooly.torch_private import raw_device
+from wooly.torch_private import OpOverload, TorchDispatchMode, raw_device, schema_of, tree_leaves
 
 #: Operators that are asked to bring data to the host, or between tensors.
 _TRANSFERS = frozenset({"_to_copy", "to", "copy_", "copy", "_copy_from", "_copy_from_and_resize"})
@@ -64,7 +62,7 @@ class Fallbacks:
             sends again as one program are among them.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: RegisteredDevice) -> None:
         self.found: Counter[str] = Counter()
         self._seen = 0
         self._replayed_before = graphs.counters.operations
@@ -95,7 +93,7 @@ class Fallbacks:
         finally:
             self._frames.pop()
 
-    def operate(self, op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Any:
+    def operate(self, op: OpOverload, args: Any, kwargs: Any) -> Any:
         """One operator, whoever called it."""
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         ours = any(_is_ours(t) for t in leaves)
@@ -166,8 +164,8 @@ def _is_ours(t: Any) -> bool:
     return isinstance(t, Tensor) and raw_device(t).type == NAME
 
 
-def _is_view(op: torch._ops.OpOverload) -> bool:
-    schema = op._schema
+def _is_view(op: OpOverload) -> bool:
+    schema = schema_of(op)
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 

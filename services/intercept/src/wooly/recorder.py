@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import sys
 import threading
 from array import array
 from collections import Counter, OrderedDict
@@ -24,6 +23,7 @@ from wooly_wis.limits import MAX_FREES
 from wooly_wis.program import Form, Operand, ParamKind, Role, View
 
 from wooly.errors import ForkedProcessError, NotConnectedError, WoolyError
+from wooly.python_private import frame_at, unlock_after_fork
 from wooly.rng import Generator
 from wooly.storage import Heap
 
@@ -137,7 +137,7 @@ def _is_library(code: CodeType) -> bool:
 
 def origin(depth: int = 2) -> Origin:
     """The innermost Python line outside torch and Wooly that led here."""
-    frame: FrameType | None = sys._getframe(depth)
+    frame: FrameType | None = frame_at(depth)
     first = frame
     known = _library_code
     while frame is not None:
@@ -574,7 +574,7 @@ class Recorder:
 
     def forked(self) -> None:
         """This process is a fork of the one that has the session: from now on recording fails, as CUDA does."""
-        self.lock._at_fork_reinit()  # type: ignore[attr-defined]  # another thread may have held it
+        unlock_after_fork(self.lock)
         if self.link is not None:
             self.emit = self.require_link = _refuse_forked  # type: ignore[method-assign]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wooly.torch_private import identity_of, set_generator_device
+from wooly.torch_private import BaseGenerator, identity_of, set_generator_device
 
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
@@ -75,7 +75,7 @@ class Generator:
         self.seed, self.offset = int.from_bytes(raw[:8], "little"), int.from_bytes(raw[8:], "little")
 
 
-class DeviceGenerator(torch._C.Generator):
+class DeviceGenerator(BaseGenerator):
     """`torch.Generator("cuda")`: the state of a sequence that random operators on the device draw from.
 
     To PyTorch it is a generator of a CUDA device, which its kernels for the host refuse. What is in it for C++ to draw from is
@@ -130,7 +130,7 @@ class DeviceGenerator(torch._C.Generator):
         """A generator with the same sequence: what one draws, the other does not draw again."""
         return DeviceGenerator(self.device.index, self.sequence)
 
-    def graphsafe_set_state(self, _new_state: torch._C.Generator) -> DeviceGenerator:
+    def graphsafe_set_state(self, _new_state: BaseGenerator) -> DeviceGenerator:
         self.sequence = sequence_of(_new_state)
         return self
 
@@ -145,7 +145,7 @@ class DeviceGenerator(torch._C.Generator):
 _generators: weakref.WeakValueDictionary[int, DeviceGenerator] = weakref.WeakValueDictionary()
 
 
-def sequence_of(generator: torch._C.Generator) -> Generator:
+def sequence_of(generator: BaseGenerator) -> Generator:
     """What a generator that a user passed draws from.
 
     Raises:

@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 import torch._meta_registrations as meta_registrations
+import torch._ops
 import torch._prims_common.wrappers as prims_wrappers
+import torch.utils._device as device_contexts
+import torch.utils._python_dispatch as python_dispatch
+import torch.utils._pytree as pytree
 from torch._C import DispatchKey, DispatchKeySet
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
 from torch._prims_common import suggest_memory_format
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # its stub does not know it
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 TensorBase: Any = torch._C.TensorBase
@@ -42,6 +47,68 @@ suggested_format: Callable[[torch.Tensor], torch.memory_format] = suggest_memory
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 CPU_KEYS = DispatchKeySet(DispatchKey.CPU)
+
+#: An overload of an operator, and an operator with all its overloads.
+OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
+#: The C++ classes behind `torch.Generator`, `torch.Stream` and `torch.Event`. The facade replaces the public names.
+BaseGenerator = torch._C.Generator
+BaseStream = torch._C.Stream
+BaseEvent = torch._C.Event
+#: PyTorch's own descriptor of `Tensor.data`. The facade puts another one on `torch.Tensor`.
+tensor_data: Any = TensorBase.data
+#: The number that streams and events give as their kind of device.
+CUDA_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
+
+#: A view that reads as the negative of a tensor.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+#: Whether a tensor is a zero without memory. Autograd makes such tensors.
+is_zero_tensor: Callable[[torch.Tensor], bool] = TensorBase._is_zerotensor
+is_view: Callable[[torch.Tensor], bool] = TensorBase._is_view
+#: `make_subclass(cls, data, requires_grad)`: a tensor of that class on the memory of `data`.
+make_subclass: Callable[..., Any] = TensorBase._make_subclass
+
+#: The base class of modes. An active mode sees each operator that is called.
+TorchDispatchMode = python_dispatch.TorchDispatchMode
+DeviceContext = device_contexts.DeviceContext
+#: All functions that make tensors. The first call fills a cache; device contexts then compare functions with it by identity.
+device_constructors: Callable[[], Any] = device_contexts._device_constructors
+
+#: Functions on trees: nested tuples, lists and dicts with values as leaves.
+TreeSpec = pytree.TreeSpec
+tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
+tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
+
+#: The kernels of `scaled_dot_product_attention`, whether PyTorch may choose them, and its choice for given arguments.
+SDPBackend = torch._C._SDPBackend
+may_use_flash: Callable[[], bool] = torch._C._get_flash_sdp_enabled
+may_use_math: Callable[[], bool] = torch._C._get_math_sdp_enabled
+attention_choice: Callable[..., int] = torch._fused_sdp_choice
+
+
+def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
+    """The arguments and results that an overload declares."""
+    return op._schema
+
+
+def overload_name(op: OpOverload) -> str:
+    """The part of an overload's name behind the operator's: `default`, `Tensor`, …"""
+    return op._overloadname
+
+
+def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The dicts in which a module keeps its own parameters and its own buffers, by name."""
+    return module._parameters, module._buffers
+
+
+def apply_of_modules() -> Callable[..., Any]:
+    """The method by which `Module.to` and its like convert all tensors of a module."""
+    return torch.nn.Module._apply
+
+
+def methods_of_lazy_tensors() -> Any:
+    """Methods that may be called on a parameter without a shape."""
+    return UninitializedTensorMixin._allowed_methods
 
 
 def register_backend(name: str, module: Any) -> None:

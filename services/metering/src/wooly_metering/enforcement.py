@@ -18,6 +18,7 @@ from wooly_wis.messages import SteerSessionRequest
 from wooly_metering.core.budgets import Budget
 from wooly_metering.core.rating import text
 from wooly_metering.ledger.reader import Reader
+from wooly_metering.ledger.writer import BookedRun
 
 log = logging.getLogger("wooly.metering")
 EXECUTOR_TIMEOUT_S = 2.0
@@ -64,7 +65,7 @@ class Enforcer:
             self._open.setdefault(tenant, set()).add((session, executor))
         await self.look(None, now_us)
 
-    def noted(self, runs: tuple[tuple[str, str, str, bool], ...]) -> None:
+    def noted(self, runs: tuple[BookedRun, ...]) -> None:
         """There is usage of these runs."""
         for session, executor, tenant, ended in runs:
             known = self._open.setdefault(tenant, set())

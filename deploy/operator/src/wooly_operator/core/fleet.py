@@ -16,7 +16,7 @@ MAX_PERCENT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class KubernetesNode:
     """A node of the Kubernetes cluster."""
 
     name: str
@@ -24,7 +24,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class FleetDevice:
     """A GPU as the controller knows it. Memory in bytes; `node` is the node's name in Kubernetes too.
 
     `overcommit` is the percentage in force on its node, `own` the node's own, where it has one.
@@ -85,7 +85,7 @@ class NodePolicy:
     max_clients_per_gpu: int | None = None
     max_clients_per_node: int | None = None
 
-    def matches(self, node: Node) -> bool:
+    def matches(self, node: KubernetesNode) -> bool:
         """Whether it is for this node."""
         return all(requirement.matches(node.labels) for requirement in self.selector)
 
@@ -109,7 +109,7 @@ class GpuClass:
     node_groups: tuple[str, ...] = ()
     annotations: Mapping[str, str] = field(default_factory=dict)
 
-    def holds(self, device: Device) -> bool:
+    def holds(self, device: FleetDevice) -> bool:
         """Whether a device is of this class."""
         return self.vendor in ("", device.vendor) and self.arch in ("", device.arch) and device.total >= self.min_vram
 
@@ -136,7 +136,7 @@ class Limits:
         )
 
 
-def label_percent(node: Node) -> int | None:
+def label_percent(node: KubernetesNode) -> int | None:
     """What the node's own label says.
 
     Raises:
@@ -150,7 +150,7 @@ def label_percent(node: Node) -> int | None:
     return int(text)
 
 
-def overcommit_of(node: Node, policies: Iterable[NodePolicy]) -> Overcommit:
+def overcommit_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Overcommit:
     """The node's label, else the first policy by name that has a number for it, else the cluster's.
 
     Raises:
@@ -165,7 +165,7 @@ def overcommit_of(node: Node, policies: Iterable[NodePolicy]) -> Overcommit:
     return Overcommit(None, "cluster")
 
 
-def limits_of(node: Node, policies: Iterable[NodePolicy]) -> Limits:
+def limits_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Limits:
     """Each limit is that of the first policy by name that has one for the node."""
     limits = Limits()
     for policy in sorted((p for p in policies if p.matches(node)), key=lambda p: p.name):
@@ -190,7 +190,7 @@ class Room:
     clients: int
 
 
-def room_on(devices: Sequence[Device], pods: Sequence[Pod], percent: int) -> Room:
+def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -> Room:
     """What is left on a node's devices (all of one node, alive) once its pods have what they asked for.
 
     Which pod is on which device only the controller knows. Pods are laid out here as it would: the largest first, each on the

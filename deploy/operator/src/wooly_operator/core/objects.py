@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from wooly_operator.core import names
-from wooly_operator.core.fleet import ClusterPolicy, Device, GpuClass, Node, NodePolicy, Pod, Requirement
+from wooly_operator.core.fleet import ClusterPolicy, FleetDevice, GpuClass, KubernetesNode, NodePolicy, Pod, Requirement
 from wooly_operator.core.plan import World
 from wooly_operator.core.pods import WishError, wishes_of
 from wooly_operator.core.quantity import parse_bytes
@@ -32,7 +32,7 @@ class Objects:
 class Sight:
     """The same, understood."""
 
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[KubernetesNode, ...] = ()
     pods: tuple[Pod, ...] = ()
     cluster_policies: tuple[ClusterPolicy, ...] = ()
     node_policies: tuple[NodePolicy, ...] = ()
@@ -40,7 +40,7 @@ class Sight:
     statuses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     complaints: tuple[str, ...] = ()
 
-    def world(self, devices: Sequence[Device], cluster_percent: int) -> World:
+    def world(self, devices: Sequence[FleetDevice], cluster_percent: int) -> World:
         """What a plan is made of."""
         return World(
             nodes=self.nodes,
@@ -81,9 +81,9 @@ def _each(kind: str, bodies: Iterable[Body], read: Callable[[Body], T], complain
     return found
 
 
-def node(body: Body) -> Node:
+def node(body: Body) -> KubernetesNode:
     """A node."""
-    return Node(body["metadata"]["name"], dict(body["metadata"].get("labels") or {}))
+    return KubernetesNode(body["metadata"]["name"], dict(body["metadata"].get("labels") or {}))
 
 
 def pod(body: Body, classes: Mapping[str, GpuClass]) -> Pod | None:

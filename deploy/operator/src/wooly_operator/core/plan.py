@@ -10,10 +10,10 @@ from typing import Any
 from wooly_operator.core import names
 from wooly_operator.core.fleet import (
     ClusterPolicy,
-    Device,
+    FleetDevice,
     GpuClass,
+    KubernetesNode,
     Limits,
-    Node,
     NodePolicy,
     Overcommit,
     Pod,
@@ -35,8 +35,8 @@ class World:
         cluster_percent: the controller's `default_vram_overcommit_percent`.
     """
 
-    nodes: Sequence[Node] = ()
-    devices: Sequence[Device] = ()
+    nodes: Sequence[KubernetesNode] = ()
+    devices: Sequence[FleetDevice] = ()
     pods: Sequence[Pod] = ()
     cluster_policies: Sequence[ClusterPolicy] = ()
     node_policies: Sequence[NodePolicy] = ()
@@ -88,14 +88,14 @@ Action = SetClusterOvercommit | SetNodeOvercommit | LabelNode | WriteStatus | De
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ActionPlan:
     """What to do, in order, and what somebody should know."""
 
     actions: tuple[Action, ...] = ()
     complaints: tuple[str, ...] = ()
 
 
-def plan(world: World) -> Plan:
+def plan(world: World) -> ActionPlan:
     """The actions that bring the cluster to what was said; what nobody says stays as the controller has it."""
     actions: list[Action] = []
     complaints: list[str] = []
@@ -113,10 +113,12 @@ def plan(world: World) -> Plan:
             seen.add(node.name)
         actions.extend(_node(world, node, devices, in_force, complaints))
     actions.extend(DeleteStatus(name) for name in sorted(set(world.statuses) - seen))
-    return Plan(tuple(actions), tuple(complaints))
+    return ActionPlan(tuple(actions), tuple(complaints))
 
 
-def _node(world: World, node: Node, devices: Sequence[Device], cluster: int, complaints: list[str]) -> list[Action]:
+def _node(
+    world: World, node: KubernetesNode, devices: Sequence[FleetDevice], cluster: int, complaints: list[str]
+) -> list[Action]:
     actions: list[Action] = []
     alive = [d for d in devices if d.alive]
     before = world.statuses.get(node.name)
@@ -148,7 +150,7 @@ def _node(world: World, node: Node, devices: Sequence[Device], cluster: int, com
     return actions
 
 
-def inventory(alive: Sequence[Device], room: Room, limits: Limits, classes: Sequence[GpuClass]) -> dict[str, str]:
+def inventory(alive: Sequence[FleetDevice], room: Room, limits: Limits, classes: Sequence[GpuClass]) -> dict[str, str]:
     """The labels that a node with these devices bears; none without devices."""
     if not alive:
         return {}
@@ -179,7 +181,7 @@ def label_value(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
 
 
-def status_of(devices: Sequence[Device], room: Room, limits: Limits, percent: int, source: str) -> dict[str, Any]:
+def status_of(devices: Sequence[FleetDevice], room: Room, limits: Limits, percent: int, source: str) -> dict[str, Any]:
     """What a NodeGPUStatus says of a node."""
     status: dict[str, Any] = {
         "gpus": [

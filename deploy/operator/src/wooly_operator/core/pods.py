@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from wooly_operator.core import names
-from wooly_operator.core.fleet import Device, GpuClass
+from wooly_operator.core.fleet import FleetDevice, GpuClass
 from wooly_operator.core.quantity import MIB, parse_bytes
 
 #: `require`: pods only go where they fit; `prefer`: better there than elsewhere; `off`: nothing is added.
@@ -174,7 +174,7 @@ def contradictions(spec: Mapping[str, Any], wishes: Wishes) -> list[str]:
     return found
 
 
-def impossible(wishes: Wishes, devices: Iterable[Device], classes: Mapping[str, GpuClass]) -> str:
+def impossible(wishes: Wishes, devices: Iterable[FleetDevice], classes: Mapping[str, GpuClass]) -> str:
     """Why no device there is could ever take the pod; empty: one could, or none is known yet."""
     gpu_class = classes.get(wishes.gpu_class)
     known = list(devices)

@@ -197,9 +197,18 @@ class KernelBuilder:
         self._open.append([])
         yield made
         body = self._close()
-        numbers = [_numbers(v) for v in (results, made.args, inits, made.yields)]
         self._emit(
-            For(numbers[0], index.number, lower.number, upper.number, step, numbers[1], numbers[2], body, numbers[3])
+            For(
+                results=_numbers(results),
+                index=index.number,
+                lower=lower.number,
+                upper=upper.number,
+                step=step,
+                args=_numbers(made.args),
+                inits=_numbers(inits),
+                body=body,
+                yields=_numbers(made.yields),
+            )
         )
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The data model of kernel IR. Plain values; what they may be is in `laws`, what they mean is in `interpreter`.
+"""The data model of kernel IR. Plain values; `laws` says which values are valid.
 
 A kernel is run once for every point of its index space; points are independent and come in any order. Inside a point, code runs
 in order, but for three shapes of loop: `For` is sequential, `Lanes` runs its iterations in any order and at the same time,

@@ -7,7 +7,6 @@ at one statement (or at the kernel's head) and returns a complaint or None.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -34,6 +33,7 @@ from wooly_wis.kernel.ir import (
 )
 from wooly_wis.kernel.ops import ATOMICS, FLOATS, INTS, NUMBERS, OPS, STORED, bounds
 from wooly_wis.kernel.ranges import Interval
+from wooly_wis.law import Law
 from wooly_wis.program import Role
 
 #: What a kernel may ask of a reader or of a chip.
@@ -108,24 +108,6 @@ class Scope:
         self.facts.intervals[value] = self.intervals[value]
 
 
-@dataclass(frozen=True, slots=True)
-class HeadLaw:
-    """A law of a kernel's head."""
-
-    name: str
-    says: str
-    check: Callable[[Kernel], str | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StatementLaw:
-    """A law of one statement."""
-
-    name: str
-    says: str
-    check: Callable[[Statement, Scope], str | None]
-
-
 def memory_of(kernel: Kernel) -> list[Array | Scratch]:
     """Everything that a kernel can load from or store to."""
     return [*kernel.arrays, *kernel.scratch]
@@ -168,10 +150,10 @@ def _space(kernel: Kernel) -> str | None:
     return None if kernel.points == tuple(range(len(kernel.space))) else "the coordinates are not the first values"
 
 
-HEAD_LAWS: tuple[HeadLaw, ...] = (
-    HeadLaw("names", "Names are identifiers and differ.", _names),
-    HeadLaw("memory", "Arrays and scratch have known types and sizes, within limits.", _memory),
-    HeadLaw("space", "The index space has extents of at least 1 and coordinates that are the first values.", _space),
+HEAD_LAWS: tuple[Law[[Kernel]], ...] = (
+    Law("names", "Names are identifiers and differ.", _names),
+    Law("memory", "Arrays and scratch have known types and sizes, within limits.", _memory),
+    Law("space", "The index space has extents of at least 1 and coordinates that are the first values.", _space),
 )
 
 # -- statements ----------------------------------------------------------------------------------------------------------
@@ -353,17 +335,17 @@ def _work(s: Statement, scope: Scope) -> str | None:
     return None
 
 
-STATEMENT_LAWS: tuple[StatementLaw, ...] = (
-    StatementLaw("scope", "A value is used where it is in scope.", _in_scope),
-    StatementLaw("numbers", "Values are numbered in the order of the text, each defined once.", _numbered),
-    StatementLaw("constant", "A constant is of its type.", _constant),
-    StatementLaw("scalar", "A scalar is one of the launch's.", _scalar),
-    StatementLaw("operation", "An operation is a row of the table, and types fit it.", _operation),
-    StatementLaw("access", "Memory is read and written as its head says, by its own type, at an i64 index.", _access),
-    StatementLaw("bounds", "An index is in bounds for all iterations around it, or the access is checked.", _bounds),
-    StatementLaw("loops", "Extents, steps and carried values of a loop fit; loops nest to a limit.", _loops),
-    StatementLaw("lanes", "Lanes do not nest; one lane does not use scratch that another writes meanwhile.", _lanes),
-    StatementLaw("work", "A launch ends: the product of all trip counts has a limit.", _work),
+STATEMENT_LAWS: tuple[Law[[Statement, Scope]], ...] = (
+    Law("scope", "A value is used where it is in scope.", _in_scope),
+    Law("numbers", "Values are numbered in the order of the text, each defined once.", _numbered),
+    Law("constant", "A constant is of its type.", _constant),
+    Law("scalar", "A scalar is one of the launch's.", _scalar),
+    Law("operation", "An operation is a row of the table, and types fit it.", _operation),
+    Law("access", "Memory is read and written as its head says, by its own type, at an i64 index.", _access),
+    Law("bounds", "An index is in bounds for all iterations around it, or the access is checked.", _bounds),
+    Law("loops", "Extents, steps and carried values of a loop fit; loops nest to a limit.", _loops),
+    Law("lanes", "Lanes do not nest; one lane does not use scratch that another writes meanwhile.", _lanes),
+    Law("work", "A launch ends: the product of all trip counts has a limit.", _work),
 )  # fmt: skip
 
 

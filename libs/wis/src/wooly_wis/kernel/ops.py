@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -118,3 +121,22 @@ def bounds(dtype: DType) -> tuple[int, int]:
         return 0, 1
     bits = 8 * dtype.itemsize
     return (-(1 << bits - 1), (1 << bits - 1) - 1) if dtype in SIGNED else (0, (1 << bits) - 1)
+
+
+def rounded(value: float, dtype: DType) -> float:
+    """The nearest number of a floating point type, ties to even."""
+    if dtype is DType.F64:
+        return value
+    if dtype is DType.F32:
+        return ctypes.c_float(value).value
+    if dtype is DType.F16:
+        try:
+            return float(struct.unpack("<e", struct.pack("<e", value))[0])
+        except OverflowError:
+            return math.copysign(math.inf, value)
+    assert dtype is DType.BF16
+    if math.isnan(value):
+        return value
+    bits: int = struct.unpack("<I", struct.pack("<f", ctypes.c_float(value).value))[0]
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])

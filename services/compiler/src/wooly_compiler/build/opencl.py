@@ -25,7 +25,7 @@ _NUMPY = {DType.F64: np.float64, DType.F32: np.float32, DType.I64: np.int64, DTy
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class OpenClDevice:
     """An OpenCL device with its context and an in-order queue."""
 
     context: Any
@@ -36,7 +36,7 @@ class Device:
 
 
 @functools.cache
-def default_device() -> Device:
+def default_device() -> OpenClDevice:
     """The first CPU device, PoCL's where there are several.
 
     Raises:
@@ -53,7 +53,7 @@ def default_device() -> Device:
     pocl = [d for d in cpu if "portable" in d.platform.name.lower()]
     device = (pocl or cpu or devices)[0]
     context = cl.Context([device])
-    return Device(
+    return OpenClDevice(
         context,
         cl.CommandQueue(context),
         device.name.strip(),
@@ -69,7 +69,7 @@ class BuiltKernel:
         source: what it was built from.
     """
 
-    def __init__(self, device: Device, kernel: Kernel, source: Source, entry: Any) -> None:
+    def __init__(self, device: OpenClDevice, kernel: Kernel, source: Source, entry: Any) -> None:
         self.device = device
         self.kernel = kernel
         self.source = source
@@ -88,12 +88,12 @@ class BuiltKernel:
         return self._entry(self.device.queue, (source.groups * source.threads,), (source.threads,), *arrays, *scalars)
 
 
-def wrap(device: Device, memory: np.ndarray[Any, Any]) -> Any:
+def wrap(device: OpenClDevice, memory: np.ndarray[Any, Any]) -> Any:
     """A buffer on memory that NumPy sees, without a copy. On a CPU device nothing need be mapped: both see every write."""
     return cl.Buffer(device.context, cl.mem_flags.READ_WRITE | cl.mem_flags.USE_HOST_PTR, hostbuf=memory)
 
 
-def build(kernel: Kernel, device: Device | None = None, form: Form | None = None) -> BuiltKernel:
+def build(kernel: Kernel, device: OpenClDevice | None = None, form: Form | None = None) -> BuiltKernel:
     """Print and build a kernel.
 
     Args:
@@ -109,7 +109,7 @@ def build(kernel: Kernel, device: Device | None = None, form: Form | None = None
 
 
 def build_together(
-    kernels: Sequence[Kernel], device: Device | None = None, form: Form | None = None
+    kernels: Sequence[Kernel], device: OpenClDevice | None = None, form: Form | None = None
 ) -> list[BuiltKernel]:
     """As `build`, of several kernels as one program: its compiler reads the language's own declarations once.
 

@@ -52,7 +52,7 @@ def _opencl() -> Any:
 
 
 @functools.cache
-def units() -> tuple[opencl.Device, ...]:
+def units() -> tuple[opencl.OpenClDevice, ...]:
     """A device for each of `POCL_UNITS`.
 
     Raises:
@@ -73,7 +73,7 @@ def units() -> tuple[opencl.Device, ...]:
         device = named[name]
         context = cl.Context([device])
         platform = f"{device.platform.name} {device.platform.version}"
-        found.append(opencl.Device(context, cl.CommandQueue(context), device.name.strip(), platform, True))
+        found.append(opencl.OpenClDevice(context, cl.CommandQueue(context), device.name.strip(), platform, True))
     return tuple(found)
 
 

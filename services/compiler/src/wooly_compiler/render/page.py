@@ -6,9 +6,8 @@ import math
 from typing import Final
 
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import scalars
 from wooly_wis.kernel.ir import Number
-from wooly_wis.kernel.ops import FLOATS
+from wooly_wis.kernel.ops import FLOATS, rounded
 
 from wooly_compiler.render.dialects import Dialect
 
@@ -65,7 +64,7 @@ class Page:
         if dtype is DType.BOOL:
             return "1" if value else "0"
         if dtype in FLOATS:
-            value = scalars.rounded(value, dtype)
+            value = rounded(value, dtype)
             if math.isnan(value):
                 return self.d.nan[dtype]
             if math.isinf(value):

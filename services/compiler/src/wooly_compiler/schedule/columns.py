@@ -9,7 +9,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.kernel.builder import Value
 from wooly_wis.kernel.ir import Scratch
 
-from wooly_compiler.dag import Node
+from wooly_compiler.dag import GraphNode
 from wooly_compiler.schedule.folds import Folds
 from wooly_compiler.schedule.nest import lanes_of
 
@@ -99,7 +99,7 @@ class Columns(Folds):
             found = k.apply("add", found, k.apply("mul", digit, self._number(1 << (steps - 1 - bit))))
         return found
 
-    def _chain(self, nodes: Sequence[Node], current: Sequence[Scratch], first: Value, lanes: int) -> None:
+    def _chain(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], first: Value, lanes: int) -> None:
         """All elements of an accumulator: from the first, each as many rows behind the one before as there are accumulators."""
         k, extent = self.k, self.nest.layout.extent
         at_once = AT_ONCE if len(self._reach([n.args[0] for n in nodes])) <= FEW else 1
@@ -117,7 +117,7 @@ class Columns(Folds):
             with k.loop(begin, self._number(extent), lanes) as loop:
                 self._take(nodes, current, [loop.index])
 
-    def _take(self, nodes: Sequence[Node], current: Sequence[Scratch], rows: Sequence[Value]) -> None:
+    def _take(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], rows: Sequence[Value]) -> None:
         """Elements of these rows come to the accumulator, one after the other."""
         with self.k.lanes(self.nest.width) as self.column:
             held = [self.k.load(s, self.column) for s in current]
@@ -130,7 +130,12 @@ class Columns(Folds):
         self.lane = self.column = None
 
     def _pair(
-        self, nodes: Sequence[Node], current: Sequence[Scratch], waiting: Sequence[Scratch], turn: Value, steps: int
+        self,
+        nodes: Sequence[GraphNode],
+        current: Sequence[Scratch],
+        waiting: Sequence[Scratch],
+        turn: Value,
+        steps: int,
     ) -> Value:
         """Combine an accumulator with its pair, the result with the pair of both, as long as those are there; how often."""
         k, width = self.k, self.nest.width

@@ -9,7 +9,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.kernel.builder import KernelBuilder, Value
 from wooly_wis.kernel.ops import FLOATS
 
-from wooly_compiler.dag import Node, neutral
+from wooly_compiler.dag import GraphNode, neutral
 from wooly_compiler.schedule.values import Values
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ class Folds(Values):
     def _dtype(self, k: int) -> DType:
         return self.graph.nodes[k].dtype
 
-    def _inits(self, nodes: Sequence[Node]) -> list[Value]:
+    def _inits(self, nodes: Sequence[GraphNode]) -> list[Value]:
         """What folds start from; one that looks for a place has two values, and no element at first."""
         found: list[Value] = []
         for n in nodes:
@@ -37,7 +37,7 @@ class Folds(Values):
                 found.append(self.k.const(DType.I64, self.nest.layout.extent))
         return found
 
-    def _elements(self, nodes: Sequence[Node]) -> list[Value]:
+    def _elements(self, nodes: Sequence[GraphNode]) -> list[Value]:
         """What comes to folds at the current lane."""
         assert self.lane is not None
         found: list[Value] = []
@@ -47,7 +47,7 @@ class Folds(Values):
                 found.append(self.lane)
         return found
 
-    def _combine(self, nodes: Sequence[Node], left: Sequence[Value], right: Sequence[Value]) -> list[Value]:
+    def _combine(self, nodes: Sequence[GraphNode], left: Sequence[Value], right: Sequence[Value]) -> list[Value]:
         found: list[Value] = []
         for n in nodes:
             at = len(found)

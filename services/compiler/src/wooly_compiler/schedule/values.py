@@ -10,7 +10,7 @@ from wooly_wis.kernel.builder import KernelBuilder, Value
 from wooly_wis.kernel.ir import Array, Scalar, Scratch
 from wooly_wis.program import Role
 
-from wooly_compiler.dag import NOWHERE, Graph, Node, Place, Put
+from wooly_compiler.dag import NOWHERE, Graph, GraphNode, Place, Put
 from wooly_compiler.schedule.nest import Nest, places_of
 
 #: The name of the array in which a kernel says whose index was out of range: 1 and more for the group's lines in order.
@@ -201,12 +201,12 @@ class Values:
                 return self.k.apply(node.op, *[self.value(a) for a in node.args], dtype=node.dtype)
         raise AssertionError(f"{node.kind} is not computed in place")
 
-    def _complain(self, node: Node, wrong: Value) -> None:
+    def _complain(self, node: GraphNode, wrong: Value) -> None:
         assert self.status is not None
         line = self.k.const(DType.I32, self.origins.get(int(node.value), 1))
         self.k.store(self.status, self._number(0), line, wrong)
 
-    def _guard(self, node: Node) -> Value:
+    def _guard(self, node: GraphNode) -> Value:
         """A value, and a complaint where it is wrong."""
         key = ("guard", node)
         if self._find(key) is None:
@@ -214,13 +214,13 @@ class Values:
             self.known[-1][key] = self.value(node.args[0])
         return self.value(node.args[0])
 
-    def _pick(self, node: Node) -> Value:
+    def _pick(self, node: GraphNode) -> Value:
         """An element at an index that only the run knows. Where that is out of range, another's and a complaint."""
         assert node.place is not None
         at = self.k.apply("add", self.index(node.place), self._inside(node))
         return self.k.load(self.arrays[node.place.slot, node.dtype], at)
 
-    def _inside(self, node: Node) -> Value:
+    def _inside(self, node: GraphNode) -> Value:
         """How far from its place a pick reads: the index is forced into its range, so that what is read is there to be read."""
         key = ("pick", node.args, node.step, node.size, node.value)
         found = self._find(key)

@@ -18,6 +18,7 @@ from wooly_executor.bounds.work import PARAM, Given, Work
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.calls import LibraryCall, library_call
 from wooly_executor.runtime.guards.law import arguments_of
+from wooly_executor.runtime.torch_private import schema_of
 
 #: An operator whose gradients are asked for runs, and then its backward, which takes about twice as long.
 WITH_GRADIENTS = 4
@@ -70,7 +71,7 @@ def _fixed(call: LibraryCall, args: list[Any], kwargs: dict[str, Any]) -> None:
     Raises:
         OperationError: one is a param.
     """
-    declared = {a.name: a for a in call.op._schema.arguments}
+    declared = {a.name: a for a in schema_of(call.op).arguments}
     said = dict(zip(declared, args, strict=False)) | kwargs
     for name, value in said.items():
         given = value if isinstance(value, tuple) else (value,)

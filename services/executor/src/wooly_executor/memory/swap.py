@@ -99,7 +99,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SwapPlan:
     """What to do before an allocation.
 
     Attributes:
@@ -124,7 +124,7 @@ def choose(
     residents: Iterable[Resident],
     contents: Mapping[int, Content],
     policy: Policy = Policy(),
-) -> Plan:
+) -> SwapPlan:
     """Who leaves before `nbytes` are allocated at the time `now` (ns).
 
     `residents` are all sessions on the device, also the one that allocates: what a session that is not listed holds would count
@@ -133,7 +133,7 @@ def choose(
     residents = list(residents)
     wanted = nbytes + (policy.reserve if nbytes >= policy.large else 0) - room.device
     if wanted <= 0:
-        return Plan()
+        return SwapPlan()
     holders = Counter(key for r in residents for key in set(r.contents))
     leaving: list[Resident] = []
     moves: list[Move] = []
@@ -152,10 +152,10 @@ def choose(
             break
     short = max(0, nbytes - room.device - freed)
     if short:
-        return Plan(short=short)
+        return SwapPlan(short=short)
     gone = {move.content for move in moves}
     victims = tuple(r.session for r in leaving if not gone.isdisjoint(r.contents))
-    return Plan(victims, tuple(moves), freed, 0, max(0, wanted - freed))
+    return SwapPlan(victims, tuple(moves), freed, 0, max(0, wanted - freed))
 
 
 def _in_order(residents: Iterable[Resident], now: int, policy: Policy) -> list[Resident]:

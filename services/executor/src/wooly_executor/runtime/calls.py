@@ -17,7 +17,7 @@ from wooly_wis.scalar_expr import Name
 from wooly_executor.errors import OperationError
 from wooly_executor.runtime.buffers import TORCH_DTYPE
 from wooly_executor.runtime.fast_bindings import FAST
-from wooly_executor.runtime.torch_private import neg_view
+from wooly_executor.runtime.torch_private import OpOverload, binding_of, neg_view, schema_of
 
 _MASK = (1 << 64) - 1
 
@@ -33,7 +33,7 @@ class LibraryCall:
         instead: what is called in its place, where a device's library has no such operator.
     """
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
     instead: Callable[..., Any] | None = None
@@ -53,7 +53,7 @@ def library_call(form: Form) -> LibraryCall:
     op = _overload(name)
     args, kwargs = _split_kwargs(form)
     return LibraryCall(
-        op, tuple([_host_tensor(a, v) for a, v in zip(op._schema.arguments, args, strict=False)]), kwargs
+        op, tuple([_host_tensor(a, v) for a, v in zip(schema_of(op).arguments, args, strict=False)]), kwargs
     )
 
 
@@ -64,10 +64,10 @@ def _host_tensor(argument: Any, value: Attr) -> Any:
     return value
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> OpOverload:
     _, packet_name, overload = name.split(".")
     op = getattr(getattr(torch.ops.aten, packet_name, None), overload, None)
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise OperationError(f"this executor's library (torch {torch.__version__}) has no operator {name}")
     return op
 
@@ -96,7 +96,7 @@ def _native_call(form: Form) -> LibraryCall:
     return fallback
 
 
-def _spelled(row: Row, op: torch._ops.OpOverload, spelling: Spelling, given: dict[str, Attr]) -> LibraryCall | None:
+def _spelled(row: Row, op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> LibraryCall | None:
     """A call of `op`, or None if it cannot express what is given."""
     if not set(given) <= {a.name for a in spelling.args if isinstance(a, Name)}:
         return None
@@ -104,7 +104,7 @@ def _spelled(row: Row, op: torch._ops.OpOverload, spelling: Spelling, given: dic
     args: list[Attr] = []
     kwargs: list[tuple[str, Attr]] = []
     whole = True
-    for a, declared in zip(spelling.args, op._schema.arguments, strict=False):
+    for a, declared in zip(spelling.args, schema_of(op).arguments, strict=False):
         if isinstance(a, Name):
             value = given.get(a.name, defaults[a.name])
             omitted = a.name not in given
@@ -120,9 +120,9 @@ def _spelled(row: Row, op: torch._ops.OpOverload, spelling: Spelling, given: dic
     return LibraryCall(op, tuple(args), tuple(kwargs))
 
 
-def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
+def _takes_as_they_are(op: OpOverload, spelling: Spelling, given: dict[str, Attr]) -> bool:
     """Whether tensors go where the schema has tensors, and numbers where it has numbers."""
-    for a, declared in zip(spelling.args, op._schema.arguments, strict=False):
+    for a, declared in zip(spelling.args, schema_of(op).arguments, strict=False):
         value = given.get(a.name) if isinstance(a, Name) else None
         if value is not None and not isinstance(value, tuple):
             tensor = "Tensor" in str(declared.type)
@@ -135,18 +135,18 @@ def _takes_as_they_are(op: torch._ops.OpOverload, spelling: Spelling, given: dic
 _ASKS_GRAD_MODE = {"aten.mkldnn_rnn_layer.default": "train", "aten.mkldnn_rnn_layer_backward.default": None}
 
 
-def asks_grad_mode(op: torch._ops.OpOverload) -> bool:
+def asks_grad_mode(op: OpOverload) -> bool:
     """Whether an overload does other things where gradients are enabled."""
     return str(op) in _ASKS_GRAD_MODE
 
 
-def function_of(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def function_of(op: OpOverload) -> Callable[..., Any]:
     """What to call for an overload, with the grad mode that it needs."""
-    call: Callable[..., Any] = op._op
+    call: Callable[..., Any] = binding_of(op)
     if not asks_grad_mode(op):
         return call
     asks = _ASKS_GRAD_MODE[str(op)]
-    at = next((i for i, a in enumerate(op._schema.arguments) if a.name == asks), None)
+    at = next((i for i, a in enumerate(schema_of(op).arguments) if a.name == asks), None)
 
     def with_grad(*args: Any, **kwargs: Any) -> Any:
         with torch.set_grad_enabled(at is None or bool(args[at])):
@@ -332,8 +332,8 @@ def typed_params(form: Form, call: LibraryCall) -> dict[int, torch.dtype]:
     if str(call.op) in FAST or call.op.overloadpacket.__name__ in _TAKES_NUMBERS:
         return typed
     views = [o.view for o in form.operands if o.view is not None]
-    by_name = {a.name: v for a, v in zip(call.op._schema.arguments, call.args, strict=False)} | dict(call.kwargs)
-    for argument in call.op._schema.arguments:
+    by_name = {a.name: v for a, v in zip(schema_of(call.op).arguments, call.args, strict=False)} | dict(call.kwargs)
+    for argument in schema_of(call.op).arguments:
         value = by_name.get(argument.name)
         if isinstance(value, ParamRef) and value.index not in typed and "Tensor" in str(argument.type) and views:
             like = torch.empty((0,) * min(1, len(views[0].sizes)), dtype=TORCH_DTYPE[views[0].dtype])
@@ -355,7 +355,7 @@ def made_anew(form: Form) -> tuple[int, LibraryCall] | None:
         return None
     call, op = library_call(form), _overload(twin)
     out = dict(call.kwargs).get("out")
-    names = [a.name for a in op._schema.arguments]
+    names = [a.name for a in schema_of(op).arguments]
     if not isinstance(out, OperandRef) or any(k not in names for k, _ in call.kwargs if k != "out"):
         return None
     kwargs = tuple([(k, v) for k, v in call.kwargs if k != "out"])
@@ -365,16 +365,16 @@ def made_anew(form: Form) -> tuple[int, LibraryCall] | None:
     return out.index, LibraryCall(op, call.args, kwargs)
 
 
-def returns_one_tensor(op: torch._ops.OpOverload) -> bool:
+def returns_one_tensor(op: OpOverload) -> bool:
     """Whether the operator's only result is a tensor, not a list of them."""
-    returns = op._schema.returns
+    returns = schema_of(op).returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
-def fresh_results(op: torch._ops.OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
+def fresh_results(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
     """`call` with only those results that are no arguments (an operator may write one and return another)."""
-    fresh = [i for i, r in enumerate(op._schema.returns) if r.alias_info is None]
-    if len(fresh) == len(op._schema.returns):
+    fresh = [i for i, r in enumerate(schema_of(op).returns) if r.alias_info is None]
+    if len(fresh) == len(schema_of(op).returns):
         return call
 
     def run(f: Any) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from wooly_executor.runtime.torch_private import gelu, linear, silu
+
 FAST: dict[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.sub.Tensor": torch.sub,
@@ -36,9 +38,9 @@ FAST: dict[str, Callable[..., Any]] = {
     "aten.cat.default": torch.cat,
     "aten.mean.dim": torch.mean,
     "aten.embedding.default": torch.embedding,
-    "aten.linear.default": torch._C._nn.linear,
-    "aten.silu.default": torch._C._nn.silu,
-    "aten.gelu.default": torch._C._nn.gelu,
+    "aten.linear.default": linear,
+    "aten.silu.default": silu,
+    "aten.gelu.default": gelu,
     "aten.clone.default": torch.clone,
     "aten.eq.Tensor": torch.eq,
     "aten.zero_.default": torch.Tensor.zero_,

@@ -17,7 +17,7 @@ import torch
 from wooly_wis.externs import allowed
 from wooly_wis.optable import TABLE
 
-from wooly_executor.runtime.torch_private import zero_fill
+from wooly_executor.runtime.torch_private import OpOverload, zero_fill
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -54,7 +54,7 @@ WRITE_ALL: Final = frozenset(
 )
 
 
-def writes_all(op: torch._ops.OpOverload) -> bool:
+def writes_all(op: OpOverload) -> bool:
     """Whether an operator is known to write every element of every result, whatever the memory held before."""
     name = op.overloadpacket.__name__.removesuffix("_")
     return name in _known() or name.removeprefix("_foreach_") in _known()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.guards.law import Arguments, arguments_of
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 _INDEX = "index out of range in self"
 _PROBABILITY = "Expected p_in >= 0 && p_in <= 1 to be true, but got false."
@@ -47,14 +48,14 @@ class Word:
 Rule = Callable[[Arguments, Word], dict[str, Any]]
 
 
-def in_range(op: torch._ops.OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | None:
+def in_range(op: OpOverload, do: Callable[..., Any]) -> Callable[..., Any] | None:
     """`do` with the operands of `op` put in range; None: no operand of its has a range."""
     found = _RULES.get(op.overloadpacket.__name__)
     if found is None:
         return None
     rule, why = found
     word = Word(why)
-    names = [a.name for a in op._schema.arguments]
+    names = [a.name for a in schema_of(op).arguments]
 
     def run(*args: Any, **kwargs: Any) -> Any:
         changed = rule(arguments_of(op, args, kwargs), word)

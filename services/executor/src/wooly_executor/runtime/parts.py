@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from wooly_wis.optable import TABLE, Family
 from wooly_wis.program import Form, OperandRef, Role
@@ -17,6 +16,7 @@ from wooly_executor.runtime.device import TorchDevice
 from wooly_executor.runtime.frame import Frame, Step
 from wooly_executor.runtime.guards import guarded
 from wooly_executor.runtime.invocation import calling
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 
 def part_of(
@@ -60,14 +60,14 @@ def _into(library: LibraryCall, result: int) -> LibraryCall | None:
     packet, said = library.op.overloadpacket, _declared(library.op)
     for name in packet.overloads():
         op = getattr(packet, name)
-        outs = [a for a in op._schema.arguments if a.is_out]
+        outs = [a for a in schema_of(op).arguments if a.is_out]
         if len(outs) == 1 and _declared(op) == said:
             return replace(library, op=op, kwargs=(*library.kwargs, (outs[0].name, OperandRef(result))))
     return None
 
 
-def _declared(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+def _declared(op: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in schema_of(op).arguments if not a.is_out]
 
 
 def on_part(call: Callable[[Frame], Any], registers: dict[int, int], parts: dict[int, int], piece: Piece) -> Step:

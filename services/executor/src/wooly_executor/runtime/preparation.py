@@ -54,6 +54,7 @@ from wooly_executor.runtime.segments import (
     memory_name,
     register_name,
 )
+from wooly_executor.runtime.torch_private import schema_of
 
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
@@ -435,7 +436,7 @@ class _Preparation:
             registers = {k: self._new_register(slots[k]) for k in registers}
         call = calling(form, library, registers, self._first_param, self._device)
         invoke = self._traced(form, library, registers) if gradients is None else None
-        if any(a.is_out for a in library.op._schema.arguments):
+        if any(a.is_out for a in schema_of(library.op).arguments):
             written = [(r, form.operands[k]) for k, r in registers.items() if form.operands[k].role is Role.INOUT]
             call = keeping_sizes(call, [(r, _known(o.view).sizes) for r, o in written])
         rng = form.attr("rng")
@@ -444,7 +445,7 @@ class _Preparation:
             call = seeded(call, [self._first_param + r.index for r in rng if isinstance(r, ParamRef)], self._device)
         if gradients is None and not writes_all(library.op):
             self._restless()
-            writes = [a for a in library.op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            writes = [a for a in schema_of(library.op).arguments if a.alias_info is not None and a.alias_info.is_write]
             call = self._device.on_zeros(call, repeatable=all(a.is_out for a in writes))
         if gradients is not None:
             self._restless()
@@ -462,7 +463,7 @@ class _Preparation:
 
     def _traced(self, form: Form, library: LibraryCall, registers: dict[int, int]) -> Invoke | None:
         """The call as the interpreter can be told of it, or None if it is more than a call."""
-        schema = library.op._schema
+        schema = schema_of(library.op)
         if form.attr("rng") is not None or asks_grad_mode(library.op) or library.instead is not None:
             return None
         if any(a.is_out for a in schema.arguments):
@@ -522,8 +523,8 @@ class _Preparation:
             targets.append((register, view, fresh))
         trusted = [False] * len(targets)
         if invoke is not None:
-            returned = [r for r in invoke.call.op._schema.returns if r.alias_info is None]
-            if not all(t[2] for t in targets) or (
+            returned = [r for r in schema_of(invoke.call.op).returns if r.alias_info is None]
+            if not all(fresh for _, _, fresh in targets) or (
                 len(returned) != len(targets) and [str(r.type) for r in returned] != ["List[Tensor]"]
             ):
                 invoke = None
@@ -531,8 +532,8 @@ class _Preparation:
                 invoke.results = tuple([register for register, _, _ in targets])
                 invoke.nbytes = sum([view.end for _, view, _ in targets])
                 invoke.trusted = trusted
-        if single and len(targets) == 1 and targets[0][2]:
-            register, view, _ = targets[0]
+        if single and len(targets) == 1 and all(fresh for _, _, fresh in targets):
+            ((register, view, _),) = targets
 
             def adopt(f: Frame) -> None:
                 t = call(f)

@@ -13,7 +13,7 @@ from wooly_wis.program import Form, Program, Role, View
 from wooly_wis.verifier import ProgramFacts
 
 from wooly_executor.runtime.frame import Step
-from wooly_executor.runtime.segments import Gather, Trace, compile_steps, memory_name, register_name
+from wooly_executor.runtime.segments import CompiledSteps, Gather, Trace, compile_steps, memory_name, register_name
 
 #: Times that a stretch is run as a whole before its steps are put together across the edges within.
 STRETCH_OFTEN = 8
@@ -198,7 +198,7 @@ class PreparedProgram:
             filling = [isinstance(trace, Gather) for trace in self.traces]
             others = [k for k, fills in enumerate(filling) if not fills]
             gathers = [step for step, fills in zip(self.steps, filling, strict=True) if fills]
-            found = gathers, [self.steps[k] for k in others], others
+            found = CompiledSteps(gathers, [self.steps[k] for k in others], others)
         if found is not None:
             self.gathers, self.hot, self.begins = found
             self.places = [self.where[step] for step in self.begins]
@@ -237,10 +237,10 @@ class PreparedProgram:
         first = self.begins[begin]
         last = self.begins[end] if end < len(self.hot) else len(self.steps)
         made = compile_steps(self.traces, self.steps, self._needed(), within=range(first, last))
-        fewer = made is not None and len(made[1]) < end - begin
+        fewer = made is not None and len(made.hot) < end - begin
         measured = self.spans.get(span)
         took = measured.took if measured is not None else ()
-        known = Stretch(made[1], made[2], took) if made is not None and fewer else Stretch([], [])
+        known = Stretch(made.hot, made.begins, took) if made is not None and fewer else Stretch([], [])
         self.whole[begin, end] = known
         return known if known.steps else None
 

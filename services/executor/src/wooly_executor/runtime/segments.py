@@ -18,7 +18,7 @@ from wooly_wis.program import Attr, OperandRef, ParamKind, ParamRef, View
 
 from wooly_executor.runtime.calls import Fill, LibraryCall, constant_tree, filler, refers
 from wooly_executor.runtime.fresh_memory import on_zeros
-from wooly_executor.runtime.torch_private import interpret
+from wooly_executor.runtime.torch_private import OpOverload, interpret, schema_of
 
 #: Calls below which a segment is not worth a call of the interpreter.
 WORTH = 3
@@ -55,7 +55,7 @@ class Make(NamedTuple):
 class Write(NamedTuple):
     """An operator on registers and constants that gives nothing new: a copy or a fill."""
 
-    op: torch._ops.OpOverload
+    op: OpOverload
     registers: tuple[int, ...]
     values: tuple[Attr, ...] = ()
 
@@ -136,7 +136,7 @@ class Segment:
         self._constants: dict[tuple[str, str], str] = {}
         self._names = 0
         self._owner: dict[str, int] = {}
-        self._operators: list[tuple[int, torch._ops.OpOverload | None]] = []
+        self._operators: list[tuple[int, OpOverload | None]] = []
         self._inside: dict[str, None] = {}
         self._outside: dict[str, None] = {}
         self._given: list[tuple[str, str, Fill]] = []
@@ -151,12 +151,12 @@ class Segment:
         Raises:
             AwkwardError: it must stay a step of its own; nothing was appended.
         """
-        kept = len(self._lines), len(self._operators), len(self._given)
+        lines, operators, given = len(self._lines), len(self._operators), len(self._given)
         try:
             self._add(step, at)
         except AwkwardError:
             # Constants and names from outside that only this step asked for do no harm.
-            del self._lines[kept[0] :], self._operators[kept[1] :], self._given[kept[2] :]
+            del self._lines[lines:], self._operators[operators:], self._given[given:]
             raise
         self.steps.append(at)
 
@@ -184,7 +184,7 @@ class Segment:
             raise AwkwardError
 
     def _invoke(self, step: Invoke, at: int) -> None:
-        op, schema = step.call.op, step.call.op._schema
+        op, schema = step.call.op, schema_of(step.call.op)
         if not all(step.trusted) or torch.Tag.dynamic_output_shape in op.tags:
             raise AwkwardError
         given = {a.name: v for a, v in zip(schema.arguments, step.call.args, strict=False)} | dict(step.call.kwargs)
@@ -211,7 +211,7 @@ class Segment:
         name: str,
         values: Sequence[str],
         at: int,
-        op: torch._ops.OpOverload | None,
+        op: OpOverload | None,
         kind: str = "Tensor",
     ) -> None:
         self._operators.append((at, op))
@@ -371,7 +371,7 @@ def _default(argument: Any) -> Attr:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _means(schema: str, op: torch._ops.OpOverload) -> bool:
+def _means(schema: str, op: OpOverload) -> bool:
     """Whether the interpreter's choice is this operator. A number for a tensor may be its overload for numbers."""
     name = schema.partition("(")[0].removeprefix("aten::")
     ours = str(op).removeprefix("aten.").removesuffix(".default")
@@ -385,13 +385,27 @@ def _failure(text: str, owner: dict[str, int]) -> SegmentError:
     return SegmentError(message, owner.get(found.group(1)) if found else None)
 
 
+class CompiledSteps(NamedTuple):
+    """The steps of a program, some of them put together as segments.
+
+    Attributes:
+        gathers: steps that fill registers from buffers; they run first.
+        hot: all other steps, in order.
+        begins: for each step of `hot`, the index of its first step before steps were put together.
+    """
+
+    gathers: list[Callable[[Any], None]]
+    hot: list[Callable[[Any], None]]
+    begins: list[int]
+
+
 def compile_steps(
     traces: Sequence[Trace | None],
     steps: Sequence[Callable[[Any], None]],
     needed_after: Callable[[str, int], bool],
     stops: Collection[int] = (),
     within: range | None = None,
-) -> tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None:
+) -> CompiledSteps | None:
     """Put stretches of traced steps together.
 
     Args:
@@ -402,15 +416,13 @@ def compile_steps(
         within: which of the steps; all.
 
     Returns:
-        Steps that fill registers from buffers, to be done first; the others, with segments among them; for each of these,
-        which of the old steps it begins with. None where nothing is worth it.
+        The steps put together; None where nothing is worth it.
     """
     apart: set[int] = set()
     for _ in range(8):
-        found: Any = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
+        found = _compiled(traces, steps, needed_after, apart, stops, within or range(len(steps)))
         if not isinstance(found, set):
-            made: tuple[list[Callable[[Any], None]], list[Callable[[Any], None]], list[int]] | None = found
-            return made
+            return found
         apart |= found
     return None
 
@@ -422,7 +434,12 @@ def _compiled(
     apart: set[int],
     stops: Collection[int],
     within: range,
-) -> Any:
+) -> CompiledSteps | set[int] | None:
+    """As `compile_steps`, but no step in `apart` becomes part of a segment.
+
+    Returns:
+        The steps put together; None where nothing is worth it. A set: these steps must be in `apart`, too; try again with them.
+    """
     segments: list[Segment | int] = []
     stopped = False
     gathers: list[Callable[[Any], None]] = []
@@ -461,4 +478,4 @@ def _compiled(
                 begins.append(at)
     if wrong:
         return wrong
-    return (gathers, out, begins) if len(out) + len(gathers) < len(within) else None
+    return CompiledSteps(gathers, out, begins) if len(out) + len(gathers) < len(within) else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from wooly_executor.errors import OperationError
+from wooly_executor.runtime.torch_private import OpOverload
 
 
 def attention(
@@ -89,7 +90,7 @@ _LACKING = {
 }
 
 
-def substitute(op: torch._ops.OpOverload) -> Callable[..., Any] | None:
+def substitute(op: OpOverload) -> Callable[..., Any] | None:
     """What does an operator that a GPU's library lacks; None: it has it.
 
     Raises:

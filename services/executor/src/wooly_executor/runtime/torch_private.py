@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._ops
 from torch._C._dynamo.guards import _reinterpret_tensor  # type: ignore[attr-defined] # its stub is not complete
+
+#: An overload of an operator.
+OpOverload = torch._ops.OpOverload
 
 #: `reinterpret(t, sizes, strides, offset_increment)`: a new tensor on the storage of `t`, same dtype (0.6 us).
 reinterpret: Callable[..., torch.Tensor] = _reinterpret_tensor
@@ -22,6 +26,23 @@ storage_at: Any = torch._C._construct_storage_from_data_pointer
 
 #: `linear_pointwise(x, weight, bias, "none", [], "")`: oneDNN's product of x and the transpose of weight, float32.
 linear_pointwise: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+
+
+#: The C++ bindings behind functions of `torch.nn.functional`, without the Python code around them.
+linear: Callable[..., torch.Tensor] = torch._C._nn.linear
+silu: Callable[..., torch.Tensor] = torch._C._nn.silu
+gelu: Callable[..., torch.Tensor] = torch._C._nn.gelu
+
+
+def schema_of(op: OpOverload) -> torch._C.FunctionSchema:
+    """The arguments and results that an overload declares."""
+    return op._schema
+
+
+def binding_of(op: OpOverload) -> Callable[..., Any]:
+    """The function of C++ that an overload calls."""
+    call: Callable[..., Any] = op._op
+    return call
 
 
 def _allocator_switch(name: str) -> ctypes.c_bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from wooly_executor.contents import flat
 from wooly_executor.flow import Residence
 from wooly_executor.memory.accounts import Account
-from wooly_executor.memory.swap import Content, Place, Plan, Policy, Resident, Room, choose
+from wooly_executor.memory.swap import Content, Place, Policy, Resident, Room, SwapPlan, choose
 from wooly_executor.session import Session
 from wooly_executor.stowage import Stowage
 from wooly_executor.vram.residents import Residents
@@ -29,7 +29,7 @@ class _Choice(NamedTuple):
         eligible: who had been idle for long enough.
     """
 
-    plan: Plan
+    plan: SwapPlan
     owners: dict[int, tuple[Session, int]]
     eligible: list[str]
 

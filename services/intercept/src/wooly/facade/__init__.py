@@ -12,14 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._device import _device_constructors
-
 from wooly import children, dynamo, triton_capture
 from wooly.devices import Devices
 from wooly.facade import accelerator, amp, generation, nvtx, parallel, pinned, state, streams, tensors
 from wooly.facade.cuda import Answers
 from wooly.kernels.launch import Launches
-from wooly.torch_private import tell_dynamo
+from wooly.torch_private import device_constructors, tell_dynamo
 
 __all__ = ["Facade"]
 
@@ -50,7 +48,7 @@ class Facade:
         if self._undo:
             return
         # Device contexts know PyTorch's constructors by identity: by that of the ones that ours call.
-        _device_constructors()
+        device_constructors()
         for patches in (
             tensors.patches(),
             pinned.patches(),

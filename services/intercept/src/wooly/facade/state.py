@@ -11,7 +11,7 @@ import torch
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly
 from wooly.rng import DeviceGenerator
-from wooly.torch_private import raw_storage_device
+from wooly.torch_private import BaseGenerator, raw_storage_device
 
 Patch = tuple[Any, str, Any]
 
@@ -88,19 +88,19 @@ class _GeneratorMeta(type):
         target = to_wooly(device)
         if isinstance(target, torch.device) and target.type == NAME:
             return DeviceGenerator(target.index)
-        return torch._C.Generator(device)
+        return BaseGenerator(device)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch._C.Generator)
+        return isinstance(instance, BaseGenerator)
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, torch._C.Generator)
+        return issubclass(subclass, BaseGenerator)
 
 
 class Generator(metaclass=_GeneratorMeta):
     """`torch.Generator`; for "cuda" it makes one that the device's operators draw from."""
 
-    __doc__ = torch._C.Generator.__doc__
+    __doc__ = BaseGenerator.__doc__
 
 
 # Pickles name it as PyTorch's own, so that they can be read without Wooly.

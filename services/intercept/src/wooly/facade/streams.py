@@ -20,10 +20,10 @@ from wooly.device import current_devices
 from wooly.devices import NAME
 from wooly.facade.names import to_wooly
 from wooly.recorder import Mark, Recorder
+from wooly.torch_private import CUDA_DEVICE_TYPE, BaseEvent, BaseStream
 
 Patch = tuple[Any, str, Any]
 
-_DEVICE_TYPE = int(torch._C._autograd.DeviceType.CUDA.value)
 _stream_ids = itertools.count(1)
 _DEFAULT_ID = 0
 
@@ -37,7 +37,7 @@ def _recorder(device: torch.device) -> Recorder:
     return current_devices().recorders[_index(device)]
 
 
-class Stream(torch._C.Stream):
+class Stream(BaseStream):
     """`torch.cuda.Stream`."""
 
     priority: int
@@ -49,7 +49,7 @@ class Stream(torch._C.Stream):
                 "they could be of; use torch.cuda.Stream()"
             )
         if not kwargs:
-            kwargs = {"stream_id": next(_stream_ids), "device_index": _index(device), "device_type": _DEVICE_TYPE}
+            kwargs = {"stream_id": next(_stream_ids), "device_index": _index(device), "device_type": CUDA_DEVICE_TYPE}
         self: Stream = super().__new__(cls, **kwargs)
         self.priority = priority
         return self
@@ -132,7 +132,7 @@ _selected = _Selected()
 
 def default_stream(device: Any = None) -> Stream:
     """`torch.cuda.default_stream`."""
-    return Stream(stream_id=_DEFAULT_ID, device_index=_index(device), device_type=_DEVICE_TYPE)
+    return Stream(stream_id=_DEFAULT_ID, device_index=_index(device), device_type=CUDA_DEVICE_TYPE)
 
 
 def current_stream(device: Any = None) -> Stream:
@@ -149,7 +149,7 @@ def set_stream(stream: Stream | None) -> None:
         torch.cuda.set_device(stream.device_index)
 
 
-class Event(torch._C.Event):
+class Event(BaseEvent):
     """`torch.cuda.Event`: to record one that times waits for the work before it."""
 
     _timing: bool
@@ -272,7 +272,7 @@ class _GenericMeta(type):
         return cls.make(target, *args[1:], **kwargs)
 
     def make(cls, target: torch.device | None, *args: Any, **kwargs: Any) -> Any:
-        if issubclass(cls.ours, torch._C.Event):
+        if issubclass(cls.ours, BaseEvent):
             return cls.ours(*args, **kwargs)
         return cls.ours(None if target is None else target.index, *args, **kwargs)
 
@@ -286,13 +286,13 @@ class _GenericMeta(type):
 class AnyStream(metaclass=_GenericMeta):
     """`torch.Stream`."""
 
-    real, ours = torch._C.Stream, Stream
+    real, ours = BaseStream, Stream
 
 
 class AnyEvent(metaclass=_GenericMeta):
     """`torch.Event`."""
 
-    real, ours = torch._C.Event, Event
+    real, ours = BaseEvent, Event
 
 
 def patches() -> Iterator[Patch]:

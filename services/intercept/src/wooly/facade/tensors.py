@@ -8,12 +8,21 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined] # not in its __all__
-from torch.utils._device import DeviceContext
 
 from wooly.devices import NAME
 from wooly.facade.names import CUDA, to_wooly, with_device
 from wooly.storage import MAX_DEVICES
-from wooly.torch_private import raw_device, raw_is_cuda, raw_storage_device
+from wooly.torch_private import (
+    DeviceContext,
+    apply_of_modules,
+    make_subclass,
+    methods_of_lazy_tensors,
+    own_tensors,
+    raw_device,
+    raw_is_cuda,
+    raw_storage_device,
+    tensor_data,
+)
 
 Patch = tuple[Any, str, Any]
 
@@ -44,11 +53,11 @@ _FACTORIES_INTO = (
 
 def patches() -> Iterator[Patch]:
     """(owner, name, value) of everything that is replaced on tensors and their constructors."""
-    allowed = UninitializedTensorMixin._allowed_methods
+    allowed = methods_of_lazy_tensors()
     methods = dict[str, Any]()
-    for patch in _tensor_patches():
-        methods[patch[1]] = patch[2]
-        yield patch
+    for owner, name, value in _tensor_patches():
+        methods[name] = value
+        yield (owner, name, value)
     # PyTorch names a method to `__torch_function__` as it finds it on the class.
     more = [methods[m.__name__] for m in allowed if m.__name__ in methods]
     yield (UninitializedTensorMixin, "_allowed_methods", [*allowed, *more])
@@ -58,7 +67,7 @@ def patches() -> Iterator[Patch]:
         yield (torch, name, _into(getattr(torch, name)))
     yield (torch.UntypedStorage, "byteswap", _byteswap_storage)
     yield (torch.UntypedStorage, "resize_", _resize_storage)
-    yield (torch.nn.Module, "_apply", _keeping_parameters(torch.nn.Module._apply))
+    yield (torch.nn.Module, "_apply", _keeping_parameters(apply_of_modules()))
     real_init = DeviceContext.__init__
 
     def init(self: Any, device: Any) -> None:
@@ -139,7 +148,7 @@ def _keeping_lazy(real: Callable[..., Any], module: torch.nn.Module, fn: Any, re
     """`Module._apply`, after which parameters without a shape still wait for one."""
     waiting = [
         (of, name, type(t), t.requires_grad)
-        for of in (module._parameters, module._buffers)
+        for of in own_tensors(module)
         for name, t in of.items()
         if isinstance(t, UninitializedTensorMixin)
     ]
@@ -159,9 +168,9 @@ def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
     """
     kinds = {raw_device(t).type, raw_device(value).type} if isinstance(value, torch.Tensor) else ()
     if kinds != {NAME, "cpu"} or t.layout is not torch.strided or value.layout is not torch.strided:
-        _data.__set__(t, value)
+        tensor_data.__set__(t, value)
         return
-    new = torch.Tensor._make_subclass(type(t), value.detach(), t.requires_grad)
+    new = make_subclass(type(t), value.detach(), t.requires_grad)
     vars(new).update(vars(t))
     grad = t.grad
     try:
@@ -173,9 +182,6 @@ def _set_data(t: torch.Tensor, value: torch.Tensor) -> None:
         ) from e
     if grad is not None and grad.shape == value.shape and grad.dtype == value.dtype:
         t.grad = grad.to(value.device)  # PyTorch refuses one that is on another device than its tensor
-
-
-_data: Any = torch._C.TensorBase.data
 
 
 def _into(factory: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,7 +211,7 @@ def _tensor_patches() -> Iterator[Patch]:
 
     yield (tensor, "device", property(device))
     yield (tensor, "is_cuda", property(is_cuda))
-    yield (tensor, "data", property(_data.__get__, _set_data))
+    yield (tensor, "data", property(tensor_data.__get__, _set_data))
     real_to, real_type = tensor.to, tensor.type
 
     @functools.wraps(real_to)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from wooly.device import Device
+from wooly.device import RegisteredDevice
 from wooly.devices import NAME
 from wooly.graphs.counters import counters
 from wooly.graphs.kinds import Body, Function, Inference
@@ -32,7 +32,7 @@ class GraphFunction:
         constants: tensors that it uses besides.
     """
 
-    def __init__(self, device: Device, function: Function, constants: Sequence[Tensor] = ()) -> None:
+    def __init__(self, device: RegisteredDevice, function: Function, constants: Sequence[Tensor] = ()) -> None:
         self._body = Body(function, device.devices, constants)
         self._kinds: dict[tuple[Any, ...], Any] = {}
         self._places: dict[tuple[Any, ...], int] = {}
@@ -53,10 +53,12 @@ class GraphFunction:
             if parameter:
                 # The same object in the same memory lies there as it did: whatever changes that, Dynamo looks for.
                 seen = self._parameters.get(k)
-                if seen is not None and seen[0] == id(a) and seen[1] == at and seen[2] is grad:
-                    of[k] = at >> ID_SHIFT
-                    kind.append(seen[3])
-                    continue
+                if seen is not None:
+                    seen_id, seen_at, seen_grad, seen_number = seen
+                    if seen_id == id(a) and seen_at == at and seen_grad is grad:
+                        of[k] = at >> ID_SHIFT
+                        kind.append(seen_number)
+                        continue
             here = raw_device(a).type == NAME
             if not here or a.is_conj() or a.is_neg():
                 if here or a.dim() or grad:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly.devices import NAME, Devices
 from wooly.graphs.counters import counters
@@ -17,7 +16,7 @@ from wooly.graphs.program import Program
 from wooly.graphs.recording import NotOneProgramError, Recording, recording
 from wooly.recorder import Recorder
 from wooly.storage import ID_SHIFT, address_of
-from wooly.torch_private import raw_device
+from wooly.torch_private import TreeSpec, raw_device, tree_flatten, tree_unflatten
 
 log = logging.getLogger("wooly.graphs")
 

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wooly.torch_private import below_autocast, has_kernel, raw_device, raw_to, redispatch_cuda_autocast
+from wooly.torch_private import (
+    OpOverload,
+    below_autocast,
+    has_kernel,
+    is_view,
+    raw_device,
+    raw_to,
+    redispatch_cuda_autocast,
+    schema_of,
+)
 
 Kernel = Callable[..., Any]
 
@@ -126,9 +135,9 @@ class Autocast:
 
         return run
 
-    def _full_result(self, op: torch._ops.OpOverload, call: Kernel) -> Kernel:
-        at = next(i for i, a in enumerate(op._schema.arguments) if a.name == "dtype")
-        positional = not op._schema.arguments[at].kwarg_only
+    def _full_result(self, op: OpOverload, call: Kernel) -> Kernel:
+        at = next(i for i, a in enumerate(schema_of(op).arguments) if a.name == "dtype")
+        positional = not schema_of(op).arguments[at].kwarg_only
         eligible = self._eligible
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -142,8 +151,8 @@ class Autocast:
 
         return run
 
-    def _append_type(self, op: torch._ops.OpOverload, call: Kernel) -> Kernel:
-        defaults = [a.default_value if a.has_default_value() else None for a in op._schema.arguments]
+    def _append_type(self, op: OpOverload, call: Kernel) -> Kernel:
+        defaults = [a.default_value if a.has_default_value() else None for a in schema_of(op).arguments]
         eligible = self._eligible
 
         def run(*args: Any) -> Any:
@@ -178,7 +187,7 @@ class Autocast:
                 and a.requires_grad
                 and to is torch.get_autocast_dtype(self._type)
                 and a.is_leaf
-                and not a._is_view()
+                and not is_view(a)
                 and torch.is_autocast_cache_enabled()
             )
             if not weight:
@@ -212,8 +221,8 @@ class Autocast:
         return current
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> OpOverload:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    assert isinstance(op, torch._ops.OpOverload)
+    assert isinstance(op, OpOverload)
     return op

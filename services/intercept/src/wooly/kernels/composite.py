@@ -15,7 +15,20 @@ from torch import Tensor
 
 from wooly.kernels.trials import stand_in
 from wooly.storage import dense_strides, span
-from wooly.torch_private import dispatch_modes, raw_device, warn_of_resize
+from wooly.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    SDPBackend,
+    attention_choice,
+    dispatch_modes,
+    is_zero_tensor,
+    may_use_flash,
+    may_use_math,
+    neg_view,
+    raw_device,
+    schema_of,
+    warn_of_resize,
+)
 
 aten = torch.ops.aten
 Kernel = Callable[..., Any]
@@ -57,13 +70,13 @@ def _folds(x: Tensor) -> bool:
 
 def plain(t: Tensor) -> Tensor:
     """The same values without conjugate or negative bit, of which only the client knows, and with memory behind them."""
-    if t._is_zerotensor():
+    if is_zero_tensor(t):
         return torch.zeros(t.shape, dtype=t.dtype, device=raw_device(t))
     laid = t
     if t.is_conj():
         t = torch.conj_physical(t.conj())
     if t.is_neg():
-        t = torch.neg(torch._neg_view(t))
+        t = torch.neg(neg_view(t))
     if t is not laid and t.stride() != laid.stride():
         # The CPU clones, which keeps even strides of dimensions of one element; products look at these.
         kept = dense_strides(laid.shape, laid.stride())
@@ -81,10 +94,10 @@ _NEGATING = frozenset({"linalg_solve_triangular"})
 
 
 def _is_unresolved(a: Any) -> bool:
-    return isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or a._is_zerotensor())
+    return isinstance(a, Tensor) and (a.is_conj() or a.is_neg() or is_zero_tensor(a))
 
 
-def on_plain(op: torch._ops.OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Kernel:
+def on_plain(op: OpOverload, kernel: Callable[[tuple[Any, ...]], Kernel]) -> Kernel:
     """For operators that PyTorch hands conjugate and negative views to: the same on resolved tensors, but where they know them.
 
     Args:
@@ -95,7 +108,7 @@ def on_plain(op: torch._ops.OpOverload, kernel: Callable[[tuple[Any, ...]], Kern
     kernels: dict[tuple[Any, ...], Kernel] = {}
     conjugates = op.overloadpacket.__name__ in _CONJUGATING
     negates = op.overloadpacket.__name__ in _NEGATING
-    schema = op._schema.arguments
+    schema = schema_of(op).arguments
     written = frozenset(a.name for a in schema if a.alias_info is not None and a.alias_info.is_write)
 
     def resolve(a: Any, written: bool) -> Any:
@@ -103,7 +116,7 @@ def on_plain(op: torch._ops.OpOverload, kernel: Callable[[tuple[Any, ...]], Kern
             return [resolve(x, written) for x in a]
         if not isinstance(a, Tensor):
             return a
-        if written or a._is_zerotensor() or (a.is_conj() and not conjugates) or (a.is_neg() and not negates):
+        if written or is_zero_tensor(a) or (a.is_conj() and not conjugates) or (a.is_neg() and not negates):
             return plain(a)
         return a
 
@@ -173,7 +186,7 @@ def conj_physical_(t: Tensor) -> Tensor:
     return t.copy_(torch.conj_physical(t)) if t.is_complex() else t
 
 
-def _widened(op: torch._ops.OpOverloadPacket) -> Kernel:
+def _widened(op: OpOverloadPacket) -> Kernel:
     """A matrix product whose `out_dtype` is wider than its factors: CUDA has kernels for it, here they are widened first."""
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -183,7 +196,7 @@ def _widened(op: torch._ops.OpOverloadPacket) -> Kernel:
     return run
 
 
-def _widened_into(op: torch._ops.OpOverloadPacket) -> Kernel:
+def _widened_into(op: OpOverloadPacket) -> Kernel:
     run = _widened(op)
 
     def into(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
@@ -319,7 +332,7 @@ KERNELS: dict[str, Kernel] = {
 
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _attention_math = aten._scaled_dot_product_attention_math.default
-_BACKENDS: Any = torch._C._SDPBackend
+_BACKENDS: Any = SDPBackend
 _FLASH, _MATH = int(_BACKENDS.FLASH_ATTENTION), int(_BACKENDS.MATH)
 _choices: dict[tuple[Any, ...], int] = {}
 
@@ -348,8 +361,8 @@ def attention(
         enable_gqa,
         needs,
         mask_needs,
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
+        may_use_flash(),
+        may_use_math(),
     )
     traced = is_traced(query)
     choice = None if traced else _choices.get(signature)
@@ -362,12 +375,12 @@ def attention(
         inputs = (query, key, value, attn_mask)
         stand_ins: list[Any] = [None if t is None else _like(t, grad and t.requires_grad) for t in inputs]
         # On host tensors of the same kind, so that a wrong call raises PyTorch's own error here.
-        choice = _choices[signature] = torch._fused_sdp_choice(
+        choice = _choices[signature] = attention_choice(
             *stand_ins,
             dropout_p,
             is_causal,
             scale=scale,
-            enable_gqa=enable_gqa,  # type: ignore[misc]
+            enable_gqa=enable_gqa,
         )
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         attn_mask = torch.where(attn_mask, torch.zeros((), dtype=query.dtype), -torch.inf)

@@ -20,12 +20,12 @@ from wooly.errors import RemoteOperationError
 from wooly.kernels.forms import is_python_number
 from wooly.kernels.inference import Inferences
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError
-from wooly.kernels.plan import Plan, PlanBuilder
+from wooly.kernels.plan import CallPlan, PlanBuilder, PlannedCall
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.recorder import Forms, Recorder, origin
 from wooly.rng import Generator, sequence_of
 from wooly.storage import DEVICE_MASK, ID_SHIFT, PLACE_MASK, Layout
-from wooly.torch_private import raw_device, redispatch_cpu, warn_of_resize
+from wooly.torch_private import OpOverload, raw_device, redispatch_cpu, warn_of_resize
 
 Kernel = Callable[..., Any]
 _NUMBERS = (float, int, bool, complex)
@@ -42,7 +42,7 @@ class Generic:
     def __init__(self, devices: Devices, forms: Forms) -> None:
         self._devices = devices
         self._builder = PlanBuilder(forms)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], CallPlan] = {}
         #: Signatures whose `out=` tensors must take another size first, with these sizes and strides.
         self._out_sizes: dict[tuple[Any, ...], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         #: Host stand-ins for `resize_` of out tensors, set by `transfer`.
@@ -53,7 +53,7 @@ class Generic:
         """How often call signatures had to be inferred."""
         return self._builder.inferences
 
-    def kernel(self, op: torch._ops.OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
+    def kernel(self, op: OpOverload, views: tuple[Any, ...] = ()) -> Kernel:
         """The kernel of one operator overload.
 
         Args:
@@ -103,11 +103,12 @@ class Generic:
             if plan is None:
                 if facts.each_alone and not _on_one_device(buffers):
                     return redispatch_cpu(op)(*args, **kwargs)
-                plan = self._plan(facts, signature, buffers, args, kwargs)
-                if plan is None:  # an out= tensor took another size: the signature is another one now
+                planned = self._plan(facts, signature, buffers, args, kwargs)
+                if planned is None:  # an out= tensor took another size: the signature is another one now
                     return run(*args, drawn_from=drawn_from, **kwargs)
-                if self._builder.trials.doubt is not None:
-                    return self._confirm(partial(run, drawn_from=drawn_from), plan, signature, args, kwargs)
+                if planned.doubt is not None:
+                    return self._confirm(partial(run, drawn_from=drawn_from), planned, signature, args, kwargs)
+                plan = planned.plan
             recorder = plan.recorder
             with recorder.lock:
                 try:
@@ -152,7 +153,7 @@ class Generic:
 
         return _given_generator(run, facts.generator) if facts.generator is not None else run
 
-    def differentiated(self, op: torch._ops.OpOverload) -> Callable[..., list[Tensor]]:
+    def differentiated(self, op: OpOverload) -> Callable[..., list[Tensor]]:
         """One operator overload where gradients are wanted: its results, or from theirs those gradients, as one instruction.
 
         What is returned takes: args; kwargs; for each tensor among them which of the different ones it is; which of these want a
@@ -219,12 +220,13 @@ class Generic:
         buffers: list[int],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Plan | None:
+    ) -> PlannedCall | None:
+        """Plan a call and keep its plan; None where an `out=` tensor took another size instead."""
         call = Call(args, kwargs)
         wrong = None if facts.name in RESIZED_ON_HOST else self._out_sizes.get(signature)
         if wrong is None:
             try:
-                plan = self._builder.build(facts, call, self._recorder_of(buffers, call))
+                planned = self._builder.build(facts, call, self._recorder_of(buffers, call))
             except ResizeOutError as e:
                 wrong = self._out_sizes[signature] = e.sizes
             # The kernel that inferred the size has warned.
@@ -239,8 +241,8 @@ class Generic:
         if len(self._plans) + len(self._out_sizes) >= _MAX_PLANS:
             self._plans.clear()
             self._out_sizes.clear()
-        self._plans[signature] = plan
-        return plan
+        self._plans[signature] = planned.plan
+        return planned
 
     def _recorder_of(self, buffers: list[int], call: Call) -> Recorder:
         """The recorder of the device that a call is for.
@@ -261,26 +263,36 @@ class Generic:
         return self._devices.recorders[next(found, self._devices.current)].generator
 
     def _confirm(
-        self, run: Kernel, plan: Plan, signature: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        run: Kernel,
+        planned: PlannedCall,
+        signature: tuple[Any, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Make a call that failed with other values on the host, and wait for what the device says of it."""
-        doubt, self._builder.trials.doubt = self._builder.trials.doubt, None
-        recorder = plan.recorder
+        recorder = planned.plan.recorder
         with recorder.lock:
             try:
                 result = run(*args, **kwargs)
                 recorder.sync()
             except RemoteOperationError as e:
                 self._plans.pop(signature, None)
-                if doubt is not None and str(doubt) in str(e):
-                    raise doubt from None
+                if planned.doubt is not None and str(planned.doubt) in str(e):
+                    raise planned.doubt from None
                 if "not implemented for" in e.message:  # what a kernel says of a dtype, whatever the values are
                     raise NotImplementedError(e.message) from None
                 raise
             return result
 
     def _finish(
-        self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        facts: OpFacts,
+        plan: CallPlan,
+        buffers: list[int],
+        where: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """The rare kinds: shapes only the far side knows, and operators that write an argument and return fresh tensors."""
         recorder = plan.recorder
@@ -306,7 +318,7 @@ class Generic:
             return result[0] if len(result) == 1 else tuple(result)
         return self._evaluate(facts, plan, buffers, where)
 
-    def _evaluate(self, facts: OpFacts, plan: Plan, buffers: list[int], where: Any) -> Any:
+    def _evaluate(self, facts: OpFacts, plan: CallPlan, buffers: list[int], where: Any) -> Any:
         """Run one operator now and make tensors of what the executor says came out."""
         recorder, heap = plan.recorder, plan.recorder.heap
         own = recorder.take_params(plan.form)

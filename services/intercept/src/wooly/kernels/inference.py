@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from wooly.kernels.outs import RESIZE_SILENTLY, RESIZED_ON_HOST, ResizeOutError, check_outs
 from wooly.kernels.overlap import overlaps
 from wooly.kernels.schema import Call, OpFacts, tensors_of
 from wooly.storage import dense_strides
-from wooly.torch_private import raw_device, suggested_format
+from wooly.torch_private import neg_view, raw_device, suggested_format, tree_leaves, tree_map
 
 #: Functions of two tensors, element by element, whose meta kernels are Python's and take the layout from another operand than
 #: ATen's iterator does.
@@ -280,4 +279,4 @@ def call_operator(facts: OpFacts, args: list[Any], kwargs: dict[str, Any], where
 def seen_as(a: Tensor, t: Tensor) -> Tensor:
     """`t` as a conjugate or negative view where `a` is one."""
     t = t.conj() if a.is_conj() else t
-    return torch._neg_view(t) if a.is_neg() else t
+    return neg_view(t) if a.is_neg() else t

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from wooly_wis.errors import RuleError
 from wooly_wis.optable import TABLE, Row, Spelling, canonical_args, check
 from wooly_wis.program import Attr, Form, Operand, ParamKind, Role
 from wooly_wis.scalar_expr import Name
+
+from wooly.torch_private import OpOverload, schema_of
 
 
 def _spellings() -> dict[str, list[tuple[Row, Spelling]]]:
@@ -22,7 +23,7 @@ _MISSING = object()
 
 
 def native_form(
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: tuple[Attr, ...],
     kwargs: tuple[tuple[str, Attr], ...],
     operands: tuple[Operand, ...],
@@ -56,11 +57,11 @@ def native_form(
 
 
 def _given(
-    op: torch._ops.OpOverload, spelling: Spelling, args: tuple[Attr, ...], named: dict[str, Attr]
+    op: OpOverload, spelling: Spelling, args: tuple[Attr, ...], named: dict[str, Attr]
 ) -> dict[str, Attr] | None:
     """The row's arguments as this call gives them; None if it gives one that the spelling fixes otherwise."""
     given: dict[str, Attr] = {}
-    for k, declared in enumerate(op._schema.arguments):
+    for k, declared in enumerate(schema_of(op).arguments):
         default = declared.default_value if declared.has_default_value() else None
         present = k < len(args) or declared.name in named
         value = args[k] if k < len(args) else named.get(declared.name, default)

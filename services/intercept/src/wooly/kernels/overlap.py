@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from wooly.kernels.schema import Call, OpFacts
+from wooly.torch_private import tree_leaves
 
 #: Operators that may write an element twice.
 FILLS = frozenset({"aten.fill_.Scalar", "aten.fill_.Tensor", "aten.zero_.default"})

@@ -2,7 +2,7 @@
 
 A *signature* is an operator with everything about its arguments but the buffers and the liftable scalars. The first call with
 a signature is inferred without data (which also raises PyTorch's own errors at the call), turned into a WIS form and kept
-as a `Plan`; later calls only fill in buffers and params.
+as a `CallPlan`; later calls only fill in buffers and params.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wooly.recorder import Forms, Recorder
 from wooly.storage import Layout
 
 
-class Plan(NamedTuple):
+class CallPlan(NamedTuple):
     """How to replay one signature.
 
     Attributes:
@@ -44,6 +44,18 @@ class Plan(NamedTuple):
     dynamic: bool
 
 
+class PlannedCall(NamedTuple):
+    """The plan for the first call with a signature.
+
+    Attributes:
+        plan: how to make the call.
+        doubt: the error of the call's trial on the host, or None. The device may accept the call: ask it and wait.
+    """
+
+    plan: CallPlan
+    doubt: Exception | None
+
+
 class PlanBuilder:
     """Builds plans out of shared forms."""
 
@@ -52,7 +64,7 @@ class PlanBuilder:
         self.inferences = Inferences()
         self.trials = Trials(self.inferences)
 
-    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> Plan:
+    def build(self, facts: OpFacts, call: Call, recorder: Recorder) -> PlannedCall:
         """The plan for a call on the device of `recorder`.
 
         Raises:
@@ -63,11 +75,12 @@ class PlanBuilder:
             raise unsupported(facts.name, "the executor's library does not offer it")
         refuse(facts, call)
         fresh, dynamic = self._results(facts, call)
-        self.trials.attempt(facts, call, recorder)
+        doubt = self.trials.attempt(facts, call, recorder)
         refuse_overlaps(facts, call)
         form, written = form_of(facts, call, fresh, dynamic)
         outs = tuple([None if t is None else self._out(t) for t in fresh])
-        return Plan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        plan = CallPlan(recorder, self._forms.intern(form), outs, written, facts.draws(call), dynamic)
+        return PlannedCall(plan, doubt)
 
     def _results(self, facts: OpFacts, call: Call) -> tuple[list[Tensor | None], bool]:
         """Fresh outputs without data, and whether the far side has to tell them instead."""
@@ -93,7 +106,7 @@ class PlanBuilder:
         places: tuple[int, ...],
         wanted: tuple[int, ...],
         grads: tuple[Tensor | None, ...] | None,
-    ) -> Plan:
+    ) -> CallPlan:
         """The plan for a call where gradients are wanted.
 
         Args:
@@ -126,7 +139,7 @@ class PlanBuilder:
             attrs["vjp"] = tuple(refs)
         operands += [Operand(Role.OUT, View(DTYPES[x.dtype], x.sizes, x.strides, 0)) for x, _ in outs]
         whole = Form("extern", tuple(operands), form.params, tuple(sorted(attrs.items())))
-        return Plan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
+        return CallPlan(recorder, self._forms.intern(whole), outs, (), facts.draws(call), dynamic=False)
 
 
 def _depends_on_data(facts: OpFacts, call: Call) -> bool:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from wooly.torch_private import OpOverload, schema_of, tree_leaves
 
 #: Scalars of these decide the output's size, so they stay in the signature.
 SHAPED_BY_SCALARS = frozenset({"arange", "range", "linspace", "logspace"})
@@ -29,9 +30,9 @@ def tensors_of(call: Call) -> list[Tensor]:
     return [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
 
 
-def host_tensor_at(op: torch._ops.OpOverload) -> int | None:
+def host_tensor_at(op: OpOverload) -> int | None:
     """Where, among its positional arguments, an operator takes the lengths of packed sequences, a tensor of the host."""
-    arguments = enumerate(op._schema.arguments)
+    arguments = enumerate(schema_of(op).arguments)
     return next((i for i, a in arguments if a.name == "batch_sizes" and str(a.type) == "Tensor"), None)
 
 
@@ -74,8 +75,8 @@ class OpFacts:
         "written",
     )
 
-    def __init__(self, op: torch._ops.OpOverload) -> None:
-        schema = op._schema
+    def __init__(self, op: OpOverload) -> None:
+        schema = schema_of(op)
         self.op = op
         self.name = str(op)
         lift = op.overloadpacket.__name__ not in SHAPED_BY_SCALARS

@@ -29,7 +29,7 @@ from wooly.storage import (
     pinned,
     span,
 )
-from wooly.torch_private import raw_device, redispatch_cpu
+from wooly.torch_private import neg_view, raw_device, redispatch_cpu
 
 aten = torch.ops.aten
 _set_cpu = redispatch_cpu(aten.set_.source_Storage_storage_offset)
@@ -216,7 +216,7 @@ class Transfer:
             self.copy_(dst.conj(), src.conj())
             return dst
         if dst.is_neg():
-            self.copy_(torch._neg_view(dst), torch.neg(src))
+            self.copy_(neg_view(dst), torch.neg(src))
             return dst
         to, at = raw_device(dst), raw_device(src)
         ours, theirs = to.type == NAME, at.type == NAME

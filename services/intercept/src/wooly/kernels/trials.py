@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -34,10 +33,6 @@ _SHRINKABLE = frozenset(
 )
 
 
-class _Doubts(threading.local):
-    last: Exception | None = None
-
-
 class Trials:
     """Tries calls, and remembers of which kinds it did.
 
@@ -49,31 +44,24 @@ class Trials:
         self._counts = counts
         #: Operators with the dtypes that were tried.
         self._tried: set[tuple[Any, ...]] = set()
-        self._doubts = _Doubts()
 
-    @property
-    def doubt(self) -> Exception | None:
-        """The error of this thread's last call's trial, if the device may see it otherwise."""
-        return self._doubts.last
-
-    @doubt.setter
-    def doubt(self, error: Exception | None) -> None:
-        self._doubts.last = error
-
-    def attempt(self, facts: OpFacts, call: Call, recorder: Recorder) -> None:
+    def attempt(self, facts: OpFacts, call: Call, recorder: Recorder) -> Exception | None:
         """Find errors that meta kernels do not: of dtypes that a kernel does not take, of arguments that only it looks at.
 
         The call is made on host tensors of zeros: each small one, and of larger ones the first of every combination of operator
-        and dtypes. An error about dtypes is raised. Any other may be the zeros' fault: it is kept in `doubt`, and the device is
-        asked at once. The executor's library is this one; of any other, only the device knows.
+        and dtypes. The executor's library is this one; of any other, only the device knows.
+
+        Returns:
+            An error that the zeros may have caused: the caller must ask the device at once. None: there is no doubt.
+
+        Raises:
+            Exception: the kernel's own, about dtypes that it does not take.
         """
-        self.doubt = None
         link = recorder.link
         if link is None or link.device.get("vendor") != "cpu" or facts.name in INFERRED_ON_HOST:
-            return
+            return None
         if facts.op.overloadpacket.__name__ in _NEVER_TRIED:
-            self.doubt = RuntimeError("not tried on the host")
-            return
+            return RuntimeError("not tried on the host")
         found = tensors_of(call)
         kind = (facts.op, *[t.dtype for t in found], *[a.__class__ for a in call.args], *call.kwargs)
         known = kind in self._tried
@@ -81,14 +69,12 @@ class Trials:
         limit = None
         if elements > (_TRIAL_LIMIT if known else _TRIAL_LIMIT_NEW):
             if known or not (torch.Tag.pointwise in facts.op.tags or facts.op.overloadpacket.__name__ in _SHRINKABLE):
-                return
+                return None
             limit = 2
         error = self._error_of(facts, call, limit)
-        if error is None:
-            if elements:
-                self._tried.add(kind)
-        elif limit is None:
-            self.doubt = error
+        if error is None and elements:
+            self._tried.add(kind)
+        return error if limit is None else None
 
     def _error_of(self, facts: OpFacts, call: Call, limit: int | None) -> Exception | None:
         """What the call fails with on zeros of at most `limit` elements per dimension; raises errors about dtypes."""

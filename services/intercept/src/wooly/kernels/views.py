@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from wooly.storage import span
-from wooly.torch_private import redispatch_cpu, reinterpret
+from wooly.torch_private import OpOverload, redispatch_cpu, reinterpret, schema_of
 
 aten = torch.ops.aten
 
@@ -65,14 +65,14 @@ def reshape_alias(t: Tensor, size: list[int], stride: list[int]) -> Tensor:
 
 
 #: Operators with a kernel of their own here.
-KERNELS: dict[torch._ops.OpOverload, Callable[..., Any]] = {
+KERNELS: dict[OpOverload, Callable[..., Any]] = {
     aten.as_strided.default: as_strided,
     aten.view.default: view,
     aten._reshape_alias.default: reshape_alias,
 }
 
 
-def is_view(op: torch._ops.OpOverload) -> bool:
+def is_view(op: OpOverload) -> bool:
     """Whether `op` returns a view of an argument and writes nothing."""
-    schema = op._schema
+    schema = schema_of(op)
     return not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from wooly.kernels.composite import is_traced
 from wooly.kernels.generic import Generic
 from wooly.kernels.schema import host_tensor_at
-from wooly.torch_private import in_transform
+from wooly.torch_private import OpOverload, TreeSpec, in_transform, schema_of, tree_flatten, tree_unflatten
 
 aten = torch.ops.aten
 
@@ -46,7 +45,7 @@ class Whole:
         op: the operator.
     """
 
-    def __init__(self, generic: Generic, op: torch._ops.OpOverload) -> None:
+    def __init__(self, generic: Generic, op: OpOverload) -> None:
         self.record = generic.kernel(op)
         self.differentiated = generic.differentiated(op)
         self.generator_of = generic.generator_of
@@ -57,7 +56,7 @@ class Whole:
 
     def drops(self, args: tuple[Any, ...]) -> bool:
         """Whether a call leaves numbers out at random."""
-        names = [a.name for a in self._op._schema.arguments]
+        names = [a.name for a in schema_of(self._op).arguments]
         return any(
             n.startswith("dropout") and isinstance(a, float) and a > 0 for n, a in zip(names, args, strict=False)
         )

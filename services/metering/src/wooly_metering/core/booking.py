@@ -7,7 +7,8 @@ were lost, which is shown in the quarantine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from pydantic import ValidationError
 from wooly_wis.credits import UsageRecord, UsageRecorded
@@ -22,54 +23,100 @@ BY_JOURNAL = "by the dispatch journal: no usage record came for it"
 #: Characters kept of a message that cannot be read.
 PAYLOAD_KEPT = 64 << 10
 
-#: Columns of an entry, in the order of `Entry` tuples.
-COLUMNS = (
-    "id",
-    "source_id",
-    "batch",
-    "item",
-    "kind",
-    "corrects",
-    "tenant",
-    "session_id",
-    "executor_id",
-    "model",
-    "device_kind",
-    "priority",
-    "begin_us",
-    "end_us",
-    "runs",
-    "gpu_ns",
-    "core_ns",
-    "pace_ppm",
-    "moved_bytes",
-    "flops",
-    "resident_mib_us",
-    "idle_mib_us",
-    "plan_id",
-    "core_ucr",
-    "vram_ucr",
-    "reason",
-)
-#: What is summed in roll-ups.
-SUMS = (
-    "entries",
-    "runs",
-    "gpu_ns",
-    "core_ns",
-    "moved_bytes",
-    "flops",
-    "resident_mib_us",
-    "idle_mib_us",
-    "core_ucr",
-    "vram_ucr",
-)
-_NOTHING = (0,) * len(SUMS)
-Entry = tuple[int | str | None, ...]
-#: tenant, hour (us), model, device kind, class
-HourKey = tuple[str, int, str, str, int]
+
+class Entry(NamedTuple):
+    """A row of the table of entries; the fields are its columns."""
+
+    id: int
+    source_id: int
+    batch: int
+    item: int
+    kind: int
+    corrects: int | None
+    tenant: str
+    session_id: str
+    executor_id: str
+    model: str
+    device_kind: str
+    priority: int
+    begin_us: int
+    end_us: int
+    runs: int
+    gpu_ns: int
+    core_ns: int
+    pace_ppm: int
+    moved_bytes: int
+    flops: int
+    resident_mib_us: int
+    idle_mib_us: int
+    plan_id: int
+    core_ucr: int
+    vram_ucr: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Sums:
+    """The sums over entries that a run and an hour have; the fields are columns of both tables."""
+
+    entries: int = 0
+    runs: int = 0
+    gpu_ns: int = 0
+    core_ns: int = 0
+    moved_bytes: int = 0
+    flops: int = 0
+    resident_mib_us: int = 0
+    idle_mib_us: int = 0
+    core_ucr: int = 0
+    vram_ucr: int = 0
+
+    def add(self, other: Sums) -> None:
+        """Add other sums to these."""
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def add_record(self, record: UsageRecord, core_ucr: int, vram_ucr: int) -> None:
+        """Add the entry of one usage record and its price."""
+        self.entries += 1
+        self.runs += record.runs
+        self.gpu_ns += record.gpu_ns
+        self.core_ns += record.core_ns
+        self.moved_bytes += record.moved_bytes
+        self.flops += record.flops
+        self.resident_mib_us += record.resident_mib_us
+        self.idle_mib_us += record.idle_mib_us
+        self.core_ucr += core_ucr
+        self.vram_ucr += vram_ucr
+
+    def columns(self) -> dict[str, int]:
+        """The sums by name."""
+        return {name: getattr(self, name) for name in SUMS}
+
+
+#: Names of the columns of an entry, and of all sums.
+COLUMNS = Entry._fields
+SUMS = tuple([f.name for f in fields(Sums)])
+
+
+class HourKey(NamedTuple):
+    """The key of a row in the table of hours. The row sums up usage that began in that hour (us since 1970)."""
+
+    tenant: str
+    hour_us: int
+    model: str
+    device_kind: str
+    priority: int
+
+
 #: session, executor
 RunKey = tuple[str, str]
+
+
+class Source(NamedTuple):
+    """A source of usage: its number in the ledger, and the last of its batches that is booked."""
+
+    number: int
+    batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +148,24 @@ class RunSum:
     began_us: int
     until_us: int
     ended: bool
-    sums: list[int]
+    sums: Sums = field(default_factory=Sums)
+
+    def widen(self, began_us: int, until_us: int, ended: bool) -> None:
+        """Extend the run by further usage: the time of that usage, and whether the run ended with it."""
+        if began_us < self.began_us:
+            self.began_us = began_us
+        if until_us > self.until_us:
+            self.until_us = until_us
+        self.ended = self.ended or ended
+
+
+class LastUsage(NamedTuple):
+    """Facts about a run, from its last usage entry."""
+
+    model: str
+    device_kind: str
+    priority: int
+    pace_ppm: int
 
 
 @dataclass(slots=True)
@@ -113,14 +177,14 @@ class RunKnown:
         core_ns: likewise.
         ahead_gpu_ns: what of that stands for usage records that have not come.
         ahead_core_ns: likewise.
-        last: model, kind of device, class and pace of its last entry; None: it has none.
+        last: what its last usage entry says; None: the run has no entry.
     """
 
     gpu_ns: int = 0
     core_ns: int = 0
     ahead_gpu_ns: int = 0
     ahead_core_ns: int = 0
-    last: tuple[str, str, int, int] | None = None
+    last: LastUsage | None = None
 
     def take(self, record: UsageRecord) -> UsageRecord:
         """A record less what was booked ahead for it."""
@@ -138,9 +202,10 @@ class RunKnown:
             return None
         self.ahead_gpu_ns += gpu
         self.ahead_core_ns += core
-        model, _, priority, pace = self.last or ("", "", whole.priority, whole.pace_ppm)
-        changes = {"gpu_ns": gpu, "core_ns": core, "span_us": -(-gpu // 1000), "model": model, "priority": priority}
-        return whole.model_copy(update={**changes, "pace_ppm": pace})
+        last = self.last or LastUsage("", "", whole.priority, whole.pace_ppm)
+        changes = {"gpu_ns": gpu, "core_ns": core, "span_us": -(-gpu // 1000)}
+        described = {"model": last.model, "priority": last.priority, "pace_ppm": last.pace_ppm}
+        return whole.model_copy(update={**changes, **described})
 
 
 @dataclass(slots=True)
@@ -148,10 +213,10 @@ class Booking:
     """What to write.
 
     Attributes:
-        entries: rows, as `COLUMNS` says.
+        entries: rows.
         runs: what runs gain.
-        hours: what hours gain, as `SUMS` says.
-        sources: per source that had anything new: its number and its last batch.
+        hours: what hours gain.
+        sources: those that had anything new.
         new_sources: those that were not known.
         duplicates: batches that had been booked before.
         tenants: whose entries there are.
@@ -159,16 +224,16 @@ class Booking:
 
     entries: list[Entry] = field(default_factory=list)
     runs: dict[RunKey, RunSum] = field(default_factory=dict)
-    hours: dict[HourKey, list[int]] = field(default_factory=dict)
+    hours: dict[HourKey, Sums] = field(default_factory=dict)
     quarantined: list[Quarantined] = field(default_factory=list)
-    sources: dict[str, tuple[int, int]] = field(default_factory=dict)
+    sources: dict[str, Source] = field(default_factory=dict)
     new_sources: set[str] = field(default_factory=set)
     duplicates: int = 0
 
     @property
     def tenants(self) -> set[str]:
         """Whose entries there are."""
-        return {key[0] for key in self.hours}
+        return {key.tenant for key in self.hours}
 
 
 def read(deliveries: Iterable[Delivery]) -> tuple[list[tuple[Delivery, UsageRecorded]], list[Quarantined]]:
@@ -199,7 +264,7 @@ def _shown(data: bytes) -> str:
 def book(
     events: Iterable[tuple[Delivery, UsageRecorded]],
     bad: Iterable[Quarantined],
-    sources: Mapping[str, tuple[int, int]],
+    sources: Mapping[str, Source],
     next_entry: int,
     next_source: int,
     tariff: Tariff,
@@ -209,7 +274,7 @@ def book(
     """What to write for messages in the order of the stream.
 
     Args:
-        sources: number and last batch of each source among them that is known.
+        sources: those of the messages' sources that are known.
         known_runs: those among them whose totals a journal tells, or told; they are kept up to date.
         next_entry: the first entry's id.
         next_source: the number of the first source that is not known.
@@ -217,22 +282,22 @@ def book(
     out = Booking(quarantined=list(bad), sources={})
     known, watched = dict(sources), known_runs or {}
     entry_id = next_entry
-    #: Per session and hour: its first and last moment, whether it ended, and `SUMS`.
-    gained: dict[tuple[str, int, str, str, int, str, str], list[int]] = {}
+    #: What each run gains in each hour.
+    gained: dict[tuple[HourKey, RunKey], RunSum] = {}
     for delivery, event in events:
         found = known.get(event.source)
         if found is None:
-            found = (next_source, 0)
+            found = Source(next_source, 0)
             next_source += 1
             out.new_sources.add(event.source)
-        number, last = found
-        if event.batch <= last:
+        if event.batch <= found.batch:
             out.duplicates += 1
             continue
-        if event.batch > last + 1 and not event.whole:
-            lost = f"batches {last + 1} to {event.batch - 1} of this source are missing: nothing is booked for them"
-            out.quarantined.append(Quarantined(delivery.sequence, event.source, last + 1, 0, lost, ""))
-        known[event.source] = out.sources[event.source] = number, event.batch
+        expected = found.batch + 1
+        if event.batch > expected and not event.whole:
+            lost = f"batches {expected} to {event.batch - 1} of this source are missing: nothing is booked for them"
+            out.quarantined.append(Quarantined(delivery.sequence, event.source, expected, 0, lost, ""))
+        known[event.source] = out.sources[event.source] = Source(found.number, event.batch)
         executor = event.executor_id
         for item, told in enumerate(event.records):
             record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
@@ -242,10 +307,10 @@ def book(
                 if found_lacking is None:
                     continue
                 record = found_lacking
-                kind = kind or (run.last[1] if run.last else "")
+                kind = kind or (run.last.device_kind if run.last else "")
                 run.gpu_ns += record.gpu_ns
                 run.core_ns += record.core_ns
-                run.last = record.model, kind, record.priority, record.pace_ppm
+                run.last = LastUsage(record.model, kind, record.priority, record.pace_ppm)
             if not why:
                 begin = record.at_us - record.span_us
                 plan = tariff.plan(kind, record.priority, begin)
@@ -258,63 +323,57 @@ def book(
                 continue
             r = record
             out.entries.append(
-                (entry_id, number, event.batch, item, USAGE, None, r.tenant, r.session_id, executor, r.model, kind, r.priority,
-                 begin, r.at_us, r.runs, r.gpu_ns, r.core_ns, r.pace_ppm, r.moved_bytes, r.flops, r.resident_mib_us,
-                 r.idle_mib_us, plan.id, core, vram, BY_JOURNAL if event.whole else "")
-            )  # fmt: skip
+                Entry(
+                    id=entry_id,
+                    source_id=found.number,
+                    batch=event.batch,
+                    item=item,
+                    kind=USAGE,
+                    corrects=None,
+                    tenant=r.tenant,
+                    session_id=r.session_id,
+                    executor_id=executor,
+                    model=r.model,
+                    device_kind=kind,
+                    priority=r.priority,
+                    begin_us=begin,
+                    end_us=r.at_us,
+                    runs=r.runs,
+                    gpu_ns=r.gpu_ns,
+                    core_ns=r.core_ns,
+                    pace_ppm=r.pace_ppm,
+                    moved_bytes=r.moved_bytes,
+                    flops=r.flops,
+                    resident_mib_us=r.resident_mib_us,
+                    idle_mib_us=r.idle_mib_us,
+                    plan_id=plan.id,
+                    core_ucr=core,
+                    vram_ucr=vram,
+                    reason=BY_JOURNAL if event.whole else "",
+                )
+            )
             entry_id += 1
-            key = r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority, r.session_id, executor
-            sums = gained.get(key)
-            if sums is None:
-                gained[key] = sums = [begin, r.at_us, r.ended, *_NOTHING]
-            elif begin < sums[0]:
-                sums[0] = begin
-            if r.at_us > sums[1]:
-                sums[1] = r.at_us
-            if r.ended:
-                sums[2] = True
-            sums[3] += 1
-            sums[4] += r.runs
-            sums[5] += r.gpu_ns
-            sums[6] += r.core_ns
-            sums[7] += r.moved_bytes
-            sums[8] += r.flops
-            sums[9] += r.resident_mib_us
-            sums[10] += r.idle_mib_us
-            sums[11] += core
-            sums[12] += vram
-    for (tenant, hour, model, kind, priority, session, executor), (begin, end, ended, *rest) in gained.items():
-        add_run(out, session, executor, tenant, model, begin, end, bool(ended), tuple(rest))
-        add_hour(out, (tenant, hour, model, kind, priority), tuple(rest))
+            key = HourKey(r.tenant, begin - begin % HOUR_US, r.model, kind, r.priority), (r.session_id, executor)
+            gain = gained.get(key)
+            if gain is None:
+                gained[key] = gain = RunSum(r.tenant, r.model, begin, r.at_us, r.ended)
+            gain.widen(begin, r.at_us, r.ended)
+            gain.sums.add_record(r, core, vram)
+    for (hour, run_key), gain in gained.items():
+        add_run(out, run_key, gain)
+        add_hour(out, hour, gain.sums)
     return out
 
 
-def add_run(
-    out: Booking,
-    session: str,
-    executor: str,
-    tenant: str,
-    model: str,
-    begin: int,
-    end: int,
-    ended: bool,
-    sums: tuple[int, ...],
-) -> None:
-    """Add to a run's sums."""
-    run = out.runs.get((session, executor))
+def add_run(out: Booking, key: RunKey, gain: RunSum) -> None:
+    """Add to what a run gains."""
+    run = out.runs.get(key)
     if run is None:
-        out.runs[session, executor] = RunSum(tenant, model, begin, end, ended, list(sums))
-        return
-    run.began_us, run.until_us, run.ended = min(run.began_us, begin), max(run.until_us, end), run.ended or ended
-    for i, value in enumerate(sums):
-        run.sums[i] += value
+        out.runs[key] = run = RunSum(gain.tenant, gain.model, gain.began_us, gain.until_us, gain.ended)
+    run.widen(gain.began_us, gain.until_us, gain.ended)
+    run.sums.add(gain.sums)
 
 
-def add_hour(out: Booking, key: HourKey, sums: tuple[int, ...]) -> None:
-    """Add to an hour's sums. Usage is counted in the hour in which it began."""
-    hour = out.hours.get(key)
-    if hour is None:
-        out.hours[key] = list(sums)
-        return
-    for i, value in enumerate(sums):
-        hour[i] += value
+def add_hour(out: Booking, key: HourKey, sums: Sums) -> None:
+    """Add to what an hour gains. Usage is counted in the hour in which it began."""
+    out.hours.setdefault(key, Sums()).add(sums)

@@ -20,7 +20,7 @@ UNIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TariffPlan:
     """Prices on a kind of device and in a class, from a moment on.
 
     Attributes:
@@ -45,7 +45,7 @@ class Plan:
 
 
 #: Where no plan fits: every credit at its plain price.
-PLAIN = Plan(0, "plain")
+PLAIN = TariffPlan(0, "plain")
 
 
 class Usage(Protocol):
@@ -75,15 +75,15 @@ class Usage(Protocol):
 class Tariff:
     """All plans. What names most of kind and class holds; of two such, what began last, then what was added last."""
 
-    def __init__(self, plans: Iterable[Plan]) -> None:
+    def __init__(self, plans: Iterable[TariffPlan]) -> None:
         self.plans = sorted(
             plans,
             key=lambda p: (p.device_kind != "", p.priority is not None, p.valid_from_us, p.id),
             reverse=True,
         )
-        self._found: dict[tuple[str, int], list[Plan]] = {}
+        self._found: dict[tuple[str, int], list[TariffPlan]] = {}
 
-    def plan(self, device_kind: str, priority: int, at_us: int) -> Plan:
+    def plan(self, device_kind: str, priority: int, at_us: int) -> TariffPlan:
         """The plan that holds for usage that began then."""
         key = device_kind, priority
         fitting = self._found.get(key)
@@ -96,7 +96,7 @@ class Tariff:
         return PLAIN
 
 
-def price(usage: Usage, plan: Plan) -> tuple[int, int]:
+def price(usage: Usage, plan: TariffPlan) -> tuple[int, int]:
     """Core and VRAM credits of a usage, in micro-credits."""
     core = usage.core_ns * usage.pace_ppm * plan.core_rate // (UNIT * UNIT)
     resident = usage.resident_mib_us * usage.pace_ppm * plan.vram_rate

@@ -112,7 +112,7 @@ class Reader:
         """Session, executor and tenant of runs whose last record has not come."""
         with self._db.reading() as c:
             query = select(runs.c.session_id, runs.c.executor_id, runs.c.tenant).where(runs.c.ended.is_(False))
-            return [(row[0], row[1], row[2]) for row in c.execute(query)]
+            return [(row.session_id, row.executor_id, row.tenant) for row in c.execute(query)]
 
     # -- budgets and plans -------------------------------------------------------------------------------------------
 

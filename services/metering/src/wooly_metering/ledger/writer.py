@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import Connection, Table, delete, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -21,16 +21,21 @@ from wooly_metering.core.booking import (
     Booking,
     Delivery,
     Entry,
+    HourKey,
+    LastUsage,
     Quarantined,
     RunKey,
     RunKnown,
+    RunSum,
+    Source,
+    Sums,
     add_hour,
     add_run,
     book,
     read,
 )
 from wooly_metering.core.budgets import Budget
-from wooly_metering.core.rating import PLAIN, Plan, Tariff
+from wooly_metering.core.rating import PLAIN, Tariff, TariffPlan
 from wooly_metering.errors import CorrectionError, OvertakenError, PlanError, StatementError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.tables import (
@@ -55,6 +60,15 @@ _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.ins
 _QUANTITIES = SUMS[1:]
 
 
+class BookedRun(NamedTuple):
+    """A run for which usage was booked. `ended`: the run's last record is booked, too."""
+
+    session_id: str
+    executor_id: str
+    tenant: str
+    ended: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Booked:
     """What one transaction did.
@@ -63,7 +77,7 @@ class Booked:
         entries: how many were added.
         duplicates: batches that had been booked before.
         tenants: whose.
-        runs: (session, executor, tenant, ended) of whose there were entries.
+        runs: those of which there were entries.
         quarantined: ids and reasons.
         core_ucr: credits booked.
         vram_ucr: credits booked.
@@ -73,7 +87,7 @@ class Booked:
     entries: int
     duplicates: int
     tenants: frozenset[str]
-    runs: tuple[tuple[str, str, str, bool], ...]
+    runs: tuple[BookedRun, ...]
     quarantined: tuple[tuple[int, str], ...]
     core_ucr: int
     vram_ucr: int
@@ -121,10 +135,10 @@ class Writer:
             len(booking.entries),
             booking.duplicates,
             frozenset(booking.tenants),
-            tuple([(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
+            tuple([BookedRun(s, e, run.tenant, run.ended) for (s, e), run in booking.runs.items()]),
             tuple(zip(ids, [q.reason for q in booking.quarantined], strict=True)),
-            sum([run.sums[-2] for run in booking.runs.values()]),
-            sum([run.sums[-1] for run in booking.runs.values()]),
+            sum([run.sums.core_ucr for run in booking.runs.values()]),
+            sum([run.sums.vram_ucr for run in booking.runs.values()]),
             tuple(
                 [
                     (r.trace, r.session_id)
@@ -147,7 +161,7 @@ class Writer:
     def _prices(self, c: Connection) -> Tariff:
         newest = c.scalar(select(func.max(plans.c.id))) or 0
         if self._tariff is None or newest != self._tariff_id:
-            self._tariff = Tariff([Plan(**row._mapping) for row in c.execute(select(plans))])
+            self._tariff = Tariff([TariffPlan(**row._mapping) for row in c.execute(select(plans))])
             self._tariff_id = newest
         return self._tariff
 
@@ -163,12 +177,11 @@ class Writer:
             _copy(c, booking.entries)
         _add(c, runs, [
             {"session_id": s, "executor_id": e, "tenant": r.tenant, "model": r.model, "began_us": r.began_us,
-             "until_us": r.until_us, "ended": r.ended} | dict(zip(SUMS, r.sums, strict=True))
+             "until_us": r.until_us, "ended": r.ended} | r.sums.columns()
             for (s, e), r in sorted(booking.runs.items())
         ], self._db.sqlite)  # fmt: skip
         _add(c, hours, [
-            {"tenant": t, "hour_us": h, "model": m, "device_kind": k, "priority": p} | dict(zip(SUMS, sums, strict=True))
-            for (t, h, m, k, p), sums in sorted(booking.hours.items())
+            key._asdict() | sums.columns() for key, sums in sorted(booking.hours.items(), key=lambda item: item[0])
         ], self._db.sqlite)  # fmt: skip
 
     # -- corrections -------------------------------------------------------------------------------------------------
@@ -188,38 +201,62 @@ class Writer:
         with self._db.writing() as c:
             known = _known_sources(c, {name}).get(name)
             if known is not None:
-                return int(c.scalars(select(entries.c.id).where(entries.c.source_id == known[0])).one())
+                return int(c.scalars(select(entries.c.id).where(entries.c.source_id == known.number)).one())
             found = c.execute(select(entries).where(entries.c.id == entry)).first()
             if found is None:
                 raise CorrectionError(f"there is no entry {entry}")
             if found.kind != USAGE:
                 raise CorrectionError(f"entry {entry} is a correction itself; correct entry {found.corrects} again")
-            taken = c.execute(
+            core_taken, vram_taken = c.execute(
                 select(func.coalesce(func.sum(entries.c.core_ucr), 0), func.coalesce(func.sum(entries.c.vram_ucr), 0))
                 .where(entries.c.session_id == found.session_id)
                 .where(entries.c.corrects == entry)
             ).one()
-            left = found.core_ucr + int(taken[0]), found.vram_ucr + int(taken[1])
-            back = (left[0] if core_ucr is None else core_ucr, left[1] if vram_ucr is None else vram_ucr)
-            if back[0] > left[0] or back[1] > left[1]:
+            core_left, vram_left = found.core_ucr + int(core_taken), found.vram_ucr + int(vram_taken)
+            core_back = core_left if core_ucr is None else core_ucr
+            vram_back = vram_left if vram_ucr is None else vram_ucr
+            if core_back > core_left or vram_back > vram_left:
                 raise CorrectionError(
-                    f"of entry {entry}, {left[0]} core and {left[1]} VRAM micro-credits are left; that is more"
+                    f"of entry {entry}, {core_left} core and {vram_left} VRAM micro-credits are left; that is more"
                 )
-            if back == (0, 0):
+            if core_back == 0 and vram_back == 0:
                 raise CorrectionError(f"nothing of entry {entry} would be taken back")
             number, source = _next_entry(c), (c.scalar(select(func.max(sources.c.id))) or 0) + 1
             c.execute(insert(sources).values(id=source, name=name, batch=0))
-            row: Entry = (
-                number, source, 0, 0, CORRECTION, entry, found.tenant, found.session_id, found.executor_id, found.model,
-                found.device_kind, found.priority, found.begin_us, max(now_us, found.end_us),
-                0, 0, 0, found.pace_ppm, 0, 0, 0, 0, found.plan_id, -back[0], -back[1], reason,
-            )  # fmt: skip
-            sums = (1, 0, 0, 0, 0, 0, 0, 0, -back[0], -back[1])
+            row = Entry(
+                id=number,
+                source_id=source,
+                batch=0,
+                item=0,
+                kind=CORRECTION,
+                corrects=entry,
+                tenant=found.tenant,
+                session_id=found.session_id,
+                executor_id=found.executor_id,
+                model=found.model,
+                device_kind=found.device_kind,
+                priority=found.priority,
+                begin_us=found.begin_us,
+                end_us=max(now_us, found.end_us),
+                runs=0,
+                gpu_ns=0,
+                core_ns=0,
+                pace_ppm=found.pace_ppm,
+                moved_bytes=0,
+                flops=0,
+                resident_mib_us=0,
+                idle_mib_us=0,
+                plan_id=found.plan_id,
+                core_ucr=-core_back,
+                vram_ucr=-vram_back,
+                reason=reason,
+            )
+            sums = Sums(entries=1, core_ucr=-core_back, vram_ucr=-vram_back)
             booking = Booking(entries=[row])
-            key = found.session_id, found.executor_id
-            add_run(booking, *key, found.tenant, found.model, found.begin_us, found.end_us, False, sums)
+            gain = RunSum(found.tenant, found.model, found.begin_us, found.end_us, False, sums)
+            add_run(booking, (found.session_id, found.executor_id), gain)
             hour = found.begin_us - found.begin_us % HOUR_US
-            add_hour(booking, (found.tenant, hour, found.model, found.device_kind, found.priority), sums)
+            add_hour(booking, HourKey(found.tenant, hour, found.model, found.device_kind, found.priority), sums)
             self._write(c, booking)
             return number
 
@@ -270,7 +307,13 @@ class Writer:
             sums = [func.sum(entries.c[name]).label(name) for name in _QUANTITIES]
             of_run = [entries.c.session_id, entries.c.model]
             query = (
-                select(*of_run, func.min(entries.c.begin_us), func.max(entries.c.end_us), func.count(), *sums)
+                select(
+                    *of_run,
+                    func.min(entries.c.begin_us).label("began_us"),
+                    func.max(entries.c.end_us).label("until_us"),
+                    func.count().label("entries"),
+                    *sums,
+                )
                 .where(mine)
                 .group_by(*of_run)
                 .order_by(func.min(entries.c.id))
@@ -284,7 +327,7 @@ class Writer:
                 number=(last.number if last is not None else 0) + 1,
                 first_entry=first,
                 last_entry=int(until),
-                entries=sum([int(row[4]) for row in rows]),
+                entries=sum([int(row.entries) for row in rows]),
                 made_us=now_us,
                 core_ucr=sum([line.core_ucr for line in lines]),
                 vram_ucr=sum([line.vram_ucr for line in lines]),
@@ -313,7 +356,9 @@ def digest_of(statement: Statement) -> str:
 
 def _line(tenant: str, row: Any) -> CreditsRow:
     amounts: dict[str, Any] = {name: int(getattr(row, name)) for name in _QUANTITIES}
-    return CreditsRow(tenant=tenant, name=row[0], model=row[1], began_us=row[2], until_us=row[3], **amounts)
+    return CreditsRow(
+        tenant=tenant, name=row.session_id, model=row.model, began_us=row.began_us, until_us=row.until_us, **amounts
+    )
 
 
 def _rest(tenant: str, lines: list[CreditsRow]) -> CreditsRow:
@@ -332,12 +377,12 @@ def _next_entry(c: Connection) -> int:
     return (c.scalar(select(func.max(entries.c.id))) or 0) + 1
 
 
-def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
+def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, Source]:
+    found: dict[str, Source] = {}
     wanted = sorted(names)
     for at in range(0, len(wanted), 500):
         rows = c.execute(select(sources).where(sources.c.name.in_(wanted[at : at + 500])))
-        found.update({row.name: (row.id, row.batch) for row in rows})
+        found.update({row.name: Source(row.id, row.batch) for row in rows})
     return found
 
 
@@ -362,11 +407,13 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
             .limit(1)
         ).first()
         before = told.get((session, executor))
-        watched[session, executor] = RunKnown(
-            *((int(booked[0]), int(booked[1])) if booked is not None else (0, 0)),
-            *((int(before.gpu_ns), int(before.core_ns)) if before is not None else (0, 0)),
-            None if last is None else (last[0], last[1], int(last[2]), int(last[3])),
-        )
+        run = watched[session, executor] = RunKnown()
+        if booked is not None:
+            run.gpu_ns, run.core_ns = int(booked.gpu_ns), int(booked.core_ns)
+        if before is not None:
+            run.ahead_gpu_ns, run.ahead_core_ns = int(before.gpu_ns), int(before.core_ns)
+        if last is not None:
+            run.last = LastUsage(last.model, last.device_kind, int(last.priority), int(last.pace_ppm))
     return watched
 
 

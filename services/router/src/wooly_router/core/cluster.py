@@ -48,8 +48,8 @@ def configured(defaults: ClusterConfig, written: Mapping[str, Any]) -> ClusterCo
     return ClusterConfig(**defaults.model_dump() | known)
 
 
-class Node(Protocol):
-    """What an operator wants of a node."""
+class NodeSettings(Protocol):
+    """What an administrator has set for a node."""
 
     @property
     def wish(self) -> str: ...
@@ -59,7 +59,7 @@ class Node(Protocol):
     def groups(self) -> frozenset[str]: ...
 
 
-def overcommit_of(node: Node | None, config: ClusterConfig) -> int:
+def overcommit_of(node: NodeSettings | None, config: ClusterConfig) -> int:
     """The percentage in force on a node (None: one that nobody configured)."""
     percent = None if node is None else node.overcommit_vram_percent
     return config.default_vram_overcommit_percent if percent is None else percent
@@ -67,7 +67,7 @@ def overcommit_of(node: Node | None, config: ClusterConfig) -> int:
 
 def gpus_of(
     registry: Registry,
-    nodes: Mapping[str, Node],
+    nodes: Mapping[str, NodeSettings],
     config: ClusterConfig,
     now: float,
     starvation: Mapping[str, int] | None = None,
@@ -88,7 +88,9 @@ def gpus_of(
     ]
 
 
-def _gpu(heartbeat: ExecutorHeartbeat, alive: bool, node: Node | None, config: ClusterConfig, starvation: int) -> Gpu:
+def _gpu(
+    heartbeat: ExecutorHeartbeat, alive: bool, node: NodeSettings | None, config: ClusterConfig, starvation: int
+) -> Gpu:
     wish = "active" if node is None else node.wish
     return Gpu(
         executor_id=heartbeat.executor_id,

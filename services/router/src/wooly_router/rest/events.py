@@ -34,6 +34,7 @@ from wooly_router.rest.access import Access, admitted, secret_of
 from wooly_router.rest.held import HeldStream
 from wooly_router.rest.metrics import live
 from wooly_router.state.nodes import GroupRecord
+from wooly_router.state.tasks import TaskGlance
 
 log = logging.getLogger("wooly.router")
 router = APIRouter()
@@ -49,8 +50,6 @@ WAITING = 64
 OPERATORS_SHARE = 8
 #: Changed tasks that one event names.
 NAMED = 200
-
-Glance = dict[str, tuple[str, str, str, int]]
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +73,7 @@ class Follower:
 class _Seen:
     """What was there at the last look."""
 
-    tasks: Glance
+    tasks: dict[str, TaskGlance]
     nodes: dict[str, Any]
     groups: list[GroupRecord]
     config: ClusterConfig
@@ -162,10 +161,10 @@ class Hub:
 
     def _compare(self, before: _Seen, seen: _Seen) -> None:
         moved = {i: t for i, t in seen.tasks.items() if before.tasks.get(i) != t}
-        ended = {i: t for i, t in before.tasks.items() if i not in seen.tasks and t[1] not in ENDED}
+        ended = {i: t for i, t in before.tasks.items() if i not in seen.tasks and t.state not in ENDED}
         changed: list[tuple[str, dict[str, str | None]]]
-        changed = [(t[0], {"task_id": i, "state": t[1]}) for i, t in moved.items()]
-        changed += [(t[0], {"task_id": i, "state": None}) for i, t in ended.items()]
+        changed = [(t.tenant, {"task_id": i, "state": t.state}) for i, t in moved.items()]
+        changed += [(t.tenant, {"task_id": i, "state": None}) for i, t in ended.items()]
         for follower in self._followers if changed else ():
             if "tasks:read" in follower.caller.may:
                 mine = [c for tenant, c in changed if follower.caller.tenant in (None, tenant)]

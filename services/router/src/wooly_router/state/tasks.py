@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, insert, literal, or_, select, update
 from sqlalchemy.exc import IntegrityError
@@ -98,6 +98,15 @@ class TaskEvent:
     at: float
     state: str
     reason: str
+
+
+class TaskGlance(NamedTuple):
+    """The columns of a task that are compared to find changes. Followers get an event for each change."""
+
+    tenant: str
+    state: str
+    reason: str
+    priority: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,13 +431,13 @@ class TaskStore:
             found.append((min(since + (number + 1) * step, until), now[0], now[1]))
         return found
 
-    async def glance(self, since: float) -> dict[str, tuple[str, str, str, int]]:
-        """(tenant, state, reason, priority) of every task that has not ended or was made after `since`, by id."""
+    async def glance(self, since: float) -> dict[str, TaskGlance]:
+        """Every task that has not ended or was made after `since`, by id."""
         query = select(TaskRow.id, TaskRow.tenant, TaskRow.state, TaskRow.reason, TaskRow.priority).where(
             or_(TaskRow.state.not_in(ENDED), TaskRow.created_at > since)
         )
         async with self.database.reading() as s:
-            return {row[0]: (row[1], row[2], row[3], row[4]) for row in await s.execute(query)}
+            return {r.id: TaskGlance(r.tenant, r.state, r.reason, r.priority) for r in await s.execute(query)}
 
     async def untold(self, limit: int = 500) -> list[tuple[TaskRecord, TaskEvent]]:
         """Steps that were not published yet, oldest first, with their tasks as they are now."""

@@ -31,12 +31,12 @@ from wooly_executor.runtime.guards import (
     segments,
     transforms,
 )
-from wooly_executor.runtime.guards.law import Law, arguments_of
+from wooly_executor.runtime.guards.law import ArgumentLaw, arguments_of
 from wooly_executor.runtime.guards.symbols import mistaken
 from wooly_executor.runtime.guards.writing import misplaced, undeclared
 
 #: By the operator's name, for all its overloads.
-LAWS: dict[str, Law] = {
+LAWS: dict[str, ArgumentLaw] = {
     **pooling.LAWS,
     **normalisation.LAWS,
     **layers.LAWS,
@@ -83,7 +83,7 @@ def guarded(call: LibraryCall, form: Form) -> LibraryCall:
             return replace(call, instead=_failing(str(e)))
     if shapes is None and law.values is None:
         return call
-    return replace(call, instead=_checking(call, Law(shapes, law.values)))
+    return replace(call, instead=_checking(call, ArgumentLaw(shapes, law.values)))
 
 
 def looks_at_values(call: LibraryCall) -> bool:
@@ -91,7 +91,7 @@ def looks_at_values(call: LibraryCall) -> bool:
     return getattr(call.instead, "looks_at_values", False)
 
 
-def _checking(call: LibraryCall, law: Law) -> Callable[..., Any]:
+def _checking(call: LibraryCall, law: ArgumentLaw) -> Callable[..., Any]:
     op, do = call.op, call.instead or FAST.get(str(call.op)) or function_of(call.op)
 
     def checked(*args: Any, **kwargs: Any) -> Any:

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 from wooly_wis.program import Form
 
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
+
 #: Arguments of a call, by the names that the operator's schema has for them.
 Arguments = Mapping[str, Any]
 Check = Callable[[Arguments], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Law:
+class ArgumentLaw:
     """What must hold of an operator's arguments; each part raises RuntimeError where it does not.
 
     Attributes:
@@ -32,9 +34,9 @@ class Law:
     applies: Callable[[Arguments, Form], bool] | None = None
 
 
-def arguments_of(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """A call's arguments by the names of the operator's schema, with its defaults."""
-    declared = op._schema.arguments
+    declared = schema_of(op).arguments
     given = {a.name: a.default_value if a.has_default_value() else None for a in declared}
     given.update(zip([a.name for a in declared], args, strict=False))
     given.update(kwargs)
@@ -88,19 +90,19 @@ def like(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def results_of(op: torch._ops.OpOverload, given: Arguments, **more: Any) -> list[Tensor]:
+def results_of(op: OpOverload, given: Arguments, **more: Any) -> list[Tensor]:
     """What an operator would return for the arguments that it has in common with these: shapes alone."""
     args = []
-    for a in op._schema.arguments:
+    for a in schema_of(op).arguments:
         value = more[a.name] if a.name in more else given.get(a.name)
         args.append(like(value) if isinstance(value, Tensor) else value)
-    names = [a.name for a in op._schema.arguments]
-    at = next((i for i, a in enumerate(op._schema.arguments) if a.kwarg_only), len(names))
+    names = [a.name for a in schema_of(op).arguments]
+    at = next((i for i, a in enumerate(schema_of(op).arguments) if a.kwarg_only), len(names))
     found = op(*args[:at], **dict(zip(names[at:], args[at:], strict=True)))
     return list(found) if isinstance(found, (list, tuple)) else [found]
 
 
-def backward_of(op: torch._ops.OpOverload, **results: int) -> Check:
+def backward_of(op: OpOverload, **results: int) -> Check:
     """The named arguments have the shapes of `op`'s results."""
 
     def check(given: Arguments) -> None:

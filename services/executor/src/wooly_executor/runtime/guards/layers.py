@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
     Check,
-    Law,
     counted,
     numbers_of,
     require,
@@ -138,15 +138,15 @@ def _recurrent_backward(given: Arguments) -> None:
     counted(given, "workspace", workspace.numel())
 
 
-LAWS: dict[str, Law] = {
-    "_scaled_dot_product_flash_attention_for_cpu": Law(_attention),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": Law(_attention_backward),
-    "_native_multi_head_attention": Law(_heads("num_head")),
-    "_transformer_encoder_layer_fwd": Law(_heads("num_heads")),
-    "mkldnn_rnn_layer": Law(_recurrent(("weight0", "weight1", "weight2", "weight3"), "cx_")),
-    "mkldnn_rnn_layer_backward": Law(_recurrent_backward),
-    "lstm": Law(_layers(_GATES), _batches),
-    "gru": Law(_layers(3), _batches),
-    "rnn_tanh": Law(_layers(1), _batches),
-    "rnn_relu": Law(_layers(1), _batches),
+LAWS: dict[str, ArgumentLaw] = {
+    "_scaled_dot_product_flash_attention_for_cpu": ArgumentLaw(_attention),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": ArgumentLaw(_attention_backward),
+    "_native_multi_head_attention": ArgumentLaw(_heads("num_head")),
+    "_transformer_encoder_layer_fwd": ArgumentLaw(_heads("num_heads")),
+    "mkldnn_rnn_layer": ArgumentLaw(_recurrent(("weight0", "weight1", "weight2", "weight3"), "cx_")),
+    "mkldnn_rnn_layer_backward": ArgumentLaw(_recurrent_backward),
+    "lstm": ArgumentLaw(_layers(_GATES), _batches),
+    "gru": ArgumentLaw(_layers(3), _batches),
+    "rnn_tanh": ArgumentLaw(_layers(1), _batches),
+    "rnn_relu": ArgumentLaw(_layers(1), _batches),
 }

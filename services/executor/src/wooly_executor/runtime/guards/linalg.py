@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
-    Law,
     require,
     sized,
     within,
@@ -62,10 +62,10 @@ def _finite(given: Arguments) -> None:
     require(bool(given["self"].isfinite().all()), "input tensor should not contain infs or NaNs")
 
 
-LAWS: dict[str, Law] = {
-    "_cholesky_solve_helper": Law(_factored),
-    "_linalg_eigvals": Law(None, _finite),
-    "linalg_lu_solve": Law(None, _lu_pivots),
-    "linalg_ldl_solve": Law(_ldl_shapes, _ldl_pivots),
-    "lu_unpack": Law(_unpacked, _unpacked_values),
+LAWS: dict[str, ArgumentLaw] = {
+    "_cholesky_solve_helper": ArgumentLaw(_factored),
+    "_linalg_eigvals": ArgumentLaw(None, _finite),
+    "linalg_lu_solve": ArgumentLaw(None, _lu_pivots),
+    "linalg_ldl_solve": ArgumentLaw(_ldl_shapes, _ldl_pivots),
+    "lu_unpack": ArgumentLaw(_unpacked, _unpacked_values),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wooly_wis.externs import allowed
 
-from wooly_executor.runtime.guards.law import Arguments, Law, require
+from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require
 
 
 def _as_many(given: Arguments) -> None:
@@ -22,11 +22,11 @@ def _some(given: Arguments) -> None:
     )
 
 
-LAWS: dict[str, Law] = {
+LAWS: dict[str, ArgumentLaw] = {
     **{
-        n: Law(attributes=_as_many)
+        n: ArgumentLaw(attributes=_as_many)
         for n in sorted({name.split(".")[1] for name in allowed()})
         if n.startswith("_foreach_")
     },
-    "_stack": Law(attributes=_some),
+    "_stack": ArgumentLaw(attributes=_some),
 }

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
-    Law,
     counted,
     numbers_of,
     optional,
@@ -115,11 +115,11 @@ def _ctc_backward_values(given: Arguments) -> None:
     sized(given, "log_alpha", [batch, length, 2 * longest + 1])
 
 
-LAWS: dict[str, Law] = {
-    "multi_margin_loss_backward": Law(_margin_backward, _one_class_each),
-    "multilabel_margin_loss_backward": Law(_multilabel_backward, _labels),
-    "nll_loss_backward": Law(_nll_backward, _classes),
-    "nll_loss2d_backward": Law(_nll2d_backward, _classes),
-    "_ctc_loss": Law(_ctc_shapes, _ctc_values),
-    "_ctc_loss_backward": Law(_ctc_shapes, _ctc_backward_values),
+LAWS: dict[str, ArgumentLaw] = {
+    "multi_margin_loss_backward": ArgumentLaw(_margin_backward, _one_class_each),
+    "multilabel_margin_loss_backward": ArgumentLaw(_multilabel_backward, _labels),
+    "nll_loss_backward": ArgumentLaw(_nll_backward, _classes),
+    "nll_loss2d_backward": ArgumentLaw(_nll2d_backward, _classes),
+    "_ctc_loss": ArgumentLaw(_ctc_shapes, _ctc_values),
+    "_ctc_loss_backward": ArgumentLaw(_ctc_shapes, _ctc_backward_values),
 }

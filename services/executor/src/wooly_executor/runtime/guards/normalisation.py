@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
     Check,
-    Law,
     all_of,
     backward_of,
     counted,
@@ -88,23 +88,23 @@ def _masked(given: Arguments) -> None:
     sized(given, "mask", {0: t.shape[-2:], 1: [t.shape[0], t.shape[-1]]}.get(kind, t.shape) if t.dim() else t.shape)
 
 
-LAWS: dict[str, Law] = {
-    "_softmax_backward_data": Law(same_shape("grad_output", "output")),
-    "_log_softmax_backward_data": Law(same_shape("grad_output", "output")),
-    "_masked_softmax": Law(_masked),
-    "_masked_softmax_backward": Law(same_shape("grad_output", "output", "mask")),
-    "_cdist_backward": Law(backward_of(aten._cdist_forward.default, grad=0, cdist=0)),
-    "_pdist_backward": Law(all_of(backward_of(aten._pdist_forward.default, grad=0, pdist=0), _some_rows)),
-    "native_batch_norm": Law(_batch_norm),
-    "_native_batch_norm_legit": Law(_batch_norm),
-    "_batch_norm_with_update": Law(_batch_norm),
-    "batch_norm_update_stats": Law(_batch_norm),
-    "native_batch_norm_backward": Law(_batch_norm_backward),
-    "batch_norm_backward": Law(_batch_norm_backward),
-    "native_layer_norm_backward": Law(_layer_norm_backward),
-    "native_group_norm_backward": Law(_group_norm_backward),
-    "_weight_norm_interface": Law(_weight_norm("v", "g")),
-    "_weight_norm_interface_backward": Law(
+LAWS: dict[str, ArgumentLaw] = {
+    "_softmax_backward_data": ArgumentLaw(same_shape("grad_output", "output")),
+    "_log_softmax_backward_data": ArgumentLaw(same_shape("grad_output", "output")),
+    "_masked_softmax": ArgumentLaw(_masked),
+    "_masked_softmax_backward": ArgumentLaw(same_shape("grad_output", "output", "mask")),
+    "_cdist_backward": ArgumentLaw(backward_of(aten._cdist_forward.default, grad=0, cdist=0)),
+    "_pdist_backward": ArgumentLaw(all_of(backward_of(aten._pdist_forward.default, grad=0, pdist=0), _some_rows)),
+    "native_batch_norm": ArgumentLaw(_batch_norm),
+    "_native_batch_norm_legit": ArgumentLaw(_batch_norm),
+    "_batch_norm_with_update": ArgumentLaw(_batch_norm),
+    "batch_norm_update_stats": ArgumentLaw(_batch_norm),
+    "native_batch_norm_backward": ArgumentLaw(_batch_norm_backward),
+    "batch_norm_backward": ArgumentLaw(_batch_norm_backward),
+    "native_layer_norm_backward": ArgumentLaw(_layer_norm_backward),
+    "native_group_norm_backward": ArgumentLaw(_group_norm_backward),
+    "_weight_norm_interface": ArgumentLaw(_weight_norm("v", "g")),
+    "_weight_norm_interface_backward": ArgumentLaw(
         all_of(_weight_norm("saved_v", "saved_g", "saved_norms"), same_shape("saved_v", "grad_w"))
     ),
 }

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
     Check,
-    Law,
     require,
     same_shape,
     sized,
@@ -46,14 +46,14 @@ def _counted_trials(given: Arguments) -> None:
     require(not bool(given["count"].isnan().any()), "count must not be NaN")
 
 
-LAWS: dict[str, Law] = {
-    "binomial": Law(None, _counted_trials),
-    "_fused_adam_": Law(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
-    "_fused_adamw_": Law(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
-    "_fused_sgd_": Law(_fused("grads", "momentum_buffer_list")),
-    "_fused_adagrad_": Law(_fused("grads", "state_sums")),
-    "_cummax_helper": Law(same_shape("self", "values", "indices")),
-    "_cummin_helper": Law(same_shape("self", "values", "indices")),
-    "rrelu_with_noise": Law(_noisy),
-    "rrelu_with_noise_": Law(_noisy),
+LAWS: dict[str, ArgumentLaw] = {
+    "binomial": ArgumentLaw(None, _counted_trials),
+    "_fused_adam_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
+    "_fused_adamw_": ArgumentLaw(_fused("grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")),
+    "_fused_sgd_": ArgumentLaw(_fused("grads", "momentum_buffer_list")),
+    "_fused_adagrad_": ArgumentLaw(_fused("grads", "state_sums")),
+    "_cummax_helper": ArgumentLaw(same_shape("self", "values", "indices")),
+    "_cummin_helper": ArgumentLaw(same_shape("self", "values", "indices")),
+    "rrelu_with_noise": ArgumentLaw(_noisy),
+    "rrelu_with_noise_": ArgumentLaw(_noisy),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from wooly_executor.runtime.guards.law import Arguments, Law, require
+from wooly_executor.runtime.guards.law import ArgumentLaw, Arguments, require
 
 #: The highest degree that is computed.
 DEGREE = 1 << 16
@@ -18,11 +18,11 @@ def _degree(given: Arguments) -> None:
 
 
 #: Chebyshev's stop where a value is no number, which beside 1 takes more degrees than anybody waits for. Hermite's grow fast.
-LAWS: dict[str, Law] = {
-    "special_laguerre_polynomial_l": Law(None, _degree),
-    "special_legendre_polynomial_p": Law(None, _degree),
+LAWS: dict[str, ArgumentLaw] = {
+    "special_laguerre_polynomial_l": ArgumentLaw(None, _degree),
+    "special_legendre_polynomial_p": ArgumentLaw(None, _degree),
     **{
-        f"special_{shifted}chebyshev_polynomial_{kind}": Law(None, _degree)
+        f"special_{shifted}chebyshev_polynomial_{kind}": ArgumentLaw(None, _degree)
         for shifted in ("", "shifted_")
         for kind in ("t", "u", "v", "w")
     },

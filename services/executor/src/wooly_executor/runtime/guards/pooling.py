@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
     Check,
-    Law,
     all_of,
     backward_of,
     require,
@@ -79,30 +79,30 @@ _UPSAMPLED = (
     *(f"_upsample_{n}" for n in ("nearest_exact1d", "nearest_exact2d", "nearest_exact3d")),
     *(f"_upsample_{n}2d_aa" for n in ("bilinear", "bicubic", "lanczos")),
 )
-LAWS: dict[str, Law] = {
-    **{name + ending: Law(_scaled) for name in _UPSAMPLED for ending in ("", "_backward")},
-    "adaptive_max_pool2d_backward": Law(_pooled(2), _in_window(2)),
-    "adaptive_max_pool3d_backward": Law(all_of(_pooled(3), _packed_indices), _in_window(3)),
-    "_adaptive_avg_pool2d_backward": Law(_pooled(2)),
-    "_adaptive_avg_pool3d_backward": Law(_pooled(3)),
-    "adaptive_avg_pool3d_backward": Law(_pooled(3)),
-    "avg_pool2d_backward": Law(backward_of(aten.avg_pool2d.default, grad_output=0)),
-    "avg_pool3d_backward": Law(backward_of(aten.avg_pool3d.default, grad_output=0)),
-    "max_pool2d_with_indices_backward": Law(
+LAWS: dict[str, ArgumentLaw] = {
+    **{name + ending: ArgumentLaw(_scaled) for name in _UPSAMPLED for ending in ("", "_backward")},
+    "adaptive_max_pool2d_backward": ArgumentLaw(_pooled(2), _in_window(2)),
+    "adaptive_max_pool3d_backward": ArgumentLaw(all_of(_pooled(3), _packed_indices), _in_window(3)),
+    "_adaptive_avg_pool2d_backward": ArgumentLaw(_pooled(2)),
+    "_adaptive_avg_pool3d_backward": ArgumentLaw(_pooled(3)),
+    "adaptive_avg_pool3d_backward": ArgumentLaw(_pooled(3)),
+    "avg_pool2d_backward": ArgumentLaw(backward_of(aten.avg_pool2d.default, grad_output=0)),
+    "avg_pool3d_backward": ArgumentLaw(backward_of(aten.avg_pool3d.default, grad_output=0)),
+    "max_pool2d_with_indices_backward": ArgumentLaw(
         backward_of(aten.max_pool2d_with_indices.default, grad_output=0, indices=1), _in_window(2)
     ),
-    "max_pool3d_with_indices_backward": Law(
+    "max_pool3d_with_indices_backward": ArgumentLaw(
         backward_of(aten.max_pool3d_with_indices.default, grad_output=0, indices=1), _in_window(3)
     ),
-    "fractional_max_pool2d_backward": Law(all_of(_fractional(2), _packed_indices), _in_window(2)),
-    "fractional_max_pool3d_backward": Law(all_of(_fractional(3), _packed_indices), _in_window(3)),
-    "grid_sampler_2d_backward": Law(backward_of(aten.grid_sampler_2d.default, grad_output=0)),
-    "grid_sampler_3d_backward": Law(backward_of(aten.grid_sampler_3d.default, grad_output=0)),
-    "reflection_pad1d_backward": Law(backward_of(aten.reflection_pad1d.default, grad_output=0)),
-    "reflection_pad2d_backward": Law(backward_of(aten.reflection_pad2d.default, grad_output=0)),
-    "reflection_pad3d_backward": Law(backward_of(aten.reflection_pad3d.default, grad_output=0)),
-    "replication_pad1d_backward": Law(backward_of(aten.replication_pad1d.default, grad_output=0)),
-    "replication_pad2d_backward": Law(backward_of(aten.replication_pad2d.default, grad_output=0)),
-    "replication_pad3d_backward": Law(backward_of(aten.replication_pad3d.default, grad_output=0)),
-    "unfold_backward": Law(_unfolded),
+    "fractional_max_pool2d_backward": ArgumentLaw(all_of(_fractional(2), _packed_indices), _in_window(2)),
+    "fractional_max_pool3d_backward": ArgumentLaw(all_of(_fractional(3), _packed_indices), _in_window(3)),
+    "grid_sampler_2d_backward": ArgumentLaw(backward_of(aten.grid_sampler_2d.default, grad_output=0)),
+    "grid_sampler_3d_backward": ArgumentLaw(backward_of(aten.grid_sampler_3d.default, grad_output=0)),
+    "reflection_pad1d_backward": ArgumentLaw(backward_of(aten.reflection_pad1d.default, grad_output=0)),
+    "reflection_pad2d_backward": ArgumentLaw(backward_of(aten.reflection_pad2d.default, grad_output=0)),
+    "reflection_pad3d_backward": ArgumentLaw(backward_of(aten.reflection_pad3d.default, grad_output=0)),
+    "replication_pad1d_backward": ArgumentLaw(backward_of(aten.replication_pad1d.default, grad_output=0)),
+    "replication_pad2d_backward": ArgumentLaw(backward_of(aten.replication_pad2d.default, grad_output=0)),
+    "replication_pad3d_backward": ArgumentLaw(backward_of(aten.replication_pad3d.default, grad_output=0)),
+    "unfold_backward": ArgumentLaw(_unfolded),
 }

@@ -6,8 +6,8 @@ from torch import Tensor
 from wooly_wis.program import Form
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
-    Law,
     counted,
     optional,
     require,
@@ -111,13 +111,13 @@ def _rows(given: Arguments) -> None:
     within("indices", given["indices"], 0, given["num_weights"])
 
 
-LAWS: dict[str, Law] = {
-    "embedding_dense_backward": Law(None, _rows, applies=_by_frequency),
-    "_embedding_bag": Law(_bag_shapes, _bag_values),
-    "_embedding_bag_forward_only": Law(_bag_shapes, _bag_values),
-    "_embedding_bag_backward": Law(_bag_backward_shapes, _bag_backward_values),
-    "_embedding_bag_dense_backward": Law(_bag_backward_shapes, _bag_backward_values),
-    "_embedding_bag_per_sample_weights_backward": Law(_bag_backward_shapes, _bag_backward_values),
-    "segment_reduce": Law(_reduced_segments, _segment_values),
-    "_segment_reduce_backward": Law(_segments_backward, _segment_values),
+LAWS: dict[str, ArgumentLaw] = {
+    "embedding_dense_backward": ArgumentLaw(None, _rows, applies=_by_frequency),
+    "_embedding_bag": ArgumentLaw(_bag_shapes, _bag_values),
+    "_embedding_bag_forward_only": ArgumentLaw(_bag_shapes, _bag_values),
+    "_embedding_bag_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
+    "_embedding_bag_dense_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
+    "_embedding_bag_per_sample_weights_backward": ArgumentLaw(_bag_backward_shapes, _bag_backward_values),
+    "segment_reduce": ArgumentLaw(_reduced_segments, _segment_values),
+    "_segment_reduce_backward": ArgumentLaw(_segments_backward, _segment_values),
 }

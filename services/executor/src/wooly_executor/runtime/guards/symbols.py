@@ -10,6 +10,7 @@ from wooly_wis.dtypes import DType
 from wooly_wis.program import Attr, Symbol
 
 from wooly_executor.runtime.calls import LibraryCall
+from wooly_executor.runtime.torch_private import OpOverload, schema_of
 
 #: By the schema's name of the type: what an argument may be, and of which kind a symbol that stands for it.
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -31,10 +32,10 @@ def mistaken(call: LibraryCall) -> str:
 
 
 @cache
-def _due(op: torch._ops.OpOverload) -> tuple[tuple[int, str, str], ...]:
+def _due(op: OpOverload) -> tuple[tuple[int, str, str], ...]:
     """The arguments of these types: position, name, type."""
     found = []
-    for at, argument in enumerate(op._schema.arguments):
+    for at, argument in enumerate(schema_of(op).arguments):
         kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
         if kind in _KINDS:
             found.append((at, argument.name, kind))

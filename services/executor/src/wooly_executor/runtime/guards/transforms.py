@@ -7,8 +7,8 @@ from torch import Tensor
 from wooly_wis.program import Form, OperandRef
 
 from wooly_executor.runtime.guards.law import (
+    ArgumentLaw,
     Arguments,
-    Law,
     require,
     results_of,
     sized,
@@ -76,13 +76,13 @@ def _has(value: Tensor | int, number: int) -> bool:
     return value.dtype is not torch.bool and bool((value == number).any())
 
 
-LAWS: dict[str, Law] = {
-    "div": Law(None, _has_quotient, applies=_truncates_integers),
-    "div_": Law(None, _has_quotient, applies=_truncates_integers),
-    "_fft_c2c": Law(_fourier),
-    "_fft_r2c": Law(_fourier),
-    "_fft_c2r": Law(_fourier),
-    "convolution_backward": Law(_convolved),
-    "lcm": Law(None, _has_multiple),
-    "lcm_": Law(None, _has_multiple),
+LAWS: dict[str, ArgumentLaw] = {
+    "div": ArgumentLaw(None, _has_quotient, applies=_truncates_integers),
+    "div_": ArgumentLaw(None, _has_quotient, applies=_truncates_integers),
+    "_fft_c2c": ArgumentLaw(_fourier),
+    "_fft_r2c": ArgumentLaw(_fourier),
+    "_fft_c2r": ArgumentLaw(_fourier),
+    "convolution_backward": ArgumentLaw(_convolved),
+    "lcm": ArgumentLaw(None, _has_multiple),
+    "lcm_": ArgumentLaw(None, _has_multiple),
 }

@@ -13,6 +13,7 @@ from wooly_wis.program import Attr, Form, OperandRef, Role
 
 from wooly_executor.runtime.calls import LibraryCall
 from wooly_executor.runtime.guards.law import Arguments
+from wooly_executor.runtime.torch_private import schema_of
 
 #: Arguments that operators write though their schemas do not say so, by the operator's name; given what its form says.
 UNSAID: dict[str, Callable[[Arguments], tuple[str, ...]]] = {
@@ -24,7 +25,7 @@ UNSAID: dict[str, Callable[[Arguments], tuple[str, ...]]] = {
 
 def undeclared(call: LibraryCall, form: Form) -> str:
     """What is wrong with the roles of a call's operands; empty: nothing."""
-    schema = call.op._schema
+    schema = schema_of(call.op)
     name = call.op.overloadpacket.__name__
     unsaid = UNSAID.get(name)
     if unsaid is None and not schema.is_mutable:
@@ -47,7 +48,7 @@ def misplaced(call: LibraryCall, form: Form) -> str:
 
     Some kernels fill as much memory as there are elements. Where elements lie on each other there is less.
     """
-    schema = call.op._schema
+    schema = schema_of(call.op)
     if not schema.is_mutable:
         return ""
     outs = {a.name for a in schema.arguments if a.is_out}

@@ -13,8 +13,9 @@ from multiprocessing import get_context
 from typing import Any, TypeVar
 
 from wooly_dispatch.events import Config, Policy
-from wooly_dispatch.simulate.device import Device, DeviceResult, quantile
-from wooly_dispatch.simulate.workload import Profile, Tenant, is_inference, mix
+
+from wooly_testkit.simulate.device import DeviceResult, SimulatedDevice, quantile
+from wooly_testkit.simulate.workload import Profile, Tenant, is_inference, mix
 
 Row = dict[str, Any]
 J = TypeVar("J")
@@ -70,7 +71,7 @@ def _pair(job: _Pair) -> Row:
     front = Tenant("front", Policy(0, service_ns=job.front.total_ns), job.front, think_ns=job.front.total_ns)
     behind = [Tenant(f"behind{n}", Policy(4), job.background) for n in range(job.count)]
     options = job.options
-    device = Device([front, *behind], job.policy, f"{options.seed}", options.config, options.audit)
+    device = SimulatedDevice([front, *behind], job.policy, f"{options.seed}", options.config, options.audit)
     result = device.run(options.wall_ns)
     outcome = result.outcomes["front"]
     left = max(result.wall_ns - outcome.run_ns, 1)
@@ -94,7 +95,7 @@ def _ratio(ours: list[int], alone: list[int], permille: int) -> float:
     return round(quantile(ours, permille) / base, 4) if base else 0.0
 
 
-def _audited(result: DeviceResult, device: Device) -> Row:
+def _audited(result: DeviceResult, device: SimulatedDevice) -> Row:
     if device.auditor is None or result.metrics is None:
         return {}
     return {
@@ -118,7 +119,7 @@ def shares(profiles: list[Profile], options: Options, weights: tuple[int, int] =
 def _shares(job: tuple[Profile, Profile, tuple[int, int], Options, str]) -> Row:
     a, b, weights, options, policy = job
     tenants = [Tenant(name, Policy(2, w), p) for name, w, p in (("a", weights[0], a), ("b", weights[1], b))]
-    device = Device(tenants, policy, f"{options.seed}", options.config, options.audit)
+    device = SimulatedDevice(tenants, policy, f"{options.seed}", options.config, options.audit)
     result = device.run(options.wall_ns)
     share = result.outcomes["a"].run_ns / max(result.run_ns, 1)
     row = {
@@ -141,7 +142,7 @@ def device(tenants: list[Tenant], options: Options) -> list[Row]:
     """These tenants on one device; one row per policy and tenant, responses over those alone."""
     rows = []
     for policy in options.policies:
-        simulated = Device(tenants, policy, f"{options.seed}", options.config, options.audit)
+        simulated = SimulatedDevice(tenants, policy, f"{options.seed}", options.config, options.audit)
         result = simulated.run(options.wall_ns)
         for tenant in tenants:
             outcome = result.outcomes[tenant.id]
@@ -180,7 +181,7 @@ def _device(job: tuple[list[Profile], int, int, int, Options, str]) -> tuple[lis
     profiles, count, load_permille, gpu, options, policy = job
     seed = f"{options.seed}/{gpu}"
     tenants = mix(profiles, count, load_permille, seed)
-    result = Device(tenants, policy, seed, options.config, options.audit).run(options.wall_ns)
+    result = SimulatedDevice(tenants, policy, seed, options.config, options.audit).run(options.wall_ns)
     return tenants, replace(result, metrics=None)
 
 

@@ -19,8 +19,9 @@ from wooly_dispatch.events import (
 )
 from wooly_dispatch.invariants import Auditor
 from wooly_dispatch.metrics import Metrics
-from wooly_dispatch.simulate.policies import POLICIES, Wooly
-from wooly_dispatch.simulate.workload import Tenant
+
+from wooly_testkit.simulate.policies import POLICIES, Wooly
+from wooly_testkit.simulate.workload import Tenant
 
 EPOCH_NS = 100_000_000
 _RECENT = 256
@@ -85,7 +86,7 @@ def quantile(values: Sequence[int], permille: int) -> int:
     return ordered[min(len(ordered) * permille // 1000, len(ordered) - 1)] if ordered else 0
 
 
-class Device:
+class SimulatedDevice:
     """One device under one policy.
 
     Args:

@@ -1,4 +1,4 @@
-"""Writes the reference page of the op table: ``python -m wooly_wis.docgen > docs/reference/optable.md``."""
+"""Writes docs/reference/optable.md, the reference page of the op table, from `wooly_wis.optable` (`make docs`)."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from wooly_dispatch.events import Config, Policy
 from wooly_dispatch.policing import declared, undeclared_burst_ns
-from wooly_dispatch.simulate import study
-from wooly_dispatch.simulate.__main__ import main
-from wooly_dispatch.simulate.device import Device, quantile
-from wooly_dispatch.simulate.policies import POLICIES
-from wooly_dispatch.simulate.workload import Profile, Tenant, read_profiles, synthetic_profiles
+from wooly_testkit.simulate import study
+from wooly_testkit.simulate.__main__ import main
+from wooly_testkit.simulate.device import SimulatedDevice, quantile
+from wooly_testkit.simulate.policies import POLICIES
+from wooly_testkit.simulate.workload import Profile, Tenant, read_profiles, synthetic_profiles
 
 US = 1_000
 MS = 1_000_000
@@ -23,7 +23,7 @@ def front(**values):
 
 
 def figures(policy, tenants, seconds=2, **values):
-    result = Device(tenants, policy, **values).run(int(seconds * 1e9))
+    result = SimulatedDevice(tenants, policy, **values).run(int(seconds * 1e9))
     outcome = result.outcomes["front"]
     p99 = quantile(outcome.responses, 990) / quantile(outcome.alone, 990)
     return p99, result.outcomes["behind"].run_ns / (result.wall_ns - outcome.run_ns), result
@@ -46,8 +46,8 @@ def test_neighbour_keeps_its_fair_share_beside_saturating_undeclared_p0(fronts):
     """A fifth of the device is P0's; the rest is shared by all in P2, P0's excess among them."""
     tenants = [Tenant(f"front{n}", Policy(0), FRONT) for n in range(fronts)]
     tenants.append(Tenant("behind", Policy(2), BEHIND))
-    starved = Device(tenants).run(1_000 * MS).outcomes["behind"].run_ns
-    result = Device(tenants, config=POLICED, audit=True).run(1_000 * MS)
+    starved = SimulatedDevice(tenants).run(1_000 * MS).outcomes["behind"].run_ns
+    result = SimulatedDevice(tenants, config=POLICED, audit=True).run(1_000 * MS)
     fair = (result.run_ns - result.wall_ns / 5 - undeclared_burst_ns(POLICED)) / (fronts + 1)
     assert result.violations == 0 and result.metrics.unjust_ns == 0
     assert starved == 0 and result.outcomes["behind"].run_ns >= 0.98 * fair
@@ -55,7 +55,7 @@ def test_neighbour_keeps_its_fair_share_beside_saturating_undeclared_p0(fronts):
 
 def test_weight_of_undeclared_p0_counts_in_p2_and_takes_nothing_more():
     tenants = [Tenant("front", Policy(0, weight=3), FRONT), Tenant("behind", Policy(2), BEHIND)]
-    result = Device(tenants, config=POLICED).run(1_000 * MS)
+    result = SimulatedDevice(tenants, config=POLICED).run(1_000 * MS)
     fair = (result.run_ns - result.wall_ns / 5 - undeclared_burst_ns(POLICED)) / 4
     assert result.outcomes["behind"].run_ns >= 0.98 * fair
 
@@ -63,7 +63,7 @@ def test_weight_of_undeclared_p0_counts_in_p2_and_takes_nothing_more():
 def test_declared_p0_that_saturates_is_held_to_its_declaration():
     policy = declared(0, 1, FRONT.total_ns, 0, 4 * FRONT.total_ns)
     tenants = [Tenant("front", policy, FRONT), Tenant("behind", Policy(2), BEHIND)]
-    result = Device(tenants, audit=True).run(1_000 * MS)
+    result = SimulatedDevice(tenants, audit=True).run(1_000 * MS)
     assert policy.rate_permille == 275 and result.violations == 0
     fair = (result.run_ns - result.wall_ns * 0.275 - policy.burst_ns) / 2
     assert result.outcomes["behind"].run_ns >= 0.98 * fair
@@ -77,7 +77,7 @@ def test_policies_see_the_same_arrivals_and_durations():
         ),
         Tenant("behind", Policy(4), BEHIND),
     ]
-    found = [Device(tenants, policy).run(2_000 * MS).outcomes["front"].alone for policy in POLICIES]
+    found = [SimulatedDevice(tenants, policy).run(2_000 * MS).outcomes["front"].alone for policy in POLICIES]
     shortest = min(len(alone) for alone in found)
     assert shortest > 10
     assert all(alone[:shortest] == found[0][:shortest] for alone in found)
@@ -85,14 +85,14 @@ def test_policies_see_the_same_arrivals_and_durations():
 
 def test_trace_is_followed():
     tenant = Tenant("front", Policy(0), FRONT, trace=(5 * MS, MS, 40 * MS), noise_permille=0)
-    outcome = Device([tenant]).run(100 * MS).outcomes["front"]
+    outcome = SimulatedDevice([tenant]).run(100 * MS).outcomes["front"]
     assert outcome.programs == 3
     assert outcome.responses[0] == 10_040 * US  # two dispatches: its first kernel alone, unproven, then all
 
 
 def test_audited_device_reports_no_violation_and_its_sums_agree():
     tenants = [front(), Tenant("behind", Policy(4), BEHIND), Tenant("other", Policy(4, weight=2), BEHIND)]
-    result = Device(tenants, audit=True).run(1_000 * MS)
+    result = SimulatedDevice(tenants, audit=True).run(1_000 * MS)
     assert result.violations == 0 and result.metrics.unjust_ns == 0
     assert result.metrics.run_ns == result.run_ns == sum(o.run_ns for o in result.outcomes.values())
 
@@ -103,7 +103,7 @@ def test_liar_and_30ms_kernels_violate_no_bound():
         Tenant("behind", Policy(4), BEHIND, understated=50),
         Tenant("long", Policy(4), Profile("long_train", (30 * MS, 50 * US))),
     ]
-    assert Device(tenants, audit=True).run(1_000 * MS).violations == 0
+    assert SimulatedDevice(tenants, audit=True).run(1_000 * MS).violations == 0
 
 
 def test_two_tenants_share_by_weight_within_two_percent():

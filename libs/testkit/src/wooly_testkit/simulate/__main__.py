@@ -1,4 +1,4 @@
-"""`python -m wooly_dispatch.simulate {pairs,shares,cluster,device}`."""
+"""`python -m wooly_testkit.simulate {pairs,shares,cluster,device}`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 from wooly_dispatch.events import Config
-from wooly_dispatch.simulate import study
-from wooly_dispatch.simulate.policies import POLICIES
-from wooly_dispatch.simulate.workload import read_profiles, read_tenants, synthetic_profiles
+
+from wooly_testkit.simulate import study
+from wooly_testkit.simulate.policies import POLICIES
+from wooly_testkit.simulate.workload import read_profiles, read_tenants, synthetic_profiles
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     shared.add_argument("--audit", action="store_true", help="check every bound at every decision of the core")
     shared.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
     shared.add_argument("--plot", type=Path, help="draw them here too (SVG)")
-    parser = argparse.ArgumentParser(prog="python -m wooly_dispatch.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m wooly_testkit.simulate", description=__doc__)
     commands = parser.add_subparsers(dest="study", required=True)
     pairs = commands.add_parser(
         "pairs", parents=[shared], help="each model as P0 beside each other one saturating the device"
@@ -68,11 +69,11 @@ def main(arguments: list[str] | None = None) -> int:
         json.dump(rows, sys.stdout, indent=1)
         print()
     else:
-        from wooly_dispatch.simulate.report import print_table
+        from wooly_testkit.simulate.report import print_table
 
         print_table(rows, f"{given.study}, {given.seconds:g} s of virtual time")
     if given.plot:
-        from wooly_dispatch.simulate.report import plot
+        from wooly_testkit.simulate.report import plot
 
         plot(rows, labels, value, given.plot)
     return 1 if any(row.get("violations") for row in rows) else 0

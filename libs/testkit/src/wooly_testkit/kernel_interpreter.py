@@ -1,4 +1,6 @@
-"""Runs a kernel literally: the definition of kernel IR. Plain Python over lists, for small sizes.
+"""Runs a kernel literally: the definition of kernel IR, with which tests compare generated code.
+
+Plain Python over lists, for small sizes.
 
 Lanes run one after the other here, which is one of the orders that they may have.
 """
@@ -10,7 +12,6 @@ from collections.abc import Callable, Mapping, MutableSequence
 from typing import TypeAlias
 
 from wooly_wis.dtypes import DType
-from wooly_wis.kernel import scalars
 from wooly_wis.kernel.ir import (
     Apply,
     Array,
@@ -30,6 +31,9 @@ from wooly_wis.kernel.ir import (
     Store,
 )
 from wooly_wis.kernel.laws import verify
+from wooly_wis.kernel.ops import rounded
+
+from wooly_testkit import kernel_scalars
 
 Memory: TypeAlias = "dict[str, MutableSequence[Number]]"
 Element: TypeAlias = Callable[[str, DType, list[Number], list[DType]], Number]
@@ -39,7 +43,7 @@ def run(
     kernel: Kernel,
     arrays: Mapping[str, MutableSequence[Number]],
     values: Mapping[str, Number] | None = None,
-    element: Element = scalars.apply,
+    element: Element = kernel_scalars.apply,
 ) -> None:
     """Execute a kernel on lists of Python numbers, one list per array (16-bit floats as floats).
 
@@ -114,7 +118,7 @@ class _Machine:
     def statement(self, s: Statement) -> None:
         match s:
             case Const():
-                self.set(s.out, scalars.rounded(s.value, s.dtype) if s.dtype.kind == "float" else s.value, s.dtype)
+                self.set(s.out, rounded(s.value, s.dtype) if s.dtype.kind == "float" else s.value, s.dtype)
             case Param():
                 self.set(s.out, *self.scalars[s.name])
             case Apply():
@@ -156,7 +160,7 @@ class _Machine:
         if at is not None:
             new = self.values[s.value]
             pair = [memory.dtype] * 2
-            content[at] = new if s.kind == "exchange" else scalars.apply(s.kind, memory.dtype, [old, new], pair)
+            content[at] = new if s.kind == "exchange" else kernel_scalars.apply(s.kind, memory.dtype, [old, new], pair)
 
     def loop(self, s: For) -> None:
         self.carry(s.args, s.inits)

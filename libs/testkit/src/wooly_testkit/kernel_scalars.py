@@ -1,4 +1,4 @@
-"""Arithmetic of single elements, exact to the bit: what an operation of `ops.OPS` gives for Python numbers of a dtype.
+"""Arithmetic of single elements, exact to the bit: what an operation of `kernel.ops` gives for Python numbers of a dtype.
 
 Sums, products, quotients and roots are rounded once, as IEEE 754 asks; f32 through f64, which rounds the same for them.
 Elementary functions are the C library's in f64, rounded to the type.
@@ -6,7 +6,6 @@ Elementary functions are the C library's in f64, rounded to the type.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import struct
 from collections.abc import Callable
@@ -15,28 +14,9 @@ from typing import Any, Final
 
 from wooly_wis.dtypes import DType
 from wooly_wis.kernel.ir import Number
-from wooly_wis.kernel.ops import FLOATS, SIGNED, bounds
+from wooly_wis.kernel.ops import FLOATS, SIGNED, bounds, rounded
 
 _INT_FORMAT: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
-
-
-def rounded(value: float, dtype: DType) -> float:
-    """The nearest number of a floating point type, ties to even."""
-    if dtype is DType.F64:
-        return value
-    if dtype is DType.F32:
-        return ctypes.c_float(value).value
-    if dtype is DType.F16:
-        try:
-            return float(struct.unpack("<e", struct.pack("<e", value))[0])
-        except OverflowError:
-            return math.copysign(math.inf, value)
-    assert dtype is DType.BF16
-    if math.isnan(value):
-        return value
-    bits: int = struct.unpack("<I", struct.pack("<f", ctypes.c_float(value).value))[0]
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
 def wrapped(value: int, dtype: DType) -> int:

@@ -1,7 +1,4 @@
-"""Runs a plan in this process on OpenCL, over memory that NumPy sees: for tests and benchmarks.
-
-The executor's runtimes do it for sessions.
-"""
+"""Runs a plan in this process on OpenCL, over memory that NumPy sees, for tests. For sessions the executor's runtimes do it."""
 
 from __future__ import annotations
 
@@ -9,11 +6,10 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
-from wooly_wis.kernel.text import digest
-from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
-
 from wooly_compiler.build import opencl
 from wooly_compiler.rows import QUOTIENTS
+from wooly_wis.kernel.text import digest
+from wooly_wis.plan import STATUS, AllocStep, FreeStep, KernelStep, LibraryStep, Plan
 
 Memory = MutableMapping[int, np.ndarray[Any, Any]]
 Built = Mapping[bytes, opencl.BuiltKernel]

@@ -1,4 +1,7 @@
-"""Reads WIS assembly; the grammar is in `wooly_wis.assembly`. Knows no meaning of opcodes."""
+"""Reads the text that `wooly_wis.assembly` writes back into a program, for tests. Knows no meaning of opcodes.
+
+The grammar is in `wooly_wis.assembly`.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,10 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from wooly_wis.assembly import VERSION, row_major
 from wooly_wis.codec import MAX_DEPTH, MAX_DIMS, encode_form
 from wooly_wis.dtypes import BY_LABEL
-from wooly_wis.errors import EncodeError, WisError
+from wooly_wis.errors import EncodeError
 from wooly_wis.program import (
     Attr,
     Form,
@@ -26,14 +30,12 @@ from wooly_wis.program import (
     View,
 )
 
-VERSION = "1"
 KINDS = {kind.name.lower(): kind for kind in ParamKind}
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 _CONSTANTS: dict[str, Attr] = {"none": None, "true": True, "false": False, "inf": math.inf}
 _T = TypeVar("_T")
 
 
-class AssemblyError(WisError):
+class AssemblyError(ValueError):
     """A text is not WIS assembly.
 
     Attributes:
@@ -41,22 +43,10 @@ class AssemblyError(WisError):
         column: column, from 1.
     """
 
-    code = "wis.assembly"
-
     def __init__(self, message: str, line: int, column: int) -> None:
         super().__init__(f"line {line}, column {column}: {message}")
         self.line = line
         self.column = column
-
-
-def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a dense row-major view."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 _TOKEN = re.compile(
@@ -348,3 +338,12 @@ class Parser:
         if not isinstance(value, float):
             raise AssemblyError("expected a number with a fraction", token.line, token.column)
         return value
+
+
+def assemble(text: str) -> Program:
+    """The program that a text describes. Does not check that the program obeys the laws: the verifier does.
+
+    Raises:
+        AssemblyError: the text is not WIS assembly; the error names line and column.
+    """
+    return Parser(text).program()

@@ -1,0 +1,19 @@
+"""The private names of CPython that the client uses. They are in one file so that a new Python release is checked here.
+
+Checked against Python 3.11 and 3.12.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+#: `frame_at(depth)`: a frame of this thread's stack. Depth 0 is the caller's frame, depth 1 the frame of the caller's caller.
+frame_at: Callable[[int], FrameType] = sys._getframe
+
+
+def unlock_after_fork(lock: Any) -> None:
+    """Release a lock in a forked process. A thread of the parent may hold the lock, and the fork does not have that thread."""
+    lock._at_fork_reinit()

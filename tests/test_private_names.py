@@ -1,0 +1,124 @@
+"""Private names of PyTorch and CPython are used in one file per distribution, so that a new release is checked there.
+
+A private name begins with one underscore. It is foreign where it is imported from PyTorch or the standard library, or where an
+attribute of that name is read that no source of the distribution defines.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DISTRIBUTIONS = sorted(p.parent for p in ROOT.glob("*/*/src"))
+#: The one file for private names of PyTorch, and the one for those of CPython.
+FILES = ("torch_private.py", "python_private.py")
+#: Folders for the private names of Triton, which has no other place for what they do.
+TRITON = ("services/intercept/src/wooly/triton_capture", "services/compiler/src/wooly_compiler/foreign/ttir")
+#: Names with an underscore that their documentation describes: named tuples, SQLAlchemy's rows, os.
+DOCUMENTED = {"_asdict", "_fields", "_make", "_mapping", "_replace", "_exit"}
+#: Attributes that a class inherits from a library that is neither PyTorch nor CPython, by the file that reads them.
+INHERITED = {
+    "libs/bus/src/wooly_bus/app.py": {"self._connection_kwargs"},  # FastStream's broker
+    "libs/bus/src/wooly_bus/nats_client.py": {"self._current_server"},  # nats-py's client
+}
+#: Objects whose attributes are operators by name, of which many begin with an underscore.
+OPERATORS = {"aten", "mkldnn", "prims", "ops"}
+PACKAGES = {"torch"} | sys.stdlib_module_names
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(trees):
+    """All names that the sources give to something: functions, classes, variables, attributes, slots."""
+    found = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                    found.add(name)
+                case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.Assign(targets=[ast.Name(id="__slots__")], value=ast.Tuple(elts=slots)):
+                    found.update(s.value for s in slots)
+    return found
+
+
+def parts_of(node):
+    """The names of a chain of attributes, the first name first; an expression at its beginning is empty."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *reversed(parts)]
+
+
+def foreign(tree, own):
+    """Line and name of each foreign private name in a source."""
+    packages = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [a.name for a in node.names]
+            packages.update((a.asname or a.name).split(".")[0] for a in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+        for name in names:
+            if name.split(".")[0] in PACKAGES and any(map(is_private, name.split("."))):
+                yield node.lineno, name
+    packages &= PACKAGES
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in DOCUMENTED:
+            *base, name = parts_of(node)
+            if base[-1] not in OPERATORS and not OPERATORS & set(base[1:]) and (name not in own or base[0] in packages):
+                yield node.lineno, ".".join([*base, name])
+
+
+def sources(distribution):
+    return {p: ast.parse(p.read_text()) for p in sorted(distribution.glob("src/**/*.py"))}
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda p: p.name)
+def test_private_names_of_others_are_in_their_file(distribution):
+    trees = sources(distribution)
+    own = defined(trees.values())
+    found = []
+    for path, tree in trees.items():
+        where = path.relative_to(ROOT).as_posix()
+        if path.name not in FILES and not where.startswith(TRITON):
+            inherited = INHERITED.get(where, set())
+            found += [f"{where}:{line}: {name}" for line, name in foreign(tree, own) if name not in inherited]
+    assert not found, f"move these to {' or '.join(FILES)} of the distribution:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_private_names_file_is_one_per_distribution(name):
+    for distribution in DISTRIBUTIONS:
+        assert len(list(distribution.glob(f"src/**/{name}"))) <= 1, distribution
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import torch\ntorch._C.x", ["torch._C"]),
+        ("from torch import _C", ["torch._C"]),
+        ("from torch._C import _nn", ["torch._C._nn"]),
+        ("import torch.utils._pytree", ["torch.utils._pytree"]),
+        ("def f():\n    import sys\n    return sys._getframe()", ["sys._getframe"]),
+        (
+            "import torch\ndef f(op):\n    return op._schema, torch.nn.Module._apply",
+            ["op._schema", "torch.nn.Module._apply"],
+        ),
+        ("def f(a):\n    return a.b()._schema", ["._schema"]),
+        ("class A:\n    def f(self):\n        return self._cdata", ["self._cdata"]),
+        ("import torch\n_C = torch._C", ["torch._C"]),
+        ("class A:\n    def f(self, other):\n        self._own = other._own", []),
+        ("import os\nimport torch\ntorch.ops.aten._foreach_add\nrow._mapping\nos._exit(0)\nx.__class__", []),
+    ],
+)
+def test_foreign_private_names_are_found(source, expected):
+    tree = ast.parse(source)
+    assert [name for _, name in foreign(tree, defined([tree]))] == expected
