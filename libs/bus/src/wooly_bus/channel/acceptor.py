@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 import selectors
 import socket
 import ssl
@@ -178,12 +179,7 @@ class Acceptor:
         """
         try:
             if endpoint.scheme == "unix":
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                path = Path(endpoint.path)
-                path.unlink(missing_ok=True)
-                sock.bind(endpoint.path)
-                path.chmod(0o600)
-                bound = endpoint
+                sock, bound = _unix_listener(Path(endpoint.path)), endpoint
             elif endpoint.scheme in ("tcp", "tls"):
                 if endpoint.scheme == "tls" and tls is None:
                     raise ChannelError(f"{endpoint}: a TLS context is needed")
@@ -193,8 +189,8 @@ class Acceptor:
                 raise ChannelError(f"{endpoint}: cannot listen on this scheme")
         except OSError as e:
             raise ChannelError(f"cannot listen on {endpoint}: {e}") from e
-        sock.setblocking(False)
         sock.listen(BACKLOG)
+        sock.setblocking(False)
         listener = _Listener(sock, bound, tls if endpoint.scheme == "tls" else None)
         self._listeners.append(listener)
         self._selector.register(sock, selectors.EVENT_READ, listener)
@@ -470,3 +466,19 @@ class Acceptor:
             of.pop(stranger, None)
             if not of:
                 del self._groups[stranger.group]
+
+
+def _unix_listener(path: Path) -> socket.socket:
+    """A socket that listens at a path, which is there only once a client can connect to it."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    new = path.with_name(f".{secrets.token_hex(3)}")
+    try:
+        sock.bind(str(new))
+        new.chmod(0o600)
+        sock.listen(BACKLOG)
+        new.rename(path)
+    except OSError:
+        sock.close()
+        new.unlink(missing_ok=True)
+        raise
+    return sock
