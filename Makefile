@@ -6,7 +6,8 @@ STAMP := $(VENV)/.ready
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml))
+MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml VERSION hatch_build.py $(DISTRIBUTIONS:%=%/pyproject.toml)
 
 .DEFAULT_GOAL := help
 
@@ -147,6 +148,12 @@ compose-test: setup ## build the images, run the compose stack, and scripts on i
 manifests: setup ## write the kustomize bases anew from the chart
 	$(BIN)/python deploy/k8s/render.py
 
+.PHONY: dist
+dist: setup ## build a wheel of each distribution into dist/ (docs/guides/install.md says how to install from there)
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist $(DISTRIBUTIONS)
+	@ls dist
+
 .PHONY: clean
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove the virtual environment, caches and wheels
+	rm -rf $(VENV) dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,7 +1,7 @@
 # The compiler: programs to kernels, for the processors and GPUs whose vendors' compilers are in the image: here PoCL's.
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/compiler /src/services/compiler
 # Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem

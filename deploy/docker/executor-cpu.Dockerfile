@@ -2,7 +2,7 @@
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/executor /src/services/executor
 COPY services/compiler /src/services/compiler

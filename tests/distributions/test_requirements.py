@@ -1,0 +1,102 @@
+"""Each distribution requires what it imports: whoever installs one wheel gets all that it needs."""
+
+import importlib.metadata
+import re
+import sys
+
+import pytest
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.distributions.distributions import ALL, ROOT, VERSION
+
+#: Modules that need an extra of their distribution: name of the distribution, prefix of the module, extra.
+OF_EXTRAS = (
+    ("wooly-bus", "wooly_bus.http_listener", "http"),
+    ("wooly-bus", "wooly_bus.http_front", "http"),
+    ("wooly-dispatch", "wooly_dispatch.simulate.report", "simulate"),
+    ("wooly", "wooly.triton_capture", "triton"),
+)
+#: Packages that a distribution looks for at run time and can do without; each with the reason why no requirement names it.
+LOOKED_FOR = {
+    ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: toolchains.missing names them",
+    ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: likewise",
+    ("wooly-compiler", "triton"): "brings ptxas, which PTX needs: gpu.py names it",
+    ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the runtime names them",
+    ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the runtime names them",
+}
+PROVIDERS = {
+    package: {canonicalize_name(d) for d in ds} for package, ds in importlib.metadata.packages_distributions().items()
+}
+PROVIDERS |= {d.package: {d.name} for d in ALL.values()}
+
+
+def extra_of(module):
+    """The distribution and the extra that a module of ours needs; None for any other module."""
+    return next(((d, extra) for d, prefix, extra in OF_EXTRAS if f"{module}.".startswith(f"{prefix}.")), None)
+
+
+def names(requirements):
+    return {canonicalize_name(r.name) for r in requirements}
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_requires_every_package_that_it_imports(distribution):
+    missing = set()
+    for found in distribution.imports():
+        if found.package in sys.stdlib_module_names or found.package == distribution.package:
+            continue
+        if (distribution.name, found.package) in LOOKED_FOR and not found.always:
+            continue
+        declared = names(distribution.required)
+        own = extra_of(found.importer)
+        if own is not None:
+            declared |= names(distribution.extras[own[1]])
+        elif not found.always:
+            declared |= {n for rs in distribution.extras.values() for n in names(rs)}
+        if not PROVIDERS.get(found.package, set()) & declared:
+            missing.add(f"{found.importer}:{found.line} imports {found.package}")
+    assert not missing, f"{distribution.folder}/pyproject.toml requires no distribution that has these packages"
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_asks_for_the_extras_whose_modules_it_imports(distribution):
+    asked = {(canonicalize_name(r.name), extra) for r in distribution.required for extra in r.extras}
+    needed = {extra_of(found.module) for found in distribution.imports() if found.package != distribution.package}
+    assert needed - {None} <= asked
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_has_the_version_of_the_release_and_requires_it_of_ours(distribution):
+    made = ProjectMetadata(str(distribution.folder), PluginManager())
+    assert made.core.version == VERSION
+    extras = [r for rs in made.core.optional_dependencies.values() for r in rs]
+    ours = [r for r in map(Requirement, [*made.core.dependencies, *extras]) if r.name in ALL]
+    assert {str(r.specifier) for r in ours} <= {f"=={VERSION}"}
+    wanted = names([*distribution.required, *[r for rs in distribution.extras.values() for r in rs]]) & ALL.keys()
+    assert {r.name for r in ours} == wanted
+
+
+def test_reasons_for_missing_requirements_are_for_imports_that_exist():
+    imported = {(d.name, found.package) for d in ALL.values() for found in d.imports()}
+    spoken_of = {
+        (d.name, word)
+        for d in ALL.values()
+        for p in d.sources()
+        for word in re.findall(r'"(\w+)[\w.]*"', p.read_text())
+    }
+    assert LOOKED_FOR.keys() <= imported | spoken_of
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("deploy/helm/wooly/Chart.yaml", r"^(?:appV|v)ersion: (.+)$"),
+        ("deploy/compose/compose.yaml", r"\$\{WOOLY_TAG:-(.+?)\}"),
+        ("docs/guides/install.md", r"wooly-client:(\d[\w.]*)"),
+    ],
+)
+def test_file_names_the_version_of_the_release(path, pattern):
+    assert set(re.findall(pattern, (ROOT / path).read_text(), re.M)) == {VERSION}

@@ -1,0 +1,61 @@
+"""The wheels of `make dist`, installed into virtual environments that have nothing but what the wheels require."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.distributions.distributions import ALL, VERSION
+from tests.distributions.environments import build_wheels, clean_variables, make_environment
+from tests.distributions.test_requirements import extra_of
+
+pytestmark = pytest.mark.slow
+#: Imports all modules that are named on its standard input, and prints where the first was found.
+IMPORT = "import importlib, sys; print([importlib.import_module(m) for m in sys.stdin.read().split()][0].__file__)"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    return build_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+def test_every_distribution_has_a_wheel_of_the_release(wheels):
+    assert {w.name for w in wheels.values()} == {f"{n.replace('-', '_')}-{VERSION}-py3-none-any.whl" for n in ALL}
+
+
+def modules(distribution):
+    """The modules that an import loads: those of no extra, and no scripts (`__main__`, migrations of databases)."""
+    source = distribution.folder / "src"
+    found = [
+        ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for p in distribution.sources()
+    ]
+    return [m for m in found if extra_of(m) is None and "__main__" not in m and ".migrations." not in m]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_module_of_a_wheel_is_imported_where_only_its_requirements_are(name, wheels, tmp_path):
+    python = make_environment(tmp_path / "env", wheels, name)
+    command, every = [str(python), "-I", "-c", IMPORT], modules(ALL[name])
+    variables = clean_variables(tmp_path)
+    told = subprocess.run(command, input="\n".join(every), capture_output=True, text=True, env=variables, cwd=tmp_path)
+    assert not told.returncode, told.stderr[-2000:]
+    assert told.stdout.startswith(str(tmp_path / "env"))
+
+
+def doctor(python, folder):
+    """The checks of `wooly doctor` by name: whether each is well, and what it says."""
+    command = [str(python.with_name("wooly")), "doctor", "--json"]
+    told = subprocess.run(command, capture_output=True, text=True, env=clean_variables(folder), cwd=folder)
+    assert told.stdout, told.stderr
+    return {c["check"]: (c["ok"], c["detail"]) for c in json.loads(told.stdout)["checks"]}
+
+
+def test_client_alone_is_well_but_for_the_stack_that_it_lacks(wheels, tmp_path):
+    found = doctor(make_environment(tmp_path / "env", wheels, "wooly"), tmp_path)
+    assert found["python"][0] and found["torch"][0] and found["configuration"][0]
+    assert not found["controller"][0] and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
+
+
+def test_client_with_a_local_stack_is_well(wheels, tmp_path):
+    found = doctor(make_environment(tmp_path / "env", wheels, "wooly", "wooly-local"), tmp_path)
+    assert all(ok for ok, _ in found.values()) and "round trip" in found, found
