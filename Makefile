@@ -129,8 +129,8 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python -m wooly_wis.docgen > docs/reference/optable.md
-	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
-	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
+	$(BIN)/python -m wooly_triton.page > docs/reference/ttir.md
+	$(BIN)/python -m wooly_cuda_c.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 
 .PHONY: docker-engine
