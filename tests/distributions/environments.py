@@ -51,12 +51,17 @@ def make_environment(folder: Path, wheels: dict[str, Path], *wanted: str) -> Pat
         Its interpreter.
     """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
-    _link(_of_others(wheels, wanted), folder)
     python = folder / "bin" / "python"
+    install(python, wheels, *wanted)
+    return python
+
+
+def install(python: Path, wheels: dict[str, Path], *wanted: str) -> None:
+    """Install these distributions into an environment, with pip and from the wheels."""
+    _link(_of_others(wheels, wanted), python.parents[1])
     pip = [sys.executable, "-m", "pip", "--python", str(python), "--quiet", "--disable-pip-version-check"]
     places = ["--no-index", "--find-links", str(next(iter(wheels.values())).parent)]
     subprocess.run([*pip, "install", *places, *wanted], check=True)
-    return python
 
 
 def clean_variables(folder: Path) -> dict[str, str]:

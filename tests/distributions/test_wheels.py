@@ -6,10 +6,11 @@ import subprocess
 import pytest
 
 from tests.distributions.distributions import ALL, VERSION
-from tests.distributions.environments import build_wheels, clean_variables, make_environment
+from tests.distributions.environments import build_wheels, clean_variables, install, make_environment
 from tests.distributions.test_requirements import extra_of
 
-pytestmark = pytest.mark.slow
+#: Making an environment, and a stack in it, takes half a minute of a processor: on a busy machine several.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 #: Imports all modules that are named on its standard input, and prints where the first was found.
 IMPORT = "import importlib, sys; print([importlib.import_module(m) for m in sys.stdin.read().split()][0].__file__)"
 
@@ -56,6 +57,29 @@ def test_client_alone_is_well_but_for_the_stack_that_it_lacks(wheels, tmp_path):
     assert not found["controller"][0] and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
 
 
-def test_client_with_a_local_stack_is_well(wheels, tmp_path):
-    found = doctor(make_environment(tmp_path / "env", wheels, "wooly", "wooly-local"), tmp_path)
+KERNEL = """
+import torch, wooly
+text = "__global__ void twice(float *x, int n) { int i = threadIdx.x; if (i < n) x[i] *= 2; }"
+x = torch.ones(4, device="cuda")
+print("before", x.sum().item(), flush=True)
+wooly.cuda_kernel(text, "twice")((1, 1, 1), (32, 1, 1), [x, 4])
+print("after", x.sum().item())
+"""
+
+
+def test_client_with_a_local_stack_is_well_and_a_kernel_in_cuda_c_needs_its_distribution(wheels, tmp_path):
+    python = make_environment(tmp_path / "env", wheels, "wooly", "wooly-local")
+    found = doctor(python, tmp_path)
     assert all(ok for ok, _ in found.values()) and "round trip" in found, found
+    (tmp_path / "kernel.py").write_text(KERNEL)
+
+    def run():
+        command = [str(python.with_name("wooly")), "run", "kernel.py"]
+        return subprocess.run(command, capture_output=True, text=True, env=clean_variables(tmp_path), cwd=tmp_path)
+
+    told = run()
+    assert told.returncode == 1 and told.stdout == "before 4.0\n", told
+    assert "kernels in cuda-c need wooly-cuda-c, which is not installed: pip install wooly-cuda-c" in told.stderr
+    install(python, wheels, "wooly-cuda-c")
+    told = run()
+    assert told.returncode == 0 and told.stdout == "before 4.0\nafter 8.0\n", told

@@ -6,7 +6,8 @@ A distribution names a module of its own per language as an entry point, which i
     [project.entry-points."wooly.compiler.languages"]    the module has the functions of `CompiledLanguage`
     [project.entry-points."wooly.client.languages"]      the module has the functions of `ReadLanguage`
 
-The module is imported when a kernel in its language is first asked for. ADR 22 has the contract of the kernels themselves.
+The module is in a package, whose sources are part of the compiler's version. It is imported when a kernel in its language is
+first asked for. ADR 22 has the contract of the kernels themselves.
 """
 
 from __future__ import annotations
@@ -136,12 +137,11 @@ def compiled(language: str) -> CompiledLanguage:
     """What compiles a language.
 
     Raises:
-        MissingLanguageError: no distribution that is installed does.
+        MissingLanguageError: its distribution is not installed.
+        ForeignError: there is no such language.
     """
-    needed = (
-        "install it where kernels are compiled, beside wooly-compiler, and start the compiler and the executor anew"
-    )
-    found: CompiledLanguage = _load(COMPILER, language, needed)
+    cure = "where kernels are compiled (beside wooly-compiler), and start the compiler and the executor anew"
+    found: CompiledLanguage = _load(COMPILER, language, cure)
     return found
 
 
@@ -149,9 +149,10 @@ def read(language: str) -> ReadLanguage:
     """What reads a language in a client.
 
     Raises:
-        MissingLanguageError: no distribution that is installed does.
+        MissingLanguageError: its distribution is not installed.
+        ForeignError: there is no such language.
     """
-    found: ReadLanguage = _load(CLIENT, language, "install it where this script runs, beside wooly")
+    found: ReadLanguage = _load(CLIENT, language, "where this script runs (beside wooly)")
     return found
 
 
@@ -175,11 +176,12 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 
 def _load(group: str, language: str, cure: str) -> Any:
-    entry = installed(group).get(language)
-    name = DISTRIBUTIONS.get(language, "a distribution that offers it")
+    if language not in DISTRIBUTIONS:
+        raise ForeignError(f"there is no language {language}; there are {', '.join(DISTRIBUTIONS)}")
+    name, entry = DISTRIBUTIONS[language], installed(group).get(language)
     if entry is None:
         raise MissingLanguageError(
-            f"kernels in {language} need {name}, which is not installed: pip install {name} ({cure})"
+            f"kernels in {language} need {name}, which is not installed: pip install {name} {cure}"
         )
     try:
         return entry.load()
