@@ -79,6 +79,44 @@ def test_distribution_has_the_version_of_the_release_and_requires_it_of_ours(dis
     assert {r.name for r in ours} == wanted
 
 
+DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) if p.name != "base.Dockerfile"]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
+def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
+    """No index has ours: whichever folder is missing, pip cannot build the image."""
+    text = dockerfile.read_text()
+    by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
+    installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}
+    needed = {n for name in installed for n in names(ALL[name].required) & ALL.keys()}
+    assert installed and needed <= installed
+    copied = re.findall(r"^COPY ([^-].*) /src/", text, re.M)
+    places = {place for line in copied for place in line.split()}
+    assert {"VERSION", "hatch_build.py", "constraints.txt"} <= places
+    assert all(
+        any(f"{d.folder.relative_to(ROOT)}/".startswith(f"{p}/") for p in places) for d in map(ALL.get, installed)
+    )
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert all(any(f"!{p}".startswith(line) for line in sent if line.startswith("!")) for p in places)
+
+
+@pytest.mark.parametrize(
+    ("image", "languages"),
+    [
+        ("client", {"wooly-cuda-c"}),
+        *[
+            (i, {"wooly-cuda-c", "wooly-triton"})
+            for i in ("compiler", "executor-cpu", "executor-cuda", "executor-rocm")
+        ],
+    ],
+)
+def test_image_has_the_languages_of_kernels(image, languages):
+    text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
+    assert languages == {
+        name for name in ("wooly-cuda-c", "wooly-triton") if f" ./libs/{name.removeprefix('wooly-')} " in text
+    }
+
+
 def test_reasons_for_missing_requirements_are_for_imports_that_exist():
     imported = {(d.name, found.package) for d in ALL.values() for found in d.imports()}
     spoken_of = {
