@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,25 +58,29 @@ class Distribution:
     def sources(self) -> list[Path]:
         return sorted((self.folder / "src").rglob("*.py"))
 
-    def imports(self) -> Iterator[Import]:
+    @functools.cached_property
+    def imports(self) -> list[Import]:
         """All imports of its sources, and the modules that `importlib.import_module` is given as a literal."""
-        for path in self.sources():
-            tree = ast.parse(path.read_text())
-            always = set(tree.body)
-            for node in ast.walk(tree):
-                match node:
-                    case ast.Import():
-                        names = [a.name for a in node.names]
-                    case ast.ImportFrom(module=str(module), level=0):
-                        # `from package import module` may load a module of the package
-                        names = [module, *[f"{module}.{a.name}" for a in node.names]]
-                    case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(module)), *_]):
-                        names = [module]
-                    case _:
-                        continue
-                importer = ".".join(path.relative_to(self.folder / "src").with_suffix("").parts)
-                for name in names:
-                    yield Import(importer, node.lineno, name, node in always)
+        return [found for path in self.sources() for found in _imports(path, self.folder / "src")]
+
+
+def _imports(path: Path, source: Path) -> Iterator[Import]:
+    tree = ast.parse(path.read_text())
+    always = set(tree.body)
+    importer = ".".join(path.relative_to(source).with_suffix("").parts)
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import():
+                names = [a.name for a in node.names]
+            case ast.ImportFrom(module=str(module), level=0):
+                # `from package import module` may load a module of the package
+                names = [module, *[f"{module}.{a.name}" for a in node.names]]
+            case ast.Call(func=ast.Attribute(attr="import_module"), args=[ast.Constant(value=str(module)), *_]):
+                names = [module]
+            case _:
+                continue
+        for name in names:
+            yield Import(importer, node.lineno, name, node in always)
 
 
 def _read(path: Path) -> Distribution:

@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import wooly
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from packaging.requirements import Requirement
@@ -45,7 +46,7 @@ def names(requirements):
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
 def test_distribution_requires_every_package_that_it_imports(distribution):
     missing = set()
-    for found in distribution.imports():
+    for found in distribution.imports:
         if found.package in sys.stdlib_module_names or found.package == distribution.package:
             continue
         if (distribution.name, found.package) in LOOKED_FOR and not found.always:
@@ -64,7 +65,7 @@ def test_distribution_requires_every_package_that_it_imports(distribution):
 @pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
 def test_distribution_asks_for_the_extras_whose_modules_it_imports(distribution):
     asked = {(canonicalize_name(r.name), extra) for r in distribution.required for extra in r.extras}
-    needed = {extra_of(found.module) for found in distribution.imports() if found.package != distribution.package}
+    needed = {extra_of(found.module) for found in distribution.imports if found.package != distribution.package}
     assert needed - {None} <= asked
 
 
@@ -118,7 +119,7 @@ def test_image_has_the_languages_of_kernels(image, languages):
 
 
 def test_reasons_for_missing_requirements_are_for_imports_that_exist():
-    imported = {(d.name, found.package) for d in ALL.values() for found in d.imports()}
+    imported = {(d.name, found.package) for d in ALL.values() for found in d.imports}
     spoken_of = {
         (d.name, word)
         for d in ALL.values()
@@ -126,6 +127,10 @@ def test_reasons_for_missing_requirements_are_for_imports_that_exist():
         for word in re.findall(r'"(\w+)[\w.]*"', p.read_text())
     }
     assert LOOKED_FOR.keys() <= imported | spoken_of
+
+
+def test_client_says_the_version_of_the_release():
+    assert wooly.__version__ == VERSION
 
 
 @pytest.mark.parametrize(

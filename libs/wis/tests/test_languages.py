@@ -1,5 +1,6 @@
 """Languages of kernels are found by entry point, named where they are missing, and part of a compiler's version."""
 
+import inspect
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -7,7 +8,23 @@ import pytest
 from wooly_wis import languages
 from wooly_wis.artifact import compiler_version
 from wooly_wis.foreign import LANGUAGES, OPAQUE
-from wooly_wis.languages import CLIENT, COMPILER, DISTRIBUTIONS, MissingLanguageError
+from wooly_wis.languages import (
+    CLIENT,
+    COMPILER,
+    DISTRIBUTIONS,
+    CompiledLanguage,
+    ForeignError,
+    MissingLanguageError,
+    ReadLanguage,
+)
+
+
+def assert_offers(module, protocol, functions):
+    """The module has these functions of the protocol, with its parameters and results."""
+    for name in functions:
+        wanted, found = inspect.signature(getattr(protocol, name)), inspect.signature(getattr(module, name))
+        assert [*found.parameters.values()] == [*wanted.parameters.values()][1:], name
+        assert found.return_annotation == wanted.return_annotation, name
 
 
 @pytest.fixture
@@ -22,8 +39,11 @@ def test_every_language_that_can_be_checked_has_a_distribution_and_is_installed_
 
 @pytest.mark.parametrize("language", DISTRIBUTIONS)
 def test_language_is_loaded_when_it_is_asked_for(language):
-    found = languages.compiled(language)
-    assert callable(found.for_cpu) and callable(found.for_gpu)
+    assert_offers(languages.compiled(language), CompiledLanguage, ("for_cpu", "for_gpu"))
+
+
+def test_language_of_a_client_is_loaded_when_it_is_asked_for():
+    assert_offers(languages.read("cuda-c"), ReadLanguage, ("parameters",))
 
 
 @pytest.mark.parametrize(("language", "distribution"), DISTRIBUTIONS.items())
@@ -35,6 +55,11 @@ def test_missing_language_is_an_error_that_names_the_distribution_and_may_be_ask
     ) as e:
         languages.compiled(language)
     assert e.value.retryable and "beside wooly-compiler" in str(e.value)
+
+
+def test_language_that_does_not_exist_is_an_error_that_names_those_that_do():
+    with pytest.raises(ForeignError, match="there is no language fortran; there are cuda-c, ttir"):
+        languages.compiled("fortran")
 
 
 def test_missing_language_of_a_client_says_to_install_it_where_the_script_runs(nothing_installed):
