@@ -2,7 +2,8 @@
 
 Nothing is downloaded. Distributions of others are links to those of the environment that runs the tests: all that the wheels
 require, directly or not, and no other. pip resolves as usual, without an index: a requirement that neither a wheel nor a link
-satisfies is an error of pip's, and the import of a package that nobody requires fails.
+satisfies is an error of pip, and the import of a package that no requirement names fails. So these environments prove that the
+requirements are complete; the versions are those of the environment that runs the tests.
 """
 
 from __future__ import annotations

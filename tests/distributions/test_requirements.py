@@ -1,4 +1,4 @@
-"""Each distribution requires what it imports: whoever installs one wheel gets all that it needs."""
+"""Each distribution declares a requirement for every package that it imports, and an image installs all that it needs."""
 
 import importlib.metadata
 import re
@@ -85,7 +85,7 @@ DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) 
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
 def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
-    """No index has ours: whichever folder is missing, pip cannot build the image."""
+    """Wooly's distributions are on no index, so pip cannot build an image if the Dockerfile leaves one out."""
     text = dockerfile.read_text()
     by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
     installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}

@@ -34,7 +34,7 @@ def modules(distribution):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_module_of_a_wheel_is_imported_where_only_its_requirements_are(name, wheels, tmp_path):
+def test_every_module_of_a_wheel_imports_with_only_its_requirements_installed(name, wheels, tmp_path):
     python = make_environment(tmp_path / "env", wheels, name)
     command, every = [str(python), "-I", "-c", IMPORT], modules(ALL[name])
     variables = clean_variables(tmp_path)
@@ -51,10 +51,10 @@ def doctor(python, folder):
     return {c["check"]: (c["ok"], c["detail"]) for c in json.loads(told.stdout)["checks"]}
 
 
-def test_client_alone_is_well_but_for_the_stack_that_it_lacks(wheels, tmp_path):
+def test_doctor_of_a_client_without_a_stack_fails_on_the_checks_that_need_one(wheels, tmp_path):
     found = doctor(make_environment(tmp_path / "env", wheels, "wooly"), tmp_path)
-    assert found["python"][0] and found["torch"][0] and found["configuration"][0]
-    assert not found["controller"][0] and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
+    assert {name for name, (ok, _) in found.items() if not ok} == {"controller", "executor", "round trip"}
+    assert {"python", "torch", "configuration"} <= found.keys() and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
 
 
 KERNEL = """
@@ -67,7 +67,7 @@ print("after", x.sum().item())
 """
 
 
-def test_client_with_a_local_stack_is_well_and_a_kernel_in_cuda_c_needs_its_distribution(wheels, tmp_path):
+def test_client_with_a_local_stack_runs_and_a_kernel_in_cuda_c_needs_its_distribution(wheels, tmp_path):
     python = make_environment(tmp_path / "env", wheels, "wooly", "wooly-local")
     found = doctor(python, tmp_path)
     assert all(ok for ok, _ in found.values()) and "round trip" in found, found

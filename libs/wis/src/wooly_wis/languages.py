@@ -1,7 +1,7 @@
-"""Languages of kernels as distributions of their own: what a distribution offers for a language, and how it is found.
+"""Languages of kernels as optional distributions: what a distribution offers for a language, and how it is found.
 
-A distribution names a module of its own per language as an entry point, which is called like the language (see
-`wooly_wis.foreign.LANGUAGES`):
+A distribution names one module per language as an entry point. The entry point has the name of the language
+(`wooly_wis.foreign.LANGUAGES`):
 
     [project.entry-points."wooly.compiler.languages"]    the module has the functions of `CompiledLanguage`
     [project.entry-points."wooly.client.languages"]      the module has the functions of `ReadLanguage`
@@ -40,7 +40,7 @@ class ForeignError(WisError):
 
 
 class MissingLanguageError(ForeignError):
-    """The distribution that offers a language is not installed. Once it is, the same kernel may be compiled."""
+    """The distribution that offers a language is not installed. After its installation the same request may succeed."""
 
     code = "wis.language_missing"
     retryable = True
@@ -134,7 +134,7 @@ class ReadLanguage(Protocol):
 
 
 def compiled(language: str) -> CompiledLanguage:
-    """What compiles a language.
+    """The module that compiles kernels in a language.
 
     Raises:
         MissingLanguageError: its distribution is not installed.
@@ -146,7 +146,7 @@ def compiled(language: str) -> CompiledLanguage:
 
 
 def read(language: str) -> ReadLanguage:
-    """What reads a language in a client.
+    """The module that reads kernels in a language, for a client.
 
     Raises:
         MissingLanguageError: its distribution is not installed.
@@ -157,7 +157,7 @@ def read(language: str) -> ReadLanguage:
 
 
 def folders() -> tuple[Path, ...]:
-    """Where the packages of the languages that are compiled here lie, in the order of the languages' names."""
+    """The folders of the packages that compile languages here, in the order of the languages' names."""
     found: dict[str, Path] = {}
     for _, entry in sorted(installed(COMPILER).items()):
         package = entry.module.partition(".")[0]
@@ -169,7 +169,7 @@ def folders() -> tuple[Path, ...]:
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by language. Looked up once in a process: that reads a file of each distribution."""
+    """The entry points of a group by language. A process searches once, which takes about 25 ms: a file of each distribution."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=group)}
