@@ -6,7 +6,8 @@ STAMP := $(VENV)/.ready
 # A file's tests run in one process: they share what takes seconds to start. The order is conftest.py's.
 # A worker that dies ends the run: pytest-xdist 3.8 replaces it and may then wait for ever (its issue 1378).
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
-MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml $(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml)
+DISTRIBUTIONS := $(patsubst %/pyproject.toml,./%,$(wildcard libs/*/pyproject.toml services/*/pyproject.toml deploy/*/pyproject.toml))
+MANIFESTS := constraints.txt requirements/dev.txt pyproject.toml VERSION hatch_build.py $(DISTRIBUTIONS:%=%/pyproject.toml)
 
 .DEFAULT_GOAL := help
 
@@ -128,8 +129,8 @@ gpu: ## the same work on a real GPU and on ours, side by side (needs an NVIDIA G
 .PHONY: docs
 docs: setup ## write the generated reference pages anew
 	$(BIN)/python docs/reference/optable.py > $(VENV)/optable.md && cp $(VENV)/optable.md docs/reference/optable.md
-	$(BIN)/python -m wooly_compiler.foreign.ttir.page > docs/reference/ttir.md
-	$(BIN)/python -m wooly_compiler.cudac.page > docs/reference/cuda-c.md
+	$(BIN)/python -m wooly_triton.page > docs/reference/ttir.md
+	$(BIN)/python -m wooly_cuda_c.page > docs/reference/cuda-c.md
 	$(BIN)/python docs/decisions.py > $(VENV)/decisions.md && cp $(VENV)/decisions.md docs/adr/index.md
 	$(BIN)/python docs/reference/configuration.py > $(VENV)/configuration.md && cp $(VENV)/configuration.md docs/reference/configuration.md
 	$(BIN)/python docs/reference/asyncapi.py > $(VENV)/asyncapi.yaml && cp $(VENV)/asyncapi.yaml docs/reference/asyncapi.yaml
@@ -159,6 +160,12 @@ compose-test: setup ## build the images, run the compose stack, and scripts on i
 manifests: setup ## write the kustomize bases anew from the chart
 	$(BIN)/python deploy/k8s/render.py
 
+.PHONY: dist
+dist: setup ## build a wheel of each distribution into dist/ (docs/guides/install.md says how to install from there)
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist $(DISTRIBUTIONS)
+	@ls dist
+
 .PHONY: clean
-clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) site .pytest_cache .ruff_cache .mypy_cache .hypothesis
+clean: ## remove the virtual environment, caches, wheels and the site
+	rm -rf $(VENV) site dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

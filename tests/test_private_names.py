@@ -15,7 +15,7 @@ DISTRIBUTIONS = sorted(p.parent for p in ROOT.glob("*/*/src"))
 #: The one file for private names of PyTorch, and the one for those of CPython.
 FILES = ("torch_private.py", "python_private.py")
 #: Folders for the private names of Triton, which has no other place for what they do.
-TRITON = ("services/intercept/src/wooly/triton_capture", "services/compiler/src/wooly_compiler/foreign/ttir")
+TRITON = ("services/intercept/src/wooly/triton_capture", "libs/triton/src/wooly_triton")
 #: Names with an underscore that their documentation describes: named tuples, SQLAlchemy's rows, os.
 DOCUMENTED = {"_asdict", "_fields", "_make", "_mapping", "_replace", "_exit"}
 #: Attributes that a class inherits from a library that is neither PyTorch nor CPython, by the file that reads them.

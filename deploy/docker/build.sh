@@ -1,14 +1,14 @@
 #!/bin/sh
 # Builds images: deploy/docker/build.sh [NAME...] (default: all that need no GPU's libraries). From any folder.
 #   BASE         image with Python 3.11 or 3.12 (default python:3.12-slim-bookworm)
-#   TAG, PREFIX  of the images made (default 0.1.0; none)
+#   TAG, PREFIX  of the images made (default: the version in the file VERSION; none)
 #   TORCH_INDEX  address of PyTorch's CPU index, so that images do not hold the CUDA build
 #   PIP_CONF, CA_FILE  a pip.conf and a PEM file for the build alone, as secrets; neither stays in an image
 #   BUILD_ARGS   further arguments of docker build (such as --network host)
 # Wheels that pip should prefer go into deploy/docker/wheels.
 set -eu
 cd "$(dirname "$0")/../.."
-tag=${TAG:-0.1.0}
+tag=${TAG:-$(cat VERSION)}
 prefix=${PREFIX:-}
 secrets=""
 [ -z "${PIP_CONF:-}" ] || secrets="$secrets --secret id=pip,src=$PIP_CONF"

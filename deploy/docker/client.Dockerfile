@@ -2,7 +2,7 @@
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/intercept /src/services/intercept
 COPY deploy/docker/wheels* /wheels/
@@ -10,7 +10,7 @@ COPY deploy/docker/wheels* /wheels/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
     python3 -m venv /opt/wooly && cd /src \
     && pip install -c constraints.txt --find-links /wheels ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install -c constraints.txt ./libs/wis ./libs/bus ./services/intercept
+    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/cuda-c ./services/intercept
 
 FROM ${PYTHON}
 # pip stays: people add what their scripts need.

@@ -1,12 +1,12 @@
 # The compiler: programs to kernels, for the processors and GPUs whose vendors' compilers are in the image: here PoCL's.
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/compiler /src/services/compiler
 # Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
-    python3 -m venv /opt/wooly && cd /src && pip install -c constraints.txt ./libs/wis ./libs/bus ./services/compiler opentelemetry-exporter-otlp-proto-http \
+    python3 -m venv /opt/wooly && cd /src && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/cuda-c ./libs/triton ./services/compiler opentelemetry-exporter-otlp-proto-http \
     && pip uninstall -y pip setuptools wheel
 
 FROM ${PYTHON}

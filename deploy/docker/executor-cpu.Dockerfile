@@ -2,7 +2,7 @@
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
 ARG TORCH_INDEX=""
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/executor /src/services/executor
 COPY services/compiler /src/services/compiler
@@ -11,7 +11,7 @@ COPY deploy/docker/wheels* /wheels/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf --mount=type=secret,id=ca,target=/etc/ssl/wooly-ca.pem \
     python3 -m venv /opt/wooly && cd /src \
     && pip install -c constraints.txt --find-links /wheels ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./services/executor ./services/compiler \
+    && pip install -c constraints.txt ./libs/wis ./libs/bus ./libs/dispatch ./libs/cuda-c ./libs/triton ./services/executor ./services/compiler \
        opentelemetry-exporter-otlp-proto-http  \
     && pip uninstall -y pip setuptools wheel
 

@@ -1,7 +1,7 @@
 # Metering: usage to credits, budgets, statements.
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY services/metering /src/services/metering
 # Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem

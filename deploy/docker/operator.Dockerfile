@@ -1,7 +1,7 @@
 # The operator for Kubernetes.
 ARG PYTHON=wooly-python
 FROM ${PYTHON} AS build
-COPY constraints.txt /src/
+COPY constraints.txt VERSION hatch_build.py /src/
 COPY libs /src/libs
 COPY deploy/operator /src/deploy/operator
 # Where pip needs a private index or authority: --secret id=pip,src=pip.conf --secret id=ca,src=ca.pem

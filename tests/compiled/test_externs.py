@@ -74,16 +74,6 @@ def test_cross_entropy_and_its_gradient(weighted, reduction):
     check(t, inputs, [loss, total, dx], kernels=3)
 
 
-def test_class_out_of_range_complains():
-    t = Tape()
-    x, y = t.input(F32, 4, 5), t.input(I64, 4)
-    t.extern("aten.nll_loss_forward.default", x, y, None, 1, -100, results=[(F32, ()), (F32, ())])
-    program, slots = t.program()
-    memory = {slots[x.slot]: np.zeros(80, np.uint8), slots[y.slot]: np.array([0, 1, 5, 2]).view(np.uint8)}
-    with pytest.raises(IndexError, match="instruction 2"):
-        LocalRun(compile_program(program, checks=True)).run(memory)
-
-
 @pytest.mark.parametrize("reduction", [0, 1, 2], ids=["none", "mean", "sum"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=lambda d: d.label)
 def test_squared_error_and_its_gradient(reduction, dtype):
@@ -162,15 +152,6 @@ def test_batch_norm_by_its_running_statistics(sizes):
     results = [(F32, sizes), (F32, (0,)), (F32, (0,))]
     out, *_ = t.extern("aten.native_batch_norm.default", x, *names, False, 0.1, 1e-5, results=results)
     check(t, [(x, rand(*sizes)), *inputs], [t.op("relu", out), names[2]], kernels=1)
-
-
-def test_batch_norm_whose_form_hides_what_it_writes_stays_the_librarys():
-    t = Tape()
-    x = t.input(F32, 6, 40)
-    names, _ = statistics(t, 40)
-    results = [(F32, (6, 40)), (F32, (40,)), (F32, (40,))]
-    t.extern("aten.native_batch_norm.default", x, *names, True, 0.1, 1e-5, results=results)
-    assert not compile_program(t.program()[0]).kernels
 
 
 @pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
@@ -260,20 +241,6 @@ def test_place_of_an_extreme_is_that_of_the_first_and_of_not_a_number(sizes, opc
     check(t, [(a, torch.full(sizes, float("-inf" if opcode == "argmax" else "inf")))], places)
 
 
-def test_index_out_of_range_complains_and_reads_nothing():
-    t = Tape()
-    w, i = t.input(F32, 10, 4), t.input(I64, 3)
-    t.op("relu", t.op("embedding", w, i))
-    program, slots = t.program()
-    plan = compile_program(program, checks=True)
-    assert len([s for s in plan.steps if isinstance(s, KernelStep)]) == 1
-    for bad in (-1, 10, 1 << 62, -(1 << 63)):
-        memory = {slots[w.slot]: rand(10, 4).view(-1).view(torch.uint8).numpy().copy(),
-                  slots[i.slot]: np.array([0, bad, 9]).view(np.uint8)}  # fmt: skip
-        with pytest.raises(IndexError, match="instruction 1, embedding"):
-            LocalRun(plan).run(memory)
-
-
 @pytest.mark.parametrize("padding", [-1, 2])
 @pytest.mark.parametrize(("tokens", "width"), [((7, 40), 300), ((64,), 1), ((1, 3), 37)], ids=str)
 def test_gradient_of_an_embedding_is_summed_by_index(padding, tokens, width):
@@ -304,23 +271,8 @@ def test_sums_by_index_are_a_kernel_of_their_own():
     check(t, [(grad, rand(64, 32)), (index, classes(64, 64))], [g, y], kernels=3)
 
 
-def test_divisor_of_zero_complains():
+def test_remainders_have_the_sign_of_the_divisor():
     t = Tape()
     a, b = t.input(I64, 5), t.input(I64, 5)
     y = t.op("remainder", a, b)
     check(t, [(a, torch.tensor([7, -7, 7, -7, -(1 << 63)])), (b, torch.tensor([3, 3, -3, -3, -1]))], [y])
-    program, slots = t.program()
-    memory = {slots[a.slot]: np.arange(5).view(np.uint8), slots[b.slot]: np.array([1, 0, 1, 1, 1]).view(np.uint8)}
-    with pytest.raises(ZeroDivisionError, match="remainder"):
-        LocalRun(compile_program(program, checks=True)).run(memory)
-
-
-def test_without_checks_what_may_complain_is_the_librarys():
-    t = Tape()
-    w, i = t.input(F32, 10, 4), t.input(I64, 3)
-    t.op("embedding", w, i)
-    t.op("remainder", i, i)
-    t.op("remainder", i, 3)
-    program, _ = t.program()
-    assert [type(s) for s in compile_program(program, params=t.params).steps if hasattr(s, "lines") or hasattr(s, "why")] == [
-        LibraryStep, LibraryStep, KernelStep]  # fmt: skip

@@ -124,7 +124,7 @@ pip install "${source[@]}" -r "$root/requirements/gpu.txt" ||
     fail "dependencies could not be installed${wheels:+ from $wheels (collected for another Python? make gpu-wheels GPU_PYTHON=3.11)}"
 cd "$root"
 pip install --no-index --no-deps --no-build-isolation --no-cache-dir \
-    ./libs/wis ./libs/bus ./libs/dispatch ./libs/testkit ./services/intercept ./services/router ./services/executor ./services/compiler ./deploy/local ||
+    ./libs/wis ./libs/bus ./libs/dispatch ./libs/testkit ./libs/cuda-c ./libs/triton ./services/intercept ./services/router ./services/executor ./services/compiler ./deploy/local ||
     fail "Wooly's own packages could not be installed from $root"
 
 # -- the check ------------------------------------------------------------------------------------------------------------

@@ -154,8 +154,8 @@ __global__ void many(float4* v, float* out, double d, bool yes, long long wide) 
 
 def every_function(vendors=True):
     """A kernel that calls everything which the reference page names; functions that are the vendor's library's only if asked."""
-    from wooly_compiler.cudac import builtins
-    from wooly_wis.cudac.words import VECTOR_TYPES
+    from wooly_cuda_c.printing import builtins
+    from wooly_cuda_c.syntax.words import VECTOR_TYPES
 
     lines = []
     for name, n in builtins.MATH.items() if vendors else ():

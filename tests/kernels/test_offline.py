@@ -4,7 +4,6 @@ Nobody runs it here. That the checks leave a kernel's results alone, and keep it
 CPU, which runs the text that goes to the GPU.
 """
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed: pip inst
 import torch  # noqa: E402
 from wooly.device import current  # noqa: E402
 from wooly.kernels.launch import ForeignKernel, Pointer  # noqa: E402
-from wooly_compiler.build.toolchains import missing  # noqa: E402
 from wooly_compiler.build.worker import Limits, WorkerProcess  # noqa: E402
-from wooly_compiler.errors import BuildError, ForeignError  # noqa: E402
-from wooly_compiler.foreign.ttir import chips  # noqa: E402
-from wooly_compiler.foreign.ttir.guard import claims_of, guard  # noqa: E402
 from wooly_wis.dtypes import DType  # noqa: E402
-from wooly_wis.foreign import UNCHECKED, Source, decode_code  # noqa: E402
+from wooly_wis.foreign import Source, decode_code  # noqa: E402
 
-from tests.kernels import cuda_kernels  # noqa: E402
+from libs.triton.tests.texts import guarded, request, signature  # noqa: E402
 from tests.kernels import triton_kernels as kernels  # noqa: E402
 
 TARGETS = ("cuda:sm_90", "hip:gfx942")
@@ -56,21 +51,6 @@ def captured(name):
     return compiled.asm["ttir"].decode()
 
 
-def signature(text):
-    """Entry of a text, and kinds of its arguments."""
-    entry, head = re.search(r"tt\.func public @(\w+)\(([^\n]*)\) attributes", text).groups()
-    kinds = re.findall(r"%[\w.]+: (?:!tt\.ptr<(\w+)>|(\w+))", head)
-    return entry, tuple([f"*{p}" if p else s for p, s in kinds])
-
-
-def request(text, target, language="ttir", entry="", args=(), block=(1, 1, 1), **options):
-    if language == "ttir":
-        entry, args = signature(text)
-        options = {"num_stages": 3, "num_warps": 4} | options
-    made = {"language": language, "text": text, "entry": entry, "args": args, "block": block, "target": target}
-    return made | {"what": "foreign", "options": sorted(options.items()), "name": "n"}
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory):
     found = WorkerProcess(Limits(seconds=200), "wooly_compiler.worker", (str(tmp_path_factory.mktemp("worker")),))
@@ -102,156 +82,6 @@ def test_triton_kernels_build_with_their_checks(gpu, build, name, target):
         )
         assert "status" in image.passed and any(p.startswith("length ") for p in image.passed)
         assert not image.scratch and (image.shared or name in ("add", "dropout", "softmax", "layer norm"))
-
-
-C_CASES = [
-    (cuda_kernels.HISTOGRAM, "histogram", ("*u8", "*u8", "i64"), (96, 1, 1), {}),
-    (cuda_kernels.REDUCE, "reduce", ("*u8", "*u8", "i64"), (128, 1, 1), {"shared": 512}),
-]
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("case", C_CASES, ids=[c[1] for c in C_CASES])
-def test_cuda_c_builds_with_its_checks(build, case, target):
-    why = missing(target.partition(":")[0])
-    if why:
-        pytest.skip(why)
-    text, entry, args, block, options = case
-    (image,) = build(request(text, target, "cuda-c", entry, args, block, **options)).images
-    assert image.passed == ("status", "address 0", "length 0 1", "address 1", "length 1 1", "value 2")
-    assert (image.threads, image.claims) == (0, (1, 1, 1)) and len(image.code) > 1000
-
-
-def test_ptx_is_assembled_for_nvidias_chips_alone(build):
-    text = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k(.param .u64 p, .param .s64 n) { ret; }\n"
-    (image,) = build(request(text, "cuda:sm_90", "ptx", "k", ("*u8", "i64"), (64, 1, 1), shared=256)).images
-    assert (image.passed, image.threads, image.shared) == (("address 0", "value 1"), 0, 256) and image.code[
-        :4
-    ] == b"\x7fELF"
-    with pytest.raises(BuildError, match="ptx is code for NVIDIA's chips; this device is gfx942"):
-        build(request(text, "hip:gfx942", "ptx", "k", ("*u8", "i64")))
-    with pytest.raises(BuildError, match="ptxas refuses the text"):
-        build(request(text.replace("ret;", "rot;"), "cuda:sm_90", "ptx", "k", ("*u8", "i64")))
-
-
-# -- texts ---------------------------------------------------------------------------------------------------------------
-
-KERNEL = """module {
-  tt.func public @k(%x: !tt.ptr<f32> {tt.divisibility = 16 : i32}, %n: i32) attributes {noinline = false} {
-BODY
-    tt.return
-  }
-}
-"""
-ASSEMBLY = '"%s" {constraints = "=r,r", packed_element = 1 : i32, pure = false}'
-WIDE = "    %r = tt.make_range {end = 64 : i32, start = 0 : i32} : tensor<64xi32>\n"
-
-
-def build_body(build, body, **options):
-    return build(request(KERNEL.replace("BODY", body), "cuda:sm_90", **options))
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (
-            f"    %a = tt.elementwise_inline_asm {ASSEMBLY % 'trap;'} %n : i32 -> i32",
-            "tt.elementwise_inline_asm .* cannot be checked on a GPU .*assembly",
-        ),
-        (
-            '    %a = tt.extern_elementwise %n {libname = "", libpath = "/lib/x.bc", pure = false, symbol = "vprintf"} : '
-            "(i32) -> i32\n"
-            "    %c = arith.sitofp %a : i32 to f32\n    tt.store %x, %c : !tt.ptr<f32>",
-            "extern_elementwise is not written as it should be",
-        ),
-        ("    %a = tt.nothing %n : i32", "cannot read the text"),
-        ("    llvm.intr.assume %n : i32", "cannot read the text"),
-    ],
-)
-def test_text_that_cannot_be_checked_is_refused(build, body, says):
-    with pytest.raises(BuildError, match=says):
-        build_body(build, body)
-
-
-def test_text_without_checks_is_built_where_its_launch_says_so(build):
-    body = f"    %a = tt.elementwise_inline_asm {ASSEMBLY % 'mov.u32 $0, $1;'} %n : i32 -> i32\n"
-    body += "    %c = arith.sitofp %a : i32 to f32\n    tt.store %x, %c : !tt.ptr<f32>"
-    (image,) = build_body(build, body, **{UNCHECKED: True}).images
-    assert image.passed[:2] == ("address 0", "value 1") and "status" not in image.passed
-    assert image.claims == (16, 1)
-
-
-def guarded(text, claims=None):
-    chip = chips.chip("cuda:sm_90")
-    compiler = chips.Compiler(chip, {"num_warps": 4})
-    plain = compiler.plain(text)
-    entry, args = signature(plain)
-    made = guard(plain, entry, args, claims or (1,) * len(args), 128)
-    compiler.read(made.text)
-    return made
-
-
-def test_every_access_has_a_guard_and_no_claim_stays():
-    body = WIDE + (
-        "    %m = arith.muli %n, %n {tt.divisibility = dense<16> : tensor<1xi32>} : i32\n"
-        "    %s = tt.splat %m : i32 -> tensor<64xi32>\n    %i = arith.addi %s, %r overflow<nsw> : tensor<64xi32>\n"
-        "    %q = arith.divsi %i, %s : tensor<64xi32>\n"
-        "    %p = tt.splat %x : !tt.ptr<f32> -> tensor<64x!tt.ptr<f32>>\n"
-        "    %a = tt.addptr %p, %q : tensor<64x!tt.ptr<f32>>, tensor<64xi32>\n"
-        "    %v = tt.load %a : tensor<64x!tt.ptr<f32>>\n    tt.store %a, %v : tensor<64x!tt.ptr<f32>>"
-    )
-    made = guarded(KERNEL.replace("BODY", body))
-    assert "nsw" not in made.text and "divisibility = 16" in made.text.splitlines()[1]  # the status words' own
-    assert made.text.count("divisibility") == 1
-    assert made.text.count("arith.cmpi ult") == 2 and made.extra == ((0, 4),) and made.writes == (True, False)
-    assert re.search(r"arith\.select %w\d+, %w\d+, %\w+ : tensor<64xi1>, tensor<64xi32>\n[^\n]*arith\.divsi", made.text)
-    assert [p.split(" ")[0] for p in made.places] == ["tt.load", "tt.store"]
-
-
-def test_claims_of_arguments_are_powers_of_two():
-    head = (
-        "tt.func public @k(%x: !tt.ptr<f32> {tt.divisibility = 48 : i32}, %n: i32, "
-        "%m: i32 {tt.divisibility = 0 : i32}) attributes"
-    )
-    assert claims_of(head, 3) == (16, 1, 1)
-    assert claims_of(head, 2) == (1, 1)
-
-
-def test_pointers_of_other_origin_are_held_against_where_buffers_are():
-    body = (
-        "    %a = tt.ptr_to_int %x : !tt.ptr<f32> -> i64\n    %w = arith.extsi %n : i32 to i64\n"
-        "    %b = arith.addi %a, %w : i64\n    %p = tt.int_to_ptr %b : i64 -> !tt.ptr<f32>\n"
-        "    %v = tt.load %p : !tt.ptr<f32>\n    tt.store %x, %v : !tt.ptr<f32>"
-    )
-    made = guarded(KERNEL.replace("BODY", body))
-    assert made.extra == ((0, 1), (0, 4))
-    assert "arith.cmpi eq" in made.text  # whole elements, too
-
-
-def test_loops_can_be_ended():
-    body = """    %zero = arith.constant 0.0 : f32
-    scf.while : () -> () {
-      %v = tt.load %x {isVolatile = true} : !tt.ptr<f32>
-      %c = arith.cmpf oeq, %v, %zero : f32
-      scf.condition(%c)
-    } do {
-      %c0 = arith.constant 0 : i32
-      %c1 = arith.constant 1 : i32
-      scf.for %i = %c0 to %n step %c1  : i32 {
-        tt.store %x, %zero : !tt.ptr<f32>
-      }
-      scf.yield
-    }"""
-    made = guarded(KERNEL.replace("BODY", body))
-    assert made.text.count("tt.atomic_rmw or, relaxed, gpu, %ws") == 2
-    condition = re.search(r"(%w\d+) = arith\.andi %\w+, %w\d+ : i1\n\s*scf\.condition\(\1\)", made.text)
-    assert condition and re.search(r"scf\.for %\w+ = %\w+ to %w\d+ step", made.text)
-
-
-def test_a_text_of_several_functions_is_refused():
-    two = KERNEL.replace("BODY", "").replace("module {\n", "module {\n  tt.func private @f() {\n    tt.return\n  }\n")
-    with pytest.raises(ForeignError, match="not that of k alone"):
-        guard(two, "k", ("*f32", "i32"), (1, 1), 128)
 
 
 # -- the same texts, run here ------------------------------------------------------------------------------------------

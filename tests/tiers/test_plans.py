@@ -10,7 +10,7 @@ from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import RuleError
 from wooly_wis.plan import KernelStep
-from wooly_wis.program import Instruction, ParamKind, Program
+from wooly_wis.program import Instruction, Program
 
 F32, BF16, I64, I32, BOOL = DType.F32, DType.BF16, DType.I64, DType.I32, DType.BOOL
 #: Large enough that a kernel in place of two calls is a gain.
@@ -297,16 +297,6 @@ def test_results_are_counted_by_who_makes_them(compiled):
     prepared, plan = compiled.plan(program, tape.params, "exact")
     by_kernels = sum(len(s.lines) for s in plan.steps if isinstance(s, KernelStep))
     assert (prepared.by_kernel, prepared.by_library) == (by_kernels, 12 - by_kernels) and by_kernels >= 8
-
-
-@pytest.mark.parametrize("kind", [ParamKind.I64, ParamKind.F64])
-def test_plan_is_for_the_exponents_of_its_key(compiled, kind):
-    t = Tape()
-    x = t.input(F32, ROWS, COLUMNS)
-    t.op("mul", t.op("pow", x, 2 if kind is ParamKind.I64 else 2.0), x)
-    program, _ = t.program()
-    square, cube = (compiled.artifact(program, [v, *t.params[1:]], "exact")[1] for v in t.params[:1] + [3])
-    assert square.decided != cube.decided and square.name("c") != cube.name("c")
 
 
 def test_index_out_of_range_fails_as_in_the_library(compiled):

@@ -331,3 +331,13 @@ def test_plan_takes_no_more_memory_at_a_time_than_its_program():
     at_once = (AllocStep(a, 4 * N, True), AllocStep(b, 4 * N, True), *run, FreeStep(a), FreeStep(b))
     with pytest.raises(PlanError, match="512 bytes at a time, the program 256"):
         verify(Plan(program, facts, at_once, {}, frozenset()))
+
+
+@pytest.mark.parametrize("exponent", [2, 2.0])
+def test_key_is_of_the_exponents_that_the_program_is_run_with(exponent):
+    t = Tape()
+    x = t.input(DType.F32, 16, 8209)
+    t.op("mul", t.op("pow", x, exponent), x)
+    program, _ = t.program()
+    square, cube = (key_of(program, TARGET, "exact", [v, *t.params[1:]]) for v in (*t.params[:1], 3))
+    assert square.decided != cube.decided and square.name("c") != cube.name("c")

@@ -250,6 +250,26 @@ async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wa
     assert actor._kernel_workers is not actor._workers
 
 
+async def test_a_kernel_in_a_language_that_is_not_installed_is_refused_for_now(nats, tmp_path, monkeypatch):
+    hidden = (
+        tmp_path / "first" / "wooly_cuda_c-0.dist-info"
+    )  # found before the distribution that is installed, and offers nothing
+    hidden.mkdir(parents=True)
+    (hidden / "METADATA").write_text("Metadata-Version: 2.1\nName: wooly-cuda-c\nVersion: 0\n")
+    monkeypatch.setenv("PYTHONPATH", str(hidden.parent))
+    message, _ = kernel_request()
+    async with service(nats, tmp_path / "compiler", patience_s=50) as actor, client(nats) as app:
+        with pytest.raises(
+            RefusedError, match=r"kernels in cuda-c need wooly-cuda-c, .* pip install wooly-cuda-c"
+        ) as caught:
+            await ask_for_kernel(app, message)
+        assert caught.value.retryable
+        monkeypatch.delenv("PYTHONPATH")  # it is installed, and the worker starts anew
+        actor._kernel_workers._queue[0].close()
+        actor._kernel_workers._queue[1].close()
+        assert (await ask_for_kernel(app, message)).state == "ready"
+
+
 @beside
 async def test_every_pass_is_explained(shared):
     _, app = shared

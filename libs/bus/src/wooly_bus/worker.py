@@ -82,7 +82,9 @@ class WorkerProcess:
             answer = json.loads(self._read(process, None, deadline))
             self.steps = [(str(n), int(b), int(e)) for n, b, e in answer.get("steps", ())]
             if "error" in answer:
-                raise self.error(answer["error"])
+                error = self.error(answer["error"])
+                error.retryable = bool(answer["retryable"])
+                raise error
             return self._read(process, answer["nbytes"], deadline)
         except (EOFError, BrokenPipeError):
             code = process.wait()
@@ -174,9 +176,9 @@ def serve(
             found = answer_to(request)
             answer: dict[str, Any] = {"nbytes": len(found)}
         except WisError as e:
-            answer = {"error": str(e)}
+            answer = {"error": str(e), "retryable": e.retryable}
         except MemoryError:
-            answer = {"error": f"the compiler wanted more than {memory} bytes"}
+            answer = {"error": f"the compiler wanted more than {memory} bytes", "retryable": False}
         if noted:
             answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + found)

@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from wooly_wis import languages
 from wooly_wis.codec import DIGEST_SIZE, decode_form, digest, encode_form, encode_program
 from wooly_wis.errors import ArtifactError, WisError
 from wooly_wis.kernel import text as kernel_text
@@ -421,9 +422,9 @@ def family(target: str) -> str:
 
 
 def compiler_version(compiler: Path) -> str:
-    """Twelve hex digits over the sources of a compiler, which lie there, and of what it speaks."""
+    """Twelve hex digits over the sources of a compiler, which lie there, of the languages beside it, and of what it speaks."""
     found = hashlib.blake2b(digest_size=6)
-    for root in (compiler, Path(__file__).parent):
+    for root in (compiler, *languages.folders(), Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):
             found.update(f"{root.name}/{path.relative_to(root)}\0".encode())
             found.update(path.read_bytes())

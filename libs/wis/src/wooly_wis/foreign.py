@@ -24,6 +24,8 @@ LANGUAGES: Final = ("ttir", "cuda-c", "ptx")
 OPAQUE: Final = frozenset({"ptx"})
 #: The option of a launch whose text a GPU runs as it is, without checks: likewise.
 UNCHECKED: Final = "unchecked"
+#: The option of a launch that says how many bytes of shared memory a block has besides what the text declares.
+SHARED: Final = "shared"
 MAX_SOURCE_BYTES: Final = 1 << 20
 #: Sources that a session or a module may have, and their bytes.
 MAX_SOURCES: Final = 1024

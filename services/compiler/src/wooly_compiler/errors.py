@@ -23,12 +23,6 @@ class UnitError(CompilerError):
     code = "compiler.unit"
 
 
-class ForeignError(CompilerError):
-    """A kernel in another language cannot be lowered; names what in it."""
-
-    code = "compiler.foreign"
-
-
 class BuildError(CompilerError):
     """A vendor's compiler refused a source, crashed, or took too long."""
 

@@ -132,7 +132,7 @@ class _Writer(KernelBuilder):
     """Writes a function's body."""
 
     def argument(self, dtype: DType) -> Value:
-        return self._value(dtype)
+        return self.new_value(dtype)
 
     def number(self, value: float | int, dtype: DType = F32) -> Value:
         return self.const(dtype, rounded(value, dtype) if dtype is F32 else value)

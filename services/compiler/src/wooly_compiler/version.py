@@ -12,5 +12,5 @@ import wooly_compiler
 
 @functools.cache
 def version() -> str:
-    """Twelve hex digits over the sources of the compiler and of what it speaks."""
+    """Twelve hex digits over the sources of the compiler, of the installed languages of kernels, and of what it speaks."""
     return compiler_version(Path(next(iter(wooly_compiler.__path__))))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
 __all__ = ["cuda_kernel", "disable", "enable", "is_enabled", "ptx_kernel", "session_stats"]
 
 if TYPE_CHECKING:
     from wooly.api import disable, enable, is_enabled, session_stats
     from wooly.kernels.cuda_c import cuda_kernel
     from wooly.kernels.ptx import ptx_kernel
+
+    __version__: str
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +27,10 @@ def __getattr__(name: str) -> Any:
         from wooly.kernels.ptx import ptx_kernel
 
         return ptx_kernel
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("wooly")
     if name in __all__:
         from wooly import api
 

@@ -84,13 +84,14 @@ class KernelBuilder:
         self.name = name
         self.space = tuple(space)
         self._next = 0
-        self.points = tuple([self._value(DType.I64) for _ in space])
+        self.points = tuple([self.new_value(DType.I64) for _ in space])
         self._arrays: list[Array] = []
         self._scalars: list[Scalar] = []
         self._scratch: list[Scratch] = []
         self._open: list[list[Statement]] = [[]]
 
-    def _value(self, dtype: DType) -> Value:
+    def new_value(self, dtype: DType) -> Value:
+        """A value that no statement has defined yet."""
         self._next += 1
         return Value(self._next - 1, dtype)
 
@@ -118,14 +119,14 @@ class KernelBuilder:
 
     def const(self, dtype: DType, value: Number) -> Value:
         """A number, made to fit the type."""
-        out = self._value(dtype)
+        out = self.new_value(dtype)
         fitting: Number = float(value) if dtype in FLOATS else bool(value) if dtype is DType.BOOL else int(value)
         self._emit(Const(out.number, dtype, fitting))
         return out
 
     def param(self, scalar: Scalar) -> Value:
         """The launch's number."""
-        out = self._value(scalar.dtype)
+        out = self.new_value(scalar.dtype)
         self._emit(Param(out.number, scalar.name))
         return out
 
@@ -133,7 +134,7 @@ class KernelBuilder:
         """An operation; its result is of the last argument's type, a truth value for comparisons, or of `dtype`."""
         if dtype is None:
             dtype = DType.BOOL if op in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf") else args[-1].dtype
-        out = self._value(dtype)
+        out = self.new_value(dtype)
         self._emit(Apply(out.number, op, dtype, tuple([a.number for a in args])))
         return out
 
@@ -143,7 +144,7 @@ class KernelBuilder:
 
     def load(self, array: Array | Scratch, index: Value, mask: Value | None = None, *, checked: bool = False) -> Value:
         """An element."""
-        out = self._value(array.dtype)
+        out = self.new_value(array.dtype)
         self._emit(Load(out.number, array.name, index.number, mask.number if mask is not None else None, checked))
         return out
 
@@ -165,7 +166,7 @@ class KernelBuilder:
         checked: bool = False,
     ) -> Value:
         """Combine an element with a value at once."""
-        out = self._value(array.dtype)
+        out = self.new_value(array.dtype)
         at = mask.number if mask is not None else None
         self._emit(Atomic(out.number, kind, array.name, index.number, value.number, at, checked))
         return out
@@ -182,7 +183,7 @@ class KernelBuilder:
     @contextmanager
     def lanes(self, extent: int) -> Iterator[Value]:
         """Independent iterations; gives the index."""
-        index = self._value(DType.I64)
+        index = self.new_value(DType.I64)
         self._open.append([])
         yield index
         body = self._close()
@@ -191,9 +192,9 @@ class KernelBuilder:
     @contextmanager
     def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[Looping]:
         """A sequential loop."""
-        results = tuple([self._value(v.dtype) for v in inits])
-        index = self._value(DType.I64)
-        made = Looping(index, tuple([self._value(v.dtype) for v in inits]), results)
+        results = tuple([self.new_value(v.dtype) for v in inits])
+        index = self.new_value(DType.I64)
+        made = Looping(index, tuple([self.new_value(v.dtype) for v in inits]), results)
         self._open.append([])
         yield made
         body = self._close()
@@ -220,13 +221,13 @@ class KernelBuilder:
         combine: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]],
     ) -> Iterator[Folding]:
         """A fold. `combine` writes how an accumulator takes in what comes to it, and gives what it becomes."""
-        made = Folding(Value(-1, DType.I64), tuple([self._value(v.dtype) for v in inits]))
-        made.index = self._value(DType.I64)
+        made = Folding(Value(-1, DType.I64), tuple([self.new_value(v.dtype) for v in inits]))
+        made.index = self.new_value(DType.I64)
         self._open.append([])
         yield made
         body = self._close()
-        left = tuple([self._value(v.dtype) for v in inits])
-        right = tuple([self._value(v.dtype) for v in inits])
+        left = tuple([self.new_value(v.dtype) for v in inits])
+        right = tuple([self.new_value(v.dtype) for v in inits])
         self._open.append([])
         combined = combine(left, right)
         block = self._close()
@@ -249,7 +250,7 @@ class KernelBuilder:
     @contextmanager
     def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[Choosing]:
         """Both blocks of an `if`: call `otherwise` between them, append to `yields` at the end of each."""
-        made = Choosing(tuple([self._value(d) for d in dtypes]))
+        made = Choosing(tuple([self.new_value(d) for d in dtypes]))
         self._open.append([])
         depth = len(self._open)
         yield made

@@ -12,14 +12,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from wooly_wis import languages
 from wooly_wis.dtypes import BY_LABEL
-from wooly_wis.foreign import ForeignCode, Image, Parameter
+from wooly_wis.foreign import SHARED, ForeignCode, Image, Parameter
+from wooly_wis.languages import ForeignError, Request
 
 from wooly_compiler.build.toolchains import BUILDERS, missing
-from wooly_compiler.cudac.dialects import DIALECTS
-from wooly_compiler.cudac.lower import SHARED, translated
-from wooly_compiler.errors import BuildError, ForeignError
-from wooly_compiler.foreign import Request
+from wooly_compiler.errors import BuildError
 
 #: Compilers of PTX, in the order in which they are looked for.
 _PTXAS: Final = ("ptxas", "ptxas-blackwell")
@@ -37,26 +36,17 @@ def build(language: str, request: Request, target: str) -> ForeignCode:
         ForeignError: it cannot be checked, or is no text of this language.
         BuildError: the vendor's compiler does not take it.
     """
-    if language == "ttir":
-        from wooly_compiler.foreign.ttir import chips
-
-        parameters, places, images = chips.build(request, target)
-        return ForeignCode(request.entry, parameters, places, b"", images)
     toolchain, _, arch = target.partition(":")
     if language == "ptx":
         return _of_ptx(request, toolchain, arch)
-    if language != "cuda-c":
-        raise ForeignError(f"kernels in {language} are not compiled for {target}")
-    why = missing(toolchain)
-    if why:
-        raise BuildError(why)
-    made, parameters = translated(request, DIALECTS[toolchain])
-    passed = ["status"]
-    for k, p in enumerate(parameters):
-        passed += [f"address {k}", f"length {k} 1"] if p.buffer else [f"value {k}"]
-    code = BUILDERS[toolchain](made.text, arch)
-    image = Image(made.entry, tuple(passed), 0, 0, 0, (1,) * len(parameters), code)
-    return ForeignCode(made.entry, parameters, made.places, b"", (image,))
+
+    def vendors(text: str) -> bytes:
+        why = missing(toolchain)
+        if why:
+            raise BuildError(why)
+        return BUILDERS[toolchain](text, arch)
+
+    return languages.compiled(language).for_gpu(request, target, vendors)
 
 
 def _of_ptx(request: Request, toolchain: str, arch: str) -> ForeignCode:

@@ -1,7 +1,7 @@
 """Kernels that scripts write in CUDA C: `wooly.cuda_kernel`, and `torch.cuda._compile_kernel` where "cuda" is live.
 
-The source is parsed here for the kernel's parameters, so that what is no CUDA C fails where it is written. It travels as
-text (ADR 22).
+The source is parsed here for the kernel's parameters, so that what is no CUDA C fails where it is written: by the distribution
+`wooly-cuda-c`, which scripts without such kernels do not need. It travels as text (ADR 22).
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from wooly_wis.cudac.errors import CudaSourceError
-from wooly_wis.cudac.parser import parse, parse_arguments
-from wooly_wis.cudac.tree import Function
+from wooly_wis import languages
 from wooly_wis.dtypes import DType
 from wooly_wis.errors import WisError
 from wooly_wis.foreign import MAX_BLOCK, Source
+from wooly_wis.languages import Passed
 
 from wooly.device import current
 from wooly.kernels.launch import ForeignKernel, Pointer
 
 _NAME = re.compile(r"\s*(?:::)?([A-Za-z_][A-Za-z0-9_]*)\s*(?:<(.*)>)?\s*", re.DOTALL)
 #: Where a pointer points is the kernel's business, so its window is of bytes.
-_READ, _WRITTEN = Pointer(DType.U8, writes=False), Pointer(DType.U8)
+_POINTERS = {Passed.NUMBER: None, Passed.READ: Pointer(DType.U8, writes=False), Passed.WRITTEN: Pointer(DType.U8)}
 _SCALARS = {int: DType.I64, float: DType.F64, bool: DType.BOOL}
 #: Bytes of shared memory from which CUDA wants to be asked first, and those that there are.
 _ASKED_SHARED, _MOST_SHARED = 48 << 10, 96 << 10
@@ -37,7 +36,8 @@ class CudaKernel:
         name: of a ``__global__`` function, with template arguments if it has any (``scale<float, 4>``).
 
     Raises:
-        RuntimeError: the source is not understood, or there is no such kernel in it; the message names the line.
+        RuntimeError: the source is not understood, or has no such kernel (the message names the line); or `wooly-cuda-c` is not
+            installed here.
     """
 
     def __init__(self, source: str, name: str) -> None:
@@ -47,13 +47,8 @@ class CudaKernel:
         self._entry, self._template = found.group(1), (found.group(2) or "").strip()
         try:
             self._source = Source("cuda-c", source)
-            unit = parse(source)
-            kernels = [f for f in unit.functions.get(self._entry, []) if f.kernel]
-            if len(kernels) != 1:
-                have = ", ".join(unit.kernels()) or "none"
-                raise CudaSourceError(f"there is no kernel {self._entry}; there is {have}", 1)
-            given = parse_arguments(self._template, unit) if self._template else []
-            self._pointers = _pointers(kernels[0], len(given))
+            passed = languages.read("cuda-c").parameters(source, self._entry, self._template)
+            self._pointers = tuple([_POINTERS[p] for p in passed])
         except WisError as e:
             raise RuntimeError(f"Kernel compilation failed:\n{e}") from None
         self._known: dict[Any, ForeignKernel] = {}
@@ -139,14 +134,6 @@ class CudaKernel:
         return ForeignKernel(self._source, self._entry, tuple(parameters), three, tuple(options))
 
 
-def _pointers(kernel: Function, given: int) -> tuple[Pointer | None, ...]:
-    """Per parameter, how it points; None for a number."""
-    if given < sum(p.default is None for p in kernel.template):
-        names = ", ".join(p.name for p in kernel.template)
-        raise CudaSourceError(f"{kernel.name} is a template of {names}: name it {kernel.name}<…>", kernel.line)
-    return tuple([(_READ if p.const else _WRITTEN) if p.pointer else None for p in kernel.params])
-
-
 def cuda_kernel(source: str, name: str) -> CudaKernel:
     """A kernel written in CUDA C.
 
@@ -158,7 +145,7 @@ def cuda_kernel(source: str, name: str) -> CudaKernel:
         name: of a ``__global__`` function, with template arguments if it has any (``scale<float, 4>``).
 
     Raises:
-        RuntimeError: the source is not understood; the message names the line.
+        RuntimeError: the source is not understood (the message names the line), or `wooly-cuda-c` is not installed here.
 
     Example:
         add = wooly.cuda_kernel(source, "add")
@@ -178,7 +165,7 @@ def compile_kernel(
 
     Raises:
         NotImplementedError: headers of one's own, or a compiler's options.
-        RuntimeError: the source is not understood.
+        RuntimeError: the source is not understood, or `wooly-cuda-c` is not installed here.
     """
     if cuda_include_dirs or nvcc_options:
         raise NotImplementedError(

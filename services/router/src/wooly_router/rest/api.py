@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -56,7 +57,9 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 def create_api(actor: RouterActor, desk: TaskActor, access: Access, tracing: TraceActor) -> FastAPI:
     """The application."""
-    api = FastAPI(title="Wooly controller", version="0.1.0", responses=_PROBLEMS, docs_url=None, redoc_url=None)
+    api = FastAPI(
+        title="Wooly controller", version=version("wooly-router"), responses=_PROBLEMS, docs_url=None, redoc_url=None
+    )
     api.state.bus, api.state.hub = actor.bus, events.Hub(actor)
     api.state.actor, api.state.desk, api.state.access, api.state.traces = actor, desk, access, tracing
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from wooly import __version__
 from wooly.cli.commands import cluster, credits, doctor, jobs, programs, run, tasks, tenants, weights  # noqa: F401
 from wooly.cli.commands.app import app
 
@@ -17,4 +16,6 @@ def main() -> None:
 @app.command()
 def version() -> None:
     """Print Wooly's version."""
+    from wooly import __version__
+
     print(__version__)

@@ -1,0 +1,130 @@
+"""What is printed for operators, and questions about parts of the tree."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from wooly_cuda_c.printing.types import (
+    Pointer,
+    Scalar,
+    Struct,
+    Type,
+    Vector,
+)
+from wooly_cuda_c.syntax.errors import CudaSourceError
+from wooly_cuda_c.syntax.tree import (
+    ArrayOf,
+    Assign,
+    Call,
+    Declare,
+    Name,
+    Named,
+    Node,
+    ReferenceTo,
+    Unary,
+    Written,
+)
+
+#: Nodes that may be done without asking whether the launch is to end.
+FREE: Final = 20_000
+#: Bytes of a pointer with its bounds.
+POINTER: Final = 24
+#: Turns of a loop that is not asked.
+FREE_TURNS: Final = 1024
+WORDS: Final = {
+    "+": "add",
+    "-": "sub",
+    "*": "mul",
+    "/": "div",
+    "%": "rem",
+    "&": "and",
+    "|": "or",
+    "^": "xor",
+    "<<": "shl",
+    ">>": "shr",
+}
+ASKS: Final = ("==", "!=", "<", ">", "<=", ">=")
+
+
+def held_size(kind: Type) -> int:
+    """Bytes that a value takes where it is printed."""
+    return POINTER if isinstance(kind, Pointer) else kind.size
+
+
+def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) -> str:
+    """Arithmetic with defined results: signed numbers wrap, shifts keep to the width, a quotient by 0 is 0."""
+    if kind.real:
+        return f"({x} {op} {y})"
+    if op in ("/", "%"):
+        if known is not None and known not in (0, -1):
+            return f"({x} {op} {y})"
+        return f"w_{WORDS[op]}_{kind.name}({x}, {y})"
+    unsigned = kind.text.replace("w_i", "w_u")
+    if op in ("<<", ">>"):
+        by = f"((w_u32)({y}) & {kind.size * 8 - 1}u)"
+        if op == "<<" and kind.signed:
+            return f"(({kind.text})(({unsigned})({x}) << {by}))"
+        return f"({x} {op} {by})"
+    if op in ("&", "|", "^") or not kind.signed:
+        return f"({x} {op} {y})"
+    return f"(({kind.text})(({unsigned})({x}) {op} ({unsigned})({y})))"
+
+
+def acts(node: object) -> bool:
+    """Whether an expression does more than give a value."""
+    if isinstance(node, Assign | Call) or (isinstance(node, Unary) and node.op in ("++", "--", "p++", "p--")):
+        return True
+    if isinstance(node, Node):
+        return any(acts(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+    if isinstance(node, list | tuple):
+        return any(acts(x) for x in node)
+    return False
+
+
+def joined_root(a: str, b: str) -> str:
+    """What a pointer goes back to that is one or the other."""
+    if not a or a == b:
+        return b
+    return a if not b else "one of several arrays"
+
+
+def is_readonly(written: Written) -> bool:
+    """Whether an array is const."""
+    while isinstance(written, ArrayOf):
+        written = written.of
+    return isinstance(written, Named) and written.const
+
+
+def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
+    """Offset, type and printed name of a field."""
+    if isinstance(kind, Vector):
+        if name in "xyzw"[: kind.n] and len(name) == 1:
+            k = "xyzw".index(name)
+            return k * kind.of.size, kind.of, name
+    elif isinstance(kind, Struct):
+        for field, field_kind, offset in kind.fields:
+            if field == name:
+                return offset, field_kind, f"f_{name}"
+    raise CudaSourceError(f"{kind} has no {name}", line)
+
+
+def changes(node: object, name: str) -> bool:
+    """Whether a loop's variable may be changed in its body: assigned to, or handed on by its name."""
+    if isinstance(node, Assign) and isinstance(node.to, Name) and node.to.name == name:
+        return True
+    if (
+        isinstance(node, Unary)
+        and node.op in ("++", "--", "p++", "p--", "&")
+        and isinstance(node.on, Name)
+        and node.on.name == name
+    ):
+        return True
+    if isinstance(node, Call) and any(isinstance(a, Name) and a.name == name for a in node.args):
+        return True
+    if isinstance(node, Declare) and isinstance(node.type, ReferenceTo):
+        return True
+    if isinstance(node, Node):
+        return any(changes(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+    if isinstance(node, list | tuple):
+        return any(changes(x, name) for x in node)
+    return False

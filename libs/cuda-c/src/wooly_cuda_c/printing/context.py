@@ -1,0 +1,304 @@
+"""What printing a function has to go by: its text so far, where in it we are, and what is known of its values.
+
+The printers of statements, declarations and expressions derive from `FunctionContext`; what each asks of the others is declared
+here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from wooly_cuda_c.printing.arithmetic import held_size
+from wooly_cuda_c.printing.scope import Bound
+from wooly_cuda_c.printing.types import VOID, Scalar, Type
+from wooly_cuda_c.printing.values import Facts, Value, Variable
+from wooly_cuda_c.syntax.errors import CudaSourceError
+from wooly_cuda_c.syntax.tree import (
+    Braces,
+    Declare,
+    Function,
+    Loop,
+    Named,
+    Node,
+    PointerTo,
+    ReferenceTo,
+    Switch,
+)
+
+if TYPE_CHECKING:
+    from wooly_cuda_c.printing.translate import Instance, Translation
+
+
+class FunctionContext(ABC):
+    """One function that is being printed for given arguments.
+
+    Args:
+        whole: the translation it is part of.
+        instance: which function, with which types.
+        facts: what is known of it already; more is added.
+    """
+
+    def __init__(self, whole: Translation, instance: Instance, facts: Facts) -> None:
+        self.whole = whole
+        self.types = whole.types
+        self.helpers = whole.helpers
+        self.dialect = whole.dialect
+        self._instance = instance
+        self._function: Function = instance.function
+        self._facts = facts
+        self.bound = Bound(dict(instance.bound.types), dict(instance.bound.numbers))
+        self._scopes: list[dict[str, Variable]] = []
+        self._lines: list[str] = []
+        self._indent = 1
+        self._names = 0
+        #: lines of conditions on which threads differ, innermost last; whether it is an `if`
+        self._control: list[tuple[int, bool]] = []
+        #: array of who takes part, and the first that does
+        self._mask = "w_active" if instance.masked else ""
+        self._first = "w_first" if instance.masked else "0u"
+        #: line of a return that only some threads took
+        self._left = 0
+        self._loops: list[Loop | Switch] = []
+        self.weight = 0
+        self.free = 0
+        self.private = 0
+        self.barriers = 0
+        self.blocks = 0
+        #: bytes of a block's memory for what lasts over barriers
+        self.lasting = 0
+        #: what is wrong if nothing more is learned
+        self.complaint: CudaSourceError | None = None
+        #: printed for the whole block
+        self._group = self.dialect.flat and id(self._function) in facts.barriers
+        self._hoisted: list[str] = []
+        #: statements around this one
+        self._around: list[Node] = []
+        #: how many of them are one thread's
+        self._nest = 0
+        self._region = False
+        self._jumps = 0
+        self._label = ""
+        self._continues: dict[int, str] = {}
+        #: inside of what is not done by every thread that does the statement
+        self._maybe = 0
+
+    # -- what printers ask of each other -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def value(self, node: Node) -> Value:
+        """An expression's value, read."""
+
+    @abstractmethod
+    def expression(self, node: Node) -> Value:
+        """An expression."""
+
+    @abstractmethod
+    def converted(self, value: Value, kind: Type, line: int) -> Value:
+        """A value as one of another type."""
+
+    @abstractmethod
+    def as_truth(self, value: Value, line: int) -> Value:
+        """A value as a condition."""
+
+    @abstractmethod
+    def loaded(self, value: Value, line: int) -> Value:
+        """What a place holds."""
+
+    @abstractmethod
+    def memory(self, value: Value, line: int) -> Value:
+        """A value that lies in memory."""
+
+    @abstractmethod
+    def built(self, kind: Type, parts: Sequence[str]) -> str:
+        """The text of a value that is made of parts."""
+
+    @abstractmethod
+    def operate(self, op: str, a: Value, b: Value, line: int) -> Value:
+        """A binary operation."""
+
+    @abstractmethod
+    def _truth(self, node: Node) -> Value: ...
+
+    @abstractmethod
+    def _number(self, value: Value, kind: Scalar) -> Value: ...
+
+    @abstractmethod
+    def _built(self, kind: Type, braces: Braces, line: int) -> Value: ...
+
+    @abstractmethod
+    def _at(self, pointer: Value, index: Value | None, line: int) -> Value: ...
+
+    @abstractmethod
+    def _update(self, to: Value, op: str, value: Value, line: int, before: bool) -> Value: ...
+
+    @abstractmethod
+    def _variable(self, node: Declare) -> None: ...
+
+    @abstractmethod
+    def _zero(self, kind: Type) -> str: ...
+
+    @abstractmethod
+    def _effect(self, node: Node) -> str: ...
+
+    # -- the text, and where in it we are ------------------------------------------------------------------------------
+
+    @property
+    def grouped(self) -> bool:
+        """Whether it is printed for the whole block."""
+        return self._group
+
+    def result_type(self) -> Type:
+        written = self._function.result
+        if isinstance(written, Named) and written.name == "auto":
+            return self._facts.result or VOID
+        if isinstance(written, PointerTo):
+            return self._facts.result or self.types.of(written, self.bound, self._function.line)
+        if isinstance(written, ReferenceTo):
+            raise CudaSourceError("functions that give references are not understood", self._function.line)
+        return self.types.of(written, self.bound, self._function.line)
+
+    def _fresh(self, name: str) -> str:
+        self._names += 1
+        return f"v_{name.replace('$', '_')}_{self._names}"
+
+    def _declare(self, name: str, variable: Variable, line: int) -> None:
+        if name in self._scopes[-1]:
+            raise CudaSourceError(f"{name} is declared twice", line)
+        self._scopes[-1][name] = variable
+
+    def _say(self, text: str) -> None:
+        """A line of what every thread does."""
+        if self._group and self._nest == 0 and not self._region:
+            self._region = True
+            self._jumps += 1
+            self._label = f"w_next_{self._jumps}"
+            self.line(f"for (w_t = 0u; w_t < {self.whole.threads}u; w_t++) {{")
+            if self._left:
+                self.line("  if (w_left[w_t]) continue;")
+            if self._mask:
+                self.line(f"  if (!{self._mask}[w_t]) continue;")
+        self.line(("  " if self._region else "") + text)
+
+    def line(self, text: str) -> None:
+        """A line of what the block does."""
+        self._lines.append("  " * self._indent + text)
+
+    def boundary(self) -> None:
+        """Every thread has got here. Conditions that follow are asked of the first thread."""
+        if self._region and self._nest == 0:
+            self._region = False
+            self.line(f"  {self._label}: ;")
+            self.line("}")
+            self.line(f"w_t = {self._first};")
+
+    def _kept(self, kind: str, size: int, name: str, n: int = 1) -> str:
+        """A place per thread for `n` objects, for the whole function: in the block's memory, as threads take turns."""
+        at, word = self.lasting, self.dialect.spaces["l"]
+        self.lasting += -(-size * n * self.whole.threads // 16) * 16
+        self._hoisted.append(f"  {word} {kind} *{name} = ({word} {kind} *)(w_shared + W_{self._instance.name} + {at});")
+        return f"{name}[w_t]"
+
+    def kept(self, kind: str, text: str, size: int) -> str:
+        """A value of every thread, put where it lasts; the array's name."""
+        name = self._fresh("kept")
+        self._say(f"{self._kept(kind, size, name)} = {text};")
+        return name
+
+    def votes(self, text: str) -> str:
+        """Answers of all threads: of those that are not here, no."""
+        name = self._fresh("votes")
+        place = self._kept("w_b1", 1, name)
+        if self._mask or self._left:
+            self.boundary()
+            self.line(f"for (w_u32 k = 0u; k < {self.whole.threads}u; k++) {name}[k] = 0;")
+        self._say(f"{place} = {text};")
+        return name
+
+    def room(self, kind: Type) -> str:
+        """An array with a place per thread."""
+        name = self._fresh("room")
+        self._kept(kind.text, held_size(kind), name)
+        return name
+
+    def block_value(self, kind: str, text: str) -> str:
+        """A value of the whole block."""
+        name = self._fresh("block")
+        self._hoisted.append(f"  {kind} {name};")
+        self.line(f"{name} = {text};")
+        return name
+
+    def _count(self, n: int = 1) -> None:
+        self.weight += n
+        self.free += n
+        self.whole.spend(n, self._function.line)
+
+    def _mark(self, variable: Variable | None) -> None:
+        if variable is not None:
+            self._facts.varying.add(variable.key)
+            variable.value.varying = True
+
+    @contextmanager
+    def _under(self, varying: bool, line: int, choice: bool = False) -> Iterator[None]:
+        if varying:
+            self._control.append((line, choice))
+        yield
+        if varying:
+            self._control.pop()
+
+    @contextmanager
+    def _perhaps(self, varying: bool, line: int) -> Iterator[None]:
+        self._maybe += 1
+        with self._under(varying, line):
+            yield
+        self._maybe -= 1
+
+    def all_threads(self, what: str, line: int, warp: bool = False) -> None:
+        """Some threads alone must not come by; those of a warp may, where they were told apart by an `if`."""
+        cause = 0
+        if self._left:
+            cause, why = self._left, "some threads have returned in line {}"
+        elif self._control and not (warp and self.masked):
+            cause, why = self._control[-1][0], "threads of a block may disagree on line {}"
+        elif self._instance.divergent and not (warp and self._instance.masked):
+            cause, why = self._instance.divergent, "some threads alone may come here, by line {}"
+        if cause:
+            raise CudaSourceError(f"{what} must be where all threads of a block come by: {why.format(cause)}", line)
+        if self._maybe and self.dialect.flat:
+            self.complaint = CudaSourceError(f"{what} inside of ?:, && or ||: put it into a statement of its own", line)
+        if self._group and any(isinstance(x, Switch) for x in self._around):
+            self.complaint = CudaSourceError(f"{what} inside of a switch is not understood: use if", line)
+        self.meet(warp)
+
+    @property
+    def masked(self) -> bool:
+        """Whether threads that are not here were all told apart by an `if`."""
+        away = self._left or (self._instance.divergent and not self._instance.masked)
+        return not away and all(choice for _, choice in self._control)
+
+    def meet(self, warp: bool) -> None:
+        """There is a barrier here, or an exchange within warps."""
+        self.barriers += 1
+        self.blocks += not warp
+        self._facts.barriers.update(id(x) for x in self._around)
+        self._facts.barriers.add(id(self._function))
+
+    @property
+    def cause(self) -> int:
+        """The line because of which some threads alone may be here; 0 if there is none."""
+        return self._left or (self._control[-1][0] if self._control else 0) or self._instance.divergent
+
+    @property
+    def active(self) -> str:
+        """Arguments of a function for the whole block that some threads alone call: who they are, and the first."""
+        return f"{self._mask}, {self._first}"
+
+    def at(self, pointer: Value, line: int) -> Value:
+        """The object that a pointer points to."""
+        return self._at(pointer, None, line)
+
+    def select(self, condition: str, a: Value, b: Value, kind: Scalar) -> Value:
+        """One of two values, by a text."""
+        return Value(f"({condition} ? {a.text} : {b.text})", kind, None, "", "", a.varying or b.varying)

@@ -1,0 +1,202 @@
+"""Declarations: variables, arrays, references, shared memory."""
+
+from __future__ import annotations
+
+from wooly_cuda_c.printing.arithmetic import POINTER, held_size, is_readonly
+from wooly_cuda_c.printing.context import FunctionContext
+from wooly_cuda_c.printing.types import (
+    Array,
+    Pointer,
+    Scalar,
+    Struct,
+    Type,
+    Vector,
+    Void,
+)
+from wooly_cuda_c.printing.values import Value, Variable
+from wooly_cuda_c.syntax.errors import CudaSourceError
+from wooly_cuda_c.syntax.tree import (
+    ArrayOf,
+    Braces,
+    Declare,
+    Named,
+    Number,
+    ReferenceTo,
+    Written,
+)
+
+
+class Declarations(FunctionContext):
+    """Part of `FunctionPrinter`."""
+
+    def _variable(self, node: Declare) -> None:
+        if node.shared:
+            self._shared(node)
+            return
+        if node.extern or node.constant:
+            raise CudaSourceError(f"{node.name}: this is not understood inside a function", node.line)
+        written, key = node.type, id(node)
+        if isinstance(written, ReferenceTo):
+            self._reference(node, written)
+            return
+        if isinstance(written, ArrayOf):
+            self._array(node, written)
+            return
+        const = node.constexpr or (isinstance(written, Named) and written.const)
+        kind, value = self._initial(node, written)
+        root = ""
+        if isinstance(kind, Pointer):
+            space = value.type.space if value is not None and isinstance(value.type, Pointer) else "?"
+            if space == "?":
+                space = self._facts.spaces.get(key, "?")
+            kind = Pointer(kind.to, space, kind.const)
+            root = self._facts.roots.get(key, value.root if value is not None else "")
+        name = self._fresh(node.name)
+        lasting = self._group and self._nest == 0
+        space = "l" if lasting else "p"
+        held = Value(f"{name}[w_t]" if lasting else name, kind, None, "var", space, False, root, const)
+        variable = Variable(key, held)
+        held.variable = variable
+        held.varying = key in self._facts.varying
+        if value is not None:
+            value = self.converted(value, kind, node.line)
+            if value.varying or self._control:
+                self._mark(variable)
+            if const and value.const is not None and isinstance(kind, Scalar):
+                held.const = value.const
+                self.bound.numbers[node.name] = (kind, value.const)
+        elif node.constexpr:
+            raise CudaSourceError(f"{node.name}: a constant needs a value", node.line)
+        if held.const is None:
+            self.bound.numbers.pop(node.name, None)
+        self.private += kind.size
+        if lasting:
+            zero = self._zero(kind)
+            start = value.text if value is not None else f"({kind.text}){zero}" if zero[0] == "{" else zero
+            self._say(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
+        else:
+            self._say(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
+        self._declare(node.name, variable, node.line)
+
+    def _initial(self, node: Declare, written: Written) -> tuple[Type, Value | None]:
+        """The type of a variable, and the value that it begins with, not yet of that type."""
+        init = node.init
+        value: Value | None = None
+        if isinstance(written, Named) and written.name == "auto":
+            if init is None or isinstance(init, Braces):
+                raise CudaSourceError(f"{node.name}: auto needs a value", node.line)
+            value = self.value(init)
+            kind = value.type
+        else:
+            kind = self.types.of(written, self.bound, node.line)
+            if isinstance(init, Braces):
+                value = self._built(kind, init, node.line)
+            elif init is not None:
+                value = self.value(init)
+        if isinstance(kind, Void):
+            raise CudaSourceError(f"{node.name} is void", node.line)
+        return kind, value
+
+    def _zero(self, kind: Type) -> str:
+        if isinstance(kind, Pointer):
+            return f"w_null_{'g' if kind.space == '?' else kind.space}()"
+        return "{0}" if isinstance(kind, Vector | Struct | Array) else "0"
+
+    def _reference(self, node: Declare, written: ReferenceTo) -> None:
+        if node.init is None or isinstance(node.init, Braces):
+            raise CudaSourceError(f"{node.name}: a reference needs what it refers to", node.line)
+        to = self.memory(self.expression(node.init), node.line)
+        if not (isinstance(written.to, Named) and written.to.name == "auto"):
+            kind = self.types.of(written.to, self.bound, node.line)
+            if kind != to.type:
+                raise CudaSourceError(f"{node.name} refers to {kind}, and is given {to.type}", node.line)
+        name = self._fresh(node.name)
+        const = isinstance(written.to, Named) and written.to.const
+        if self._group and self._nest == 0:
+            text = self._kept(f"w_{to.space}p", POINTER, name)
+            self._say(f"{text} = {to.text};")
+            name = text
+        else:
+            self._say(f"w_{to.space}p {name} = {to.text};")
+        varying = to.varying or id(node) in self._facts.varying
+        held = Value(name, to.type, None, "mem", to.space, varying, to.root, const or to.readonly, to.variable)
+        self._declare(node.name, Variable(id(node), held, True), node.line)
+
+    def _array(self, node: Declare, written: ArrayOf) -> None:
+        init = node.init
+        if written.count is None and isinstance(init, Braces):
+            written = ArrayOf(written.of, Number(node.line, str(len(init.items)), len(init.items), "i32"))
+        kind = self.types.of(written, self.bound, node.line)
+        assert isinstance(kind, Array)
+        element: Type = kind
+        while isinstance(element, Array):
+            element = element.of
+        name = self._fresh(node.name)
+        self.private += kind.size
+        n = kind.size // element.size
+        items: list[str] = []
+        if isinstance(init, Braces):
+            items = self._flat(init, kind, node.line)
+        elif init is not None:
+            raise CudaSourceError(f"{node.name}: an array begins with {{ }}", node.line)
+        zero = self._zero(element)
+        if self._group and self._nest == 0:
+            self._kept(element.text, element.size, name, n)
+            zero = f"({element.text}){zero}" if zero[0] == "{" else zero
+            self._say(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
+            for k, item in enumerate(items):
+                if item != "0":
+                    self._say(f"{name}[w_t * {n}u + {k}u] = {item};")
+            name = f"({name} + w_t * {n}u)"
+        elif items and any(x != "0" for x in items):
+            self._say(f"{element.text} {name}[{n}] = {{{', '.join(items)}}};")
+        else:
+            self._say(f"{element.text} {name}[{n}] = {{{zero}}};")
+        const = is_readonly(written)
+        space = "l" if self._group and self._nest == 0 else "p"
+        pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){name}, {kind.size})"
+        held = Value(pointer, kind, None, "mem", space, space == "l", f"the array {node.name}", const)
+        variable = Variable(id(node), held)
+        held.variable = variable
+        self._declare(node.name, variable, node.line)
+
+    def _flat(self, braces: Braces, kind: Type, line: int) -> list[str]:
+        """Values of an array's elements, with zeros for those left out."""
+        if not isinstance(kind, Array):
+            if len(braces.items) != 1 or not isinstance(kind, Scalar):
+                return [self._built(kind, braces, line).text]
+            return [self.converted(self.value(braces.items[0]), kind, line).text]
+        element: Type = kind
+        while isinstance(element, Array):
+            element = element.of
+        out: list[str] = []
+        for item in braces.items:
+            if isinstance(item, Braces):
+                out += self._flat(item, kind.of, line)
+            elif isinstance(kind.of, Array):
+                raise CudaSourceError("rows of an array are in braces of their own", line)
+            else:
+                value = self.value(item)
+                out.append(self.converted(value, kind.of, line).text)
+        n = kind.size // element.size
+        if len(out) > n:
+            raise CudaSourceError(f"{len(out)} values for {n} elements", line)
+        if isinstance(element, Scalar):
+            return out + ["0"] * (n - len(out))
+        return out
+
+    def _shared(self, node: Declare) -> None:
+        if not self._function.kernel and node.extern is False:
+            pass  # a device function's shared array is the block's, as in CUDA
+        written = node.type
+        if node.init is not None:
+            raise CudaSourceError(f"{node.name}: shared memory begins with zeros, not with values", node.line)
+        if node.extern:
+            if not (isinstance(written, ArrayOf) and written.count is None):
+                raise CudaSourceError(f"{node.name}: an extern __shared__ array has no size here", node.line)
+            held = self.whole.dynamic_shared(self.types.of(written.of, self.bound, node.line), node.name)
+        else:
+            kind = self.types.of(written, self.bound, node.line)
+            held = self.whole.static_shared((id(node), self._instance.name), kind, node.name, node.line)
+        held.variable = Variable(id(node), held)
+        self._declare(node.name, held.variable, node.line)

@@ -1,0 +1,411 @@
+"""Statements: conditions, loops, returns; the same around barriers, for a whole block."""
+
+from __future__ import annotations
+
+from wooly_cuda_c.printing.arithmetic import FREE, FREE_TURNS, acts, changes, joined_root
+from wooly_cuda_c.printing.context import FunctionContext
+from wooly_cuda_c.printing.scope import literal
+from wooly_cuda_c.printing.types import (
+    Pointer,
+    Scalar,
+    Void,
+    promoted,
+    wrapped,
+)
+from wooly_cuda_c.printing.values import Value
+from wooly_cuda_c.syntax.errors import CudaSourceError
+from wooly_cuda_c.syntax.tree import (
+    Alias,
+    Assign,
+    Binary,
+    Block,
+    Braces,
+    Declare,
+    Express,
+    If,
+    Leave,
+    Loop,
+    Name,
+    Named,
+    Node,
+    PointerTo,
+    Return,
+    Switch,
+    Unary,
+)
+
+
+class Statements(FunctionContext):
+    """Part of `FunctionPrinter`."""
+
+    def _block(self, block: Block) -> None:
+        if block.scope:
+            self._scopes.append({})
+            types, numbers = dict(self.bound.types), dict(self.bound.numbers)
+        for statement in block.body:
+            self._statement(statement)
+        if block.scope:
+            self._scopes.pop()
+            self.bound.types, self.bound.numbers = types, numbers
+
+    def _nested(self, statement: Node) -> None:
+        self._indent += 1
+        self._block(
+            statement if isinstance(statement, Block) and statement.scope else Block(statement.line, [statement])
+        )
+        self._indent -= 1
+
+    def _statement(self, node: Node) -> None:
+        self._count()
+        compound = isinstance(node, If | Loop | Switch) or (isinstance(node, Block) and node.scope)
+        mine = self._group and compound and (self._nest > 0 or id(node) not in self._facts.barriers)
+        if mine:
+            self._say("{")
+            self._nest += 1
+        self._around.append(node)
+        self._statement_of(node)
+        self._around.pop()
+        if mine:
+            self._nest -= 1
+            self._say("}")
+
+    def _statement_of(self, node: Node) -> None:
+        match node:
+            case Block():
+                if node.scope:
+                    self._nested_of("{", node, "}")
+                else:
+                    self._block(node)
+            case Express(value=value):
+                text = "" if value is None else self._effect(value)
+                if text:
+                    self._say(text + ";")
+            case Declare():
+                self._variable(node)
+            case If():
+                self._if(node)
+            case Loop():
+                if self._whole_block(node):
+                    self._loop_of_block(node)
+                else:
+                    self._loop(node)
+            case Return():
+                self._return(node)
+            case Leave():
+                self._leave(node)
+            case Switch():
+                self._switch(node)
+            case Alias():
+                self.bound.types[node.name] = self.types.of(node.type, self.bound, node.line)
+            case _:
+                raise CudaSourceError("this statement is not understood", node.line)
+
+    def _whole_block(self, node: Node) -> bool:
+        """Whether a statement around barriers is the block's."""
+        return self._group and self._nest == 0 and id(node) in self._facts.barriers
+
+    def _nested_of(self, head: str, node: Node, tail: str) -> None:
+        """A statement with what is before and after it."""
+        if self._group and self._nest == 0:
+            self.boundary()
+            self.line(head)
+            self._nested(node)
+            self.boundary()
+            self.line(tail)
+        else:
+            self._say(head)
+            self._nested(node)
+            self._say(tail)
+
+    def _effect(self, node: Node) -> str:
+        """An expression that is done for what it does."""
+        if isinstance(node, Unary) and node.op in ("p++", "p--"):
+            node = Unary(node.line, node.op[1:], node.on)
+        if isinstance(node, Binary) and node.op == ",":
+            return ", ".join(x for x in (self._effect(node.left), self._effect(node.right)) if x)
+        value = self.expression(node)
+        if value.place == "mem" or not value.text:
+            return ""
+        return f"(void)({value.text})"
+
+    def _if(self, node: If) -> None:
+        condition = self._truth(node.condition)
+        if condition.const is not None and node.constexpr:
+            chosen = node.then if condition.const else node.other
+            if chosen is not None:
+                self._nested_of("{", chosen, "}")
+            return
+        head = f"if ({condition.text}) {{"
+        if self._whole_block(node):
+            if condition.varying:
+                self._masked_if(condition, node)
+                return
+            head = f"if ({self._decided(condition, node.condition)}) {{"
+        with self._under(condition.varying, node.line, True):
+            self._nested_of(head, node.then, "}")
+            if node.other is not None:
+                self._nested_of("else {", node.other, "}")
+
+    def _masked_if(self, condition: Value, node: If) -> None:
+        """Some threads go one way and exchange values there."""
+        outer = self._mask, self._first
+        asked = self.kept("w_b1", condition.text, 1)
+        for branch, sign in ((node.then, ""), (node.other, "!")):
+            if branch is None:
+                continue
+            self.boundary()
+            mask, first, threads = self._fresh("mask"), self._fresh("first"), self.whole.threads
+            self._kept("w_b1", 1, mask)
+            self._hoisted.append(f"  w_u32 {first};")
+            self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
+            self._say(f"{mask}[w_t] = {sign}{asked}[w_t];")
+            self.boundary()
+            self.line(f"for ({first} = 0u; {first} < {threads}u && !{mask}[{first}]; {first}++) ;")
+            self.line(f"if ({first} < {threads}u) {{")
+            self._mask, self._first = mask, first
+            self.line(f"  w_t = {first};")
+            with self._under(True, node.line, True):
+                self._nested(branch)
+            self.boundary()
+            self._mask, self._first = outer
+            self.line("}")
+            self.line(f"w_t = {self._first};")
+
+    def _decided(self, condition: Value, node: Node) -> str:
+        """A condition on which all threads agree, as the block's."""
+        if not acts(node):
+            self.boundary()
+            return condition.text
+        name = self.kept("w_b1", condition.text, 1)
+        self.boundary()
+        return f"{name}[{self._first}]"
+
+    def _loop_of_block(self, node: Loop) -> None:
+        """A loop around barriers."""
+        self._scopes.append({})
+        if node.init is not None:
+            self._statement(node.init)
+        self.boundary()
+        self._jumps += 1
+        self._continues[id(node)] = label = f"w_turn_{self._jumps}"
+        before, self.free = self.free, 0
+        self.line("for (;;) {")
+        self._indent += 1
+        self._loops.append(node)
+        known = None if node.condition is None else self._truth(node.condition)
+        divergent = (known is not None and known.varying) or id(node) in self._facts.divergent
+        with self._under(divergent, node.line):
+            if not node.first:
+                self._ask(known, node)
+            self._nested(node.body)
+            self.boundary()
+            self.line(f"{label}: ;")
+            if node.first:
+                self._ask(None if node.condition is None else self._truth(node.condition), node)
+            elif node.step is not None:
+                text = self._effect(node.step)
+                if text:
+                    self._say(text + ";")
+                self.boundary()
+        self._loops.pop()
+        self._indent -= 1
+        self.line("}")
+        self.free += before
+        self._scopes.pop()
+
+    def _ask(self, condition: Value | None, node: Loop) -> None:
+        asked = "w_go(w_status)"
+        if condition is not None and node.condition is not None:
+            asked = f"({self._decided(condition, node.condition)}) && {asked}"
+        self.boundary()
+        self.line(f"if (!({asked})) break;")
+
+    def _loop(self, node: Loop) -> None:
+        self._scopes.append({})
+        self._say("{")
+        self._indent += 1
+        turns = self._turns(node)
+        if node.init is not None:
+            self._statement(node.init)
+        before = self.free
+        self.free = 0
+        text, varying = "1", False
+        # the body's text must not come before the condition's: what is learned of variables is the same in any order
+        condition = None if node.condition is None else self._truth(node.condition)
+        if condition is not None:
+            text, varying = condition.text, condition.varying
+        divergent = varying or id(node) in self._facts.divergent
+        mark = len(self._lines)
+        self._loops.append(node)
+        with self._under(divergent, node.line):
+            if node.first:
+                self._nested(node.body)
+                condition = self._truth(node.condition) if node.condition is not None else None
+                text = condition.text if condition is not None else "1"
+                step = ""
+            else:
+                self._nested(node.body)
+                step = "" if node.step is None else self._effect(node.step)
+        self._loops.pop()
+        body, self._lines = self._lines[mark:], self._lines[:mark]
+        work = max(turns, 1) * max(self.free, 1)
+        if turns and before + work <= FREE:
+            self.free = before + work
+            asked = text
+        else:
+            self.free = before + self.free
+            asked = "w_go(w_status)" if text == "1" else f"({text}) && w_go(w_status)"
+        if node.first:
+            self._say("do {")
+            self._lines += body
+            self._say(f"}} while ({asked});")
+        else:
+            self._say(f"for (; {asked}; {step}) {{")
+            self._lines += body
+            self._say("}")
+        self._indent -= 1
+        self._say("}")
+        self._scopes.pop()
+
+    def _turns(self, node: Loop) -> int:
+        """How often a loop runs at most, where that is plain to see; 0 where it is not."""
+        init, condition, step = node.init, node.condition, node.step
+        if not (isinstance(init, Declare) and init.init is not None and isinstance(condition, Binary)):
+            return 0
+        if not (isinstance(condition.left, Name) and condition.left.name == init.name):
+            return 0
+        by = 0
+        if isinstance(step, Unary) and step.op in ("++", "p++", "--", "p--"):
+            by, on = (1 if "+" in step.op else -1), step.on
+        elif isinstance(step, Assign) and step.op in ("+", "-"):
+            known = self.types.maybe_constant(step.value, self.bound)
+            by, on = (int(known[1]) if known and not known[0].real else 0) * (1 if step.op == "+" else -1), step.to
+        else:
+            return 0
+        first = self.types.maybe_constant(init.init, self.bound)
+        last = self.types.maybe_constant(condition.right, self.bound)
+        if not (isinstance(on, Name) and on.name == init.name and first and last and by):
+            return 0
+        kind = init.type
+        if first[0].real or last[0].real or kind not in (Named("i32"), Named("i64"), Named("u32"), Named("u64")):
+            return 0
+        distance = {
+            "<": last[1] - first[1],
+            "<=": last[1] - first[1] + 1,
+            ">": first[1] - last[1],
+            ">=": first[1] - last[1] + 1,
+        }
+        n = distance.get(condition.op, 0)
+        if (
+            (condition.op in ("<", "<=")) != (by > 0)
+            or n < 0
+            or (isinstance(kind, Named) and kind.name[0] == "u" and by < 0)
+        ):
+            return 0
+        turns = -(-int(n) // abs(by))
+        if turns > FREE_TURNS or max(abs(first[1]), abs(last[1])) > 1 << 30 or changes(node.body, init.name):
+            return 0
+        return max(turns, 1)
+
+    def _leave(self, node: Leave) -> None:
+        loops = [x for x in self._loops if node.how == "break" or isinstance(x, Loop)]
+        if not loops:
+            raise CudaSourceError(f"{node.how} outside of a loop", node.line)
+        if self._control:
+            for loop in reversed(self._loops):
+                self._facts.divergent.add(id(loop))
+                if loop is loops[-1]:
+                    break
+        loop = loops[-1]
+        if self._group and not self._control and id(loop) in self._facts.barriers:
+            # the block leaves, so what is around this is the block's
+            at = self._around.index(loop)
+            self._facts.barriers.update(id(x) for x in self._around[at:])
+            if any(isinstance(x, Switch) for x in self._around[at:]):
+                self.complaint = CudaSourceError(f"{node.how} inside of a switch, around a barrier: use if", node.line)
+            self.boundary()
+            self.line(f"{node.how};" if node.how == "break" else f"goto {self._continues.get(id(loop), 'w_turn')};")
+            return
+        self._say(f"{node.how};")
+
+    def _switch(self, node: Switch) -> None:
+        on = self.value(node.on)
+        if not isinstance(on.type, Scalar) or on.type.real:
+            raise CudaSourceError("switch needs an integer", node.line)
+        kind = promoted(on.type)
+        self._say(f"switch ({self.converted(on, kind, node.line).text}) {{")
+        self._indent += 1
+        self._loops.append(node)
+        self._scopes.append({})
+        with self._under(on.varying or id(node) in self._facts.divergent, node.line):
+            for labels, body in node.cases:
+                for label in labels:
+                    if label is None:
+                        self._say("default:")
+                    else:
+                        known = self.types.typed_constant(label, self.bound)
+                        self._say(f"case {literal(kind, wrapped(known[1], kind))}:")
+                self._say("{")
+                self._nested(Block(node.line, body))
+                self._say("}")
+        self._scopes.pop()
+        self._loops.pop()
+        self._indent -= 1
+        self._say("}")
+
+    def _return(self, node: Return) -> None:
+        kind = self.result_type()
+        if self._control:
+            self._left = self._left or node.line
+            for loop in self._loops:
+                self._facts.divergent.add(id(loop))
+        elif self._group:
+            # the block returns, so what is around this is the block's
+            self._facts.barriers.update(id(x) for x in self._around)
+            if any(isinstance(x, Switch) for x in self._around):
+                self.complaint = CudaSourceError("return inside of a switch, around a barrier: use if", node.line)
+        if node.value is None:
+            if not isinstance(kind, Void):
+                raise CudaSourceError(f"{self._function.name} must give {kind}", node.line)
+            self._leave_function()
+            return
+        if isinstance(node.value, Braces):
+            value = self._built(kind, node.value, node.line)
+        else:
+            value = self.value(node.value)
+        if value.varying or self._control:
+            self._facts.result_varying = True
+        written = self._function.result
+        if isinstance(written, Named) and written.name == "auto" and self._facts.result is None:
+            self._facts.result = value.type
+            kind = value.type
+        if isinstance(written, PointerTo) and isinstance(value.type, Pointer):
+            if isinstance(kind, Pointer) and kind.space != "?" and value.type.space not in ("?", kind.space):
+                raise CudaSourceError("a function that gives pointers into different memories", node.line)
+            if value.type.space != "?":
+                target = self.types.of(written, self.bound, node.line)
+                assert isinstance(target, Pointer)
+                kind = self._facts.result = Pointer(target.to, value.type.space, target.const)
+            self._facts.result_root = joined_root(self._facts.result_root, value.root)
+        if isinstance(kind, Void):
+            if not isinstance(value.type, Void):
+                raise CudaSourceError(f"{self._function.name} gives nothing", node.line)
+            self._say(f"{value.text or '(void)0'};")
+            self._leave_function()
+            return
+        text = self.converted(value, kind, node.line).text
+        if self._group:
+            self._say(f"w_result[w_t] = {text};")
+            self._leave_function()
+        else:
+            self._say(f"return {text};")
+
+    def _leave_function(self) -> None:
+        """One thread has nothing more to do here, or the block."""
+        if not self._group:
+            self._say("return;")
+        elif self._control:
+            self._say(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
+        else:
+            self.boundary()
+            self.line("return;")

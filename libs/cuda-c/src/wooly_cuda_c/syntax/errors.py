@@ -1,0 +1,19 @@
+"""What is wrong with a source."""
+
+from __future__ import annotations
+
+from wooly_wis.errors import WisError
+
+
+class CudaSourceError(WisError):
+    """A source is no CUDA C that is understood here.
+
+    Attributes:
+        line: of the source, counted from 1.
+    """
+
+    code = "cuda_c.source"
+
+    def __init__(self, message: str, line: int) -> None:
+        super().__init__(f"line {line}: {message}")
+        self.line = line

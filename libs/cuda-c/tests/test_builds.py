@@ -1,0 +1,103 @@
+"""The same kernels in the C of GPUs: they build for chips that are not here, with the same checks. Nobody runs them here.
+
+One kernel calls every function that the reference page names.
+"""
+
+import pytest
+from wooly_compiler.build.targets import target
+from wooly_compiler.build.toolchains import missing
+from wooly_compiler.build.worker import BuildWorker, Limits, WorkerProcess
+from wooly_compiler.render.source import Source
+from wooly_cuda_c.printing.dialects import DIALECTS
+from wooly_cuda_c.printing.translate import translate
+from wooly_wis.foreign import decode_code
+
+from tests.kernels import cuda_kernels as kernels
+
+B = "buffer"
+CASES = [
+    (kernels.ADD, "add", (B, B, B, "i64"), (256, 1, 1), ""),
+    (kernels.HISTOGRAM, "histogram", (B, B, "i64"), (96, 1, 1), ""),
+    (kernels.REDUCE, "reduce", (B, B, "i64"), (128, 1, 1), ""),
+    (kernels.WARPS, "row_sums", (B, B, "i64"), (256, 1, 1), ""),
+    (kernels.WARPS, "votes", (B, B, B), (64, 1, 1), ""),
+    (kernels.TEMPLATE, "scale", (B, B, "i64"), (128, 1, 1), "double, 3, true"),
+    (kernels.STENCIL, "stencil", (B, B, "i64", "i64"), (16, 8, 1), ""),
+    (kernels.MATMUL, "matmul", (B, B, B, "i64", "i64", "i64"), (16, 16, 1), ""),
+    (kernels.MANY, "many", (B, B, "f64", "b1", "i64"), (1, 1, 1), ""),
+    (kernels.every_function(), "everything", (B, B, B, B, B, B), (64, 1, 1), ""),
+]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    with BuildWorker(Limits(seconds=100)) as found:
+        yield found
+
+
+#: The chips' compilers take all of them here. PoCL takes every function at once in `make test-all`, in half a minute; the other
+#: kernels `test_cuda_c` has it compile, and runs them.
+SLOW = "opencl:cpu"
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        pytest.param(case, name, id=f"{case[1]}-{name}", marks=pytest.mark.slow if name == SLOW else ())
+        for case in CASES
+        for name in ("opencl:cpu", "cuda:sm_90", "hip:gfx942")
+    ],
+)
+def test_kernel_builds(name, case, worker):
+    where = target(name)
+    why = missing(where.toolchain)
+    if why:
+        pytest.skip(why)
+    text, entry, arguments, block, template = case
+    if where.toolchain == "hip" and entry == "everything":
+        text = kernels.every_function(
+            vendors=False
+        )  # AMD's functions are in a library that is linked where the chip is
+    made = translate(text, entry, arguments, block, template=template, shared=512, dialect=DIALECTS[where.toolchain])
+    source = Source(made.entry, where.dialect.name, made.text, 1, block[0] * block[1] * block[2])
+    assert len(worker.build(source, where)) > 1000
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_function_has_a_translation(dialect):
+    text, entry, arguments, block, _ = CASES[-1]
+    made = translate(text, entry, arguments, block, template="", shared=512, dialect=DIALECTS[dialect])
+    assert made.entry in made.text and len(made.text) > len(text) / 2
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    """Builds as an executor has it done."""
+    arguments = (str(tmp_path_factory.mktemp("worker")),)
+    found = WorkerProcess(Limits(seconds=200), "wooly_compiler.worker", arguments)
+
+    def ask(text, entry, args, block, options, target):
+        asked = {"language": "cuda-c", "text": text, "entry": entry, "args": args, "block": block, "target": target}
+        asked |= {"what": "foreign", "options": sorted(options.items()), "name": "n"}
+        return decode_code(found.ask(asked, target, "kernel"), "n")
+
+    yield ask
+    found.close()
+
+
+C_CASES = [
+    (kernels.HISTOGRAM, "histogram", ("*u8", "*u8", "i64"), (96, 1, 1), {}),
+    (kernels.REDUCE, "reduce", ("*u8", "*u8", "i64"), (128, 1, 1), {"shared": 512}),
+]
+
+
+@pytest.mark.parametrize("target", ("cuda:sm_90", "hip:gfx942"))
+@pytest.mark.parametrize("case", C_CASES, ids=[c[1] for c in C_CASES])
+def test_kernel_is_built_with_its_checks_by_the_compilers_worker(code, case, target):
+    why = missing(target.partition(":")[0])
+    if why:
+        pytest.skip(why)
+    text, entry, args, block, options = case
+    (image,) = code(text, entry, args, block, options, target).images
+    assert image.passed == ("status", "address 0", "length 0 1", "address 1", "length 1 1", "value 2")
+    assert (image.threads, image.claims) == (0, (1, 1, 1)) and len(image.code) > 1000

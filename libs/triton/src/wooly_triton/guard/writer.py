@@ -1,0 +1,123 @@
+"""A function that is gone through line by line, and the operations that are put before its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from wooly_triton.ops import is_float
+from wooly_triton.text import Function, Op, Type
+
+NAME: Final = r"%[A-Za-z0-9_$.\-]+(?:#\d+)?"
+_CONSTANT: Final = re.compile(r"arith\.constant (?:dense<)?(-?\d+)>? :")
+
+
+@dataclass(slots=True)
+class Def:
+    """Where a name comes from.
+
+    Attributes:
+        op: the operation; None: it is an argument of the function, or of a block.
+        argument: which, of the function.
+        passed: of a loop, which of the values that it passes on.
+        depth: of the loops around it.
+    """
+
+    op: Op | None = None
+    argument: int = -1
+    passed: int = -1
+    depth: int = 0
+
+
+Scope = dict[str, Def]
+
+
+@dataclass(slots=True)
+class Loop:
+    """A loop that counts: its counter, where it begins, its step (1 or more), and the counter's type."""
+
+    counter: str
+    low: str
+    step: str
+    type: str
+
+
+@dataclass
+class GuardWriter:
+    """One function on its way to one with guards."""
+
+    lines: list[str]
+    function: Function
+    args: Sequence[str]
+    claims: Sequence[int]
+    threads: int
+    _out: dict[int, list[str]] = field(default_factory=dict)
+    _new: list[str] = field(default_factory=list)
+    _places: list[str] = field(default_factory=list)
+    _extra: list[tuple[int, int]] = field(default_factory=list)
+    _written: set[int] = field(default_factory=set)
+    _loops: dict[int, Loop] = field(default_factory=dict)
+    _prefix: str = ""
+    _count: int = 0
+    #: of the loops around the present operation, whether each has a product in it
+    _around: list[bool] = field(default_factory=list)
+
+    def _name(self) -> str:
+        self._count += 1
+        return f"{self._prefix}{self._count}"
+
+    def _put(self, text: str) -> str:
+        """An operation before the present one; the name of its result."""
+        name = self._name()
+        self._new.append(f"{name} = {text}")
+        return name
+
+    def _constant(self, t: Type, value: str) -> str:
+        return self._put(constant(t, value))
+
+    def _two(self, what: str, a: str, b: str, t: Type) -> str:
+        return self._put(f"{what} {a}, {b} : {t}")
+
+    def _select(self, condition: str, a: str, b: str, t: Type) -> str:
+        kind = f"{Type('i1', t.shape)}, {t}" if t.shape is not None else str(t)
+        return self._put(f"arith.select {condition}, {a}, {b} : {kind}")
+
+    def _splat(self, value: str, elem: Type, shape: tuple[int, ...] | None) -> str:
+        if shape is None:
+            return value
+        return self._put(f"tt.splat {value} : {elem} -> {Type(elem.elem, shape, elem.pointer)}")
+
+    def _length(self, argument: int, unit: int) -> str:
+        """The length of an argument's buffer; asks for it."""
+        if (argument, unit) not in self._extra:
+            self._extra.append((argument, unit))
+        return f"{self._prefix}n{argument}_{unit}"
+
+    def _number(self, name: str, scope: Scope) -> int | None:
+        """The integer that a name is a constant of; None: it is not known to be one."""
+        made = scope.get(name)
+        if made is None or made.op is None or made.op.name != "arith.constant":
+            return None
+        found = _CONSTANT.search(self.lines[made.op.line - 1])
+        return None if found is None else int(found[1])
+
+    @staticmethod
+    def _named(name: str, text: str, t: Type) -> str:
+        kind = f"{Type('i1', t.shape)}, {t}" if t.shape is not None else str(t)
+        return f"    {name} = {text}{kind}"
+
+
+def constant(t: Type, value: str) -> str:
+    """The operation that makes a constant, all of whose elements are `value`."""
+    if t == Type("i1"):  # MLIR writes its type nowhere
+        return f"arith.constant {value}"
+    return f"arith.constant {f'dense<{value}>' if t.shape is not None else value} : {t}"
+
+
+def zero(elem: str) -> str:
+    """0, as constants of an element type write it."""
+    if elem == "i1":
+        return "false"
+    return "0.0" if is_float(elem) else "0"

@@ -1,0 +1,356 @@
+"""Loads, stores and atomics: each compares its offset with the length of the launch's buffer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+from wooly_wis.languages import ForeignError
+
+from wooly_triton.ops import C_TYPE, ELEMENTWISE, SMALL, is_float
+from wooly_triton.text import Op, Type
+from wooly_triton.values import Index, Late, Value, all_set, flat, literal, scalar, splat
+from wooly_triton.writer import MAX_SINGLE_WEIGHT, MAX_WEIGHT, Writer, size_of, sum_of
+
+#: What lies in memory.
+_STORED = {"i1": "uchar", **SMALL}
+
+
+class Memory(Writer):
+    """Lowers them."""
+
+    def _tt_addptr(self, op: Op) -> None:
+        p, o = self._operands(op, 2)
+        if p.buffer is None or o.buffer is not None or is_float(o.type.elem) or p.type.shape != o.type.shape:
+            raise ForeignError(f"{op.place}: {p.type} plus {o.type}")
+        if p.uniform is not None and o.uniform is not None:
+            name = self._variable("long")
+            self._out(f"{name} = (long)((ulong)({p.uniform}) + (ulong)(long)({o.uniform}));")
+            self._set(op, scalar(p.type, name, p.buffer) if p.type.shape is None else splat(p.type, name, p.buffer))
+            return
+        steps = tuple([sum_of(a, b) for a, b in zip(p.steps, o.steps, strict=True)])
+        weight = p.weight + o.weight + 1
+        plus = "(long)((ulong)({0}) + (ulong)(long)({1}))"
+        value = Value(p.type, lambda i: f"({plus.format(p.at(i), o.at(i))})", weight, steps, None, None, p.buffer)
+        self._set(op, value if weight <= MAX_WEIGHT else self._materialise(value))
+
+    def _bound(self, pointer: Value, op: Op) -> tuple[str, str, str]:
+        """Where a pointer's buffer begins, of what type, and how many elements it has."""
+        if pointer.buffer is None:
+            raise ForeignError(f"{op.place}: {pointer.type} belongs to no buffer of the launch")
+        elem = pointer.type.elem
+        self._counts.add((pointer.buffer, elem))
+        memory = _STORED.get(elem, C_TYPE[elem])
+        return f"((global {memory} *)a{pointer.buffer})", memory, f"n{pointer.buffer}_{elem}"
+
+    def _row(self, pointer: Value) -> int:
+        """The dimension along which it is likely to be dense."""
+        dense = [d for d, s in enumerate(pointer.steps) if s == 1 and pointer.shape[d] > 1]
+        return dense[-1] if dense else len(pointer.shape) - 1
+
+    def _tt_load(self, op: Op) -> None:
+        p, *more = self._operands(op, 1, 3)
+        base, _, count = self._bound(p, op)
+        t = replace(p.type, pointer=False)
+        mask, other = (more + [None, None])[:2]
+        for v, elem in ((mask, "i1"), (other, t.elem)):
+            if v is not None and v.type != Type(elem, t.shape):
+                raise ForeignError(f"{op.place}: {v.type} with {p.type}")
+        if t.shape is None:
+            place, zero = self._place(op), literal(t.elem, "0")
+            name = self._variable(C_TYPE[t.elem])
+            self._out(f"{name} = {other.uniform if other is not None else zero};")
+            self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
+            self._out(
+                f"if ((ulong)o < {count}) {name} = {_held(t.elem, f'{base}[o]')}; "
+                f"else {{ {name} = {zero}; W_BAD(1, {place}); }} }}"
+            )
+            self._set(op, scalar(t, name))
+            return
+        p = self._light(p)
+        mask, other = [self._light(v) if v is not None else None for v in (mask, other)]
+        late = Late(op, p, mask, other)
+        if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._goes_to_memory(op.results[0]):
+            self._pending.append(late)
+            self._set(op, Value(t, late.at, 1, (None,) * len(p.shape), local=True, late=(late,)))
+        else:
+            self._set(op, self._load_now(late))
+
+    def _goes_to_memory(self, name: str) -> bool:
+        """Whether a value's one user is a store in this block, or computes element by element what one stores."""
+        uses = self._names.uses[name]
+        while len(uses) == 1 and uses[0].block is self._block:
+            user = uses[0].op
+            if user.name == "tt.store":
+                return uses[0].at == 1
+            if user.name not in ELEMENTWISE or len(user.results) != 1:
+                return False
+            uses = self._names.uses[user.results[0]]
+        return False
+
+    def _load_now(self, late: Late) -> Value:
+        op, p, mask, other = late.op, late.pointer, late.mask, late.other
+        base, memory, count = self._bound(p, op)
+        t = replace(p.type, pointer=False)
+        place, zero = self._place(op), literal(t.elem, "0")
+        name = self._array(t.elem, t.numel)
+        row = self._row(p)
+
+        def plain(i: Index) -> str:
+            return f"{name}[{flat(p.shape, i)}] = {_held(t.elem, f'r[{i[row]}]')};"
+
+        def dense(i: Index) -> str:
+            # all of the row is in bounds: what is masked off is read too, so that the loop has no branches
+            otherwise = other.at(i) if other is not None else zero
+            value = "t" if mask is None else f"({mask.at(i)} ? t : {otherwise})"
+            return f"const {C_TYPE[t.elem]} t = {_held(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
+
+        def checked(i: Index) -> str:
+            return (
+                f"{C_TYPE[t.elem]} t = {other.at(i) if other is not None else zero}; "
+                f"if ({mask.at(i) if mask is not None else 1}) {{ const long o = {p.at(i)}; const int ok = (ulong)o < {count}; "
+                f"bad |= !ok; t = ok ? {_held(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
+            )
+
+        begin, bad = f"const global {memory} *r = {base} + o0;", f"W_BAD(1, {place});"
+        self._rows(p, row, begin, count, plain if mask is None else dense, checked, bad, whole=(mask, plain))
+        value = self._of_array(t, name)
+        late.text = value.at
+        return value
+
+    def _light(self, v: Value) -> Value:
+        return v if v.weight <= MAX_WEIGHT or v.uniform is not None else self._materialise(v)
+
+    def _rows(
+        self,
+        p: Value,
+        row: int,
+        begin: str,
+        count: str,
+        dense: Callable[[Index], str],
+        checked: Callable[[Index], str],
+        bad: str,
+        mask: Value | None = None,
+        whole: tuple[Value | None, Callable[[Index], str]] | None = None,
+    ) -> None:
+        """Go through a tensor of pointers row by row: a row that is dense and in bounds needs no check of its elements.
+
+        `mask`: of a store. `whole`: of a load its mask, and what is done where that is set in all of a row.
+        """
+        outer = [d for d in range(len(p.shape)) if d != row]
+        index = [self._fresh() for _ in p.shape]
+        for d in outer:
+            self._out(f"for (int {index[d]} = 0; {index[d]} < {p.shape[d]}; {index[d]}++) {{")
+        size, step = p.shape[row], p.steps[row]
+
+        def at(k: str) -> Index:
+            return tuple([k if d == row else index[d] for d in range(len(index))])
+
+        loop = f"for (int {index[row]} = 0; {index[row]} < {size}; {index[row]}++)"
+        self._out(f"{{ const long o0 = {p.at(at('0'))}, o1 = {p.at(at(str(size - 1)))};")
+        if step == 0 and size > 1:
+            self._out("const int run = 0;")
+        else:
+            self._out(f"int run = o0 >= 0 && o1 >= o0 && o1 - o0 == {size - 1} && (ulong)o1 < {count};")
+            if step != 1 and size > 2:
+                self._out(f"if (run) {loop} run &= {p.at(at(index[row]))} == o0 + {index[row]};")
+        body = dense(at(index[row]))
+        if mask is None:
+            full = (
+                all_set(whole[0], lambda n: at(str(n)), row, size)
+                if whole is not None and whole[0] is not None
+                else None
+            )
+            if whole is not None and full is not None:
+                self._out(f"if (run && {full}) {{ {begin} {loop} {{ {whole[1](at(index[row]))} }} }} else")
+            self._out(f"if (run) {{ {begin} {loop} {{ {body} }} }}")
+        else:  # a store: most rows are written as a whole
+            some, every = mask.at(at(index[row])), all_set(mask, lambda n: at(str(n)), row, size)
+            asked = f"int all = 1; {loop} all &= {some};" if every is None else f"const int all = {every};"
+            self._out(f"if (run) {{ {begin} {asked}")
+            self._out(f"if (all) {loop} {{ {body} }} else {loop} {{ if ({some}) {{ {body} }} }} }}")
+        self._out(f"else {{ int bad = 0; {loop} {{ {checked(at(index[row]))} }} if (bad) {bad} }} }}")
+        self._close(len(outer))
+
+    def _tt_store(self, op: Op) -> None:
+        if not 2 <= len(op.operands) <= 3:
+            raise ForeignError(f"{op.place}: it has {len(op.operands)} operands")
+        p, v = self._value(op.operands[0]), self._values[op.operands[1]]
+        mask = self._value(op.operands[2]) if len(op.operands) == 3 else None
+        base, memory, count = self._bound(p, op)
+        elem = p.type.elem
+        if v.type != replace(p.type, pointer=False) or (mask is not None and mask.type != Type("i1", p.type.shape)):
+            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+        assert p.buffer is not None
+        self._written.add(p.buffer)
+        place = self._place(op)
+        self._force([x for x in self._pending if x not in v.late])
+        if p.type.shape is None:
+            self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
+            self._out(f"if ((ulong)o < {count}) {base}[o] = {_put(elem, str(v.uniform))}; else W_BAD(2, {place}); }}")
+            return
+        p = self._light(p)
+        mask = self._light(mask) if mask is not None else None
+        row = self._row(p)
+        fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
+        self._force(v.late)
+        v = v if v.weight <= MAX_SINGLE_WEIGHT or v.uniform is not None else self._materialise(v)
+
+        def gate(i: Index) -> str:
+            return f"if ({mask.at(i)}) " if mask is not None else ""
+
+        def dense(i: Index) -> str:
+            return f"r[{i[row]}] = {_put(elem, v.at(i))};"
+
+        def checked(i: Index) -> str:
+            write = f"{base}[o] = {_put(elem, v.at(i))}"
+            return f"{gate(i)}{{ const long o = {p.at(i)}; if ((ulong)o < {count}) {write}; else bad = 1; }}"
+
+        begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
+        self._rows(p, row, begin, count, dense, checked, bad, mask)
+        self._close(fused)
+
+    def _through(self, p: Value, v: Value, mask: Value | None, row: int) -> int:
+        """Write a store together with the loads that it computes from, for when all of them are dense, in bounds and apart.
+
+        Returns how many scopes are left open: in them belongs what is done otherwise.
+        """
+        size = p.shape[row]
+        if p.type.numel != size or any(self._row(x.pointer) != row for x in v.late):
+            return 0
+
+        def at(pointer: Value, k: str) -> str:
+            return pointer.at(tuple([k if d == row else "0" for d in range(len(p.shape))]))
+
+        k = self._fresh()
+        loop = f"for (int {k} = 0; {k} < {size}; {k}++)"
+        index = tuple([k if d == row else "0" for d in range(len(p.shape))])
+        self._out("{ int run = 1;")
+        names: list[str] = []
+        for x in (p, *[x.pointer for x in v.late]):
+            base, memory, count = self._bound(x, v.late[0].op)
+            o0, o1, name = self._fresh(), self._fresh(), self._fresh()
+            names.append(name)
+            self._out(f"const long {o0} = {at(x, '0')}, {o1} = {at(x, str(size - 1))};")
+            dense = f"{o0} >= 0 && {o1} >= {o0} && {o1} - {o0} == {size - 1} && (ulong){o1} < {count}"
+            self._out(f"run = run && {dense};")
+            if x.steps[row] != 1:
+                self._out(f"if (run) {loop} run &= {at(x, k)} == {o0} + {k};")
+            const = "" if x is p else "const "
+            self._out(f"{const}global {memory} *{name} = {base} + (run ? {o0} : 0);")
+        to, bytes_ = names[0], size_of(p.type.elem) * size
+        for name, late in zip(names[1:], v.late, strict=True):
+            there = size_of(late.pointer.type.elem) * size
+            same = f"(ulong){name} == (ulong){to} || " if there == bytes_ else ""
+            self._out(
+                f"run = run && ({same}(ulong){name} + {there} <= (ulong){to} || (ulong){to} + {bytes_} <= (ulong){name});"
+            )
+        masks = [m for m in (mask, *[x.mask for x in v.late]) if m is not None]
+        for m in {id(m): m for m in masks}.values():
+            whole = all_set(m, lambda n: tuple([str(n) if d == row else "0" for d in range(len(p.shape))]), row, size)
+            self._out(f"run = run && {whole};" if whole is not None else f"if (run) {loop} run &= {m.at(index)};")
+        for name, late in zip(names[1:], v.late, strict=True):
+            late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
+        self._out(
+            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} {to}[{k}] = {_put(p.type.elem, v.at(index))};"
+        )
+        self._out("} else {")
+        for late in v.late:
+            late.text = None
+        return 2
+
+    def _tt_atomic_rmw(self, op: Op) -> None:
+        p, v, *more = self._operands(op, 2, 3)
+        base, _, count = self._bound(p, op)
+        elem, how = p.type.elem, op.words[0] if op.words else ""
+        if v.type != replace(p.type, pointer=False):
+            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+        call = _atomic(how, elem, op)
+        self._atomically(op, p, more[0] if more else None, lambda i: call(f"({base} + o)", v.at(i)), count)
+
+    def _tt_atomic_cas(self, op: Op) -> None:
+        p, expected, v = self._operands(op, 3)
+        base, _, count = self._bound(p, op)
+        elem = p.type.elem
+        if elem not in ("i32", "i64") or v.type != expected.type or v.type != replace(p.type, pointer=False):
+            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+        name = "atomic_cmpxchg" if elem == "i32" else "atom_cmpxchg"
+        c = C_TYPE[elem]
+
+        def call(i: Index) -> str:
+            return f"{name}((volatile global {c} *)({base} + o), {expected.at(i)}, {v.at(i)})"
+
+        self._atomically(op, p, None, call, count)
+
+    def _tt_atomic_load(self, op: Op) -> None:
+        p, *more = self._operands(op, 1, 2)
+        base, memory, count = self._bound(p, op)
+        there = _held(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
+        self._atomically(op, p, more[0] if more else None, lambda i: there, count, writes=False)
+
+    def _tt_atomic_store(self, op: Op) -> None:
+        p, v, *more = self._operands(op, 2, 3)
+        base, memory, count = self._bound(p, op)
+        if v.type != replace(p.type, pointer=False) or op.results:
+            raise ForeignError(f"{op.place}: {v.type} to {p.type}")
+        there = f"*(volatile global {memory} *)({base} + o)"
+        self._atomically(op, p, more[0] if more else None, lambda i: f"({there} = {_put(p.type.elem, v.at(i))})", count)
+
+    def _atomically(
+        self, op: Op, p: Value, mask: Value | None, call: Callable[[Index], str], count: str, *, writes: bool = True
+    ) -> None:
+        assert p.buffer is not None
+        if writes:
+            self._written.add(p.buffer)
+        place, t = self._place(op), replace(p.type, pointer=False)
+        used = bool(op.results) and bool(self._names.uses[op.results[0]])
+        if t.shape is None:
+            result = scalar(t, self._variable(C_TYPE[t.elem]))
+            index: Index = ()
+            target = str(result.uniform)
+        else:
+            name = self._array(t.elem, t.numel) if used else ""
+            index = self._loops(t.shape)
+            result = self._of_array(t, name) if used else splat(t, literal(t.elem, "0"))
+            target = f"{name}[{flat(t.shape, index)}]" if used else ""
+        begin = f"{target} = " if target else ""
+        if begin:
+            self._out(f"{begin}0;")
+        self._out(f"if ({mask.at(index) if mask is not None else 1}) {{ const long o = {p.at(index)};")
+        self._out(f"if ((ulong)o < {count}) {begin}{call(index)}; else W_BAD({3 if writes else 1}, {place}); }}")
+        self._close(len(index))
+        if op.results:
+            self._set(op, result)
+
+
+def _read_in_place(name: str, elem: str, row: int, index: Index) -> str:
+    """An element of a row that `name` points to, where a store reads it."""
+    return _held(elem, f"{name}[{index[row]}]")
+
+
+def _held(elem: str, text: str) -> str:
+    """What was read from memory, as it is held."""
+    if elem == "i1":
+        return f"({text} != 0)"
+    return f"w_{elem}_of({text})" if elem in SMALL else text
+
+
+def _put(elem: str, text: str) -> str:
+    """What is held, as it lies in memory."""
+    return f"w_{elem}_bits({text})" if elem in SMALL else f"({text})"
+
+
+def _atomic(how: str, elem: str, op: Op) -> Callable[[str, str], str]:
+    """What updates an element in memory and gives what was there."""
+    if (elem in ("f32", "f64") and how in ("fadd", "exch")) or (elem in ("f16", "bf16") and how == "fadd"):
+        name = f"w_{'add' if how == 'fadd' else 'exch'}_{elem}"
+        return lambda p, x: f"{name}({p}, {x})"
+    names = {"add": "add", "and": "and", "or": "or", "xor": "xor", "max": "max", "min": "min", "exch": "xchg"}
+    plain = names.get(how) or {"umax": "max", "umin": "min"}.get(how)
+    if elem not in ("i32", "i64") or plain is None:
+        raise ForeignError(f"{op.place}: {how[:20]} of {elem} is not supported")
+    c = {"i32": "int", "i64": "long"}[elem]
+    u = "u" if how.startswith("u") else ""
+    call = f"{'atomic' if elem == 'i32' else 'atom'}_{plain}"
+    return lambda p, x: f"(({c}){call}((volatile global {u}{c} *){p}, ({u}{c})({x})))"

@@ -1,0 +1,32 @@
+"""Texts of TTIR, and what the tests ask of them."""
+
+import re
+
+from wooly_triton import chips
+from wooly_triton.guard import guard
+
+
+def signature(text):
+    """Entry of a text, and kinds of its arguments."""
+    entry, head = re.search(r"tt\.func public @(\w+)\(([^\n]*)\) attributes", text).groups()
+    kinds = re.findall(r"%[\w.]+: (?:!tt\.ptr<(\w+)>|(\w+))", head)
+    return entry, tuple([f"*{p}" if p else s for p, s in kinds])
+
+
+def request(text, target, **options):
+    """What the compiler's worker is asked for a text."""
+    entry, args = signature(text)
+    options = {"num_stages": 3, "num_warps": 4} | options
+    made = {"language": "ttir", "text": text, "entry": entry, "args": args, "block": (1, 1, 1), "target": target}
+    return made | {"what": "foreign", "options": sorted(options.items()), "name": "n"}
+
+
+def guarded(text, claims=None):
+    """A text with guards, which Triton can read."""
+    chip = chips.chip("cuda:sm_90")
+    compiler = chips.Compiler(chip, {"num_warps": 4})
+    plain = compiler.plain(text)
+    entry, args = signature(plain)
+    made = guard(plain, entry, args, claims or (1,) * len(args), 128)
+    compiler.read(made.text)
+    return made

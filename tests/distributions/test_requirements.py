@@ -1,0 +1,145 @@
+"""Each distribution declares a requirement for every package that it imports, and an image installs all that it needs."""
+
+import importlib.metadata
+import re
+import sys
+
+import pytest
+import wooly
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.plugin.manager import PluginManager
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.distributions.distributions import ALL, ROOT, VERSION
+
+#: Modules that need an extra of their distribution: name of the distribution, prefix of the module, extra.
+OF_EXTRAS = (
+    ("wooly-bus", "wooly_bus.http_listener", "http"),
+    ("wooly-bus", "wooly_bus.http_front", "http"),
+    ("wooly-dispatch", "wooly_dispatch.simulate.report", "simulate"),
+    ("wooly", "wooly.triton_capture", "triton"),
+)
+#: Packages that a distribution looks for at run time and can do without; each with the reason why no requirement names it.
+LOOKED_FOR = {
+    ("wooly-compiler", "cuda"): "NVRTC's bindings, for NVIDIA's chips alone: toolchains.missing names them",
+    ("wooly-compiler", "hip"): "hipRTC's bindings, for AMD's chips alone: likewise",
+    ("wooly-compiler", "triton"): "brings ptxas, which PTX needs: gpu.py names it",
+    ("wooly-executor", "cuda"): "the driver's bindings, for NVIDIA's chips alone: the runtime names them",
+    ("wooly-executor", "hip"): "the driver's bindings, for AMD's chips alone: the runtime names them",
+}
+PROVIDERS = {
+    package: {canonicalize_name(d) for d in ds} for package, ds in importlib.metadata.packages_distributions().items()
+}
+PROVIDERS |= {d.package: {d.name} for d in ALL.values()}
+
+
+def extra_of(module):
+    """The distribution and the extra that a module of ours needs; None for any other module."""
+    return next(((d, extra) for d, prefix, extra in OF_EXTRAS if f"{module}.".startswith(f"{prefix}.")), None)
+
+
+def names(requirements):
+    return {canonicalize_name(r.name) for r in requirements}
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_requires_every_package_that_it_imports(distribution):
+    missing = set()
+    for found in distribution.imports:
+        if found.package in sys.stdlib_module_names or found.package == distribution.package:
+            continue
+        if (distribution.name, found.package) in LOOKED_FOR and not found.always:
+            continue
+        declared = names(distribution.required)
+        own = extra_of(found.importer)
+        if own is not None:
+            declared |= names(distribution.extras[own[1]])
+        elif not found.always:
+            declared |= {n for rs in distribution.extras.values() for n in names(rs)}
+        if not PROVIDERS.get(found.package, set()) & declared:
+            missing.add(f"{found.importer}:{found.line} imports {found.package}")
+    assert not missing, f"{distribution.folder}/pyproject.toml requires no distribution that has these packages"
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_asks_for_the_extras_whose_modules_it_imports(distribution):
+    asked = {(canonicalize_name(r.name), extra) for r in distribution.required for extra in r.extras}
+    needed = {extra_of(found.module) for found in distribution.imports if found.package != distribution.package}
+    assert needed - {None} <= asked
+
+
+@pytest.mark.parametrize("distribution", ALL.values(), ids=ALL)
+def test_distribution_has_the_version_of_the_release_and_requires_it_of_ours(distribution):
+    made = ProjectMetadata(str(distribution.folder), PluginManager())
+    assert made.core.version == VERSION
+    extras = [r for rs in made.core.optional_dependencies.values() for r in rs]
+    ours = [r for r in map(Requirement, [*made.core.dependencies, *extras]) if r.name in ALL]
+    assert {str(r.specifier) for r in ours} <= {f"=={VERSION}"}
+    wanted = names([*distribution.required, *[r for rs in distribution.extras.values() for r in rs]]) & ALL.keys()
+    assert {r.name for r in ours} == wanted
+
+
+DOCKERFILES = [p for p in sorted((ROOT / "deploy/docker").glob("*.Dockerfile")) if p.name != "base.Dockerfile"]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
+def test_image_is_built_from_all_distributions_that_it_needs(dockerfile):
+    """Wooly's distributions are on no index, so pip cannot build an image if the Dockerfile leaves one out."""
+    text = dockerfile.read_text()
+    by_folder = {d.folder.relative_to(ROOT).as_posix(): d for d in ALL.values()}
+    installed = {by_folder[f].name for f in re.findall(r"[ ']\./([\w/-]+)", text)}
+    needed = {n for name in installed for n in names(ALL[name].required) & ALL.keys()}
+    assert installed and needed <= installed
+    copied = re.findall(r"^COPY ([^-].*) /src/", text, re.M)
+    places = {place for line in copied for place in line.split()}
+    assert {"VERSION", "hatch_build.py", "constraints.txt"} <= places
+    assert all(
+        any(f"{d.folder.relative_to(ROOT)}/".startswith(f"{p}/") for p in places) for d in map(ALL.get, installed)
+    )
+    sent = (ROOT / ".dockerignore").read_text().splitlines()
+    assert all(any(f"!{p}".startswith(line) for line in sent if line.startswith("!")) for p in places)
+
+
+@pytest.mark.parametrize(
+    ("image", "languages"),
+    [
+        ("client", {"wooly-cuda-c"}),
+        *[
+            (i, {"wooly-cuda-c", "wooly-triton"})
+            for i in ("compiler", "executor-cpu", "executor-cuda", "executor-rocm")
+        ],
+    ],
+)
+def test_image_has_the_languages_of_kernels(image, languages):
+    text = (ROOT / f"deploy/docker/{image}.Dockerfile").read_text()
+    assert languages == {
+        name for name in ("wooly-cuda-c", "wooly-triton") if f" ./libs/{name.removeprefix('wooly-')} " in text
+    }
+
+
+def test_reasons_for_missing_requirements_are_for_imports_that_exist():
+    imported = {(d.name, found.package) for d in ALL.values() for found in d.imports}
+    spoken_of = {
+        (d.name, word)
+        for d in ALL.values()
+        for p in d.sources()
+        for word in re.findall(r'"(\w+)[\w.]*"', p.read_text())
+    }
+    assert LOOKED_FOR.keys() <= imported | spoken_of
+
+
+def test_client_says_the_version_of_the_release():
+    assert wooly.__version__ == VERSION
+
+
+@pytest.mark.parametrize(
+    ("path", "pattern"),
+    [
+        ("deploy/helm/wooly/Chart.yaml", r"^(?:appV|v)ersion: (.+)$"),
+        ("deploy/compose/compose.yaml", r"\$\{WOOLY_TAG:-(.+?)\}"),
+        ("docs/guides/install.md", r"wooly-client:(\d[\w.]*)"),
+    ],
+)
+def test_file_names_the_version_of_the_release(path, pattern):
+    assert set(re.findall(pattern, (ROOT / path).read_text(), re.M)) == {VERSION}

@@ -1,0 +1,85 @@
+"""The wheels of `make dist`, installed into virtual environments that have nothing but what the wheels require."""
+
+import json
+import subprocess
+
+import pytest
+
+from tests.distributions.distributions import ALL, VERSION
+from tests.distributions.environments import build_wheels, clean_variables, install, make_environment
+from tests.distributions.test_requirements import extra_of
+
+#: Making an environment, and a stack in it, takes half a minute of a processor: on a busy machine several.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+#: Imports all modules that are named on its standard input, and prints where the first was found.
+IMPORT = "import importlib, sys; print([importlib.import_module(m) for m in sys.stdin.read().split()][0].__file__)"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    return build_wheels(tmp_path_factory.mktemp("wheels"))
+
+
+def test_every_distribution_has_a_wheel_of_the_release(wheels):
+    assert {w.name for w in wheels.values()} == {f"{n.replace('-', '_')}-{VERSION}-py3-none-any.whl" for n in ALL}
+
+
+def modules(distribution):
+    """The modules that an import loads: those of no extra, and no scripts (`__main__`, migrations of databases)."""
+    source = distribution.folder / "src"
+    found = [
+        ".".join(p.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for p in distribution.sources()
+    ]
+    return [m for m in found if extra_of(m) is None and "__main__" not in m and ".migrations." not in m]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_module_of_a_wheel_imports_with_only_its_requirements_installed(name, wheels, tmp_path):
+    python = make_environment(tmp_path / "env", wheels, name)
+    command, every = [str(python), "-I", "-c", IMPORT], modules(ALL[name])
+    variables = clean_variables(tmp_path)
+    told = subprocess.run(command, input="\n".join(every), capture_output=True, text=True, env=variables, cwd=tmp_path)
+    assert not told.returncode, told.stderr[-2000:]
+    assert told.stdout.startswith(str(tmp_path / "env"))
+
+
+def doctor(python, folder):
+    """The checks of `wooly doctor` by name: whether each is well, and what it says."""
+    command = [str(python.with_name("wooly")), "doctor", "--json"]
+    told = subprocess.run(command, capture_output=True, text=True, env=clean_variables(folder), cwd=folder)
+    assert told.stdout, told.stderr
+    return {c["check"]: (c["ok"], c["detail"]) for c in json.loads(told.stdout)["checks"]}
+
+
+def test_doctor_of_a_client_without_a_stack_fails_on_the_checks_that_need_one(wheels, tmp_path):
+    found = doctor(make_environment(tmp_path / "env", wheels, "wooly"), tmp_path)
+    assert {name for name, (ok, _) in found.items() if not ok} == {"controller", "executor", "round trip"}
+    assert {"python", "torch", "configuration"} <= found.keys() and "WOOLYAI_CONTROLLER_URL" in found["controller"][1]
+
+
+KERNEL = """
+import torch, wooly
+text = "__global__ void twice(float *x, int n) { int i = threadIdx.x; if (i < n) x[i] *= 2; }"
+x = torch.ones(4, device="cuda")
+print("before", x.sum().item(), flush=True)
+wooly.cuda_kernel(text, "twice")((1, 1, 1), (32, 1, 1), [x, 4])
+print("after", x.sum().item())
+"""
+
+
+def test_client_with_a_local_stack_runs_and_a_kernel_in_cuda_c_needs_its_distribution(wheels, tmp_path):
+    python = make_environment(tmp_path / "env", wheels, "wooly", "wooly-local")
+    found = doctor(python, tmp_path)
+    assert all(ok for ok, _ in found.values()) and "round trip" in found, found
+    (tmp_path / "kernel.py").write_text(KERNEL)
+
+    def run():
+        command = [str(python.with_name("wooly")), "run", "kernel.py"]
+        return subprocess.run(command, capture_output=True, text=True, env=clean_variables(tmp_path), cwd=tmp_path)
+
+    told = run()
+    assert told.returncode == 1 and told.stdout == "before 4.0\n", told
+    assert "kernels in cuda-c need wooly-cuda-c, which is not installed: pip install wooly-cuda-c" in told.stderr
+    install(python, wheels, "wooly-cuda-c")
+    told = run()
+    assert told.returncode == 0 and told.stdout == "before 4.0\nafter 8.0\n", told
