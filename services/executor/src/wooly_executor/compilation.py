@@ -86,17 +86,7 @@ class PlanSource:
         self._silent = False
         self._complaint = ""
         self._blobs: ArtifactStore | None = None
-        self._heard: asyncio.Event = asyncio.Event()
-        events = asyncio.get_running_loop()
-        self._tiers.on_wanted = lambda: events.call_soon_threadsafe(self._heard.set)
         self._getting: dict[Wanted, asyncio.Task[None]] = {}
-        self._tiers.on_forgotten = self._forget
-        self._events = events
-
-    def _forget(self, entry: Wanted) -> None:
-        """Give a plan up (in the device loop's thread)."""
-        with contextlib.suppress(RuntimeError):  # the event loop is over
-            self._events.call_soon_threadsafe(self._give_up, entry)
 
     def _give_up(self, entry: Wanted) -> None:
         """Nobody can use a plan any more: its program is let go of."""
@@ -113,8 +103,9 @@ class PlanSource:
                     entry = self._tiers.wanted.get_nowait()
                     if entry is not None and not entry.forgotten:
                         self._getting[entry] = tasks.create_task(self._serve(entry))
-                await self._heard.wait()
-                self._heard.clear()
+                while not self._tiers.unwanted.empty():
+                    self._give_up(self._tiers.unwanted.get_nowait())
+                await self._tiers.bell.heard()
 
     async def _serve(self, entry: Wanted) -> None:
         """Get one plan, and hand it over."""

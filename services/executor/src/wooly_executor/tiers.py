@@ -1,7 +1,7 @@
 """Which way a program runs: as it is (tier 0), or as the plan that a compiler made of it; and who did how much of the work.
 
     tiers.choose(ready, jit, params)       what to run now, by the device loop's thread, between runs
-    tiers.wanted.get()                     what somebody should get a plan for, by another thread
+    tiers.wanted.get()                     what somebody should get a plan for, by another thread; `tiers.bell` rings for it
     tiers.took(wanted, prepared)           a plan is there (or will not be), in the loop's thread again
 
 A plan of mode `exact` has the library's own bits, so it is taken up between any two runs. One of mode `full` has not: there a
@@ -21,6 +21,7 @@ from wooly_wis.artifact import Mode, deciding_params, word
 from wooly_wis.program import Program
 from wooly_wis.verifier import ProgramFacts
 
+from wooly_executor.bell import Bell
 from wooly_executor.errors import NoCompilerError
 from wooly_executor.estimates import Cut, Estimate
 from wooly_executor.programs import ReadyProgram
@@ -103,7 +104,7 @@ def choose(
 
 
 class Tiers:
-    """Owned by the device loop's thread, but for `wanted`.
+    """Owned by the device loop's thread, but for `wanted`, `unwanted` and `bell`.
 
     Args:
         exact: whether there are plans of mode `exact` for the device.
@@ -112,9 +113,10 @@ class Tiers:
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
         self.wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
-        self.on_wanted: Callable[[], object] = lambda: None
-        #: Told, in the loop's thread, of what was wanted and nobody can use any more: whoever gets it holds its program.
-        self.on_forgotten: Callable[[Wanted], object] = lambda entry: None
+        #: What was wanted and no session can use any more: the task that gets it holds its program.
+        self.unwanted: queue.SimpleQueue[Wanted] = queue.SimpleQueue()
+        #: Rings when there is something in either queue.
+        self.bell = Bell()
         self._known: OrderedDict[Key, Wanted] = OrderedDict()
         self._keys: dict[bytes, dict[Key, None]] = {}
         self._deciding: dict[bytes, tuple[int, ...]] = {}
@@ -185,13 +187,14 @@ class Tiers:
     def _forget(self, entry: Wanted | None) -> None:
         if entry is not None and entry.state is State.WANTED and not entry.waiting:
             entry.forgotten = True
-            self.on_forgotten(entry)
+            self.unwanted.put(entry)
+            self.bell.ring()
 
     def _want(self, entry: Wanted, spans: SessionSpans | None) -> None:
         entry.state = State.WANTED
         entry.trace = spans.parent if spans is not None and spans.take() else ""
         self.wanted.put(entry)
-        self.on_wanted()
+        self.bell.ring()
 
     def _entry(self, ready: ReadyProgram, mode: Mode, params: Sequence[Any]) -> Wanted:
         name = ready.digest

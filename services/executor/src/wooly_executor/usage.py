@@ -16,6 +16,7 @@ from typing import Any
 from wooly_wis.optable import cost
 from wooly_wis.program import Program
 
+from wooly_executor.bell import Bell
 from wooly_executor.pace import FULL
 
 #: Bytes times nanoseconds in a MiB-microsecond.
@@ -177,11 +178,11 @@ class UsageBook:
     """All sessions' counts. Owned by the device loop's thread.
 
     Attributes:
-        on_ended: called when a session ended, so that nobody waits for its last record.
+        bell: rings when a session ended, so that nobody waits for its last record.
     """
 
     def __init__(self) -> None:
-        self.on_ended: Callable[[], object] = lambda: None
+        self.bell = Bell()
         self._open: dict[str, Used] = {}
         self._ended: list[Used] = []
 
@@ -196,7 +197,7 @@ class UsageBook:
         if used is not None:
             used.end(now)
             self._ended.append(used)
-            self.on_ended()
+            self.bell.ring()
 
     def take(self, priority_of: Callable[[str], int], now: int) -> list[Taken]:
         """What was counted, of those of whom there is anything to tell."""

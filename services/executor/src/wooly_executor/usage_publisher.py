@@ -7,7 +7,6 @@ same number until it is kept.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import OrderedDict, deque
@@ -52,9 +51,6 @@ class UsagePublisher:
         self._work: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._ensured = False
         self._complaint = ""
-        self._ended = asyncio.Event()
-        events = asyncio.get_running_loop()
-        loop.usage.on_ended = lambda: events.call_soon_threadsafe(self._ended.set)
 
     async def run(self) -> None:
         """Publish, until cancelled."""
@@ -62,9 +58,7 @@ class UsagePublisher:
             try:
                 await self.publish()
                 self._complaint = ""
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), PERIOD_S)
-                self._ended.clear()
+                await self._loop.usage.bell.heard(PERIOD_S)
             except StreamError as e:
                 if str(e) != self._complaint:
                     log.warning("usage is not published: %s", e)
