@@ -218,7 +218,7 @@ class Interpreter:
         assert isinstance(frame, Frame)
         if conn is not None and not conn.closed:
             self._processing.process(session, conn, frame)
-            if frame.kind != Kind.RUN:
+            if frame.kind != Kind.RUN and session.conn is not None:
                 self.served[session] = None
         if conn is None or conn.closed:
             note(session.flow, Signal.LINK_BROKEN)
