@@ -1,5 +1,7 @@
 """The life of a session as a fold: exact steps, any events in any order under all laws, and mutants that the laws catch."""
 
+import sys
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -139,6 +141,27 @@ def test_run_whose_memory_is_here_is_submitted_in_one_step():
     e.note(Signal.RUN_BEGUN)
     e.send(Signal.RUN_ENDED)
     assert did(e) == ["PROCESS"] and e.processed == [2] and e.flow.quiet
+
+
+def test_steps_of_a_run_allocate_nothing():
+    flow, frame = Flow(), Frame(2, RUN, b"", 100)
+    step(flow, ClientCame())
+
+    def run():
+        step(flow, frame)
+        step(flow, Signal.SUBMITTED)
+        note(flow, Signal.RUN_BEGUN)
+        step(flow, Signal.RUN_ENDED)
+        step(flow, Signal.PROCESSED)
+
+    def allocated_by(times):
+        before = sys.getallocatedblocks()
+        for _ in range(times):
+            run()
+        return sys.getallocatedblocks() - before
+
+    allocated_by(100)
+    assert min(allocated_by(1000) for _ in range(5)) <= 2  # the numbers of this function
 
 
 def test_frame_behind_a_run_waits_for_its_end_and_so_does_the_run_behind_it():

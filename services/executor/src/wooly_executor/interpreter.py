@@ -36,6 +36,12 @@ DECODED_HERE = 8 << 10
 LOOKED_UP_HERE = 64 << 10
 #: What a frame takes of a session's turn; a definition that takes longer counts as several.
 FRAME_NS = 50_000
+#: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
+_SUBMITTED = Signal.SUBMITTED
+_PROCESSED = Signal.PROCESSED
+_RUN = Kind.RUN
+_DEFINITION_READY = Signal.DEFINITION_READY
+_MEMORY_READY = Signal.MEMORY_READY
 
 
 class Interpreter:
@@ -144,7 +150,7 @@ class Interpreter:
         ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
         frame.cut = UNKNOWN if ready is None else ready.estimate.cut
         self._dispatch.submit(session, frame)
-        return Signal.SUBMITTED
+        return _SUBMITTED
 
     # -- definitions -------------------------------------------------------------------------------------------------
 
@@ -157,7 +163,7 @@ class Interpreter:
             alone = len(self._sessions) == 1 and nbytes <= DECODED_HERE
             if alone or (program and nbytes <= LOOKED_UP_HERE and self._store.known(digest(frame.payload))):
                 self._decode_here(session, frame, work)
-                return Signal.DEFINITION_READY
+                return _DEFINITION_READY
 
         def done(result: Any, error: Exception | None, core_ns: int) -> None:
             self._calls.call(lambda: self._decoded(session, frame, result, error, core_ns))
@@ -203,26 +209,26 @@ class Interpreter:
         """Whether the memory that a frame touches is there, with room for what it changes, and hashed for who is to keep it."""
         frame = _next(session)
         if frame.kind == Kind.PIN:
-            return Signal.MEMORY_AWAITED if session.holdings.sealing else Signal.MEMORY_READY
+            return Signal.MEMORY_AWAITED if session.holdings.sealing else _MEMORY_READY
         if frame.kind == Kind.OFFER:
             try:
                 buffer, _, head, _ = unpack_content(frame.payload)
             except DecodeError:
-                return Signal.MEMORY_READY  # it is refused when its turn comes
+                return _MEMORY_READY  # it is refused when its turn comes
             if not head:
-                return Signal.MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
-        return Signal.MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
+                return _MEMORY_READY if self._vram.writable(session, buffer) else Signal.MEMORY_AWAITED
+        return _MEMORY_READY if self._vram.present(session) else Signal.MEMORY_AWAITED
 
     def _process(self, session: Session) -> Signal:
         conn, frame = session.conn, session.flow.current
         assert isinstance(frame, Frame)
         if conn is not None and not conn.closed:
             self._processing.process(session, conn, frame)
-            if frame.kind != Kind.RUN and session.conn is not None:
+            if frame.kind != _RUN and session.conn is not None:
                 self.served[session] = None
         if conn is None or conn.closed:
             note(session.flow, Signal.LINK_BROKEN)
-        return Signal.PROCESSED
+        return _PROCESSED
 
     def _yield(self, session: Session) -> Signal:
         self.yielding = True

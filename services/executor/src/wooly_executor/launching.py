@@ -27,6 +27,9 @@ from wooly_executor.vram import Vram
 
 #: Bytes of a RUN from which on its buffers are so many that looking them up and freeing them counts as the device's time.
 MANY_BUFFERS = 16 << 10
+#: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
+_RUN_BEGUN = Signal.RUN_BEGUN
+_RUN_ENDED = Signal.RUN_ENDED
 
 
 class Launcher:
@@ -144,7 +147,7 @@ class Launcher:
             if not first:
                 if session.spans is not None and session.spans.fresh:
                     frame.begun_ns = time.time_ns()
-                note(session.flow, Signal.RUN_BEGUN)
+                note(session.flow, _RUN_BEGUN)
                 self._vram.begun(session, frame)
                 frame.running = self._runs.begin(session, unpack_run(frame.payload), frame.seq)
             if many:
@@ -171,7 +174,7 @@ class Launcher:
                 frame.running = None
         if last == len(frame.cut.kernels) or frame.error is not None:
             since = time.perf_counter_ns() if many else 0
-            self._interpreter.go_on(session, Signal.RUN_ENDED)
+            self._interpreter.go_on(session, _RUN_ENDED)
             if many:
                 beside_ns += time.perf_counter_ns() - since
         return gpu_ns + beside_ns, last

@@ -23,6 +23,14 @@ from wooly_executor.vram import Vram
 log = logging.getLogger("wooly.executor")
 #: Bytes of a PIN frame.
 PIN_BYTES = 4096
+#: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
+_RUN = Kind.RUN
+_WRITE = Kind.WRITE
+_READ = Kind.READ
+_SYNC = Kind.SYNC
+_OFFER = Kind.OFFER
+_SEAL = Kind.SEAL
+_STATS = Kind.STATS
 
 
 class Processing:
@@ -71,26 +79,26 @@ class Processing:
 
     def _do(self, session: Session, conn: Connection, frame: Frame) -> None:
         kind, answers = frame.kind, self._answers
-        if kind == Kind.RUN:
+        if kind == _RUN:
             self._finish(session, conn, frame)
-        elif kind == Kind.WRITE:
+        elif kind == _WRITE:
             land(session)  # data is in place already, or on its way, or its failure is kept
         elif kind in DEFINITIONS:
             self._keep(session, frame)
         elif frame.refused:
             return
-        elif kind == Kind.READ:
+        elif kind == _READ:
             buffer, offset, nbytes = unpack_read(frame.payload)
             if not answers.failure(session, conn):
                 answers.data(session, conn, self._runs.memory(session, buffer, offset, nbytes, writing=False))
-        elif kind == Kind.SYNC:
+        elif kind == _SYNC:
             if not answers.failure(session, conn):
                 answers.say(conn, {})
-        elif kind == Kind.STATS:
+        elif kind == _STATS:
             answers.say(conn, self._stats(session))
-        elif kind == Kind.OFFER:
+        elif kind == _OFFER:
             answers.say(conn, {"known": self._offer(session, frame)})
-        elif kind == Kind.SEAL:
+        elif kind == _SEAL:
             buffer, nbytes, _, name = unpack_content(frame.payload)
             self._vram.contents.seal(session, buffer, nbytes, name)
         elif kind == Kind.PIN:

@@ -31,8 +31,30 @@ from wooly_executor.flow.state import (
     Stage,
 )
 
-_OPEN = Link.OPEN
+#: Members of enumerations, by names of this module: looked up on its class, a member costs as much as a handler.
+_CLOSED = Link.CLOSED
+_END = Instruction.END
+_PROCESS = Instruction.PROCESS
+_REFUSE = Instruction.REFUSE
+_STAGE_NEW = Stage.NEW
+_CHECK_KERNELS = Instruction.CHECK_KERNELS
+_STAGE_PLANNED = Stage.PLANNED
+_CHECK_PLAN = Instruction.CHECK_PLAN
+_SUBMIT = Instruction.SUBMIT
+_DECODE = Instruction.DECODE
+_REACH = Instruction.REACH
+_YIELD = Instruction.YIELD
+_READ_ON = Instruction.READ_ON
+_STOP_READING = Instruction.STOP_READING
 _READY = Readiness.READY
+_OPENING = Link.OPENING
+_OPEN = Link.OPEN
+_BROKEN = Link.BROKEN
+_WAITS_DECODER = Readiness.DECODER
+_STAGE_READY = Stage.READY
+_MEMORY_HERE = Residence.HERE
+_WAITS_ROOM = Readiness.ROOM
+_WAITS_MEMORY = Readiness.MEMORY
 #: Signals up to this one are outcomes of instructions.
 _LAST_OUTCOME = Signal.YIELDED
 _SOURCE = int(Kind.SOURCE)
@@ -65,7 +87,7 @@ def step(flow: Flow[Any], event: Event) -> Instruction | None:
     Raises:
         FlowError: the event is impossible now.
     """
-    if flow.link is Link.CLOSED:
+    if flow.link is _CLOSED:
         return None
     if isinstance(event, Signal):
         if event <= _LAST_OUTCOME:
@@ -87,7 +109,7 @@ def note(flow: Flow[Any], signal: Signal) -> None:
     Raises:
         FlowError: the event is impossible now.
     """
-    if flow.link is Link.CLOSED:
+    if flow.link is _CLOSED:
         return
     _SIGNALS[signal](flow)
     if flow.entries is not None:
@@ -96,13 +118,13 @@ def note(flow: Flow[Any], signal: Signal) -> None:
 
 def _next(flow: Flow[Any]) -> Instruction | None:
     if flow.link is not _OPEN:
-        return Instruction.END if flow.overdue else None
+        return _END if flow.overdue else None
     if flow.overdue:
-        return Instruction.END
+        return _END
     if flow.current is not None:
-        return Instruction.PROCESS
+        return _PROCESS
     if flow.refusing:
-        return Instruction.REFUSE
+        return _REFUSE
     inbox = flow.inbox
     if inbox.submitted < len(inbox.frames) and not flow.unread and not flow.lent:
         found = _begin(flow, inbox.frames[inbox.submitted])
@@ -117,22 +139,22 @@ def _begin(flow: Flow[Any], frame: Frame) -> Instruction | None:
         return None
     kind, stage = frame.kind, frame.stage
     if kind == RUN:
-        if flow.own_kernels and stage is Stage.NEW:
-            return Instruction.CHECK_KERNELS
-        if flow.planned and stage is not Stage.PLANNED:
-            return Instruction.CHECK_PLAN
-        return Instruction.SUBMIT
-    if kind in DEFINITIONS and stage is Stage.NEW:  # beside the runs before it
-        return None if flow.hold.paused or flow.hold.reason else Instruction.DECODE
+        if flow.own_kernels and stage is _STAGE_NEW:
+            return _CHECK_KERNELS
+        if flow.planned and stage is not _STAGE_PLANNED:
+            return _CHECK_PLAN
+        return _SUBMIT
+    if kind in DEFINITIONS and stage is _STAGE_NEW:  # beside the runs before it
+        return None if flow.hold.paused or flow.hold.reason else _DECODE
     if flow.inbox.submitted or flow.yielded:
         return None
-    if kind in TOUCHES and stage is Stage.NEW:
-        return Instruction.REACH
+    if kind in TOUCHES and stage is _STAGE_NEW:
+        return _REACH
     if flow.served >= TURN:  # though it is alone: somebody may be waiting to be let in
-        return Instruction.YIELD
+        return _YIELD
     flow.served += frame.turns
     _take(flow)
-    return Instruction.PROCESS
+    return _PROCESS
 
 
 def _take(flow: Flow[Any]) -> None:
@@ -148,11 +170,11 @@ def _reading(flow: Flow[Any]) -> Instruction | None:
     waiting = len(inbox.frames)
     if inbox.congested:
         if waiting < MOST_FRAMES // 2 and inbox.nbytes < MOST_BYTES // 2:
-            return Instruction.READ_ON
+            return _READ_ON
     elif waiting > MOST_FRAMES or inbox.nbytes > MOST_BYTES:
-        return Instruction.STOP_READING
+        return _STOP_READING
     if inbox.upload and not waiting and not flow.lent and flow.readiness is _READY:
-        return Instruction.READ_ON
+        return _READ_ON
     return None
 
 
@@ -174,9 +196,9 @@ def _others(flow: Flow[Any], event: Event) -> None:
         flow.overdue = event.reason
     else:
         assert isinstance(event, ClientCame)
-        if flow.link is not Link.OPENING:
+        if flow.link is not _OPENING:
             raise FlowError("a client came to a session that has one")
-        flow.link, flow.planned = Link.OPEN, event.planned
+        flow.link, flow.planned = _OPEN, event.planned
 
 
 def _stuck(flow: Flow[Any]) -> list[Frame]:
@@ -251,11 +273,11 @@ def _yielded(flow: Flow[Any]) -> None:
 
 
 def _broken(flow: Flow[Any]) -> None:
-    flow.link = Link.BROKEN
+    flow.link = _BROKEN
 
 
 def _closed(flow: Flow[Any]) -> None:
-    flow.link = Link.CLOSED
+    flow.link = _CLOSED
     flow.inbox.frames.clear()
     flow.inbox.nbytes = flow.inbox.submitted = 0
     flow.current, flow.refusing = None, []
@@ -263,15 +285,15 @@ def _closed(flow: Flow[Any]) -> None:
 
 
 def _decoded(flow: Flow[Any]) -> None:
-    if flow.readiness is Readiness.DECODER:
+    if flow.readiness is _WAITS_DECODER:
         flow.readiness = _READY
-        _next_is(Stage.READY)(flow)
+        _next_is(_STAGE_READY)(flow)
 
 
 def _run_begun(flow: Flow[Any]) -> None:
     if not flow.inbox.submitted or flow.running or flow.current is not None:
         raise FlowError("a run begins out of turn")
-    if flow.residence is not Residence.HERE:
+    if flow.residence is not _MEMORY_HERE:
         raise FlowError(f"a run begins, and its memory is {flow.residence.value}")
     flow.running = True
 
@@ -282,7 +304,7 @@ def _run_ended(flow: Flow[Any]) -> None:
     flow.running = False
     flow.inbox.submitted -= 1
     _take(flow)
-    if flow.readiness is Readiness.ROOM:
+    if flow.readiness is _WAITS_ROOM:
         flow.readiness = _READY
 
 
@@ -308,7 +330,7 @@ def _upload_waits(flow: Flow[Any]) -> None:
 
 def _upload_lacks_memory(flow: Flow[Any]) -> None:
     flow.inbox.upload = True
-    flow.readiness = Readiness.MEMORY
+    flow.readiness = _WAITS_MEMORY
 
 
 def _turn_came(flow: Flow[Any]) -> None:
@@ -327,7 +349,7 @@ def _moves(to: Residence, *allowed: Residence) -> Callable[[Flow[Any]], None]:
     def event(flow: Flow[Any]) -> None:
         if flow.residence not in allowed:
             raise FlowError(f"memory that is {flow.residence.value} cannot be {to.value} next")
-        if flow.running and to is not Residence.HERE:
+        if flow.running and to is not _MEMORY_HERE:
             raise FlowError(f"memory cannot be {to.value} while a run uses it")
         flow.residence = to
 

@@ -40,6 +40,9 @@ RESERVE_SHARE = 8
 PAGES_SHARE = 4
 #: How often a reserve that could not be kept is tried again, ns.
 RETRY_NS = 100_000_000
+#: Members of enumerations on the way of every run: looked up on its class, a member costs as much as a call.
+_HERE = Residence.HERE
+_LEAVING = Residence.LEAVING
 
 
 class Vram:
@@ -168,8 +171,8 @@ class Vram:
         if session.holdings.guarded:
             need += self.ledger.cost_of_writing(session.holdings.account, _written(frame, ready.written))
         residence = session.flow.residence
-        if residence is not Residence.HERE:
-            if residence is Residence.LEAVING:
+        if residence is not _HERE:
+            if residence is _LEAVING:
                 self._swapping.stay(session)
             elif session.flow.inbox.submitted:
                 return False
@@ -221,9 +224,9 @@ class Vram:
 
     def present(self, session: Session) -> bool:
         """Whether the session's memory can be read and written now; if not, it is asked for, and MEMORY_CAME posted then."""
-        if session.flow.residence is Residence.LEAVING:
+        if session.flow.residence is _LEAVING:
             self._swapping.stay(session)
-        if session.flow.residence is Residence.HERE:
+        if session.flow.residence is _HERE:
             return True
         self._waiting.ask(session)
         return False
