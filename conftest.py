@@ -32,6 +32,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: not item.path.relative_to(config.rootpath).as_posix().startswith(STACKS))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the command that installs what skipped tests need, in one line for each."""
+    skipped = [str(report.longrepr) for report in terminalreporter.getreports("skipped")]
+    for cure in ("make postgres", "make browser"):
+        count = sum([cure in reason for reason in skipped])
+        if count:
+            terminalreporter.write_line(f"{count} tests were skipped: `{cure}` installs what they need")
+
+
 @pytest.fixture(scope="session")
 def cuda() -> Iterator[str]:
     """The device as users see it: after this, "cuda" is live in this process.
