@@ -17,7 +17,6 @@ from tests.distributions.distributions import ALL, ROOT, VERSION
 OF_EXTRAS = (
     ("wooly-bus", "wooly_bus.http_listener", "http"),
     ("wooly-bus", "wooly_bus.http_front", "http"),
-    ("wooly-dispatch", "wooly_dispatch.simulate.report", "simulate"),
     ("wooly", "wooly.triton_capture", "triton"),
 )
 #: Packages that a distribution looks for at run time and can do without; each with the reason why no requirement names it.

@@ -5,8 +5,8 @@ That their results are the library's, tests/compiled shows with an executor.
 
 import numpy as np
 import pytest
-from wooly_compiler.local_run import LocalRun
 from wooly_compiler.pipeline import compile_program
+from wooly_testkit.plan_run import LocalRun
 from wooly_testkit.tape import Tape
 from wooly_wis.dtypes import DType
 from wooly_wis.plan import KernelStep, LibraryStep
