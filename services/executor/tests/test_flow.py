@@ -310,6 +310,13 @@ def test_impossible_event_is_an_error_of_the_executor(before, signal):
         step(flow, signal)
 
 
+def test_signal_that_may_lead_to_an_instruction_cannot_be_noted():
+    flow = Flow()
+    step(flow, ClientCame())
+    with pytest.raises(FlowError, match="it is not to be noted"):
+        note(flow, Signal.MEMORY_CAME)
+
+
 def test_run_does_not_begin_while_its_memory_is_away():
     e = Environment()
     e.note(Signal.LEAVING)

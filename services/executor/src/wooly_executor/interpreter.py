@@ -145,9 +145,9 @@ class Interpreter:
 
     def _submit(self, session: Session) -> Signal:
         frame = _next(session)
-        if not self._vram.admit(session, frame):
-            return Signal.ROOM_AWAITED
         ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+        if not self._vram.admit(session, frame, ready):
+            return Signal.ROOM_AWAITED
         frame.cut = UNKNOWN if ready is None else ready.estimate.cut
         self._dispatch.submit(session, frame)
         return _SUBMITTED

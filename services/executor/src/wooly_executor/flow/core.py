@@ -111,6 +111,8 @@ def note(flow: Flow[Any], signal: Signal) -> None:
     """
     if flow.link is _CLOSED:
         return
+    if not _NOTED[signal]:
+        raise FlowError(f"{signal.name} may lead to an instruction: it is not to be noted")
     _SIGNALS[signal](flow)
     if flow.entries is not None:
         flow.entries.append((signal, None))
@@ -397,3 +399,4 @@ _HANDLERS: dict[Signal, Callable[[Flow[Any]], None]] = {
 }
 #: By the signal's number: a step looks nothing up by name.
 _SIGNALS = tuple([_HANDLERS[signal] for signal in Signal])
+_NOTED = tuple([signal in NOTES for signal in Signal])

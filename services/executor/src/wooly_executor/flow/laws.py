@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 from wooly_executor.flow.errors import FlowError
-from wooly_executor.flow.events import Event, Signal
+from wooly_executor.flow.events import Event
 from wooly_executor.flow.instructions import Instruction
 from wooly_executor.flow.state import (
     DEFINITIONS,
@@ -120,6 +120,3 @@ def waits_for(flow: Flow[Any]) -> str:
 def _true(holds: bool, law: str, what: str) -> None:
     if not holds:
         raise FlowError(f"the law of {law} is broken: {what}")
-
-
-__all__ = ["Laws", "Signal", "waits_for"]

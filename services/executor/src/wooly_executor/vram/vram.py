@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from wooly_dispatch.overcommit import Commitment, headroom, promises
-from wooly_wis.codec import DIGEST_SIZE
 from wooly_wis.frames import unpack_run
 from wooly_wis.messages import MemoryState
 
@@ -23,6 +22,7 @@ from wooly_executor.memory.swap import Policy, admit
 from wooly_executor.mover import PIECE, Mover
 from wooly_executor.pins import Pins
 from wooly_executor.post import Post
+from wooly_executor.programs import ReadyProgram
 from wooly_executor.runtime.device import HOST, TorchDevice
 from wooly_executor.samples import Sample, Samples
 from wooly_executor.session import Session
@@ -162,9 +162,8 @@ class Vram:
 
     # -- programs ----------------------------------------------------------------------------------------------------
 
-    def admit(self, session: Session, frame: Frame) -> bool:
-        """Whether a run may be submitted to the dispatch core; if not, it is tried again when those before it are done."""
-        ready = session.programs.get(bytes(frame.payload[:DIGEST_SIZE]))
+    def admit(self, session: Session, frame: Frame, ready: ReadyProgram | None) -> bool:
+        """Whether a run of a program may be submitted to the dispatch core. If not, it is tried again after the runs before it."""
         if ready is None:
             return True  # that is an error of its own
         need = ready.room
