@@ -163,7 +163,7 @@ class Vram:
     # -- programs ----------------------------------------------------------------------------------------------------
 
     def admit(self, session: Session, frame: Frame, ready: ReadyProgram | None) -> bool:
-        """Whether a run of a program may be submitted to the dispatch core. If not, it is tried again after the runs before it."""
+        """Whether a run of a program may be submitted to the dispatch core. If not, try again after the runs before it."""
         if ready is None:
             return True  # that is an error of its own
         need = ready.room
