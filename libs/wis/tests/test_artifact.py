@@ -329,7 +329,7 @@ def test_plan_takes_no_more_memory_at_a_time_than_its_program():
     apart = (AllocStep(a, 4 * N, True), *run[:2], FreeStep(a), AllocStep(b, 4 * N, True), *run[2:], FreeStep(b))
     verify(Plan(program, facts, apart, {}, frozenset()))
     at_once = (AllocStep(a, 4 * N, True), AllocStep(b, 4 * N, True), *run, FreeStep(a), FreeStep(b))
-    with pytest.raises(PlanError, match="512 bytes at a time, the program 256"):
+    with pytest.raises(PlanError, match="512 bytes at the same time, but its program needs only 256"):
         verify(Plan(program, facts, at_once, {}, frozenset()))
 
 

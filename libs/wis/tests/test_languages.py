@@ -54,16 +54,16 @@ def test_missing_language_is_an_error_that_names_the_distribution_and_may_be_ask
         MissingLanguageError, match=f"kernels in {language} need {distribution}, .* pip install {distribution}"
     ) as e:
         languages.compiled(language)
-    assert e.value.retryable and "beside wooly-compiler" in str(e.value)
+    assert e.value.retryable and "in the environment of wooly-compiler" in str(e.value)
 
 
 def test_language_that_does_not_exist_is_an_error_that_names_those_that_do():
-    with pytest.raises(ForeignError, match="there is no language fortran; there are cuda-c, ttir"):
+    with pytest.raises(ForeignError, match="language fortran is unknown; known languages: cuda-c, ttir"):
         languages.compiled("fortran")
 
 
 def test_missing_language_of_a_client_says_to_install_it_where_the_script_runs(nothing_installed):
-    with pytest.raises(MissingLanguageError, match=r"pip install wooly-cuda-c .*where this script runs"):
+    with pytest.raises(MissingLanguageError, match=r"pip install wooly-cuda-c .*in the environment of this script"):
         languages.read("cuda-c")
 
 
@@ -71,7 +71,8 @@ def test_language_that_cannot_be_imported_says_why(monkeypatch):
     broken = EntryPoint("ttir", "wooly_nothing.language", COMPILER)
     monkeypatch.setattr(languages, "installed", lambda group: {"ttir": broken})
     with pytest.raises(
-        MissingLanguageError, match="wooly-triton, which cannot be loaded: No module named 'wooly_nothing'"
+        MissingLanguageError,
+        match="wooly-triton, which is installed but cannot be imported: No module named 'wooly_nothing'",
     ):
         languages.compiled("ttir")
 
