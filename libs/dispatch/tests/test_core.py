@@ -308,7 +308,7 @@ def test_submissions_duplicated_and_reordered_run_once_in_order(order):
         (ProgramSubmittedEvent(0, "a", 1, (5, -1)), "negative estimates"),
         (ProgramSubmittedEvent(0, "a", 0, (5,)), "came before"),
         (SessionOpenedEvent(0, "a"), "session a is open already"),
-        (SessionOpenedEvent(0, ""), "a session has a name"),
+        (SessionOpenedEvent(0, ""), "the session id must not be empty"),
         (SessionClosedEvent(0, "none"), "session none is not open"),
         (SwappedInEvent(0, "none"), "session none is not open"),
         (ExclusiveBegunEvent(0, "none"), "session none is not open"),
@@ -476,5 +476,5 @@ def test_only_a_stoppable_devices_launches_are_stopped():
     rig.submit("a", *(100 * US,) * 3)
     (refused,) = rig.send(LaunchDoneEvent(rig.now, rig.in_flight[0].launch, 5, last=1))
     assert "are not stopped" in refused.reason
-    with pytest.raises(ValueError, match="max_flights is 1"):
+    with pytest.raises(ValueError, match="max_flights must be 1"):
         Config(stoppable=True)
