@@ -302,7 +302,7 @@ def test_admit_unswappable_leaves_room_for_the_largest_of_the_others_to_run():
     """Otherwise a session that was let in could never be resident again."""
     granted = [Commitment("a", 60 * GIB), Commitment("b", 70 * GIB)]
     admit(Commitment("c", 10 * GIB, swappable=False), granted, 80 * GIB, 1000)
-    with pytest.raises(AdmissionError, match=r"Allow it to be swapped, or ask for at most 10\.00 GiB"):
+    with pytest.raises(AdmissionError, match=r"Allow the session to be swapped out, or ask for at most 10\.00 GiB"):
         admit(Commitment("c", 11 * GIB, swappable=False), granted, 80 * GIB, 1000)
 
 

@@ -108,7 +108,7 @@ async def test_restarted_scheduler_tells_the_same(executor, start_scheduler, how
         assert after.entries > before.entries and after.violations == 0
         second.terminate()
         _, log = await asyncio.to_thread(second.communicate, timeout=20)
-        assert ("took up the checkpoint" in log) or how == "killed"
+        assert ("loaded the checkpoint" in log) or how == "killed"
 
 
 async def test_scheduler_without_a_checkpoint_rebuilds_from_the_stream(executor, start_scheduler):
@@ -158,7 +158,10 @@ async def test_checkpoint_that_cannot_be_read_counts_as_none(executor, start_sch
         assert lasting(await followed(e)) == lasting(before)
         second.terminate()
         _, log = await asyncio.to_thread(second.communicate, timeout=20)
-        assert "the last checkpoint cannot be used (not a checkpoint of this version); replaying the stream" in log
+        assert (
+            "the last checkpoint cannot be used (the bytes are not a checkpoint of version 3); the scheduler replays"
+            in log
+        )
 
 
 def ran(executor, session, gpu_ns, core_ns):

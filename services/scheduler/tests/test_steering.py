@@ -84,7 +84,7 @@ async def test_steering_within_the_ceilings_reaches_the_executor(cluster):
 async def test_class_stays_as_it_is_while_no_router_answers_and_suspending_needs_none(cluster, monkeypatch):
     monkeypatch.setattr(scheduler_actor, "ROUTER_TIMEOUT_S", 0.2)
     async with cluster(router_answers=False) as c:
-        with pytest.raises(RefusedError, match="no router says") as error:
+        with pytest.raises(RefusedError, match="no router states") as error:
             await c.steer(priority=3)
         assert error.value.retryable and not c.steered
         assert (await c.steer(suspended=True)).suspended
