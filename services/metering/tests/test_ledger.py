@@ -167,10 +167,10 @@ def test_correction_is_a_counter_entry_and_done_once(ledger):
     assert rest == 4 and ledger.reader.totals() == (400_000_000, 40_000_000)
     assert next(r for r in rows(ledger) if r.name == "s1").core_ucr == 0
     for entry, amount, why in (
-        (1, None, "nothing"),
-        (2, 400_000_001, "is more"),
-        (3, None, "a correction itself"),
-        (9, None, "no entry"),
+        (1, None, "is empty"),
+        (2, 400_000_001, "exceeds the rest of entry 2"),
+        (3, None, "is a correction"),
+        (9, None, "entry 9 does not exist"),
     ):
         with pytest.raises(CorrectionError, match=why):
             ledger.writer.correct("r3", entry, amount, None, "x", NOW)
@@ -206,7 +206,7 @@ def test_plans_hold_from_their_day_and_change_nothing_booked(ledger):
         (1, 200_000_000, 100_000_000),
         (1, 200_000_000, 100_000_000),
     ]
-    with pytest.raises(PlanError, match="is a new plan"):
+    with pytest.raises(PlanError, match="add a plan with another name"):
         ledger.writer.add_plan(PricePlan(name="cpu"))
     with pytest.raises(PlanError, match="ends before"):
         ledger.writer.add_plan(PricePlan(name="never", valid_from_us=2, valid_until_us=2))

@@ -229,7 +229,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
 
         plan = AddPlanRequest(plan=PricePlan(name="night", core_rate=1))
         assert (await ask(app, contracts.METERING_PLAN_ADD, plan)).id == 1
-        with pytest.raises(RefusedError, match="a new price is a new plan"):
+        with pytest.raises(RefusedError, match="add a plan with another name"):
             await ask(app, contracts.METERING_PLAN_ADD, plan)
         wrong = CorrectEntryRequest(request_id="r1", entry=1, core_ucr=100_000_000, reason="late")
         for _ in range(2):
@@ -255,7 +255,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
             ]
             assert (await http.post("/api/v1/credits/statements/acme")).json()["number"] == 1
             refused = await http.post("/api/v1/credits/statements/nobody")
-            assert refused.status_code == 404 and "nothing was ever booked" in refused.json()["message"]
+            assert refused.status_code == 404 and "has no booked usage" in refused.json()["message"]
             assert (await http.post("/api/v1/credits/plans", json={"name": "night"})).status_code == 409
             assert (await http.get("/api/v1/credits/plans")).json()["plans"][0]["name"] == "night"
             assert len((await http.get("/api/v1/credits/entries", params={"after": 1})).json()["entries"]) == 2
