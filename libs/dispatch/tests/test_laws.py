@@ -180,7 +180,7 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_core_in_scenario_keeps_the_laws(scenario):
+def test_core_in_scenario_obeys_the_laws(scenario):
     scenario(core.step)
 
 
@@ -280,7 +280,7 @@ def test_policy_reprioritised_while_queued_takes_effect_at_the_next_launch():
     assert after and set(after) == {"b"}
 
 
-def test_done_out_of_order_and_twice_changes_the_books_once():
+def test_done_events_out_of_order_and_repeated_are_applied_once():
     rig = Rig()
     rig.open("a")
     rig.submit("a", 100 * US)

@@ -28,7 +28,7 @@ def test_utilization_and_starvation_are_shares_of_wall_time():
     assert (metrics.utilization_permille, metrics.starvation_permille, metrics.unjust_ns) == (600, 200, 0)
 
 
-def test_unjust_wait_counts_what_a_wrong_core_does():
+def test_unjust_wait_counts_mistakes_of_a_wrong_core():
     """No core launches so: b idles beside a free device, then is passed by a lower class."""
     metrics = Metrics()
     for event, decisions in [

@@ -92,7 +92,7 @@ def mutate(rng, raw):
     return bytes(data)
 
 
-def test_mutated_programs_are_refused_or_read_never_worse():
+def test_decode_mutated_program_is_refused_or_accepted_without_a_crash():
     rng = random.Random(20261121)
     corpus = list(seeds())
     outcomes = {"read": 0, "verified": 0}

@@ -57,7 +57,7 @@ def module(**changes):
     return dataclasses.replace(whole, **changes)
 
 
-def test_module_survives_its_bytes_and_can_run():
+def test_module_round_trips_and_passes_check_module():
     raw = encode_module(module())
     assert decode_module(raw) == module() and encode_module(decode_module(raw)) == raw
     assert check_module(module()) == 48 and len(module_digest(raw)) == 32
@@ -88,12 +88,12 @@ modules = st.builds(
 
 
 @given(modules)
-def test_any_module_survives_its_bytes(found):
+def test_any_module_round_trips(found):
     assert decode_module(encode_module(found)) == found
 
 
 @given(modules, st.data())
-def test_cut_or_lengthened_bytes_are_refused(found, data):
+def test_decode_module_truncated_or_extended_bytes_are_refused(found, data):
     raw = encode_module(found)
     with pytest.raises(DecodeError):
         decode_module(raw[: data.draw(st.integers(0, len(raw) - 1))])
@@ -101,7 +101,7 @@ def test_cut_or_lengthened_bytes_are_refused(found, data):
         decode_module(raw + b"\0")
 
 
-def test_mutated_modules_are_refused_or_read_never_worse():
+def test_decode_mutated_module_is_refused_or_accepted_without_a_crash():
     rng, raw, read, ran = random.Random(7), encode_module(module()), 0, 0
     tracemalloc.start()
     try:
@@ -155,13 +155,13 @@ def test_mutated_modules_are_refused_or_read_never_worse():
         ({"programs": (b"WIS1", WORK)}, "bytes expected"),
     ],
 )
-def test_module_that_cannot_run_says_why(changes, complaint):
+def test_check_module_invalid_module_is_refused_with_the_reason(changes, complaint):
     with pytest.raises(WisError, match=complaint):
         check_module(module(**changes))
     assert issubclass(ModuleError, WisError)
 
 
-def test_what_the_format_cannot_hold_is_refused():
+def test_encode_module_too_large_value_is_refused():
     for changes in (
         {"inputs": (Tensor("", DType.F32, ()),)},
         {"inputs": (Tensor("ü" * 200, DType.F32, ()),)},
@@ -172,7 +172,7 @@ def test_what_the_format_cannot_hold_is_refused():
             encode_module(module(**changes))
 
 
-def test_file_is_the_module_and_its_constants():
+def test_module_file_contains_the_module_and_its_constants():
     raw = encode_module(module())
     data = b"".join(write_file(raw, [b"x" * 16]))
     assert read_head(data[:8]) == len(raw) and data[8:] == raw + b"x" * 16
@@ -197,7 +197,7 @@ def with_kernel(*sources):
     return module(programs=(MAKE, WITH_KERNEL), steps=steps, outputs=outputs, sources=sources)
 
 
-def test_the_sources_of_kernels_travel_with_the_module():
+def test_module_with_sources_round_trips():
     whole = with_kernel(SOURCE)
     raw = encode_module(whole)
     assert raw[:4] == b"WSM2" and decode_module(raw) == whole and encode_module(decode_module(raw)) == raw
@@ -213,12 +213,12 @@ def test_the_sources_of_kernels_travel_with_the_module():
     [(), (SOURCE, SOURCE), (SOURCE, encode_source(Source("ttir", "another"))), (b"WKS1 no source",)],
     ids=["missing", "twice", "one that nobody launches", "garbage"],
 )
-def test_a_module_whose_sources_are_not_those_of_its_kernels_cannot_run(sources):
+def test_check_module_with_wrong_sources_is_refused(sources):
     with pytest.raises(WisError):
         check_module(with_kernel(*sources))
 
 
-def test_version_two_without_sources_is_not_canonical():
+def test_decode_module_version_two_without_sources_is_refused():
     raw = encode_module(module())
     with pytest.raises(DecodeError, match="version 2 but no sources"):
         decode_module(b"WSM2" + raw[4:24] + bytes(4) + raw[24:])

@@ -121,7 +121,7 @@ def held(url):
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]])
-async def test_one_entry_per_event_whoever_is_killed(tmp_path, url, start_metering, seed):
+async def test_metering_and_nats_killed_book_one_entry_per_event(tmp_path, url, start_metering, seed):
     """Metering and NATS are killed at moments of chance while events come, some twice: the ledger has each once."""
     chance = random.Random(seed)
     nats = Nats(tmp_path / "js")
@@ -160,7 +160,7 @@ async def booked(app, core_ucr):
     return reply is not None and reply.core_ucr >= core_ucr
 
 
-async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, nats):
+async def test_replaced_stream_is_read_from_its_start(url, start_metering, nats):
     start_metering(nats, url)
     async with connected(nats) as app:
         for batch in range(1, 6):
@@ -173,7 +173,7 @@ async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, 
         assert len(held(url)) == 6
 
 
-async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monkeypatch):
+async def test_booked_messages_are_removed_from_the_stream(url, start_metering, nats, monkeypatch):
     from wooly_metering import follower
     from wooly_metering.ledger.database import migrate
     from wooly_metering.ledger.writer import Writer
@@ -205,7 +205,7 @@ async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monke
     database.close()
 
 
-async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
+async def test_metering_serves_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
     metering = start_metering(nats, url)
     heard = []
     app = ServiceApp("executor", nats)
@@ -293,7 +293,7 @@ async def router(nats, tokens):
         yield asked
 
 
-async def test_rest_lets_in_whom_the_router_does_and_tenants_see_their_own(tmp_path, nats, start_metering):
+async def test_rest_admits_the_routers_callers_and_tenants_see_their_own_credits(tmp_path, nats, start_metering):
     def token(tenant, *may, **more):
         return CheckTokenReply(actor="token:1", tenant=tenant, may=may, auth="tokens", **more)
 

@@ -81,7 +81,7 @@ async def test_steering_within_the_ceilings_reaches_the_executor(cluster):
         assert [(s.priority, s.weight) for s in c.steered] == [(3, 100)]
 
 
-async def test_class_stays_as_it_is_while_no_router_answers_and_suspending_needs_none(cluster, monkeypatch):
+async def test_steering_without_a_router_refuses_a_class_but_suspends(cluster, monkeypatch):
     monkeypatch.setattr(scheduler_actor, "ROUTER_TIMEOUT_S", 0.2)
     async with cluster(router_answers=False) as c:
         with pytest.raises(RefusedError, match="no router states") as error:
