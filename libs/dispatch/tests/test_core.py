@@ -1,4 +1,4 @@
-"""Single steps of the rule: events in, the exact list of decisions out."""
+"""Single steps of the rule: each test feeds events and compares the exact list of decisions."""
 
 import ast
 from pathlib import Path
@@ -32,7 +32,7 @@ MS = 1_000_000
 
 
 def proven(rig, *names):
-    """Measure one launch of each session, so that more than one kernel of it may be in flight."""
+    """Measure one launch of each session, so that the core trusts its estimates."""
     for name in names:
         rig.submit(name, 10 * US)
         rig.finish()
@@ -53,7 +53,7 @@ def test_long_program_is_split_at_kernel_edges_into_pieces():
     assert [(d.first, d.last, d.estimate_ns) for d in decisions] == [
         (0, 2, 400 * US),
         (2, 4, 400 * US),
-        (4, 5, 900 * US),  # longer than a piece: alone
+        (4, 5, 900 * US),  # longer than a piece, so it runs alone
         (5, 7, 200 * US),
     ]
 
@@ -104,14 +104,14 @@ def test_epoch_with_slow_p0_halves_the_windows():
     assert rig.state.windows[4] == 250 * US
     rig.send(SessionClosedEvent(0, "front"))
     rig.open("other", 0, service_ns=20 * MS)
-    assert rig.state.windows[4] == 500 * US  # what one needed is not held against the next
+    assert rig.state.windows[4] == 500 * US  # the smaller service time of one session does not affect the next session
 
 
 def test_ties_are_resolved_by_session_id():
     for names in ("abc", "cba", "bca"):
         rig = Rig()
         rig.open("z")
-        rig.submit("z", 10 * MS)  # holds the device
+        rig.submit("z", 10 * MS)  # occupies the device
         for name in names:
             rig.open(name)
             rig.submit(name, 100 * US)
@@ -127,7 +127,7 @@ def test_swapped_out_head_asks_once_and_is_skipped():
     assert rig.submit("away", 100 * US) == []
     assert [d.session for d in rig.submit("here", 100 * US)] == ["here"]
     assert [d.session for d in rig.send(SwappedInEvent(0, "away"))] == ["away"]
-    assert rig.send(SwappedOutEvent(0, "away")) == [SwapInDecision("away")]  # it has more to run
+    assert rig.send(SwappedOutEvent(0, "away")) == [SwapInDecision("away")]  # the session has more to run
 
 
 def test_swapped_out_low_class_does_not_ask_before_its_turn():
@@ -188,7 +188,7 @@ def test_p0_with_low_estimates_pays_the_measured_time():
 
 
 POLICING = Config(undeclared_permille=200, service_ns=2 * MS)
-"""Undeclared P0 and P1: a fifth of the device, and two requests of 2 ms at once."""
+"""Policing of undeclared P0 and P1: 20 % of the device, and two requests of 2 ms at once."""
 
 
 def test_undeclared_p0_beyond_the_shared_bucket_runs_as_p2_until_it_refills():
@@ -220,10 +220,10 @@ def test_shared_bucket_earns_nothing_while_the_host_is_busy():
     rig.submit("front", 4 * MS)
     rig.finish()
     rig.submit("behind", MS)
-    rig.now += 100 * MS  # the launch is in flight, and the device's thread gets no core
+    rig.now += 100 * MS  # the launch is in flight, but the host gives the device's thread no core
     assert rig.submit("front", MS)[0] == DemoteDecision("front", 2), "4 ms of work earned 0.8 ms"
     rig.finish()
-    rig.now += MS  # idle
+    rig.now += MS  # the device is idle
     rig.finish()
     rig.now += 5 * MS
     assert rig.submit("front", MS)[0].priority == 0
@@ -286,7 +286,7 @@ def test_launch_of_a_closed_session_still_counts_in_the_window():
     rig.submit("a", MS)
     rig.send(SessionClosedEvent(0, "a"))
     assert rig.state.in_flight_ns == MS
-    rig.open("a")  # another of that name: the old launch is none of its own
+    rig.open("a")  # a new session with the same name: the old launch does not belong to it
     rig.finish(3 * MS)
     assert rig.state.in_flight_ns == 0 and rig.state.sessions["a"].finish == [0] * 5
 
@@ -351,7 +351,7 @@ def test_heap_keeps_no_more_stale_entries_than_its_bound():
 
 
 def test_core_has_no_floats():
-    """Integers only: no float literal, no true division, in any module of the core."""
+    """The core uses integers only: no module has a float literal or a true division."""
     root = Path(wooly_dispatch.__file__).parent
     for path in root.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -368,7 +368,7 @@ def test_stopped_kernels_run_next_after_the_higher_class():
     rig.open("behind", 4)
     proven(rig, "behind")
     (launch,) = rig.submit("behind", *(100 * US,) * 20)
-    assert (launch.first, launch.last) == (0, 20)  # longer than its window: it can be stopped
+    assert (launch.first, launch.last) == (0, 20)  # longer than the window, because the launch can be stopped
     rig.submit("behind", 30 * US)
     assert not overtaken(rig.state)
     rig.submit("front", 300 * US)
@@ -386,7 +386,7 @@ def test_launch_of_the_only_session_is_several_pieces_long():
     rig.open("a")
     proven(rig, "a")
     rig.submit("a", 100 * US)
-    rig.finish(400 * US)  # its estimates are four times too small
+    rig.finish(400 * US)  # the estimates are too small by a factor of four
     (launch,) = rig.submit("a", *(500 * US,) * 20)
     assert (launch.first, launch.last) == (0, 4 * ALONE)
     rig.finish()
@@ -401,8 +401,8 @@ def test_long_launch_is_stopped_for_a_session_of_the_same_class():
     rig.submit("a", *(500 * US,) * 4)
     rig.open("b", 3)
     rig.open("below", 4)
-    rig.submit("below", 50 * MS)  # more than its floor owes it meanwhile
-    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # its own, and a lower class
+    rig.submit("below", 50 * MS)  # more than P4's floor allows in this time
+    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # only the session's own class and a lower class wait
     rig.submit("b", *(500 * US,) * 8)
     assert overtaken(rig.state)
     rig.finish(3 * MS, last=6)
@@ -423,7 +423,7 @@ def test_launch_of_one_piece_is_not_stopped_for_the_same_class():
 
 
 def test_stopped_launch_is_charged_for_its_measured_time():
-    """Two equals, one of which is stopped all the time, get equal shares."""
+    """Two sessions of equal weight get equal shares, even if one of them is stopped at every launch."""
     rig = Rig(config=STOPPABLE)
     rig.open("front", 0, service_ns=5 * MS)
     for name in ("a", "b"):

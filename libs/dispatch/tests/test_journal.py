@@ -1,4 +1,4 @@
-"""The journal: canonical, chained, replayable; whatever is done to it is found, and where."""
+"""The journal: canonical, chained, replayable; a replay finds every manipulation and its place."""
 
 import json
 import os
@@ -34,7 +34,7 @@ US = 1_000
 
 
 def history(seed=0, events=300):
-    """A rig after a busy time of every kind of event."""
+    """A rig after many events of every kind."""
     stream = random.Random(seed)
     rig = Rig(books=False)
     rig.send(ConfigChangedEvent(0, Config(floor_permille=50)))
@@ -117,7 +117,7 @@ def test_replay_in_processes_of_other_hash_seeds_gives_the_same_link():
         )
         outputs.append(done.stdout.split())
     assert outputs[0][:2] == outputs[1][:2]
-    assert outputs[0][2] != outputs[1][2]  # the seeds did differ
+    assert outputs[0][2] != outputs[1][2]  # the hash seeds differed
     assert batches(history(3, 500))[-1].digest == outputs[0][0]
 
 
@@ -161,7 +161,7 @@ def _fields(batch):
 
 
 def test_replay_of_a_consistent_forgery_is_refused_by_the_hash():
-    """Someone replays the core over other events: the decisions fit, the chain does not."""
+    """The journal was made by a replay of other events: its decisions match the rule, but its chain does not match."""
     first, *_ = batches(history(1), 50)
     forged, *_ = batches(history(2), 50)
     with pytest.raises(ReplayError, match="an entry was changed"):
@@ -183,7 +183,7 @@ def test_batch_of_another_journal_is_refused():
 
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
 def test_replayer_continues_from_the_checkpoint_after_a_crash_within_a_batch(cut):
-    """The executor dies while it writes a batch: what was whole is kept, what it had taken in after that is delivered again."""
+    """The executor dies while it writes a batch. Complete batches are kept; later events are delivered again."""
     rig = history(5, 400)
     found = batches(rig)
     torn = int(len(found) * cut)

@@ -1,4 +1,4 @@
-"""The laws under load, and proof that the checks bite: each mutant of the core breaks at least one of them."""
+"""The laws under load, and proof that the checks work: each mutant of the core breaks at least one law."""
 
 import inspect
 import random
@@ -29,7 +29,9 @@ def law(holds, name):
 
 
 def saturate(rig, kernels, factors, launches, seed=0, between=lambda n: None):
-    """Keep more queued than a window holds, for that many launches. `factors`: real over estimated time, permille."""
+    """Keep more work queued than a window holds, for `launches` launches. `factors`: measured over estimated time, in
+    permille.
+    """
     stream = random.Random(seed)
     for _ in range(40):
         for name, program in kernels.items():
@@ -157,7 +159,7 @@ def a_liar_beside_p0_holds_a_window_of_real_time(step):
     rig.open("front", 0, service_ns=20 * MS)
     rig.open("liar", 4)
     for _ in range(4):
-        rig.submit("liar", *(US,) * 1000)  # each takes 300 us in truth
+        rig.submit("liar", *(US,) * 1000)  # each kernel takes 300 us, not the declared 1 us
     law([(d.first, d.last) for d in rig.in_flight] == [(0, 1)], "one kernel while unproven")
     for _ in range(200):
         launch = rig.in_flight[0]
@@ -184,7 +186,7 @@ def test_core_in_scenario_obeys_the_laws(scenario):
     scenario(core.step)
 
 
-#: What is changed into what, and a scenario that notices (the one that notices soonest).
+#: Mutations of the core, each with the scenario that detects it fastest.
 MUTANTS = {
     "window by count": (
         "state.in_flight_ns + estimate > state.windows[session.lane]",
@@ -193,7 +195,8 @@ MUTANTS = {
     ),
     "no true-up": ("    if correction:", "    if False:", one_that_overstates_its_estimates),
     "no lift for idle tenants": ("session.lift = lane.virtual", "session.lift = 0", one_that_comes_back_after_idling),
-    # the scenarios submit program n of every session before program n + 1 of any: its number is its place in the line
+    # The scenarios submit program n of every session before program n + 1 of any session, so a program's number is its queue
+    # position.
     "FIFO in a class": (
         "entry = (max(session.lift, session.finish[session.lane]), session.id",
         "entry = (session.programs[0].number, session.id",

@@ -1,4 +1,4 @@
-"""What a device may promise, to whom, and what it says where it may not."""
+"""The rule of overcommit: what a device may promise, and the reasons of refusals."""
 
 import pytest
 from hypothesis import given

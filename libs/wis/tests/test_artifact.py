@@ -1,4 +1,4 @@
-"""Artifacts: one byte string each, believed in nothing. Whatever breaks a law, or reaches where it may not, is refused."""
+"""Artifacts: each has one encoding. The reader refuses bytes that break a law or access memory out of bounds."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TARGET = pocl_target(2, "a platform", ["basic-x", "pthread-x"])
 
 
 def source():
-    """y = (x * w) * p, z = exp(y), with x * w never seen: a tape, and its slots by name."""
+    """A tape of y = (x * w) * p, z = exp(y), with its program and its slots by name. No other instruction uses x * w."""
     t = Tape()
     x, w = t.input(F32, N), t.input(F32, N)
     m = t.op("mul", x, w)
@@ -161,12 +161,12 @@ def test_decode_artifact_arbitrary_bytes_are_refused(data):
 
 
 def sealed(body):
-    """Bytes with the digest that an artifact of theirs has."""
+    """The body with a valid digest."""
     return body + digest(body)
 
 
 def with_header(change):
-    """An artifact whose header was changed, by somebody who knows how to make digests."""
+    """An artifact with a changed header and a valid digest."""
     data = encode_artifact(whole())
     _, version, size = struct.unpack_from("<8sII", data)
     header = json.loads(data[16 : 16 + size])
@@ -247,7 +247,7 @@ def test_decode_artifact_mutants_are_refused_or_valid():
 
 
 def hostile():
-    """(law, plan): plans that do what no plan may."""
+    """(law, plan): plans that break the law."""
     plan, s, _ = planned()
     mul, times, exp = lines(plan.program)
     alloc_y, run, alloc_z, call = plan.steps
@@ -271,7 +271,7 @@ def hostile():
     yield (
         "lines",
         steps(alloc_y, run, alloc_z, LibraryStep(replace(exp, slots=(s["y"], s["x"])), "")),
-    )  # writes what it only may read
+    )  # writes an operand that it may only read
     yield "lines", steps(alloc_y, replace(run, lines=(mul, replace(times, first_param=7))), alloc_z, call)
     yield "order", steps(alloc_y, alloc_z, call, run)
     yield "bounds", steps(alloc_y, replace(run, kernel=kernel(numel=N + 1)), alloc_z, call)
@@ -285,7 +285,7 @@ def hostile():
     yield "memory", steps(alloc_y, run, alloc_z, call, FreeStep(s["z"]))
     yield "memory", steps(alloc_y, alloc_y, run, alloc_z, call)
     yield "memory", steps(replace(alloc_y, nbytes=8 * N), run, alloc_z, call)
-    yield "memory", steps(alloc_y, AllocStep(s["m"], 4 * N, True), run, alloc_z, call)  # which is then left
+    yield "memory", steps(alloc_y, AllocStep(s["m"], 4 * N, True), run, alloc_z, call)  # no step frees slot m
     yield "overlap", steps(alloc_y, replace(run, slots=(s["x"], s["y"], s["y"])), alloc_z, call)
     broken = replace(kernel(), body=kernel().body[1:])
     yield "kernels", steps(alloc_y, replace(run, kernel=broken), alloc_z, call)

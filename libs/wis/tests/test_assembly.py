@@ -1,4 +1,4 @@
-"""The assembly: every program's text reads back into the same bytes, and what is not assembly is refused with its place."""
+"""Assembly: the text of every program reads back into the same bytes; invalid text is refused, with its line."""
 
 import contextlib
 import math

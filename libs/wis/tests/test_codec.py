@@ -1,4 +1,4 @@
-"""The codec: one program, one byte string; nothing else decodes."""
+"""The codec: each program has one encoding; other bytes are refused."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""Kernels in other languages: sources and codes keep their bytes, and each law of a launch has a form that breaks it."""
+"""Foreign kernels: sources and codes round-trip, and each law of a launch has a form that breaks it."""
 
 import hashlib
 import json
@@ -62,7 +62,7 @@ def test_decode_source_any_bytes_decode_or_raise_decode_error(raw):
 
 
 def test_decode_source_of_1_mib_pauses_after_every_piece():
-    text = "a" + "é→𝄞" * (MAX_SOURCE_BYTES // 9 - 10)  # characters lie on both sides of a piece's end
+    text = "a" + "é→𝄞" * (MAX_SOURCE_BYTES // 9 - 10)  # multi-byte characters lie across the ends of pieces
     raw, paused = encode_source(Source("ttir", text)), []
     with pausing(lambda: paused.append(None)):
         assert decode_source(raw).text == text

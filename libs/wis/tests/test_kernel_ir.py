@@ -1,4 +1,4 @@
-"""Kernel IR: its text reads back, its laws hold, its interpreter computes what it says."""
+"""Kernel IR: its text round-trips, its laws hold, and its interpreter computes the documented results."""
 
 import math
 
@@ -94,7 +94,7 @@ def test_reduce_folds_lanes_in_order_then_pairs():
     x = [1e8, 1.0, -1e8, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     y = [0.0, 0.0]
     run(row_sums(), {"x": x, "y": y})
-    # lane 0: 1e8, -1e8, 1.0; lane 1: 1.0, 1.0. One after the other the first 1.0 would be lost in 1e8.
+    # Lane 0: 1e8, -1e8, 1.0; lane 1: 1.0, 1.0. In sequential order, the first 1.0 would be lost in 1e8.
     assert y[0] == 3.0
 
 
@@ -220,7 +220,7 @@ def test_reader_and_verifier_survive_mutations(data):
         verify(kernel)
     except (KernelTextError, KernelError):
         return
-    # what the verifier lets through runs without leaving an array
+    # a mutant that the verifier accepts must run without an access out of bounds
     run(kernel, {a.name: [1] * a.numel for a in kernel.arrays}, {s.name: 3 for s in kernel.scalars})
 
 
@@ -229,7 +229,7 @@ def test_reader_and_verifier_survive_mutations(data):
 
 def test_operations_match_the_primitives():
     missing = set(PRIMITIVES) - set(OPS)
-    assert missing == {"conj"}  # complex numbers are no elements of kernels
+    assert missing == {"conj"}  # kernels have no complex elements
     for name in set(PRIMITIVES) & set(OPS):
         assert OPS[name].arity == PRIMITIVES[name][0]
 
@@ -285,7 +285,7 @@ def test_walk_yields_outer_statements_first():
 
 
 def test_fma_of_f32_is_rounded_once_where_f64_would_round_twice():
-    """The product is half way between two numbers; what is added is too small for an f64, and decides."""
+    """The product is half way between two f32 numbers. The addend is too small for an f64, and decides the rounding."""
     a = 1 + 2.0**-12
     assert kernel_scalars.apply("fma", F32, [a, a, 2.0**-80], [F32] * 3) == 1 + 2.0**-11 + 2.0**-23
     assert kernel_scalars.apply("fma", F32, [a, a, -(2.0**-80)], [F32] * 3) == 1 + 2.0**-11

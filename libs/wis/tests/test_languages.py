@@ -1,4 +1,6 @@
-"""Languages of kernels are found by entry point, named where they are missing, and part of a compiler's version."""
+"""Languages of kernels: processes find them by entry point, errors name missing ones, and they are part of a compiler's
+version.
+"""
 
 import inspect
 from importlib.metadata import EntryPoint
@@ -20,7 +22,7 @@ from wooly_wis.languages import (
 
 
 def assert_offers(module, protocol, functions):
-    """The module has these functions of the protocol, with its parameters and results."""
+    """Assert that the module has these functions of the protocol, with the same parameters and results."""
     for name in functions:
         wanted, found = inspect.signature(getattr(protocol, name)), inspect.signature(getattr(module, name))
         assert [*found.parameters.values()] == [*wanted.parameters.values()][1:], name

@@ -1,4 +1,4 @@
-"""What a stranger's message can cost whoever reads it: the first mistake ends the reading of a list."""
+"""The cost of reading an untrusted message is bounded: the first error ends the validation of a list."""
 
 import json
 
@@ -19,7 +19,7 @@ def every_message():
 
 
 def lists_of(model):
-    """The fields of a message that are lists of any length, as pydantic's schema says."""
+    """The list fields of a message without a maximum length, by pydantic's schema."""
     for name, field in model.model_json_schema()["properties"].items():
         kinds = field.get("anyOf", [field])
         if any(kind.get("type") == "array" and kind.get("maxItems") != kind.get("minItems", -1) for kind in kinds):

@@ -1,4 +1,4 @@
-"""Control messages: frozen, versioned, nothing extra, nothing unbounded; bytes and back."""
+"""Control messages are frozen, versioned and bounded, refuse extra fields, and round-trip through JSON."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""Modules: canonical bytes, defensive reading, and whether what was read can run."""
+"""Modules: canonical encoding, reading of untrusted bytes, and the check whether a module can run."""
 
 import dataclasses
 import random
@@ -46,7 +46,7 @@ ONE = (1).to_bytes(8, "little")
 
 
 def module(**changes):
-    """Buffers 1 and 2 are made and loaded with a constant and an input; their sum is the output, in buffer 3."""
+    """Buffers 1 and 2 are allocated and loaded with a constant and an input. Their sum is the output, in buffer 3."""
     whole = Module(
         programs=(MAKE, WORK),
         constants=(Constant(b"c" * 32, 16),),
@@ -201,7 +201,7 @@ def test_module_with_sources_round_trips():
     whole = with_kernel(SOURCE)
     raw = encode_module(whole)
     assert raw[:4] == b"WSM2" and decode_module(raw) == whole and encode_module(decode_module(raw)) == raw
-    assert encode_module(module())[:4] == b"WSM1"  # of others, the digest stays what it was
+    assert encode_module(module())[:4] == b"WSM1"  # the digest of modules without sources stays the same
     check_module(whole)
     for k in range(len(raw)):
         with pytest.raises(DecodeError):

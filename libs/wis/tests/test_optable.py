@@ -1,4 +1,4 @@
-"""The op table: rules accept what fits and name what does not; the reference page is current."""
+"""The op table: rules accept valid forms and name faults; the reference page is current."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def dense(*sizes, dtype=DType.F32):
 
 
 def form(opcode, *args, out=(), params=(), in_place=False):
-    """Views among `args` become operands; `out` views are the results."""
+    """A form: views among `args` become operands, `out` views become results."""
     operands, attrs = [], []
 
     def attr(a):

@@ -1,4 +1,4 @@
-"""Spans as messages: what may travel, and what a hostile sender may not make of it."""
+"""Spans as messages: valid spans round-trip, hostile spans are refused."""
 
 import pytest
 from pydantic import ValidationError

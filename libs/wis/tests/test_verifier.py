@@ -1,4 +1,4 @@
-"""The verifier: valid programs pass, and each law has a program that breaks it alone."""
+"""The verifier: valid programs pass, and each law has a program that breaks only this law."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""Who is let in over REST where the router asks nobody for a token."""
+"""Access over REST if the router requires no tokens."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from wooly_wis.messages import CheckTokenReply
 
 
 class App:
-    """A router that says this of every token."""
+    """A router that gives this answer for every token."""
 
     def __init__(self, auth):
         self.reply = CheckTokenReply(auth=auth, actor="a", tenant=None, may=("credits:read",))

@@ -1,4 +1,4 @@
-"""Arithmetic and judgement: prices, plans, what cannot be, batches that come twice or are missing."""
+"""Arithmetic and checks: prices, plans, impossible records, repeated and missing batches."""
 
 import datetime
 import random
@@ -24,7 +24,7 @@ def column(booking, name):
 def test_price_matches_the_examples_of_the_readme():
     one_core_ms = record(gpu_ns=1_000_000, core_ns=1_000_000, resident_mib_us=0, idle_mib_us=0)
     assert price(one_core_ms, PLAIN) == (UNIT, 0)
-    # 80 cores for 2.5 ms, 1,024 MiB meanwhile and for the rest of a second
+    # 80 cores for 2.5 ms; 1,024 MiB in this time, and for the rest of the second
     run = record(gpu_ns=2_500_000, core_ns=200_000_000, resident_mib_us=1024 * 2500, idle_mib_us=1024 * 997_500)
     assert price(run, PLAIN) == (200 * UNIT, 2_560_000)
     assert price(run, TariffPlan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (
@@ -36,7 +36,7 @@ def test_price_matches_the_examples_of_the_readme():
 def test_price_of_a_slow_core_follows_its_pace():
     slow = record(core_ns=2_000_000, pace_ppm=500_000, resident_mib_us=2_000_001, idle_mib_us=3)
     assert price(slow, PLAIN) == (UNIT, 1_000_000)
-    # idle memory is held by the clock on the wall, whatever a core does
+    # idle memory is charged by wall time, whatever the pace of the cores is
     assert price(slow, TariffPlan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
     (entry,) = booked(event(slow)).entries
     assert (entry.core_ns, entry.pace_ppm, entry.core_ucr) == (2_000_000, 500_000, UNIT)

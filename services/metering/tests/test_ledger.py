@@ -1,4 +1,4 @@
-"""The ledger on SQLite and PostgreSQL: once, for ever, and in sums."""
+"""The ledger on SQLite and PostgreSQL: each event is booked once, entries never change, sums are right."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from wooly_wis.credits import CreditsRequest, EntriesRequest, PricePlan, Quarant
 
 from .conftest import NOW, SECOND, Ledger, delivery, event, record
 
-#: Others, without what their start takes: one server imports, and forks them.
+#: Starts further processes quickly: one server imports the modules, and forks the processes.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["alembic.command", "pytest", "wooly_metering.ledger.writer"])
 
@@ -49,7 +49,7 @@ def test_migrations_create_the_schema_of_the_tables(url):
 
 
 def _migrate_and_die(url, at):
-    """Migrate, and be killed at the `at`-th statement."""
+    """Migrate, and die at statement number `at`."""
     seen = []
 
     def before(*_):
@@ -109,7 +109,7 @@ def test_message_delivered_again_is_booked_once(ledger):
     with pytest.raises(OvertakenError):
         ledger.writer.take("S", "then", 0, [delivery(1, event(record()))], NOW)
     assert ledger.writer.position("S", "then") == 1
-    # the stream was lost and is another one, the executor published its last batch again
+    # the stream was lost and replaced; the executor published its last batch again
     assert ledger.writer.position("S", "later") == 0
     done = ledger.writer.take(
         "S", "later", 0, [delivery(1, event(record())), delivery(2, event(record(), batch=2))], NOW
@@ -269,7 +269,7 @@ def test_two_processes_on_one_stream_book_everything_once(ledger):
 
 
 def told(*totals, entries=100, journal="gpu-0/7", **values):
-    """A journal's totals: (session, core_ns) each."""
+    """A journal's totals: one (session, core_ns) each."""
     records = [
         record(session, core_ns=core, gpu_ns=core, span_us=-(-core // 1000), runs=0, moved_bytes=0, flops=0, resident_mib_us=0,
                idle_mib_us=0, model="", pace_ppm=1_000_000)
@@ -309,7 +309,7 @@ def test_late_usage_after_journal_totals_is_not_booked_twice(ledger):
     assert core_of(ledger) == 400_000_000
     late = entries(ledger, session_id="s1")[-1]
     assert (late.core_ns, late.gpu_ns, late.runs) == (0, 0, 3) and late.resident_mib_us > 0
-    ledger.take(event(record(core_ns=90_000_000, gpu_ns=90_000_000), batch=3))  # it was not dead after all
+    ledger.take(event(record(core_ns=90_000_000, gpu_ns=90_000_000), batch=3))  # the executor was still alive
     assert core_of(ledger) == 440_000_000
     ledger.take(event(record("other", core_ns=5, gpu_ns=5, resident_mib_us=0), batch=4))
     assert core_of(ledger, "other") == 5
@@ -331,7 +331,7 @@ def test_booked_total_is_the_maximum_of_journal_and_records_in_any_order(ledger,
     keys = {what: chance.random() for what in coming}
     coming.sort(key=lambda what: keys[what])
     coming = [(kind, n) for kind, n in coming]
-    for kind in ("usage", "journal"):  # each source's own messages keep their order
+    for kind in ("usage", "journal"):  # the messages of each source keep their order
         numbers = iter(range(8))
         coming = [(k, next(numbers)) if k == kind else (k, n) for k, n in coming]
     used = most = 0

@@ -1,4 +1,4 @@
-"""`python -m wooly_metering` as a process: exactly one entry per event, whoever is killed; budgets, REST, events, `/metrics`."""
+"""`python -m wooly_metering` as a process: exactly one entry per event even after kills; budgets, REST, events, `/metrics`."""
 
 import asyncio
 import contextlib
@@ -50,13 +50,13 @@ def now():
 
 @pytest.fixture
 def nats():
-    """A NATS server of this test's own: the stream is everybody's."""
+    """A NATS server for one test, because the stream is shared by all clients."""
     with start_nats_server() as url:
         yield url
 
 
 class Nats:
-    """A nats-server that can be killed and started again, with its streams on the same port."""
+    """A nats-server that can be killed, and restarted with its streams on the same port."""
 
     def __init__(self, directory):
         port = free_port()
@@ -88,7 +88,7 @@ async def streamed(app):
 
 
 async def say(app, what, id=None):
-    """Publish as an executor does: until it is known to be kept."""
+    """Publish as an executor does, until the stream has stored the message."""
     event = contracts.EXECUTOR_USAGE_RECORDED.at("gpu-0")
     if isinstance(what, bytes):
         event = Event(event.subject, bytes)
@@ -107,7 +107,7 @@ async def ask(app, rpc, message, timeout=10):
 
 
 async def shown(app, **which):
-    """What metering says, once it is there."""
+    """Metering's reply, as soon as it has rows."""
     with contextlib.suppress(BusError):
         return await ask(app, contracts.METERING_CREDITS_SHOW, CreditsRequest(**which))
 
@@ -122,7 +122,7 @@ def held(url):
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]])
 async def test_metering_and_nats_killed_book_one_entry_per_event(tmp_path, url, start_metering, seed):
-    """Metering and NATS are killed at moments of chance while events come, some twice: the ledger has each once."""
+    """Metering and NATS are killed at random moments while events arrive, some of them twice. The ledger has each event once."""
     chance = random.Random(seed)
     nats = Nats(tmp_path / "js")
     metering = start_metering(nats.url, url)
@@ -130,7 +130,7 @@ async def test_metering_and_nats_killed_book_one_entry_per_event(tmp_path, url, 
         async with connected(nats.url) as app:
             for batch in range(1, 121):
                 await say(app, event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch))
-                if chance.random() < 0.15:  # again after its id was forgotten, as after two minutes
+                if chance.random() < 0.15:  # delivered again after NATS forgot the message id, as after two minutes
                     again = event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch)
                     await say(app, again, id=f"again {batch}")
                 if batch % 24 == 12:
@@ -242,7 +242,7 @@ async def test_metering_serves_requests_rest_events_and_metrics(url, start_meter
 
         port = (tmp_path / "metering" / "metering.port").read_text()
         async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}") as http:
-            nobody = await http.get("/api/v1/credits")  # no router says who may
+            nobody = await http.get("/api/v1/credits")  # no router is there to check the token
             assert (nobody.status_code, nobody.json()["code"]) == (503, "metering.no_router")
         everything = CheckTokenReply(actor="open:nats", tenant=None, may=("credits:read", "credits:write"), auth="open")
         asking = httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}")
@@ -277,7 +277,7 @@ async def test_metering_serves_requests_rest_events_and_metrics(url, start_meter
 
 @contextlib.asynccontextmanager
 async def router(nats, tokens):
-    """Says who shows a token, as a router does; `tokens` by secret may change. Yields how often it was asked."""
+    """Checks tokens as a router does; `tokens` (by secret) may change. Yields the number of checks."""
     asked = []
 
     async def on_check_token(request):
@@ -358,14 +358,14 @@ async def test_rest_admits_the_routers_callers_and_tenants_see_their_own_credits
         for _ in range(5):
             await get("", "admin")
         assert len(asked) - before <= 1
-        del tokens["admin"]  # revoked
+        del tokens["admin"]  # the token is revoked
 
         async def shut():
             return await code("", "admin") == unauthorized
 
         await until(shut, 15)
         host = f"http://127.0.0.1:{port}"
-        for path in ("/metrics", "/healthz"):  # for whoever scrapes them
+        for path in ("/metrics", "/healthz"):  # open for scrapers
             assert (await http.get(host + path)).status_code == 200
         await http.aclose()
     metering.send_signal(signal.SIGTERM)
@@ -373,7 +373,7 @@ async def test_rest_admits_the_routers_callers_and_tenants_see_their_own_credits
 
 
 class FakeExecutor:
-    """Takes holds, or refuses to answer."""
+    """Accepts holds, or refuses to answer."""
 
     def __init__(self, app):
         self.holds, self.silent = {}, False
@@ -413,7 +413,7 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         for tenant in ("bits", "nobody"):
             free = await ask(app, contracts.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant=tenant))
             assert free.refusal == ""
-        # a session that came later is held at its first usage; after a restart all are held again
+        # A session that opens later is held at its first usage. After a restart, all sessions are held again.
         await say(app, event(record("c", at_us=now()), batch=3))
         await until(lambda: executor.holds.get("c"))
         metering.kill()

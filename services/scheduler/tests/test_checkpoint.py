@@ -1,4 +1,4 @@
-"""The checkpoint's bytes: they give back the same follower, and nothing else whatever stands in them."""
+"""The checkpoint's encoding: it restores an equal follower, and refuses all other values."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ TOGGLES = [SwappedInEvent, SwappedOutEvent, SessionSuspendedEvent, SessionResume
 
 
 def history(chance, events, flights=1 << 20):
-    """A rig after a time of every kind of event: sessions that close with launches in flight, and come back under their names."""
+    """A rig after events of every kind: sessions close with launches in flight, and open again under the same name."""
     rig = Rig(books=False)
     stoppable = flights == 1
     rig.send(ConfigChangedEvent(0, Config(floor_permille=50, max_flights=flights, stoppable=stoppable)))
@@ -85,7 +85,7 @@ def busy(events=200):
 def test_follower_restored_from_a_checkpoint_continues_unchanged(seed, flights, part, reordered):
     found = batches(history(random.Random(seed), 150, flights))
     at = int(part * len(found))
-    if reordered and at + 2 < len(found):  # a batch waits for the one before it when the checkpoint is made
+    if reordered and at + 2 < len(found):  # at the checkpoint, a batch waits for the batch before it
         found[at], found[at + 1] = found[at + 1], found[at]
         at += 1
     straight, stopped = Follower("gpu-0"), Follower("gpu-0")
@@ -164,7 +164,7 @@ def leaves(value, path=()):
 
 
 def test_decode_checkpoint_value_of_another_type_is_refused():
-    """Each of some hundred fields in turn becomes a value of another type; lines are books, link, state."""
+    """About a hundred fields, one after the other, get a value of another type; the lines are record, link and state."""
     lines = [json.loads(line) for line in zlib.decompress(encode_follower(KEPT)).split(b"\n")]
     paths = list(leaves(lines))
     assert len(paths) > 500

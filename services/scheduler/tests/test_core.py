@@ -1,4 +1,4 @@
-"""The scheduler's pure core: admission, epochs, the follower of journals, the session book."""
+"""The scheduler's pure core: admission, epochs, follower, book of sessions."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ def test_declared_bucket_exists_for_p0_and_p1_only():
 def test_admit_single_session_unless_objective_is_below_service_time():
     assert admit(demand("a", objective=11 * MS), []).admitted
     verdict = admit(demand("a", objective=9 * MS), [])
-    # 10 ms of its own, and a window of 2.5 % of that which overruns by a tenth
+    # 10 ms of its own, and a window of 2.5 % of that with an overrun of a tenth
     assert verdict.missed_by_ns == 10 * MS + 275_000 - 9 * MS
     assert verdict.reason == "P0 session a (acme) would answer in 10.3 ms, 1.27 ms beyond its objective of 9 ms"
 
@@ -63,7 +63,7 @@ def test_admit_undeclared_session_is_refused_with_the_variables_to_set():
 
 
 def test_admit_undeclared_sessions_count_as_one_bucket():
-    """20 % of the device and 40 ms at once, however many they are: low's 10 ms wait for at most (10 + 40 + blocking) / 0.8."""
+    """The shared bucket is 20 % of the device and 40 ms at once: the 10 ms of `low` need at most (10 + 40 + blocking) / 0.8."""
     policing, low = Config(undeclared_permille=200), demand("low", priority=1, objective=90 * MS)
     one, two = Demand("high", "acme", Policy(0)), Demand("higher", "acme", Policy(0))
     assert admit(one, [low], policing).admitted
@@ -108,7 +108,7 @@ SESSIONS = st.lists(
 @settings(max_examples=60)
 @given(SESSIONS, st.integers(0, 3), st.randoms(use_true_random=False))
 def test_response_bound_holds_in_the_core_for_declared_sessions(sessions, background, chance):
-    """Periodic P0 and P1 sessions beside saturating P4 ones, in virtual time: no response is later than its bound."""
+    """Periodic P0 and P1 sessions beside saturating P4 sessions, in virtual time: no response exceeds its bound."""
     everybody = [
         demand(f"s{i}", priority, service * MS, 1, interval * MS, weight, longest=250_000)
         for i, (priority, weight, service, interval) in enumerate(sessions)
@@ -136,7 +136,7 @@ def test_response_bound_holds_in_the_core_for_declared_sessions(sessions, backgr
             running_since, rig.now = rig.now, max(at, rig.now)
             rig.submit(name, *[250_000] * (service * 4))
             came[name, rig.submitted[name]] = at, service * 4
-            if ends is not None:  # what is in flight goes on
+            if ends is not None:  # kernels in flight continue
                 rig.now = running_since
         else:
             done = rig.finish()
@@ -152,7 +152,7 @@ def test_response_bound_holds_in_the_core_for_declared_sessions(sessions, backgr
 
 
 def recorded(name="gpu-0/1", programs=20, **session):
-    """A rig, and the batches of its journal, 7 entries each."""
+    """A rig, and the batches of its journal with 7 entries each."""
     rig = Rig()
     rig.open("p0", 0, objective_ns=MS, **session)
     rig.open("bg", 4)
@@ -297,7 +297,7 @@ def test_recent_figures_cover_ten_seconds_and_closed_meters_are_summed():
 
 
 def epoch_of(alone_ns, behind_ns, idle_ns=0, service_ns=20 * MS, seen_alone=True, own_ns=0):
-    """P0 requests alone, then each behind a P4 launch of `behind_ns`, with `idle_ns` after it."""
+    """P0 requests alone, then each after a P4 launch of `behind_ns`, with `idle_ns` after each."""
     rig = Rig(books=False)
     rig.open("p0", 0, service_ns=service_ns)
     for _ in range(40 if seen_alone else 0):

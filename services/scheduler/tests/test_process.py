@@ -32,7 +32,7 @@ def admission(session, executor="gpu-0", **declared):
 
 
 async def scraped(tmp_path):
-    """All samples of `/metrics` by name and labels."""
+    """All samples of `/metrics`, by name and labels."""
     port = (tmp_path / "scheduler" / "scheduler.port").read_text()
     async with httpx.AsyncClient(trust_env=False) as http:
         answer = await http.get(f"http://127.0.0.1:{port}/metrics")
@@ -45,7 +45,7 @@ async def scraped(tmp_path):
 
 
 def lasting(state):
-    """What of a listing does not depend on when it was asked for."""
+    """The fields of a listing that do not depend on the time of the request."""
     fields = {
         "entries",
         "journal",
@@ -76,7 +76,7 @@ async def test_journal_is_followed_listed_and_scraped(executor, start_scheduler,
         assert state.windows_ns == e.rig.state.windows
         assert sum(s.share_permille for s in state.sessions) in (999, 1000)
         found = await scraped(tmp_path)
-        # How much silence followed is not the test's affair.
+        # The length of the silence after the last entry is not part of this test.
         assert 0 < found["wooly_gpu_starvation_ratio", ("gpu", "gpu-0")] <= 1
         assert 0 < found["wooly_gpu_utilization_ratio", ("gpu", "gpu-0")] <= 1
         assert found["wooly_gpu_executing_seconds_total", ("gpu", "gpu-0")] == e.rig.metrics.executing_ns / 1e9
@@ -165,7 +165,7 @@ async def test_unreadable_checkpoint_is_ignored(executor, start_scheduler, conte
 
 
 def ran(executor, session, gpu_ns, core_ns):
-    """One launch of a session, and what it took."""
+    """Run one launch of a session, with these times."""
     executor.rig.submit(session, gpu_ns)
     launch = executor.rig.in_flight.popleft()
     executor.rig.now += gpu_ns
@@ -173,7 +173,7 @@ def ran(executor, session, gpu_ns, core_ns):
 
 
 async def totals_told(app):
-    """What metering was told, by journal: entries, and core and device time of each session."""
+    """The totals that metering got, by journal: number of entries, and core and device time of each session."""
     found = {}
     with contextlib.suppress(NotFoundError):
         await app.jetstream().stream_info(contracts.EXECUTOR_USAGE_RECORDED.stream_name)

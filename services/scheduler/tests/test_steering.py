@@ -1,4 +1,4 @@
-"""Tenants steer their own sessions up to their ceilings, which a router says."""
+"""Tenants steer their own sessions within their ceilings, which the router knows."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.connected
 
 
 class Cluster:
-    """A scheduler that knows one session of bob's, its executor, and a router that knows bob's ceilings."""
+    """A scheduler that knows one session of bob, the session's executor, and a router that knows bob's ceilings."""
 
     def __init__(self, app, router_answers):
         self.steered, self.asked = [], []

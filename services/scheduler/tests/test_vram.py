@@ -1,4 +1,4 @@
-"""The scheduler's book of memory: what executors say, what was admitted since, what ended."""
+"""The scheduler's book of memory: reports of executors, sessions admitted since, closed sessions."""
 
 from wooly_dispatch.overcommit import Commitment
 from wooly_scheduler.core.book import PENDING_S
