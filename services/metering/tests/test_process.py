@@ -180,8 +180,8 @@ async def test_booked_messages_are_removed_from_the_stream(url, start_metering, 
 
     migrate(url)
     database = Database(url)
-    monkeypatch.setattr(follower, "LOOK_S", 0.1)
-    monkeypatch.setattr(follower, "TIDY_S", 0.1)
+    monkeypatch.setattr(follower, "STREAM_CHECK_S", 0.1)
+    monkeypatch.setattr(follower, "PURGE_INTERVAL_S", 0.1)
     done = []
 
     async def on_booked(what):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.errors import InvariantError
 from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Ledger, LedgerRecord, Work
 from wooly_dispatch.policing import undeclared_burst_ns
 from wooly_dispatch.state import SCALE, DispatchState
 from wooly_dispatch.windows import PROTECTED
@@ -111,7 +111,7 @@ class Auditor(Ledger):
         self._lightest: dict[
             str, int
         ] = {}  # the least weight a session ever had: what is in flight may be charged at that
-        self._measured: dict[int, tuple[Airborne, int]] = {}
+        self._measured: dict[int, tuple[LaunchInFlight, int]] = {}
         self._counted = 0
 
     def audit(self, event: Event, decisions: Sequence[Decision], windows: Sequence[int]) -> None:
@@ -141,13 +141,13 @@ class Auditor(Ledger):
             [(first + place, gpu_ns) for place, (_, gpu_ns) in enumerate(measured)], self._counted,
         )  # fmt: skip
 
-    def take_up_auditor(self, record: AuditorRecord) -> None:
+    def load_auditor_record(self, record: AuditorRecord) -> None:
         """Replace the state by that of `record`.
 
         Raises:
             LookupError: the record is inconsistent.
         """
-        flights = self.take_up(record.ledger)
+        flights = self.load_record(record.ledger)
         if len(record.lower) != PROTECTED or any(not 0 <= place < len(flights) for place, _ in record.measured):
             raise LookupError(
                 "the auditor's record is inconsistent: it has a wrong number of classes, or names a launch that does not exist"
@@ -165,7 +165,7 @@ class Auditor(Ledger):
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
-    def on_launched(self, flight: Airborne) -> None:
+    def on_launched(self, flight: LaunchInFlight) -> None:
         account, decision, work = flight.account, flight.decision, flight.work
         self.checked += 1
         if (
@@ -214,7 +214,7 @@ class Auditor(Ledger):
 
     # -- what they cost ----------------------------------------------------------------------------------------------
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         decision = flight.decision
         self._in_flight_ns -= decision.estimate_ns
         del self._allowed[decision.launch]
@@ -264,7 +264,7 @@ class Auditor(Ledger):
             self._era += 1
             self._eras[account.id] = self._era
 
-    def _fairness(self, flight: Airborne, gpu_ns: int) -> None:
+    def _fairness(self, flight: LaunchInFlight, gpu_ns: int) -> None:
         """Account for one launch, in launch order, against every session that was ready in its class at the launch."""
         era, weight, peers = self._peers.pop(flight.decision.launch)
         own = flight.account

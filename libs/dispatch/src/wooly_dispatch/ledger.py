@@ -63,7 +63,7 @@ class Account:
         return self.event.session
 
 
-class Airborne:
+class LaunchInFlight:
     """A launch that is not done."""
 
     __slots__ = ("account", "at", "decision", "work")
@@ -99,7 +99,7 @@ class AccountRecord:
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """An `Airborne` as plain data. `account` and `work` are indices in `LedgerRecord.accounts` and `.works`."""
+    """An `LaunchInFlight` as plain data. `account` and `work` are indices in `LedgerRecord.accounts` and `.works`."""
 
     decision: LaunchDecision
     account: int
@@ -149,7 +149,7 @@ class Ledger:
         self.now = 0
         self.entry = 0
         self.accounts: dict[str, Account] = {}
-        self.airborne: dict[int, Airborne] = {}
+        self.airborne: dict[int, LaunchInFlight] = {}
         self.ready: list[dict[str, Account]] = [{} for _ in range(5)]
         self.busy = 0  # sessions that are ready or in flight
         self.exclusive = ""
@@ -160,10 +160,10 @@ class Ledger:
     def on_time(self, elapsed: int) -> None:
         """`elapsed` ns passed in the current state."""
 
-    def on_launched(self, flight: Airborne) -> None:
+    def on_launched(self, flight: LaunchInFlight) -> None:
         """A launch is about to be added."""
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         """A launch is about to be removed, because it is done."""
 
     def on_program_done(self, account: Account, work: Work) -> None:
@@ -183,7 +183,7 @@ class Ledger:
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def record(self, more: Iterable[Airborne] = ()) -> LedgerRecord:
+    def record(self, more: Iterable[LaunchInFlight] = ()) -> LedgerRecord:
         """All state as plain data. `more`: further launches that a subclass needs; they are last in `flights`."""
         flights = [*self.airborne.values(), *more]
         ready = [a for accounts in self.ready for a in accounts.values()]
@@ -210,7 +210,7 @@ class Ledger:
             self.stoppable,
         )  # fmt: skip
 
-    def take_up(self, record: LedgerRecord) -> list[Airborne]:
+    def load_record(self, record: LedgerRecord) -> list[LaunchInFlight]:
         """Replace the state by that of `record`. Returns the record's launches, in the order of `LedgerRecord.flights`.
 
         Raises:
@@ -229,7 +229,9 @@ class Ledger:
             account.work = deque(_at(works, place) for place in a.work)
             account.in_flight, account.ready = a.in_flight, a.ready
             accounts.append(account)
-        flights = [Airborne(f.decision, _at(accounts, f.account), _at(works, f.work), f.at) for f in record.flights]
+        flights = [
+            LaunchInFlight(f.decision, _at(accounts, f.account), _at(works, f.work), f.at) for f in record.flights
+        ]
         self.now, self.entry, self.busy = record.now, record.entry, record.busy
         self.exclusive, self.stoppable = record.exclusive, record.stoppable
         self.accounts = {a.id: a for a in (_at(accounts, place) for place in record.open)}
@@ -308,7 +310,7 @@ class Ledger:
     def _launch(self, decision: LaunchDecision) -> None:
         account = self.accounts[decision.session]
         work = account.work[0]
-        flight = Airborne(decision, account, work, self.now)
+        flight = LaunchInFlight(decision, account, work, self.now)
         self.on_launched(flight)
         self.airborne[decision.launch] = flight
         self._count(account, 1)

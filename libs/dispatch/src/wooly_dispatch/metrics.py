@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from wooly_dispatch.events import PRIORITIES, EpochEndedEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Ledger, LedgerRecord, Work
 
 _STEPS = 16
 
@@ -113,7 +113,7 @@ class Metrics(Ledger):
         self.run_ns = 0
         self.shares = [ShareError() for _ in range(PRIORITIES)]
         self._ready_since: dict[str, int] = {}
-        self._wronged: dict[str, int] = {}  # passed-over sessions that are ready, and since when
+        self._passed_over: dict[str, int] = {}  # passed-over sessions that are ready, and since when
         self._epoch_run: dict[str, int] = {}
         self._epoch_began = 0
 
@@ -154,22 +154,22 @@ class Metrics(Ledger):
         """All state as plain data. The record shares tables with this object: encode the record before the next event."""
         return MetricsRecord(
             self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.run_ns, self.shares,
-            self._ready_since, self._wronged, self._epoch_run, self._epoch_began,
+            self._ready_since, self._passed_over, self._epoch_run, self._epoch_began,
         )  # fmt: skip
 
-    def take_up_metrics(self, record: MetricsRecord) -> None:
+    def load_metrics_record(self, record: MetricsRecord) -> None:
         """Replace the state by that of `record`.
 
         Raises:
             LookupError: the record is inconsistent.
         """
-        self.take_up(record.ledger)
+        self.load_record(record.ledger)
         if len(record.shares) != PRIORITIES:
             raise LookupError(f"the record has {len(record.shares)} classes, but must have {PRIORITIES}")
         self.meters, self.shares = record.meters, record.shares
         self.wall_ns, self.executing_ns = record.wall_ns, record.executing_ns
         self.starving_ns, self.run_ns = record.starving_ns, record.run_ns
-        self._ready_since, self._wronged = record.ready_since, record.wronged
+        self._ready_since, self._passed_over = record.ready_since, record.wronged
         self._epoch_run, self._epoch_began = record.epoch_run, record.epoch_began
 
     # -- the fold ----------------------------------------------------------------------------------------------------
@@ -183,23 +183,23 @@ class Metrics(Ledger):
         else:
             for account in self._all_ready():
                 self._meter(account).unjust_ns += elapsed
-                if account.id in self._wronged:
-                    self._wronged[account.id] += elapsed  # this time is already counted above
+                if account.id in self._passed_over:
+                    self._passed_over[account.id] += elapsed  # this time is already counted above
 
-    def on_launched(self, flight: Airborne) -> None:
+    def on_launched(self, flight: LaunchInFlight) -> None:
         account, decision = flight.account, flight.decision
         meter = self._meter(account)
         meter.launches += 1
-        since = self._wronged.pop(account.id, None)
+        since = self._passed_over.pop(account.id, None)
         if since is not None:
             meter.unjust_ns += self.now - since
         spared = (2, 3) if decision.floor else ()
         for priority in range(decision.priority):
             if priority not in spared:
                 for passed in self.ready[priority]:
-                    self._wronged.setdefault(passed, self.now)
+                    self._passed_over.setdefault(passed, self.now)
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         meter = self._meter(flight.account)
         meter.run_ns += event.gpu_ns
         meter.core_ns += event.core_ns
@@ -221,7 +221,7 @@ class Metrics(Ledger):
     def on_ready(self, account: Account, before: int) -> None:
         if before >= 0:
             self._meter(account).ready_ns += self.now - self._ready_since.pop(account.id)
-            since = self._wronged.pop(account.id, None)
+            since = self._passed_over.pop(account.id, None)
             if since is not None:
                 self._meter(account).unjust_ns += self.now - since
         if account.ready >= 0:

@@ -40,7 +40,7 @@ from wooly_wis.credits import (
 )
 
 from wooly_metering.core.budgets import Budget
-from wooly_metering.enforcement import Enforcer, why_not
+from wooly_metering.enforcement import Enforcer, refusal_reason
 from wooly_metering.errors import MeteringError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.reader import Reader
@@ -91,7 +91,7 @@ class MeteringActor:
         self.entries += booked.entries
         self.duplicates += booked.duplicates
         self.quarantined += len(booked.quarantined)
-        self.enforcer.noted(booked.runs)
+        self.enforcer.note_runs(booked.runs)
         if any(ended for *_, ended in booked.runs):
             self._ended.set()
             self._ended = asyncio.Event()
@@ -188,7 +188,7 @@ class MeteringActor:
         for budget in self.reader.budgets(tenant):
             spent = self.reader.spent(budget, self.now_us())
             if budget.held(spent):
-                return CheckBudgetReply(refusal=why_not(budget, spent))
+                return CheckBudgetReply(refusal=refusal_reason(budget, spent))
         return CheckBudgetReply()
 
     async def on_add_plan(self, request: AddPlanRequest) -> PricePlan:

@@ -33,7 +33,7 @@ def why(budget: Budget, spent_ucr: int) -> str:
     )
 
 
-def why_not(budget: Budget, spent_ucr: int) -> str:
+def refusal_reason(budget: Budget, spent_ucr: int) -> str:
     """Why a tenant cannot open a session or start a job."""
     return f"{_used_up(budget, spent_ucr)}, its hard limit; raise it (`wooly credits budget {budget.tenant} --hard N`)"
 
@@ -66,7 +66,7 @@ class Enforcer:
             self._open.setdefault(tenant, set()).add((session, executor))
         await self.look(None, now_us)
 
-    def noted(self, runs: tuple[BookedRun, ...]) -> None:
+    def note_runs(self, runs: tuple[BookedRun, ...]) -> None:
         """Note the runs for which usage was booked."""
         for session, executor, tenant, ended in runs:
             known = self._open.setdefault(tenant, set())

@@ -33,11 +33,11 @@ STREAM = contracts.EXECUTOR_USAGE_RECORDED.stream_name
 #: Maximum number of bytes of messages in one transaction.
 BATCH_BYTES = 8 << 20
 #: Seconds between two checks whether the stream was replaced, and between two removals of booked messages.
-LOOK_S = 2.0
-TIDY_S = 30.0
+STREAM_CHECK_S = 2.0
+PURGE_INTERVAL_S = 30.0
 RETRY_S = 1.0
 #: Maximum number of sessions per transaction whose traces get a span.
-TRACED = 64
+MAX_TRACED = 64
 
 
 class Follower:
@@ -106,7 +106,7 @@ class Follower:
                     await self._finish(taking)
                     taking = None
                 now = time.monotonic()
-                if kept is None and now - looked > LOOK_S:
+                if kept is None and now - looked > STREAM_CHECK_S:
                     looked = now
                     if await self._created() != created:
                         log.warning(
@@ -114,7 +114,7 @@ class Follower:
                             STREAM,
                         )
                         return
-                    if now - self._tidied > TIDY_S:
+                    if now - self._tidied > PURGE_INTERVAL_S:
                         await self.tidy(at)
         finally:
             if taking is not None:
@@ -129,7 +129,7 @@ class Follower:
     async def _take(self, created: str, at: int, waiting: list[Delivery]) -> Booked:
         now_us, begun = int(self._clock() * 1e6), time.time_ns()
         booked = await asyncio.to_thread(self._writer.take, STREAM, created, at, waiting, now_us)
-        for parent, session_id in booked.traced[:TRACED]:
+        for parent, session_id in booked.traced[:MAX_TRACED]:
             context = context_of(parent)
             if trace.get_current_span(context).get_span_context().is_valid:
                 attributes: dict[str, str | int] = {"session_id": session_id, "entries": booked.entries}

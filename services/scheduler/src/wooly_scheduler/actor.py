@@ -132,7 +132,7 @@ class SchedulerActor:
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    async def keep(self) -> None:
+    async def make_checkpoints(self) -> None:
         """Make a checkpoint every `checkpoint_s`, without end."""
         while True:
             await asyncio.sleep(self._settings.checkpoint_s)
@@ -271,10 +271,10 @@ class SchedulerActor:
         if not any(demand is not None and demand.tenant == tenant for demand in found):
             raise RefusedError("scheduler.no_session", f"session {request.session_id} is not open on any GPU")
         if request.priority is not None or request.weight is not None:
-            await self._may(tenant, request)
+            await self._check_ceilings(tenant, request)
         return await self.on_steer_session(request)
 
-    async def _may(self, tenant: str, request: SteerSessionRequest) -> None:
+    async def _check_ceilings(self, tenant: str, request: SteerSessionRequest) -> None:
         """Refuse values above the tenant's ceilings, which the router knows. Without an answer of the router, refuse all values.
 
         Raises:

@@ -37,7 +37,11 @@ async def serve(settings: SchedulerSettings) -> None:
             if metrics is not None:
                 port_file.write_text(str(metrics.port))
                 log.info("scheduler: metrics on http://%s:%d/metrics", settings.metrics_host, metrics.port)
-            works: dict[str, Work] = {"follower": actor.follow, "checkpoints": actor.keep, "forgetting": actor.forget}
+            works: dict[str, Work] = {
+                "follower": actor.follow,
+                "checkpoints": actor.make_checkpoints,
+                "forgetting": actor.forget,
+            }
             if metrics is not None:
                 works["metrics"] = metrics.run
             await run_for_ever(works, until_signalled)

@@ -39,7 +39,7 @@ from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
 from wooly_scheduler.core.vram import VramBook
 from wooly_scheduler.settings import SchedulerSettings
-from wooly_scheduler.totals import messages, tell
+from wooly_scheduler.totals import messages, send_totals
 
 log = logging.getLogger("wooly.scheduler")
 #: Entries that are replayed without a pause; they take some milliseconds.
@@ -54,9 +54,9 @@ MAX_EVENTS = 16
 #: Seconds to wait for late entries that close a gap.
 GAP_PATIENCE_S = 2.0
 #: Seconds of silence after which the executor is considered gone, and the totals of its journal are sent to metering.
-GONE_S = 10.0
+EXECUTOR_GONE_S = 10.0
 #: Seconds between two checks whether totals must be sent to metering.
-TELL_S = 0.5
+TOTALS_CHECK_S = 0.5
 #: Silence, in ns, during which the recent figures remain valid.
 FRESH_NS = 2_000_000_000
 MAX_LISTED = 1000
@@ -150,7 +150,7 @@ class GpuActor:
             log.info("GPU %s: the scheduler follows journal %s", self.executor_id, follower.journal)
             self._told = None
         if follower.gaps > gaps:
-            self._say_gap()
+            self._log_gap()
         elif follower.lost and follower.lost != lost:
             log.error(
                 "GPU %s: the scheduler stopped following journal %s: %s",
@@ -161,7 +161,7 @@ class GpuActor:
         self._gap_since = (self._gap_since or self._clock()) if follower.waiting else None
         await self._report(found)
 
-    def _say_gap(self) -> None:
+    def _log_gap(self) -> None:
         log.warning(
             "GPU %s: journal %s has a gap (%s); the scheduler does not see the sessions until the executor begins a new journal",
             self.executor_id,
@@ -188,9 +188,9 @@ class GpuActor:
 
     async def _totals(self) -> None:
         while True:
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(TOTALS_CHECK_S)
             try:
-                await self._tell_totals()
+                await self._send_totals()
             except StreamError as e:
                 if str(e) != self._complaint:
                     log.warning(
@@ -200,17 +200,17 @@ class GpuActor:
                     )
                 self._complaint = str(e)
 
-    async def _tell_totals(self) -> None:
+    async def _send_totals(self) -> None:
         """Send metering the totals of finished journals, and those of the current journal while the executor is silent."""
         follower, at_us = self.follower, int((self.entered or self._clock()) * 1e6)
         while follower.finished:
             totals = follower.finished[0]
-            await tell(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
+            await send_totals(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
             follower.finished = [other for other in follower.finished if other is not totals]
         now = (follower.journal, follower.entries)
-        silent = self._clock() - self.heard > min(GONE_S, self._settings.silence_s / 2)
+        silent = self._clock() - self.heard > min(EXECUTOR_GONE_S, self._settings.silence_s / 2)
         if silent and self.caught_up and follower.journal and now != self._counted:
-            await tell(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
+            await send_totals(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
             self._counted = now
 
     # -- epochs ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class GpuActor:
             if self._gap_since is not None and now - self._gap_since > GAP_PATIENCE_S:
                 async with self._turn:
                     if self.follower.give_up():
-                        self._say_gap()
+                        self._log_gap()
                     self._gap_since = None
             try:
                 await self._judge(now)

@@ -56,13 +56,13 @@ def _record(ran: Ran, at_us: int) -> UsageRecord:
     )
 
 
-async def tell(js: JetStreamContext, told: Iterator[UsageRecorded]) -> None:
+async def send_totals(js: JetStreamContext, records: Iterator[UsageRecorded]) -> None:
     """Publish messages on the stream of usage.
 
     Raises:
         StreamError: a message could not be published.
     """
-    for message in told:
+    for message in records:
         await ensure_stream(js, contracts.EXECUTOR_USAGE_RECORDED)
         event = contracts.EXECUTOR_USAGE_RECORDED.at(message.executor_id)
         await publish(js, event, message, id=f"{message.source}:{message.batch}")

@@ -46,7 +46,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class Folding:
+class ReduceBlock:
     """An open reduction: set `yields` inside its block, read `results` after the block."""
 
     index: Value
@@ -55,7 +55,7 @@ class Folding:
 
 
 @dataclass(slots=True)
-class Looping:
+class LoopBlock:
     """An open sequential loop: `args` are the carried values. Set `yields` inside its block, read `results` after the block."""
 
     index: Value
@@ -65,7 +65,7 @@ class Looping:
 
 
 @dataclass(slots=True)
-class Choosing:
+class IfBlock:
     """An open `if`: both blocks append their `yields`; read `results` after the block."""
 
     results: tuple[Value, ...]
@@ -192,11 +192,11 @@ class KernelBuilder:
         self._emit(Lanes(index.number, extent, body))
 
     @contextmanager
-    def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[Looping]:
+    def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[LoopBlock]:
         """A sequential loop."""
         results = tuple([self.new_value(v.dtype) for v in inits])
         index = self.new_value(DType.I64)
-        made = Looping(index, tuple([self.new_value(v.dtype) for v in inits]), results)
+        made = LoopBlock(index, tuple([self.new_value(v.dtype) for v in inits]), results)
         self._open.append([])
         yield made
         body = self._close()
@@ -221,9 +221,9 @@ class KernelBuilder:
         lanes: int,
         inits: Sequence[Value],
         combine: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]],
-    ) -> Iterator[Folding]:
+    ) -> Iterator[ReduceBlock]:
         """A reduction. `combine` gets the accumulator and the new values, and returns the new accumulator."""
-        made = Folding(Value(-1, DType.I64), tuple([self.new_value(v.dtype) for v in inits]))
+        made = ReduceBlock(Value(-1, DType.I64), tuple([self.new_value(v.dtype) for v in inits]))
         made.index = self.new_value(DType.I64)
         self._open.append([])
         yield made
@@ -250,9 +250,9 @@ class KernelBuilder:
         )
 
     @contextmanager
-    def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[Choosing]:
+    def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[IfBlock]:
         """An `if`: call `otherwise` between the two blocks, and append to `yields` at the end of each block."""
-        made = Choosing(tuple([self.new_value(d) for d in dtypes]))
+        made = IfBlock(tuple([self.new_value(d) for d in dtypes]))
         self._open.append([])
         depth = len(self._open)
         yield made

@@ -170,7 +170,7 @@ class LastUsage(NamedTuple):
 
 
 @dataclass(slots=True)
-class RunKnown:
+class RunState:
     """The state of a run on one executor during booking.
 
     Attributes:
@@ -196,7 +196,7 @@ class RunKnown:
             return record
         return record.model_copy(update={"gpu_ns": record.gpu_ns - gpu, "core_ns": record.core_ns - core})
 
-    def lacking(self, whole: UsageRecord) -> UsageRecord | None:
+    def missing_part(self, whole: UsageRecord) -> UsageRecord | None:
         """The part of a journal's total that is not booked, as a record; None if nothing is missing. The part counts as booked
         ahead.
         """
@@ -273,7 +273,7 @@ def book(
     next_source: int,
     tariff: Tariff,
     now_us: int,
-    known_runs: dict[RunKey, RunKnown] | None = None,
+    known_runs: dict[RunKey, RunState] | None = None,
 ) -> Booking:
     """Decide what to write for messages in the order of the stream.
 
@@ -307,10 +307,10 @@ def book(
             record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
             why = impossible(record, event, now_us)
             if not why and run is not None:
-                found_lacking = run.lacking(record) if event.whole else run.take(record)
-                if found_lacking is None:
+                found_part = run.missing_part(record) if event.whole else run.take(record)
+                if found_part is None:
                     continue
-                record = found_lacking
+                record = found_part
                 kind = kind or (run.last.device_kind if run.last else "")
                 run.gpu_ns += record.gpu_ns
                 run.core_ns += record.core_ns

@@ -11,7 +11,7 @@ from wooly_wis.credits import UsageRecord, UsageRecorded
 SLACK_PERCENT = 2
 SLACK_US = 20_000
 #: Maximum time, in microseconds, by which an executor's clock may be ahead; and the earliest possible time (2020).
-AHEAD_US = 300_000_000
+MAX_CLOCK_AHEAD_US = 300_000_000
 EARLIEST_US = 1_577_836_800_000_000
 LARGEST = (1 << 63) - 1
 #: Maximum pace, in millionths: a core at most 100 times as fast as a core that is priced in full.
@@ -49,7 +49,7 @@ def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
         return "the tenant is empty, or a name is too long"
     if "\0" in record.tenant or "\0" in record.model or "\0" in record.session_id:
         return "a name contains a zero byte"
-    if record.at_us > now_us + AHEAD_US:
+    if record.at_us > now_us + MAX_CLOCK_AHEAD_US:
         return f"its time is {(record.at_us - now_us) // 1_000_000} s in the future"
     if record.at_us - record.span_us < EARLIEST_US:
         return "it began before 2020"

@@ -25,7 +25,7 @@ from wooly_metering.core.booking import (
     LastUsage,
     Quarantined,
     RunKey,
-    RunKnown,
+    RunState,
     RunSum,
     Source,
     Sums,
@@ -393,7 +393,7 @@ def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, Source]:
     return found
 
 
-def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunKnown]:
+def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunState]:
     """The runs of these events whose totals a journal states now, or stated before."""
     by_journal = {(r.session_id, event.executor_id) for event in events if event.whole for r in event.records}
     told = {}
@@ -414,7 +414,7 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
             .limit(1)
         ).first()
         before = told.get((session, executor))
-        run = watched[session, executor] = RunKnown()
+        run = watched[session, executor] = RunState()
         if booked is not None:
             run.gpu_ns, run.core_ns = int(booked.gpu_ns), int(booked.core_ns)
         if before is not None:
@@ -424,7 +424,7 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
     return watched
 
 
-def _write_ahead(c: Connection, watched: dict[RunKey, RunKnown], now_us: int) -> None:
+def _write_ahead(c: Connection, watched: dict[RunKey, RunState], now_us: int) -> None:
     """Store the usage that was booked from journals, for as long as its usage records may still arrive."""
     rows = [
         {"session_id": s, "executor_id": e, "gpu_ns": run.ahead_gpu_ns, "core_ns": run.ahead_core_ns, "at_us": now_us}

@@ -50,7 +50,7 @@ def decide(state: DispatchState, meters: GpuMeters) -> EndEpochDecision | None:
     if width == state.width:
         for pace in meters.paces.values():
             if pace.recent.count >= 8 * ENOUGH:
-                pace.judged()  # old measurements do not describe the present
+                pace.restart_measurements()  # old measurements do not describe the present
         return None
     live = [
         (s.policy.priority, s.policy.service_ns)

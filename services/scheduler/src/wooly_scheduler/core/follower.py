@@ -229,6 +229,6 @@ class Follower:
         found._past, found.finished = dict.fromkeys(record.past), record.finished
         found._early = {b.first: b for b in (Batch.decode(text.encode("latin-1")) for text in record.early)}
         found.replayer = replayer
-        found.meters.take_up_gpu(record.meters)
-        found.auditor.take_up_auditor(record.auditor)
+        found.meters.load_gpu_record(record.meters)
+        found.auditor.load_auditor_record(record.auditor)
         return found

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.events import EpochEndedEvent, Event, LaunchDoneEvent, SessionClosedEvent
-from wooly_dispatch.ledger import Account, Airborne, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Work
 from wooly_dispatch.metrics import Histogram, Meter, Metrics, MetricsRecord
 
 SAMPLE_NS = 1_000_000_000
@@ -39,7 +39,7 @@ class Pace:
     recent: Histogram = field(default_factory=Histogram)
     suffered: Histogram = field(default_factory=Histogram)
 
-    def judged(self) -> None:
+    def restart_measurements(self) -> None:
         """Start new measurements, because the windows may change now."""
         self.recent, self.suffered = Histogram(), Histogram()
 
@@ -97,13 +97,13 @@ class GpuMeters(Metrics):
             list(self._closed), self._shared_until, self._lower, self._arrivals, self._judged,
         )  # fmt: skip
 
-    def take_up_gpu(self, record: GpuMetersRecord) -> None:
+    def load_gpu_record(self, record: GpuMetersRecord) -> None:
         """Replace the state by that of `record`.
 
         Raises:
             LookupError: the record is inconsistent.
         """
-        self.take_up_metrics(record.metrics)
+        self.load_metrics_record(record.metrics)
         if not record.samples or len(record.lower) != len(self._lower):
             raise LookupError("the record of the meters has no samples, or a wrong number of classes")
         self.longest, self.paces, self.retired = record.longest, record.paces, record.retired
@@ -164,11 +164,11 @@ class GpuMeters(Metrics):
         wall, executing = self.wall_ns - self._judged[0], self.executing_ns - self._judged[1]
         return 1000 - executing * 1000 // wall if wall else 0
 
-    def judged(self) -> None:
+    def restart_measurements(self) -> None:
         """Start new measurements, because the windows may change now."""
         self._judged = (self.wall_ns, self.executing_ns)
         for pace in self.paces.values():
-            pace.judged()
+            pace.restart_measurements()
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
@@ -210,9 +210,9 @@ class GpuMeters(Metrics):
 
     def on_epoch(self, event: EpochEndedEvent) -> None:
         self.epochs += 1
-        self.judged()
+        self.restart_measurements()
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         super().on_done(flight, event)
         name = flight.account.id
         for priority in range(min(flight.decision.priority, 2)):
@@ -220,7 +220,7 @@ class GpuMeters(Metrics):
         if name in self.accounts:
             self.longest[name] = max(self.longest.get(name, 0), self._unbroken_ns(flight, event))
 
-    def _unbroken_ns(self, flight: Airborne, event: LaunchDoneEvent) -> int:
+    def _unbroken_ns(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> int:
         """How long the launch blocked a higher class: its whole time, or the time of its longest kernel if the launch can be
         stopped.
         """
