@@ -131,10 +131,10 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
 
 def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
     empty = encode_program(Program((), ()))
-    with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* at most {MAX_NODES}; record fewer steps"):
+    with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* the limit is {MAX_NODES}; record fewer steps"):
         decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))
     with pytest.raises(
-        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* at most {MAX_MODULE_PROGRAMS} programs"
+        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* the limits are {MAX_MODULE_PROGRAMS} and"
     ):
         decode_module(encode_module(Module((empty,) * (MAX_MODULE_PROGRAMS + 1), (), (), (), ())))
     with pytest.raises(DecodeError, match=f"{MAX_MODULE_STEPS + 1} steps; the limits are .* and {MAX_MODULE_STEPS}"):
