@@ -69,7 +69,7 @@ def weights_three_to_one(step):
     law(abs(shares(rig, "a", "b")[0] - 750) <= 10, "share")
 
 
-def one_that_overstates_its_estimates(step):
+def session_with_too_high_estimates(step):
     rig = Rig(step, books=False)
     rig.open("a")
     rig.open("b")
@@ -77,7 +77,7 @@ def one_that_overstates_its_estimates(step):
     law(abs(shares(rig, "a", "b")[0] - 500) <= 10, "share")
 
 
-def one_that_understates_its_estimates(step):
+def session_with_too_low_estimates(step):
     rig = Rig(step, books=False)
     rig.open("liar")
     rig.open("b")
@@ -85,7 +85,7 @@ def one_that_understates_its_estimates(step):
     law(abs(shares(rig, "liar", "b")[0] - 500) <= 20, "share")
 
 
-def one_that_comes_back_after_idling(step):
+def session_returning_after_idling(step):
     rig = Rig(step, books=False)
     rig.open("a")
     rig.open("b")
@@ -102,7 +102,7 @@ def one_that_comes_back_after_idling(step):
     law(abs((rig.run_ns["a"] - before["a"]) - (rig.run_ns["b"] - before["b"])) <= 6 * MS, "no credit for idling")
 
 
-def p0_beside_a_background_of_short_and_long_kernels(step):
+def p0_beside_short_and_long_kernels(step):
     rig = Rig(step, books=False)
     rig.open("front", 0, service_ns=10 * MS)
     rig.open("behind", 4)
@@ -123,7 +123,7 @@ def p0_beside_a_background_of_short_and_long_kernels(step):
             rig.submit("behind", *kernels["behind"])
 
 
-def p4_below_saturating_p2_gets_its_floor(step):
+def p4_beside_saturating_p2_gets_its_floor(step):
     rig = Rig(step, Config(floor_permille=100), books=False)
     rig.open("two", 2)
     rig.open("four", 4)
@@ -139,7 +139,7 @@ def p0_beyond_its_bucket_leaves_room(step):
     law(shares(rig, "greedy", "two")[1] >= 350, "policing")
 
 
-def a_swapped_out_and_a_suspended_session(step):
+def swapped_out_and_suspended_sessions(step):
     rig = Rig(step, books=False)
     for name in ("a", "b", "c"):
         rig.open(name)
@@ -154,7 +154,7 @@ def a_swapped_out_and_a_suspended_session(step):
     rig.drain()
 
 
-def a_liar_beside_p0_holds_a_window_of_real_time(step):
+def p0_beside_a_session_with_false_estimates(step):
     rig = Rig(step, books=False)
     rig.open("front", 0, service_ns=20 * MS)
     rig.open("liar", 4)
@@ -170,14 +170,14 @@ def a_liar_beside_p0_holds_a_window_of_real_time(step):
 SCENARIOS = [
     equal_tenants_with_unequal_programs,
     weights_three_to_one,
-    one_that_overstates_its_estimates,
-    one_that_understates_its_estimates,
-    one_that_comes_back_after_idling,
-    p0_beside_a_background_of_short_and_long_kernels,
-    p4_below_saturating_p2_gets_its_floor,
+    session_with_too_high_estimates,
+    session_with_too_low_estimates,
+    session_returning_after_idling,
+    p0_beside_short_and_long_kernels,
+    p4_beside_saturating_p2_gets_its_floor,
     p0_beyond_its_bucket_leaves_room,
-    a_swapped_out_and_a_suspended_session,
-    a_liar_beside_p0_holds_a_window_of_real_time,
+    swapped_out_and_suspended_sessions,
+    p0_beside_a_session_with_false_estimates,
 ]
 
 
@@ -191,10 +191,10 @@ MUTANTS = {
     "window by count": (
         "state.in_flight_ns + estimate > state.windows[session.lane]",
         "len(state.flights) >= 8",
-        a_liar_beside_p0_holds_a_window_of_real_time,
+        p0_beside_a_session_with_false_estimates,
     ),
-    "no true-up": ("    if correction:", "    if False:", one_that_overstates_its_estimates),
-    "no lift for idle tenants": ("session.lift = lane.virtual", "session.lift = 0", one_that_comes_back_after_idling),
+    "no true-up": ("    if correction:", "    if False:", session_with_too_high_estimates),
+    "no lift for idle tenants": ("session.lift = lane.virtual", "session.lift = 0", session_returning_after_idling),
     # The scenarios submit program n of every session before program n + 1 of any session, so a program's number is its queue
     # position.
     "FIFO in a class": (
@@ -205,24 +205,24 @@ MUTANTS = {
     "lowest class first": (
         "    for lane in state.lanes:\n",
         "    for lane in reversed(state.lanes):\n",
-        p0_beside_a_background_of_short_and_long_kernels,
+        p0_beside_short_and_long_kernels,
     ),
-    "launches what is swapped out": (
+    "launches swapped-out sessions": (
         "elif session.resident:",
         "elif True:",
-        a_swapped_out_and_a_suspended_session,
+        swapped_out_and_suspended_sessions,
     ),
-    "launches what is suspended": ("or session.suspended", "", a_swapped_out_and_a_suspended_session),
+    "launches suspended sessions": ("or session.suspended", "", swapped_out_and_suspended_sessions),
     "no floor": (
         "state.floor_credit += estimate * state.config.floor_permille",
         "pass",
-        p4_below_saturating_p2_gets_its_floor,
+        p4_beside_saturating_p2_gets_its_floor,
     ),
     "no policing": ("    if bucket.tokens < estimate:", "    if False:", p0_beyond_its_bucket_leaves_room),
     "believes every estimate": (
         "    if overrun > session.stretch:",
         "    if False:",
-        a_liar_beside_p0_holds_a_window_of_real_time,
+        p0_beside_a_session_with_false_estimates,
     ),
     "weights ignored": ("tag = estimate * SCALE // weight", "tag = estimate * SCALE", weights_three_to_one),
 }

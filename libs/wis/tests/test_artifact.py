@@ -95,7 +95,7 @@ def read(data, **other):
     return decode_artifact(data, given["key"], given["compiler"], plan.program, plan.facts)
 
 
-# -- what is written -----------------------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------------------------------
 
 
 def test_artifact_encoded_decodes_to_itself():
@@ -134,7 +134,7 @@ def test_pocl_target_names_the_driver_and_family_is_a_token():
     assert not set(".*> ") & set(family(TARGET) + family("cuda:sm_90"))
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

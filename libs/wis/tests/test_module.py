@@ -211,7 +211,7 @@ def test_module_with_sources_round_trips():
 @pytest.mark.parametrize(
     "sources",
     [(), (SOURCE, SOURCE), (SOURCE, encode_source(Source("ttir", "another"))), (b"WKS1 no source",)],
-    ids=["missing", "twice", "one that nobody launches", "garbage"],
+    ids=["missing", "twice", "not launched", "garbage"],
 )
 def test_check_module_with_wrong_sources_is_refused(sources):
     with pytest.raises(WisError):

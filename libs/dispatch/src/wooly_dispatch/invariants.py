@@ -108,9 +108,8 @@ class Auditor(Ledger):
         self._pairs: dict[tuple[int, int], Pair] = {}
         # per launch: era and weight of its session; era, id and weight of each session that was ready in the same class
         self._peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]] = {}
-        self._lightest: dict[
-            str, int
-        ] = {}  # the least weight a session ever had: what is in flight may be charged at that
+        # the smallest weight that each session ever had; a launch in flight may still be charged at this weight
+        self._lightest: dict[str, int] = {}
         self._measured: dict[int, tuple[LaunchInFlight, int]] = {}
         self._counted = 0
 
@@ -212,7 +211,7 @@ class Auditor(Ledger):
                 if ready:
                     self._fail("conservation", f"session {min(ready)} is ready, but the device is idle")
 
-    # -- what they cost ----------------------------------------------------------------------------------------------
+    # -- measured times ----------------------------------------------------------------------------------------------
 
     def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         decision = flight.decision

@@ -278,7 +278,7 @@ class Ledger:
                     over = {d.program for d in decisions if isinstance(d, DemoteDecision)}
                     for work in account.work:
                         work.demoted = work.number in over
-                self._move(account, -1)  # under the new policy the session starts anew
+                self._move(account, -1)  # a session with a new policy joins its class again
                 account.event = SessionOpenedEvent(old.at, old.session, event.policy, old.tenant, old.resident)
                 self._settle(account)
             case SwappedInEvent() | SwappedOutEvent():

@@ -152,9 +152,8 @@ class Lane:
         self.virtual = 0
         self.heap: list[tuple[int, str, int, Session]] = []
         self.size = 0  # number of sessions that wait in the class
-        self.due = (
-            0  # of P4: what its next piece costs of its floor's credit, if known; 0: nobody looked since it changed
-        )
+        # of P4: the floor credit that its next piece costs, in ns * 1000; 0: unknown, because the class has changed
+        self.due = 0
 
 
 class DispatchState:

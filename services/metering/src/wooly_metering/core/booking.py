@@ -175,7 +175,7 @@ class RunState:
 
     Attributes:
         gpu_ns: device time booked so far. It is known only for runs whose totals a journal states.
-        core_ns: core time booked so far, likewise.
+        core_ns: core time booked so far. It is known for the same runs.
         ahead_gpu_ns: the part of `gpu_ns` that was booked from a journal, and whose usage records have not arrived.
         ahead_core_ns: the same part of `core_ns`.
         last: facts from the run's last usage entry; None: the run has no entry.
