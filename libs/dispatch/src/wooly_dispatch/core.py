@@ -4,16 +4,12 @@
     state, decisions = step(state, event)
 
 The core uses integers only. It has no clock, no randomness and no I/O, and does not depend on hashing, so the same events always
-give
-the same decisions. Classes are strict. Inside a class, start-time fair queueing decides: the session with the smallest start tag
-goes
-first, ties by session id. A window of GPU time bounds the work of a lower class in flight. `README.md` has the rule in
-pseudo-code,
-and its bounds.
+give the same decisions. Classes are strict. Inside a class, start-time fair queueing decides: the session with the smallest start
+tag goes first, ties by session id. A window of GPU time bounds the work of a lower class in flight. `README.md` has the rule in
+pseudo-code, and its bounds.
 
 An event costs O(log n) in the number of sessions; submitting a program also costs O(kernels). Opening, closing or changing a
-session
-costs O(n).
+session costs O(n).
 """
 
 from __future__ import annotations
@@ -64,8 +60,7 @@ def step(state: DispatchState, event: Event) -> tuple[DispatchState, list[Decisi
     """Apply one event, and return the decisions, which the caller must carry out in order.
 
     The function changes the state in place and returns it; the caller must not use the old state any more. `snapshot` makes a
-    copy. An
-    invalid event changes nothing but the time, and gets a `RefuseDecision`.
+    copy. An invalid event changes nothing but the time, and gets a `RefuseDecision`.
 
     Raises:
         KeyError: `event` has none of the types in `events`.
@@ -406,8 +401,7 @@ def overtaken(state: DispatchState) -> bool:
     """Whether a waiting session is a reason to stop a launch in flight, if launches can be stopped.
 
     A session of a higher class is a reason. (For a launch by P4's floor, only P0 and P1 are.) If the launch is longer than a
-    piece,
-    because no other session was open, a session of the same class is a reason, too.
+    piece, because no other session was open, a session of the same class is a reason, too.
     """
     for flight in state.flights.values():
         for priority in range(min(flight.priority, PROTECTED) if flight.floor else flight.priority):

@@ -2,8 +2,7 @@
 
 An *entry* is one event with its decisions. It is a line of JSON: `[event, [decision, …]]`; each value is a list of its type's tag
 and its fields in order. Entries are numbered 1, 2, 3, …. Link n of the chain is BLAKE2b-256(link n-1 || entry n), so the chain
-does
-not depend on the batches. A batch has the link before its first entry and the link after its last entry.
+does not depend on the batches. A batch has the link before its first entry and the link after its last entry.
 
     journal = Journal("gpu-0/1")                    replayer = Replayer("gpu-0/1")
     journal.record(event, decisions)                for event, decisions in replayer.replay(Batch.decode(data)):

@@ -1,8 +1,7 @@
 """The ledger: which sessions are ready and which launches are in flight, computed from events and decisions alone.
 
 The ledger does not know the core's state, and of its rule only that classes are strict. So the modules that build on it
-(`metrics`,
-`invariants`) verify the core independently. A subclass overrides the hooks.
+(`metrics`, `invariants`) verify the core independently. A subclass overrides the hooks.
 """
 
 from __future__ import annotations

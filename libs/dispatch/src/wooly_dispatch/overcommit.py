@@ -2,8 +2,7 @@
 
 A device of C bytes with an overcommit of p percent may promise C + C p / 100 bytes in total. Memory of sessions that cannot be
 swapped out is *fixed* and must fit into the physical memory. The largest session that can be swapped out must fit beside it, or
-this
-session could never run. A session that declares no size gets no promise and uses free memory.
+this session could never run. A session that declares no size gets no promise and uses free memory.
 
 Placement, admission and hosting of sessions use this rule. It is pure: integers in bytes, percent in whole numbers.
 """

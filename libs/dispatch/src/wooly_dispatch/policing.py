@@ -2,8 +2,7 @@
 device.
 
 P0 and P1 run before every other class, so their work takes time from all other classes. A bucket limits this: in any time t, at
-most
-rate * t + burst. Work of a session beyond its bucket runs as P2, with a fair share by the session's weight.
+most rate * t + burst. Work of a session beyond its bucket runs as P2, with a fair share by the session's weight.
 
 A declared rate is a rate of requests in wall time. The shared bucket refills with the device's work and idle time instead. So its
 share is also right if other programs take a part of the host's time.

@@ -36,12 +36,9 @@ class Session:
     """A session's queue of programs, which run in order.
 
     `finish[c]` is the virtual time up to which class c has served the session. `lift` is the class's virtual time at which the
-    session
-    last joined a class, plus the service since then. The session's start tag is the larger of both, so an idle session saves no
-    credit.
-    True-ups move both. `finish` is also moved by launches from before the session joined the class; these must not move the start
-    tag
-    below `lift`.
+    session last joined a class, plus the service since then. The session's start tag is the larger of both, so an idle session
+    saves no credit. True-ups move both. `finish` is also moved by launches from before the session joined the class; these must
+    not move the start tag below `lift`.
     """
 
     __slots__ = (

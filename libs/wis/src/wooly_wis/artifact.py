@@ -8,9 +8,8 @@ The header is JSON with sorted keys and no spaces; it has the lengths of the fol
 program itself does not have (in the program's encoding). Texts are kernels. Each artifact has exactly one encoding.
 
 The reader trusts nothing: it checks each length before it uses the length, the digest before it parses the content, and the laws
-of
-kernels and plans. One property cannot be checked: that the code computes what its kernel says. So everybody who can answer as a
-compiler, or can write to the storage of artifacts, must be trusted.
+of kernels and plans. One property cannot be checked: that the code computes what its kernel says. So everybody who can answer as
+a compiler, or can write to the storage of artifacts, must be trusted.
 """
 
 from __future__ import annotations
@@ -425,8 +424,7 @@ def cuda_target(major: int, minor: int) -> str:
 
 def family(target: str) -> str:
     """Family of a target: the targets that the same compilers serve. For a CPU, one family covers all numbers of cores. The name
-    is one
-    token of a subject.
+    is one token of a subject.
     """
     return target.partition("-x")[0].replace(":", "-").replace(".", "-")
 

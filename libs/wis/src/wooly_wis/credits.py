@@ -70,12 +70,11 @@ class UsageRecorded(Message):
     """Usage of an executor's sessions (event, on a stream).
 
     `source` names one process of an executor; the process numbers its batches 1, 2, 3, …. `cores` and `memory` (bytes) describe
-    the
-    device.
+    the device.
 
     With `whole`, each record is a total: what the session ran on this executor according to the first `batch` entries of a
-    dispatch
-    journal (`source`). Such a record has only device time and core time. Metering books the part that no usage record covered.
+    dispatch journal (`source`). Such a record has only device time and core time. Metering books the part that no usage record
+    covered.
     """
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=192)]

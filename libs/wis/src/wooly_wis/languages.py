@@ -170,8 +170,7 @@ def folders() -> tuple[Path, ...]:
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
     """The installed entry points of a group, by language. A process searches once, because a search reads a file of each
-    distribution
-    (about 25 ms).
+    distribution (about 25 ms).
     """
     from importlib.metadata import entry_points
 

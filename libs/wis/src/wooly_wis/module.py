@@ -15,10 +15,8 @@ Layout, little endian; `str8`, `view` and padding as in `codec`:
               | u8:1 u32:program u32:n_bind u32:n_param u32:n_free u64:bind* 8-byte:param* u64:free*     run
 
 Only "WSM2" has sources, and it has at least one. A source is the text of foreign kernels (`foreign`) that the programs launch.
-The
-source number of a load counts the constants first, then the inputs. Nothing follows the last step. `check_module` checks whether
-a
-module can run; `limits` has the limits.
+The source number of a load counts the constants first, then the inputs. Nothing follows the last step. `check_module` checks
+whether a module can run; `limits` has the limits.
 """
 
 from __future__ import annotations
@@ -313,10 +311,8 @@ def check_module(module: Module) -> int:
     """Check that a module can run. Returns the maximum number of bytes that its buffers have at the same time.
 
     The checks: every program obeys the laws. A program allocates each buffer once, before its first use, and large enough for
-    every
-    access. Names are unique. The buffers of all outputs exist after the last step. The sources are exactly those of the kernels
-    that
-    the programs launch. The executor checks each step again when it runs the step.
+    every access. Names are unique. The buffers of all outputs exist after the last step. The sources are exactly those of the
+    kernels that the programs launch. The executor checks each step again when it runs the step.
 
     Raises:
         WisError: the module cannot run. The message names the step and the fault.

@@ -1,9 +1,8 @@
 """The op table: one row per native opcode. Verifier, interpreters, compiler, cost model and the reference page use it.
 
 A form of a native opcode has one attribute, ``args``: per argument of the row an operand, a param or a constant. Trailing
-arguments
-that equal their defaults are omitted. The results are the OUT operands. An in-place form has no OUT operand: its result is its
-first argument, an INOUT operand, and the computed value is converted to that operand's dtype.
+arguments that equal their defaults are omitted. The results are the OUT operands. An in-place form has no OUT operand: its result
+is its first argument, an INOUT operand, and the computed value is converted to that operand's dtype.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 library.
 
 A plan has the program's slots and params, so a run binds it as it binds the program. Compilers make plans, executors use them,
-and
-both check the laws in this module. An executor checks each plan before its first use, because plans come from outside.
+and both check the laws in this module. An executor checks each plan before its first use, because plans come from outside.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from wooly_wis.program import Form, Instruction, ParamKind, Program, Role, View
 from wooly_wis.verifier import ProgramFacts, Verifier
 
 #: Stands for a slot in `KernelStep.slots`. The kernel gets a word of the run, an i32 that is 0 at first. A kernel that finds an
-#: index
-#: out of range writes the number of the line of its step that has the index, counted from 1.
+#: index out of range writes the number of the line of its step that has the index, counted from 1.
 STATUS: Final = -1
 
 #: The dtype of a kernel's scalar, by the kind of the param that it gets.
@@ -321,8 +319,7 @@ def _memory(plan: Plan) -> str | None:
 
 def fills(step: Step, slot: int, nbytes: int) -> bool:
     """Whether a step writes all bytes of a slot, if the step is the slot's first user: with one view, or with adjacent parts of
-    one
-    instruction.
+    one instruction.
     """
     users = [(line, a) for line in _done(step) for a in line.accesses if a.slot == slot]
     first = users[0][0].origin if users else None

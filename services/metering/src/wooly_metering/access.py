@@ -1,8 +1,7 @@
 """Access control of REST: a router, asked over NATS, identifies each caller and the caller's rights.
 
 An answer is cached for `REMEMBERED_S` seconds, so that a page with many figures asks once. A revoked token stops working after
-that
-time. If no router answers, all callers are refused.
+that time. If no router answers, all callers are refused.
 """
 
 from __future__ import annotations

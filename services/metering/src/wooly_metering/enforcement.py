@@ -1,8 +1,7 @@
 """Suspends (holds) the sessions of tenants at their hard limit, and resumes them when the limit is raised.
 
 A hold is independent of a suspension by an operator, which remains. Executors keep the state of a held session. The session's
-waiting
-client gets the reason; a repeated request is answered when the session is resumed.
+waiting client gets the reason; a repeated request is answered when the session is resumed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The encoding of the scheduler's checkpoint: versioned JSON with declared fields; the reader checks every field.
 
 A checkpoint is in a JetStream bucket that other services can write. So the reader creates only numbers, strings, and the tables
-that
-are declared here and in the record classes. A value of another type is a `CheckpointError`.
+that are declared here and in the record classes. A value of another type is a `CheckpointError`.
 
     whole      line of JSON: [version, position in the stream, [[executor id, position, bytes], ...]]; then each follower's bytes
     follower   zlib of: line of JSON (`FollowerRecord`), line of JSON (journal, next entry, link), line of JSON (`DispatchState`)

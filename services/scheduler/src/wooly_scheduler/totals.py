@@ -1,8 +1,7 @@
 """Sends metering the totals of a journal: what each session ran, for the case that the executor is gone.
 
 A killed executor has not published the work since its last usage record. The journal has that work, and metering books the part
-that
-is missing in the ledger. It is safe to send totals again, or totals of a live executor: the ledger does not change.
+that is missing in the ledger. It is safe to send totals again, or totals of a live executor: the ledger does not change.
 """
 
 from __future__ import annotations

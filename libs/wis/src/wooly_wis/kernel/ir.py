@@ -155,8 +155,7 @@ class Reduce:
     """A reduction in a fixed order.
 
     Lane l of `lanes` starts with `inits` and combines the values that the body yields for l, l + lanes, l + 2*lanes, …, in this
-    order.
-    Then lanes are combined pairwise: l with l + lanes/2, then l with l + lanes/4, …. At the end, lane 0 holds the results.
+    order. Then lanes are combined pairwise: l with l + lanes/2, then l with l + lanes/4, …. At the end, lane 0 holds the results.
 
     Attributes:
         inits: neutral elements of the combination.

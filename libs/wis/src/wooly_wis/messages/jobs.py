@@ -18,8 +18,7 @@ class SubmitJob(Message):
     """Run a module (command to the router, over JetStream).
 
     After the acknowledgement, the router runs the job or reports why it cannot. Module, constants and inputs are blobs of the
-    tenant.
-    A repeated command with the same `job_id` has no further effect.
+    tenant. A repeated command with the same `job_id` has no further effect.
 
     Attributes:
         module: digest of the module's bytes.

@@ -74,14 +74,10 @@ class MemoryBorne(Message):
     """The device memory that one session is charged for in a span of time (event, for metering).
 
     `run` names the executor's process. `sequence` counts 1, 2, 3, … without gaps, for each session of a run. So (executor_id,
-    run,
-    session_id, sequence) identifies an event that is delivered several times. Times are monotonic ns of the executor: only
-    differences
-    have a meaning. `own_byte_us` and `shared_byte_us` are bytes times microseconds: exact integrals over the span, rounded so
-    that the
-    sums over a session are exact, too. `own`, `shared`, `host`, `disk` are bytes at the end of the span. A session is not charged
-    while
-    it is swapped out.
+    run, session_id, sequence) identifies an event that is delivered several times. Times are monotonic ns of the executor: only
+    differences have a meaning. `own_byte_us` and `shared_byte_us` are bytes times microseconds: exact integrals over the span,
+    rounded so that the sums over a session are exact, too. `own`, `shared`, `host`, `disk` are bytes at the end of the span. A
+    session is not charged while it is swapped out.
     """
 
     executor_id: Id

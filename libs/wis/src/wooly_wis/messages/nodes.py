@@ -28,8 +28,7 @@ class WorkDone(Message):
     """Work of an executor since its start: number of computing instructions, and device time in nanoseconds.
 
     `kernel`: generated kernels. `library`: library calls in compiled programs. `tier0`: programs without a plan. `rejected`:
-    number of
-    artifacts that the executor refused.
+    number of artifacts that the executor refused.
     """
 
     kernel_instructions: Count = 0

@@ -97,8 +97,7 @@ class CloseSessionReply(Message):
     """`closed`: whether the session existed.
 
     `running_s`: seconds for which an operator of the session has been running. The operator cannot be stopped, so the session
-    ends
-    there when the operator ends. 0: nothing of the session runs.
+    ends there when the operator ends. 0: nothing of the session runs.
     """
 
     closed: bool
@@ -153,8 +152,7 @@ class SteerSessionRequest(Message):
     """Change the treatment of a running session (to an executor; or to the scheduler, which tells all executors of the session).
 
     None leaves a value unchanged. `exclusive`: whether the session has the device for itself. `hold`: suspend the session for
-    this
-    reason, which its client gets; empty: remove the reason.
+    this reason, which its client gets; empty: remove the reason.
     """
 
     session_id: SessionId

@@ -1,8 +1,7 @@
 """Turns messages of the usage stream into entries, sums and quarantine. `book` decides what to write, and writes nothing itself.
 
 Each source numbers its batches. A batch with an unexpected number was booked before, or batches before it were lost. Lost batches
-are
-listed in the quarantine.
+are listed in the quarantine.
 """
 
 from __future__ import annotations

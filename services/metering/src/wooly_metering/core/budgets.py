@@ -13,8 +13,7 @@ class Budget:
     """Limits of a tenant's spending in a period, in micro-credits. None: no such limit.
 
     At the `soft` limit, an event is published. At the `hard` limit, the tenant's sessions are suspended. `period`: `day` and
-    `month` are
-    those of the UTC calendar, `total` is all time.
+    `month` are those of the UTC calendar, `total` is all time.
     """
 
     tenant: str

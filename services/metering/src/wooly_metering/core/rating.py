@@ -5,8 +5,7 @@
                  + sum of MiB * seconds * idle rate while it does not
 
 A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second. So at a rate of one credit
-and at
-full pace, a quantity equals its amount in micro-credits. Each of an entry's two amounts is rounded down once, to a whole
+and at full pace, a quantity equals its amount in micro-credits. Each of an entry's two amounts is rounded down once, to a whole
 micro-credit.
 """
 

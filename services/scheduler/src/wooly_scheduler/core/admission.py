@@ -95,8 +95,7 @@ def admit(
     """Test whether all P0 and P1 sessions with an objective keep it after the admission of `candidate`.
 
     If `candidate` is open already, it replaces itself. A session that misses its objective even without the candidate is not a
-    reason for
-    a refusal, unless the candidate makes its response time longer.
+    reason for a refusal, unless the candidate makes its response time longer.
     """
     config = config or Config()
     present = [d for d in others if d.session != candidate.session and not d.suspended]

@@ -24,9 +24,8 @@ def slowdown_permille(state: DispatchState, meters: GpuMeters) -> int:
     """The worst ratio of a P0 session's p99 to its p99 alone, in permille; 0: not measured.
 
     The p99 alone is the lowest p99 so far, or the session's declared service time. The slowdown is limited to the work that lower
-    classes
-    ran at the same time. Windows affect only that work; without this limit, other load on the host would narrow the windows to
-    nothing.
+    classes ran at the same time. Windows affect only that work; without this limit, other load on the host would narrow the
+    windows to nothing.
     """
     worst = 0
     for name, pace in meters.paces.items():

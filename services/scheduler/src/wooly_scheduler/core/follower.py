@@ -1,8 +1,7 @@
 """Follows the journals of one executor: replays, audits and sums up every entry. The input is bytes, the output is violations.
 
 A violation is not an exception, because it is a normal result of an audit. After a violation that breaks the hash chain, no later
-entry
-of the journal can be trusted. Then the follower sets `lost` and waits for the executor's next journal.
+entry of the journal can be trusted. Then the follower sets `lost` and waits for the executor's next journal.
 """
 
 from __future__ import annotations
