@@ -1,4 +1,4 @@
-"""Single steps of the rule: events in, the exact list of decisions out."""
+"""Single steps of the rule: each test feeds events and compares the exact list of decisions."""
 
 import ast
 from pathlib import Path
@@ -32,7 +32,7 @@ MS = 1_000_000
 
 
 def proven(rig, *names):
-    """Measure one launch of each session, so that more than one kernel of it may be in flight."""
+    """Measure one launch of each session, so that the core trusts its estimates."""
     for name in names:
         rig.submit(name, 10 * US)
         rig.finish()
@@ -53,12 +53,12 @@ def test_long_program_is_split_at_kernel_edges_into_pieces():
     assert [(d.first, d.last, d.estimate_ns) for d in decisions] == [
         (0, 2, 400 * US),
         (2, 4, 400 * US),
-        (4, 5, 900 * US),  # longer than a piece: alone
+        (4, 5, 900 * US),  # longer than a piece, so it runs alone
         (5, 7, 200 * US),
     ]
 
 
-def test_window_full_stops_and_a_lower_class_does_not_slip_past():
+def test_full_window_blocks_lower_classes_too():
     rig = Rig(config=Config(free_window_ns=MS, piece_ns=MS))
     rig.open("a", 2)
     rig.open("b", 3)
@@ -69,7 +69,7 @@ def test_window_full_stops_and_a_lower_class_does_not_slip_past():
     assert launch.session == "a" and rig.in_flight[-1].session == "a"
 
 
-def test_p0_open_narrows_the_window_of_the_classes_below():
+def test_open_p0_session_narrows_the_windows_of_lower_classes():
     rig = Rig()
     assert rig.state.windows == (4 * MS,) * 5
     rig.open("front", 0, service_ns=20 * MS)
@@ -85,7 +85,7 @@ def test_p0_open_narrows_the_window_of_the_classes_below():
 @pytest.mark.parametrize(
     ("service", "window"), [(0, 500 * US), (1, 40 * US), (MS, 40 * US), (8 * MS, 200 * US), (100 * MS, MS)]
 )
-def test_windows_for_a_service_time_are_a_share_of_it_within_bounds(service, window):
+def test_window_is_a_bounded_share_of_the_service_time(service, window):
     assert windows(Config(), [(0, service)], WIDTH)[4] == window
 
 
@@ -97,21 +97,21 @@ def test_epoch_adapts_the_width(slowdown, idle, width):
     assert adapted(Config(), 1000, slowdown, idle) == width
 
 
-def test_epoch_that_hurt_p0_halves_the_windows_in_force():
+def test_epoch_with_slow_p0_halves_the_windows():
     rig = Rig()
     rig.open("front", 0, service_ns=20 * MS)
     rig.send(EpochEndedEvent(0, 1200, 0))
     assert rig.state.windows[4] == 250 * US
     rig.send(SessionClosedEvent(0, "front"))
     rig.open("other", 0, service_ns=20 * MS)
-    assert rig.state.windows[4] == 500 * US  # what one needed is not held against the next
+    assert rig.state.windows[4] == 500 * US  # the smaller service time of one session does not affect the next session
 
 
-def test_ties_go_by_session_id_whatever_the_order_of_opening():
+def test_ties_are_resolved_by_session_id():
     for names in ("abc", "cba", "bca"):
         rig = Rig()
         rig.open("z")
-        rig.submit("z", 10 * MS)  # holds the device
+        rig.submit("z", 10 * MS)  # occupies the device
         for name in names:
             rig.open(name)
             rig.submit(name, 100 * US)
@@ -119,7 +119,7 @@ def test_ties_go_by_session_id_whatever_the_order_of_opening():
         assert [d.session for d in rig.in_flight] == ["a", "b", "c"]
 
 
-def test_head_that_is_swapped_out_asks_once_and_is_passed_over():
+def test_swapped_out_head_asks_once_and_is_skipped():
     rig = Rig()
     rig.open("away", 2, resident=False)
     rig.open("here", 3)
@@ -127,7 +127,7 @@ def test_head_that_is_swapped_out_asks_once_and_is_passed_over():
     assert rig.submit("away", 100 * US) == []
     assert [d.session for d in rig.submit("here", 100 * US)] == ["here"]
     assert [d.session for d in rig.send(SwappedInEvent(0, "away"))] == ["away"]
-    assert rig.send(SwappedOutEvent(0, "away")) == [SwapInDecision("away")]  # it has more to run
+    assert rig.send(SwappedOutEvent(0, "away")) == [SwapInDecision("away")]  # the session has more to run
 
 
 def test_swapped_out_low_class_does_not_ask_before_its_turn():
@@ -166,7 +166,7 @@ def test_exclusive_session_runs_alone_until_it_ends_or_closes():
     assert [d.session for d in rig.send(SessionClosedEvent(0, "a"))] == ["b"]
 
 
-def test_p0_beyond_its_bucket_falls_to_p2_and_refills_with_time():
+def test_p0_beyond_its_bucket_runs_as_p2_until_the_bucket_refills():
     rig = Rig()
     rig.open("front", 0, rate_permille=500, burst_ns=2 * MS)
     assert rig.submit("front", 2 * MS)[0].priority == 0
@@ -178,7 +178,7 @@ def test_p0_beyond_its_bucket_falls_to_p2_and_refills_with_time():
     assert rig.submit("front", MS)[0].priority == 0
 
 
-def test_understated_p0_pays_what_it_really_took():
+def test_p0_with_low_estimates_pays_the_measured_time():
     rig = Rig()
     rig.open("front", 0, rate_permille=100, burst_ns=MS)
     rig.submit("front", 100 * US)
@@ -188,10 +188,10 @@ def test_understated_p0_pays_what_it_really_took():
 
 
 POLICING = Config(undeclared_permille=200, service_ns=2 * MS)
-"""Undeclared P0 and P1: a fifth of the device, and two requests of 2 ms at once."""
+"""Policing of undeclared P0 and P1: 20 % of the device, and two requests of 2 ms at once."""
 
 
-def test_undeclared_p0_beyond_the_devices_bucket_falls_to_p2_and_refills_with_time():
+def test_undeclared_p0_beyond_the_shared_bucket_runs_as_p2_until_it_refills():
     rig = Rig(config=POLICING)
     rig.open("front", 0)
     assert rig.submit("front", 4 * MS)[0].priority == 0
@@ -203,7 +203,7 @@ def test_undeclared_p0_beyond_the_devices_bucket_falls_to_p2_and_refills_with_ti
     assert rig.submit("front", MS)[0].priority == 0, "5 ms earn 1 ms"
 
 
-def test_undeclared_sessions_share_one_bucket_however_many_are_opened():
+def test_undeclared_sessions_share_one_bucket():
     rig = Rig(config=POLICING)
     rig.open("a", 0)
     rig.open("b", 1)
@@ -213,23 +213,23 @@ def test_undeclared_sessions_share_one_bucket_however_many_are_opened():
     assert rig.submit("c", MS)[0] == DemoteDecision("c", 1), "opening another session brings no tokens"
 
 
-def test_time_that_the_host_takes_from_the_device_earns_no_tokens():
+def test_shared_bucket_earns_nothing_while_the_host_is_busy():
     rig = Rig(config=POLICING)
     rig.open("front", 0)
     rig.open("behind", 2)
     rig.submit("front", 4 * MS)
     rig.finish()
     rig.submit("behind", MS)
-    rig.now += 100 * MS  # the launch is in flight, and the device's thread gets no core
+    rig.now += 100 * MS  # the launch is in flight, but the host gives the device's thread no core
     assert rig.submit("front", MS)[0] == DemoteDecision("front", 2), "4 ms of work earned 0.8 ms"
     rig.finish()
-    rig.now += MS  # idle
+    rig.now += MS  # the device is idle
     rig.finish()
     rig.now += 5 * MS
     assert rig.submit("front", MS)[0].priority == 0
 
 
-def test_declared_p0_does_not_pay_from_the_bucket_of_the_undeclared():
+def test_declared_p0_does_not_use_the_shared_bucket():
     rig = Rig(config=POLICING)
     rig.open("front", 0, rate_permille=500, burst_ns=8 * MS)
     rig.open("silent", 0)
@@ -238,7 +238,7 @@ def test_declared_p0_does_not_pay_from_the_bucket_of_the_undeclared():
     assert rig.submit("silent", 4 * MS)[0].priority == 0
 
 
-def test_undeclared_p0_that_understates_pays_what_it_really_took_even_if_it_is_closed_before():
+def test_undeclared_p0_pays_the_measured_time_even_after_it_closed():
     rig = Rig(config=POLICING)
     rig.open("front", 0)
     rig.submit("front", US)
@@ -249,13 +249,13 @@ def test_undeclared_p0_that_understates_pays_what_it_really_took_even_if_it_is_c
     assert rig.submit("front", US)[0] == DemoteDecision("front", 1)
 
 
-def test_undeclared_share_of_nothing_runs_all_of_it_as_p2():
+def test_undeclared_share_zero_runs_all_undeclared_work_as_p2():
     rig = Rig(config=Config(undeclared_permille=0))
     rig.open("front", 0)
     assert rig.submit("front", US)[0] == DemoteDecision("front", 1)
 
 
-def test_what_was_queued_in_a_lower_class_is_policed_when_its_session_rises():
+def test_queued_programs_pay_when_their_session_rises_to_p0():
     rig = Rig(config=POLICING)
     rig.open("other", 2)
     rig.submit("other", 4 * MS)
@@ -272,7 +272,7 @@ def test_what_was_queued_in_a_lower_class_is_policed_when_its_session_rises():
     assert not rig.in_flight
 
 
-def test_state_with_a_policed_launch_in_flight_is_restored_as_it_was():
+def test_snapshot_with_policed_launch_in_flight_is_restored():
     rig = Rig(config=POLICING)
     rig.open("front", 0)
     rig.submit("front", MS)
@@ -280,19 +280,19 @@ def test_state_with_a_policed_launch_in_flight_is_restored_as_it_was():
     assert rig.state.tokens == 3 * MS and snapshot(restore(data)) == data
 
 
-def test_closed_session_leaves_its_launch_in_the_window():
+def test_launch_of_a_closed_session_still_counts_in_the_window():
     rig = Rig()
     rig.open("a")
     rig.submit("a", MS)
     rig.send(SessionClosedEvent(0, "a"))
     assert rig.state.in_flight_ns == MS
-    rig.open("a")  # another of that name: the old launch is none of its own
+    rig.open("a")  # a new session with the same name: the old launch does not belong to it
     rig.finish(3 * MS)
     assert rig.state.in_flight_ns == 0 and rig.state.sessions["a"].finish == [0] * 5
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3, 4], [4, 3, 2, 1], [2, 2, 1, 1, 4, 3, 1], [3, 1, 3, 2, 4, 4]])
-def test_submissions_duplicated_and_reordered_run_once_in_order(order):
+def test_duplicated_and_reordered_submissions_run_once_in_order(order):
     rig = Rig()
     rig.open("a")
     for program in order:
@@ -308,21 +308,21 @@ def test_submissions_duplicated_and_reordered_run_once_in_order(order):
         (ProgramSubmittedEvent(0, "a", 1, (5, -1)), "negative estimates"),
         (ProgramSubmittedEvent(0, "a", 0, (5,)), "came before"),
         (SessionOpenedEvent(0, "a"), "session a is open already"),
-        (SessionOpenedEvent(0, ""), "a session has a name"),
+        (SessionOpenedEvent(0, ""), "the session id must not be empty"),
         (SessionClosedEvent(0, "none"), "session none is not open"),
         (SwappedInEvent(0, "none"), "session none is not open"),
         (ExclusiveBegunEvent(0, "none"), "session none is not open"),
         (LaunchDoneEvent(0, 7, 5), "launch 7 is not in flight"),
     ],
 )
-def test_event_without_sense_is_refused(event, reason):
+def test_invalid_event_is_refused(event, reason):
     rig = Rig()
     rig.open("a")
     (refused,) = rig.send(event)
     assert isinstance(refused, RefuseDecision) and reason in refused.reason
 
 
-def test_one_flight_at_most_executes_pieces_one_by_one():
+def test_max_flights_one_runs_pieces_one_by_one():
     rig = Rig(config=Config(max_flights=1))
     rig.open("front", 0, service_ns=20 * MS)
     rig.open("behind", 4)
@@ -334,7 +334,7 @@ def test_one_flight_at_most_executes_pieces_one_by_one():
 
 
 @pytest.mark.parametrize("values", [{"priority": 5}, {"priority": -1}, {"weight": 0}, {"burst_ns": -1}])
-def test_policy_out_of_range_is_a_value_error(values):
+def test_policy_out_of_range_raises_value_error(values):
     with pytest.raises(ValueError):
         Policy(**values)
 
@@ -351,7 +351,7 @@ def test_heap_keeps_no_more_stale_entries_than_its_bound():
 
 
 def test_core_has_no_floats():
-    """Integers only: no float literal, no true division, in any module of the core."""
+    """The core uses integers only: no module has a float literal or a true division."""
     root = Path(wooly_dispatch.__file__).parent
     for path in root.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -362,13 +362,13 @@ def test_core_has_no_floats():
 STOPPABLE = Config(max_flights=1, stoppable=True, piece_ns=2 * MS)
 
 
-def test_what_was_stopped_is_next_of_its_session_and_waits_for_the_higher_class():
+def test_stopped_kernels_run_next_after_the_higher_class():
     rig = Rig(config=STOPPABLE)
     rig.open("front", 0, service_ns=5 * MS)
     rig.open("behind", 4)
     proven(rig, "behind")
     (launch,) = rig.submit("behind", *(100 * US,) * 20)
-    assert (launch.first, launch.last) == (0, 20)  # longer than its window: it can be stopped
+    assert (launch.first, launch.last) == (0, 20)  # longer than the window, because the launch can be stopped
     rig.submit("behind", 30 * US)
     assert not overtaken(rig.state)
     rig.submit("front", 300 * US)
@@ -381,19 +381,19 @@ def test_what_was_stopped_is_next_of_its_session_and_waits_for_the_higher_class(
     assert rig.metrics.meters["behind"].run_ns == rig.run_ns["behind"]
 
 
-def test_launch_of_a_session_that_is_alone_is_several_pieces_long_whatever_its_stretch():
+def test_launch_of_the_only_session_is_several_pieces_long():
     rig = Rig(config=STOPPABLE)
     rig.open("a")
     proven(rig, "a")
     rig.submit("a", 100 * US)
-    rig.finish(400 * US)  # its estimates are four times too small
+    rig.finish(400 * US)  # the estimates are too small by a factor of four
     (launch,) = rig.submit("a", *(500 * US,) * 20)
     assert (launch.first, launch.last) == (0, 4 * ALONE)
     rig.finish()
     assert [(d.first, d.last) for d in rig.drain()] == [(4 * ALONE, 20)]
 
 
-def test_long_launch_is_stopped_for_an_equal_who_then_gets_turns_of_a_piece():
+def test_long_launch_is_stopped_for_a_session_of_the_same_class():
     rig = Rig(config=STOPPABLE)
     rig.open("a", 3)
     proven(rig, "a")
@@ -401,8 +401,8 @@ def test_long_launch_is_stopped_for_an_equal_who_then_gets_turns_of_a_piece():
     rig.submit("a", *(500 * US,) * 4)
     rig.open("b", 3)
     rig.open("below", 4)
-    rig.submit("below", 50 * MS)  # more than its floor owes it meanwhile
-    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # its own, and a lower class
+    rig.submit("below", 50 * MS)  # more than P4's floor allows in this time
+    assert launch.last == 4 * ALONE and not overtaken(rig.state)  # only the session's own class and a lower class wait
     rig.submit("b", *(500 * US,) * 8)
     assert overtaken(rig.state)
     rig.finish(3 * MS, last=6)
@@ -412,7 +412,7 @@ def test_long_launch_is_stopped_for_an_equal_who_then_gets_turns_of_a_piece():
     assert rig.metrics.unjust_ns == 0
 
 
-def test_launch_of_one_piece_is_not_stopped_for_an_equal():
+def test_launch_of_one_piece_is_not_stopped_for_the_same_class():
     rig = Rig(config=STOPPABLE)
     for name in ("a", "b"):
         rig.open(name, 3)
@@ -422,8 +422,8 @@ def test_launch_of_one_piece_is_not_stopped_for_an_equal():
     assert launch.last == 4 and not overtaken(rig.state)
 
 
-def test_what_was_stopped_is_charged_for_what_it_ran():
-    """Two equals, one of which is stopped all the time, get equal shares."""
+def test_stopped_launch_is_charged_for_its_measured_time():
+    """Two sessions of equal weight get equal shares, even if one of them is stopped at every launch."""
     rig = Rig(config=STOPPABLE)
     rig.open("front", 0, service_ns=5 * MS)
     for name in ("a", "b"):
@@ -443,7 +443,7 @@ def test_what_was_stopped_is_charged_for_what_it_ran():
     assert abs(a - b) <= 2 * MS
 
 
-def test_a_closed_or_suspended_session_is_not_put_back():
+def test_stopped_launch_of_a_closed_or_suspended_session_is_not_requeued():
     rig = Rig(config=STOPPABLE)
     for name in ("closed", "suspended"):
         rig.open(name, 3)
@@ -460,7 +460,7 @@ def test_a_closed_or_suspended_session_is_not_put_back():
 
 
 @pytest.mark.parametrize("last", [0, 11, -2])
-def test_a_launch_cannot_end_outside_of_itself(last):
+def test_done_event_outside_of_the_launch_is_refused(last):
     rig = Rig(config=STOPPABLE)
     rig.open("a")
     proven(rig, "a")
@@ -469,12 +469,12 @@ def test_a_launch_cannot_end_outside_of_itself(last):
     assert "kernels 0 to 9" in refused.reason
 
 
-def test_only_a_stoppable_devices_launches_are_stopped():
+def test_stop_on_a_device_that_is_not_stoppable_is_refused():
     rig = Rig(config=Config(max_flights=1))
     rig.open("a")
     proven(rig, "a")
     rig.submit("a", *(100 * US,) * 3)
     (refused,) = rig.send(LaunchDoneEvent(rig.now, rig.in_flight[0].launch, 5, last=1))
     assert "are not stopped" in refused.reason
-    with pytest.raises(ValueError, match="max_flights is 1"):
+    with pytest.raises(ValueError, match="max_flights must be 1"):
         Config(stoppable=True)

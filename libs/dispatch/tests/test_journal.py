@@ -1,4 +1,4 @@
-"""The journal: canonical, chained, replayable; whatever is done to it is found, and where."""
+"""The journal: canonical, chained, replayable; a replay finds every manipulation and its place."""
 
 import json
 import os
@@ -34,7 +34,7 @@ US = 1_000
 
 
 def history(seed=0, events=300):
-    """A rig after a busy time of every kind of event."""
+    """A rig after many events of every kind."""
     stream = random.Random(seed)
     rig = Rig(books=False)
     rig.send(ConfigChangedEvent(0, Config(floor_permille=50)))
@@ -79,7 +79,7 @@ def batches(rig, size=37, name="gpu"):
     return [b for b in found if b is not None]
 
 
-def test_entry_every_kind_decodes_to_itself():
+def test_entry_of_every_kind_round_trips():
     rig = history()
     kinds = {type(e) for e, _ in rig.entries} | {type(d) for _, ds in rig.entries for d in ds}
     assert len(kinds) >= 14
@@ -117,7 +117,7 @@ def test_replay_in_processes_of_other_hash_seeds_gives_the_same_link():
         )
         outputs.append(done.stdout.split())
     assert outputs[0][:2] == outputs[1][:2]
-    assert outputs[0][2] != outputs[1][2]  # the seeds did differ
+    assert outputs[0][2] != outputs[1][2]  # the hash seeds differed
     assert batches(history(3, 500))[-1].digest == outputs[0][0]
 
 
@@ -134,7 +134,7 @@ def test_duplicated_and_reordered_batches_are_taken_once_in_order():
     assert replayer.link == found[-1].digest
 
 
-def test_decision_that_the_rule_does_not_give_is_named():
+def test_replay_of_a_wrong_decision_names_the_entry():
     rig = history()
     at = next(n for n, (_, ds) in enumerate(rig.entries) if n > 60 and any(isinstance(d, LaunchDecision) for d in ds))
     event, decisions = rig.entries[at]
@@ -146,7 +146,7 @@ def test_decision_that_the_rule_does_not_give_is_named():
     assert error.value.entry == at + 1
 
 
-def test_bytes_changed_after_the_cut_are_found():
+def test_replay_of_changed_bytes_is_refused():
     rig = history()
     batch = batches(rig, 10_000)[0]
     for at in range(0, len(batch.entries), examples(389, 97)):
@@ -160,30 +160,30 @@ def _fields(batch):
     return {name: getattr(batch, name) for name in batch.__slots__}
 
 
-def test_consistent_forgery_does_not_hash():
-    """Someone replays the core over other events: the decisions fit, the chain does not."""
+def test_replay_of_a_consistent_forgery_is_refused_by_the_hash():
+    """The journal was made by a replay of other events: its decisions match the rule, but its chain does not match."""
     first, *_ = batches(history(1), 50)
     forged, *_ = batches(history(2), 50)
-    with pytest.raises(ReplayError, match="hashed"):
+    with pytest.raises(ReplayError, match="an entry was changed"):
         Replayer("gpu").feed(Batch("gpu", 1, 50, GENESIS, first.digest, forged.entries))
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"[]\n", b"{}", b'["gpu",1,2,"0","0"]\n[]\n', b"\xff\n", b'["gpu",0,0,"0","0"]\n[]\n']
 )
-def test_batch_of_other_bytes_is_refused(data):
+def test_decode_batch_invalid_bytes_are_refused(data):
     with pytest.raises(JournalError):
         Batch.decode(data)
 
 
 def test_batch_of_another_journal_is_refused():
-    with pytest.raises(JournalError, match="not of other"):
+    with pytest.raises(JournalError, match="not to other"):
         Replayer("other").feed(batches(history())[0])
 
 
 @pytest.mark.parametrize("cut", [0.1, 0.5, 0.9])
-def test_crash_in_the_middle_of_a_batch_goes_on_from_the_checkpoint(cut):
-    """The executor dies while it writes a batch: what was whole is kept, what it had taken in after that is delivered again."""
+def test_replayer_continues_from_the_checkpoint_after_a_crash_within_a_batch(cut):
+    """The executor dies while it writes a batch. Complete batches are kept; later events are delivered again."""
     rig = history(5, 400)
     found = batches(rig)
     torn = int(len(found) * cut)
@@ -202,13 +202,13 @@ def test_crash_in_the_middle_of_a_batch_goes_on_from_the_checkpoint(cut):
     assert snapshot(resumed.state) == snapshot(rig.state)
 
 
-def test_entries_are_lines_that_people_can_read():
+def test_entries_are_readable_lines():
     (batch,) = batches(history(events=0), 100)
     event, decisions = json.loads(batch.lines()[1])
     assert event[:3] == ["SessionOpened", 0, "s0"] and decisions == []
 
 
-def test_story_of_one_session_names_what_it_waited_behind():
+def test_story_of_a_session_names_the_launches_that_it_waited_for():
     rig = Rig()
     rig.open("a", 2)
     rig.open("b", 3)

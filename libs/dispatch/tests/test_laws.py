@@ -1,4 +1,4 @@
-"""The laws under load, and proof that the checks bite: each mutant of the core breaks at least one of them."""
+"""The laws under load, and proof that the checks work: each mutant of the core breaks at least one law."""
 
 import inspect
 import random
@@ -29,7 +29,9 @@ def law(holds, name):
 
 
 def saturate(rig, kernels, factors, launches, seed=0, between=lambda n: None):
-    """Keep more queued than a window holds, for that many launches. `factors`: real over estimated time, permille."""
+    """Keep more work queued than a window holds, for `launches` launches. `factors`: measured over estimated time, in
+    permille.
+    """
     stream = random.Random(seed)
     for _ in range(40):
         for name, program in kernels.items():
@@ -67,7 +69,7 @@ def weights_three_to_one(step):
     law(abs(shares(rig, "a", "b")[0] - 750) <= 10, "share")
 
 
-def one_that_overstates_its_estimates(step):
+def session_with_too_high_estimates(step):
     rig = Rig(step, books=False)
     rig.open("a")
     rig.open("b")
@@ -75,7 +77,7 @@ def one_that_overstates_its_estimates(step):
     law(abs(shares(rig, "a", "b")[0] - 500) <= 10, "share")
 
 
-def one_that_understates_its_estimates(step):
+def session_with_too_low_estimates(step):
     rig = Rig(step, books=False)
     rig.open("liar")
     rig.open("b")
@@ -83,7 +85,7 @@ def one_that_understates_its_estimates(step):
     law(abs(shares(rig, "liar", "b")[0] - 500) <= 20, "share")
 
 
-def one_that_comes_back_after_idling(step):
+def session_returning_after_idling(step):
     rig = Rig(step, books=False)
     rig.open("a")
     rig.open("b")
@@ -100,7 +102,7 @@ def one_that_comes_back_after_idling(step):
     law(abs((rig.run_ns["a"] - before["a"]) - (rig.run_ns["b"] - before["b"])) <= 6 * MS, "no credit for idling")
 
 
-def p0_beside_a_background_of_short_and_long_kernels(step):
+def p0_beside_short_and_long_kernels(step):
     rig = Rig(step, books=False)
     rig.open("front", 0, service_ns=10 * MS)
     rig.open("behind", 4)
@@ -121,7 +123,7 @@ def p0_beside_a_background_of_short_and_long_kernels(step):
             rig.submit("behind", *kernels["behind"])
 
 
-def p4_below_saturating_p2_gets_its_floor(step):
+def p4_beside_saturating_p2_gets_its_floor(step):
     rig = Rig(step, Config(floor_permille=100), books=False)
     rig.open("two", 2)
     rig.open("four", 4)
@@ -137,7 +139,7 @@ def p0_beyond_its_bucket_leaves_room(step):
     law(shares(rig, "greedy", "two")[1] >= 350, "policing")
 
 
-def a_swapped_out_and_a_suspended_session(step):
+def swapped_out_and_suspended_sessions(step):
     rig = Rig(step, books=False)
     for name in ("a", "b", "c"):
         rig.open(name)
@@ -152,12 +154,12 @@ def a_swapped_out_and_a_suspended_session(step):
     rig.drain()
 
 
-def a_liar_beside_p0_holds_a_window_of_real_time(step):
+def p0_beside_a_session_with_false_estimates(step):
     rig = Rig(step, books=False)
     rig.open("front", 0, service_ns=20 * MS)
     rig.open("liar", 4)
     for _ in range(4):
-        rig.submit("liar", *(US,) * 1000)  # each takes 300 us in truth
+        rig.submit("liar", *(US,) * 1000)  # each kernel takes 300 us, not the declared 1 us
     law([(d.first, d.last) for d in rig.in_flight] == [(0, 1)], "one kernel while unproven")
     for _ in range(200):
         launch = rig.in_flight[0]
@@ -168,32 +170,33 @@ def a_liar_beside_p0_holds_a_window_of_real_time(step):
 SCENARIOS = [
     equal_tenants_with_unequal_programs,
     weights_three_to_one,
-    one_that_overstates_its_estimates,
-    one_that_understates_its_estimates,
-    one_that_comes_back_after_idling,
-    p0_beside_a_background_of_short_and_long_kernels,
-    p4_below_saturating_p2_gets_its_floor,
+    session_with_too_high_estimates,
+    session_with_too_low_estimates,
+    session_returning_after_idling,
+    p0_beside_short_and_long_kernels,
+    p4_beside_saturating_p2_gets_its_floor,
     p0_beyond_its_bucket_leaves_room,
-    a_swapped_out_and_a_suspended_session,
-    a_liar_beside_p0_holds_a_window_of_real_time,
+    swapped_out_and_suspended_sessions,
+    p0_beside_a_session_with_false_estimates,
 ]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_core_in_scenario_keeps_the_laws(scenario):
+def test_core_in_scenario_obeys_the_laws(scenario):
     scenario(core.step)
 
 
-#: What is changed into what, and a scenario that notices (the one that notices soonest).
+#: Mutations of the core, each with the scenario that detects it fastest.
 MUTANTS = {
     "window by count": (
         "state.in_flight_ns + estimate > state.windows[session.lane]",
         "len(state.flights) >= 8",
-        a_liar_beside_p0_holds_a_window_of_real_time,
+        p0_beside_a_session_with_false_estimates,
     ),
-    "no true-up": ("    if correction:", "    if False:", one_that_overstates_its_estimates),
-    "no lift for idle tenants": ("session.lift = lane.virtual", "session.lift = 0", one_that_comes_back_after_idling),
-    # the scenarios submit program n of every session before program n + 1 of any: its number is its place in the line
+    "no true-up": ("    if correction:", "    if False:", session_with_too_high_estimates),
+    "no lift for idle tenants": ("session.lift = lane.virtual", "session.lift = 0", session_returning_after_idling),
+    # The scenarios submit program n of every session before program n + 1 of any session, so a program's number is its queue
+    # position.
     "FIFO in a class": (
         "entry = (max(session.lift, session.finish[session.lane]), session.id",
         "entry = (session.programs[0].number, session.id",
@@ -202,24 +205,24 @@ MUTANTS = {
     "lowest class first": (
         "    for lane in state.lanes:\n",
         "    for lane in reversed(state.lanes):\n",
-        p0_beside_a_background_of_short_and_long_kernels,
+        p0_beside_short_and_long_kernels,
     ),
-    "launches what is swapped out": (
+    "launches swapped-out sessions": (
         "elif session.resident:",
         "elif True:",
-        a_swapped_out_and_a_suspended_session,
+        swapped_out_and_suspended_sessions,
     ),
-    "launches what is suspended": ("or session.suspended", "", a_swapped_out_and_a_suspended_session),
+    "launches suspended sessions": ("or session.suspended", "", swapped_out_and_suspended_sessions),
     "no floor": (
         "state.floor_credit += estimate * state.config.floor_permille",
         "pass",
-        p4_below_saturating_p2_gets_its_floor,
+        p4_beside_saturating_p2_gets_its_floor,
     ),
     "no policing": ("    if bucket.tokens < estimate:", "    if False:", p0_beyond_its_bucket_leaves_room),
     "believes every estimate": (
         "    if overrun > session.stretch:",
         "    if False:",
-        a_liar_beside_p0_holds_a_window_of_real_time,
+        p0_beside_a_session_with_false_estimates,
     ),
     "weights ignored": ("tag = estimate * SCALE // weight", "tag = estimate * SCALE", weights_three_to_one),
 }
@@ -280,7 +283,7 @@ def test_policy_reprioritised_while_queued_takes_effect_at_the_next_launch():
     assert after and set(after) == {"b"}
 
 
-def test_done_out_of_order_and_twice_changes_the_books_once():
+def test_done_events_out_of_order_and_repeated_are_applied_once():
     rig = Rig()
     rig.open("a")
     rig.submit("a", 100 * US)

@@ -1,4 +1,4 @@
-"""Any events in any order: every law holds after each, and the journal replays to the same decisions."""
+"""Any events in any order: every law holds after each event, and the journal replays to the same decisions."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ POLICIES = st.builds(
 
 
 class DispatchMachine(RuleBasedStateMachine):
-    """`Rig` raises at the first broken law; here are the laws that need the whole history."""
+    """`Rig` raises at the first broken law. This machine adds the laws that need the whole history."""
 
     @initialize(
         policies=st.lists(POLICIES, min_size=2, max_size=3),

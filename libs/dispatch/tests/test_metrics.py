@@ -1,4 +1,4 @@
-"""The metrics on histories short enough to add up by hand."""
+"""The metrics on histories that are short enough to add up by hand."""
 
 import random
 
@@ -14,11 +14,11 @@ def test_utilization_and_starvation_are_shares_of_wall_time():
     rig = Rig()
     rig.open("a")
     rig.open("b")
-    rig.now = 100 * US  # idle
-    rig.submit("a", 300 * US)  # alone for 300
+    rig.now = 100 * US  # the device is idle
+    rig.submit("a", 300 * US)  # a runs alone for 300 us
     rig.finish()
     rig.submit("a", 200 * US)
-    rig.submit("b", 100 * US)  # b waits for 200, then runs alone for 100
+    rig.submit("b", 100 * US)  # b waits for 200 us, then runs alone for 100 us
     rig.finish()
     rig.finish()
     rig.now += 300 * US
@@ -28,8 +28,8 @@ def test_utilization_and_starvation_are_shares_of_wall_time():
     assert (metrics.utilization_permille, metrics.starvation_permille, metrics.unjust_ns) == (600, 200, 0)
 
 
-def test_unjust_wait_counts_what_a_wrong_core_does():
-    """No core launches so: b idles beside a free device, then is passed by a lower class."""
+def test_unjust_wait_counts_mistakes_of_a_wrong_core():
+    """No correct core launches like this: b waits beside a free device, then a lower class is launched before b."""
     metrics = Metrics()
     for event, decisions in [
         (SessionOpenedEvent(0, "a", Policy(3)), []),

@@ -1,4 +1,4 @@
-"""What a device may promise, to whom, and what it says where it may not."""
+"""The rule of overcommit: what a device may promise, and the reasons of refusals."""
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def test_promises_are_summed_by_kind():
     percent=st.integers(0, 1000),
     swappable=st.booleans(),
 )
-def test_headroom_is_the_most_that_is_not_refused(fixed, movable, capacity, percent, swappable):
+def test_headroom_is_the_largest_promise_that_is_not_refused(fixed, movable, capacity, percent, swappable):
     promised = Promises(fixed, sum(movable), max(movable, default=0))
     most = headroom(promised, capacity, percent, swappable)
     if most >= 0:
@@ -36,6 +36,6 @@ def test_twenty_percent_means_up_to_120_percent():
 
 
 @pytest.mark.parametrize("percent", [-1, 1001])
-def test_percentage_out_of_range_is_an_error(percent):
+def test_percentage_out_of_range_raises_value_error(percent):
     with pytest.raises(ValueError, match="0 to 1000"):
         limit(100, percent)

@@ -1,4 +1,4 @@
-"""Artifacts: one byte string each, believed in nothing. Whatever breaks a law, or reaches where it may not, is refused."""
+"""Artifacts: each has one encoding. The reader refuses bytes that break a law or access memory out of bounds."""
 
 import json
 import os
@@ -37,7 +37,7 @@ TARGET = pocl_target(2, "a platform", ["basic-x", "pthread-x"])
 
 
 def source():
-    """y = (x * w) * p, z = exp(y), with x * w never seen: a tape, and its slots by name."""
+    """A tape of y = (x * w) * p, z = exp(y), with its program and its slots by name. No other instruction uses x * w."""
     t = Tape()
     x, w = t.input(F32, N), t.input(F32, N)
     m = t.op("mul", x, w)
@@ -95,17 +95,17 @@ def read(data, **other):
     return decode_artifact(data, given["key"], given["compiler"], plan.program, plan.facts)
 
 
-# -- what is written -----------------------------------------------------------------------------------------------------
+# -- encoding ------------------------------------------------------------------------------------------------------------
 
 
-def test_artifact_reads_back_as_what_was_written():
+def test_artifact_encoded_decodes_to_itself():
     artifact = whole()
     data = encode_artifact(artifact)
     again = read(data)
     assert again == artifact and encode_artifact(again) == data
 
 
-def test_name_hangs_on_everything_in_the_key_and_on_the_compiler():
+def test_key_name_depends_on_every_field_and_the_compiler():
     _, program, _ = source()
     key = key_of(program, TARGET, "exact", (3.0,))
     others = [
@@ -117,7 +117,7 @@ def test_name_hangs_on_everything_in_the_key_and_on_the_compiler():
     assert len({k.name("c1") for k in (key, *others)} | {key.name("c2")}) == 6
 
 
-def test_exponents_decide_and_nothing_else_does():
+def test_deciding_params_are_exponents_only():
     t = Tape()
     x = t.input(F32, N)
     t.op("pow", t.op("mul", x, 0.5), 2)
@@ -127,14 +127,14 @@ def test_exponents_decide_and_nothing_else_does():
     assert decide(program, t.params) == ((1, struct.pack("<q", 2)), (2, struct.pack("<d", 3.0)))
 
 
-def test_target_names_the_driver_and_its_family_is_a_token():
+def test_pocl_target_names_the_driver_and_family_is_a_token():
     other = pocl_target(2, "another platform", ["basic-x", "pthread-x"])
     assert other != TARGET and pocl_target(1, "a platform", ["basic-x", "pthread-x"]) != TARGET
     assert family(TARGET) == family(pocl_target(1, "a platform", ["basic-x", "pthread-x"])) != family(other)
     assert not set(".*> ") & set(family(TARGET) + family("cuda:sm_90"))
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_target_names_the_driver_and_its_family_is_a_token():
         {"key": replace(key_of(source()[1], TARGET, "exact", ()), decided=((0, bytes(8)),))},
     ],
 )
-def test_artifact_that_was_not_asked_for_is_refused(wrong):
+def test_decode_artifact_other_than_requested_is_refused(wrong):
     with pytest.raises(ArtifactError):
         read(encode_artifact(whole()), **wrong)
 
@@ -155,18 +155,18 @@ def test_artifact_that_was_not_asked_for_is_refused(wrong):
 @pytest.mark.parametrize(
     "data", [b"", MAGIC, bytes(100), MAGIC + bytes(100), os.urandom(1000), b"x" * (MAX_ARTIFACT + 1)]
 )
-def test_bytes_that_are_no_artifact_are_refused(data):
+def test_decode_artifact_arbitrary_bytes_are_refused(data):
     with pytest.raises(ArtifactError):
         read(data)
 
 
 def sealed(body):
-    """Bytes with the digest that an artifact of theirs has."""
+    """The body with a valid digest."""
     return body + digest(body)
 
 
 def with_header(change):
-    """An artifact whose header was changed, by somebody who knows how to make digests."""
+    """An artifact with a changed header and a valid digest."""
     data = encode_artifact(whole())
     _, version, size = struct.unpack_from("<8sII", data)
     header = json.loads(data[16 : 16 + size])
@@ -175,7 +175,7 @@ def with_header(change):
     return sealed(struct.pack("<8sII", MAGIC, version, len(raw)) + raw + data[16 + size : -32])
 
 
-def test_unchanged_header_is_taken():
+def test_decode_artifact_unchanged_header_is_accepted():
     assert read(with_header(lambda h: None)) == whole()
 
 
@@ -212,18 +212,18 @@ def test_unchanged_header_is_taken():
         lambda h: json.loads("[" * 900 + "]" * 900),
     ],
 )
-def test_changed_header_is_refused(change):
+def test_decode_artifact_changed_header_is_refused(change):
     with pytest.raises((ArtifactError, PlanError)):
         read(with_header(change))
 
 
-def test_header_nested_without_end_is_refused():
+def test_decode_artifact_deeply_nested_header_is_refused():
     raw = b"[" * 200_000
     with pytest.raises(ArtifactError):
         read(sealed(struct.pack("<8sII", MAGIC, 1, len(raw)) + raw))
 
 
-def test_mutants_are_refused_or_the_same():
+def test_decode_artifact_mutants_are_refused_or_valid():
     rng, data = random.Random(1), encode_artifact(whole())
     for _ in range(examples(500, 1500)):
         mutant = bytearray(data[:-32])
@@ -247,7 +247,7 @@ def test_mutants_are_refused_or_the_same():
 
 
 def hostile():
-    """(law, plan): plans that do what no plan may."""
+    """(law, plan): plans that break the law."""
     plan, s, _ = planned()
     mul, times, exp = lines(plan.program)
     alloc_y, run, alloc_z, call = plan.steps
@@ -271,7 +271,7 @@ def hostile():
     yield (
         "lines",
         steps(alloc_y, run, alloc_z, LibraryStep(replace(exp, slots=(s["y"], s["x"])), "")),
-    )  # writes what it only may read
+    )  # writes an operand that it may only read
     yield "lines", steps(alloc_y, replace(run, lines=(mul, replace(times, first_param=7))), alloc_z, call)
     yield "order", steps(alloc_y, alloc_z, call, run)
     yield "bounds", steps(alloc_y, replace(run, kernel=kernel(numel=N + 1)), alloc_z, call)
@@ -285,7 +285,7 @@ def hostile():
     yield "memory", steps(alloc_y, run, alloc_z, call, FreeStep(s["z"]))
     yield "memory", steps(alloc_y, alloc_y, run, alloc_z, call)
     yield "memory", steps(replace(alloc_y, nbytes=8 * N), run, alloc_z, call)
-    yield "memory", steps(alloc_y, AllocStep(s["m"], 4 * N, True), run, alloc_z, call)  # which is then left
+    yield "memory", steps(alloc_y, AllocStep(s["m"], 4 * N, True), run, alloc_z, call)  # no step frees slot m
     yield "overlap", steps(alloc_y, replace(run, slots=(s["x"], s["y"], s["y"])), alloc_z, call)
     broken = replace(kernel(), body=kernel().body[1:])
     yield "kernels", steps(alloc_y, replace(run, kernel=broken), alloc_z, call)
@@ -294,14 +294,14 @@ def hostile():
 @pytest.mark.parametrize(
     ("law", "plan"), [pytest.param(*case, id=f"{k}-{case[0]}") for k, case in enumerate(hostile())]
 )
-def test_hostile_plan_is_refused_by_the_law_that_it_breaks(law, plan):
+def test_verify_hostile_plan_names_the_broken_law(law, plan):
     with pytest.raises(PlanError, match=rf"\[law: {law}\]"):
         verify(plan)
     with pytest.raises(WisError):
         read(encode_artifact(whole(plan)))
 
 
-def test_memory_that_is_not_zeroed_must_be_filled_at_once():
+def test_verify_unzeroed_slot_must_be_filled_by_its_first_user():
     plan, _, _ = planned()
     _, _, exp = lines(plan.program)
     half = View(F32, (N // 2,), (1,))
@@ -314,7 +314,7 @@ def test_memory_that_is_not_zeroed_must_be_filled_at_once():
     verify(replace(plan, steps=(alloc_y, run, replace(alloc_z, zero=False), call)))
 
 
-def test_plan_takes_no_more_memory_at_a_time_than_its_program():
+def test_verify_plan_with_higher_peak_than_its_program_is_refused():
     t = Tape()
     x = t.input(F32, N)
     for _ in range(2):
@@ -329,12 +329,12 @@ def test_plan_takes_no_more_memory_at_a_time_than_its_program():
     apart = (AllocStep(a, 4 * N, True), *run[:2], FreeStep(a), AllocStep(b, 4 * N, True), *run[2:], FreeStep(b))
     verify(Plan(program, facts, apart, {}, frozenset()))
     at_once = (AllocStep(a, 4 * N, True), AllocStep(b, 4 * N, True), *run, FreeStep(a), FreeStep(b))
-    with pytest.raises(PlanError, match="512 bytes at a time, the program 256"):
+    with pytest.raises(PlanError, match="512 bytes at the same time, but its program needs only 256"):
         verify(Plan(program, facts, at_once, {}, frozenset()))
 
 
 @pytest.mark.parametrize("exponent", [2, 2.0])
-def test_key_is_of_the_exponents_that_the_program_is_run_with(exponent):
+def test_key_of_contains_the_exponents_of_the_run(exponent):
     t = Tape()
     x = t.input(DType.F32, 16, 8209)
     t.op("mul", t.op("pow", x, exponent), x)

@@ -1,4 +1,4 @@
-"""The assembly: every program's text reads back into the same bytes, and what is not assembly is refused with its place."""
+"""Assembly: the text of every program reads back into the same bytes; invalid text is refused, with its line."""
 
 import contextlib
 import math
@@ -37,18 +37,18 @@ def one(form, *slots):
     return Program((form,), (Instruction(0, slots),))
 
 
-def test_a_text_reads_and_writes_as_itself():
+def test_assembly_text_round_trips():
     assert disassemble(assemble(TEXT)) == TEXT
 
 
-def test_blanks_and_comments_do_not_matter():
+def test_assembly_ignores_blanks_and_comments():
     dense = "; made by hand\n\n  wis   1 ; version\n%0 f32[2,3]=fill{value=1};x\n\n"
     assert assemble(dense) == one(Form("fill", (Operand(Role.OUT, V),), (), (("value", 1),)), 0)
 
 
 @given(strategies.programs())
 @settings(max_examples=200, deadline=None)
-def test_program_reads_back_into_the_same_bytes(program):
+def test_assembly_program_round_trips_to_the_same_bytes(program):
     assert encode_program(assemble(disassemble(program))) == encode_program(program)
 
 
@@ -90,7 +90,7 @@ EVERY_ATTR = [
 
 
 @pytest.mark.parametrize("value", EVERY_ATTR, ids=repr)
-def test_every_kind_of_attribute_reads_back_into_the_same_bytes(value):
+def test_assembly_every_attribute_kind_round_trips(value):
     for form in (
         Form("fill", (Operand(Role.OUT, V),), (ParamKind.I64,), (("value", value),)),
         Form("fill", (Operand(Role.OUT, V),), (ParamKind.I64,), (("odd name", value), ("out", value))),
@@ -130,7 +130,7 @@ ODD = [
 
 
 @pytest.mark.parametrize("form", ODD, ids=range(len(ODD)))
-def test_forms_that_no_law_allows_still_read_back_into_the_same_bytes(form):
+def test_assembly_unlawful_forms_round_trip(form):
     program = one(form, *range(len(form.operands)))
     raw = encode_program(program)
     assert encode_program(assemble(disassemble(program))) == raw
@@ -167,7 +167,7 @@ def test_forms_that_no_law_allows_still_read_back_into_the_same_bytes(form):
         ("wis 1\n%0", 2, 3, "expected '='"),
     ],
 )
-def test_what_is_not_assembly_is_refused_with_its_place(text, line, column, says):
+def test_assembly_invalid_text_is_refused_with_its_place(text, line, column, says):
     with pytest.raises(AssemblyError, match=says) as caught:
         assemble(text)
     assert (caught.value.line, caught.value.column) == (line, column)
@@ -175,12 +175,12 @@ def test_what_is_not_assembly_is_refused_with_its_place(text, line, column, says
 
 @given(st.text(alphabet='wis 1\n%0f32[],()=+{}<>#$&":e.-\\;ñ', max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_any_text_is_read_or_refused(text):
+def test_assembly_any_text_is_read_or_refused(text):
     with contextlib.suppress(AssemblyError):
         assemble("wis 1\n" + text)
 
 
-def test_program_without_canonical_text_is_refused():
+def test_disassemble_program_without_canonical_text_is_refused():
     neg, free = extern(), Form("free", (Operand(Role.IN, None),))
     for broken in (
         Program((neg, free), (Instruction(1, (0,)), Instruction(0, (0, 1)))),

@@ -1,4 +1,4 @@
-"""The codec: one program, one byte string; nothing else decodes."""
+"""The codec: each program has one encoding; other bytes are refused."""
 
 from array import array
 
@@ -49,7 +49,7 @@ def test_join_program_equals_encode_program():
 
 @given(strategies.programs(), st.data())
 @settings(max_examples=examples(30, 100), deadline=None)
-def test_truncated_program_is_a_decode_error(program, data):
+def test_decode_truncated_program_raises_decode_error(program, data):
     raw = encode_program(program)
     cut = data.draw(st.integers(0, len(raw) - 1))
     with pytest.raises(DecodeError):
@@ -69,12 +69,12 @@ def test_truncated_program_is_a_decode_error(program, data):
         Form("extern", (Operand(Role.IN, View(DType.F32, (1,) * 65, (1,) * 65)),)),
     ],
 )
-def test_form_that_does_not_fit_is_an_encode_error(form):
+def test_encode_form_too_large_raises_encode_error(form):
     with pytest.raises(EncodeError):
         encode_form(form)
 
 
-def test_deeply_nested_attribute_is_refused_both_ways():
+def test_deeply_nested_attribute_is_refused_by_encoder_and_decoder():
     value = ()
     for _ in range(40):
         value = (value,)
@@ -86,7 +86,7 @@ def test_deeply_nested_attribute_is_refused_both_ways():
         decode_form(nested)
 
 
-def test_huge_counts_are_refused_without_memory():
+def test_decode_huge_counts_are_refused_before_allocation():
     with pytest.raises(DecodeError):
         decode_program(b"WIS1" + b"\xff\xff\xff\xff" + b"\xff\xff\xff\xff")
     with pytest.raises(DecodeError):
@@ -112,6 +112,6 @@ def test_run_frame_round_trips(name, bindings, n_params, frees, reply):
 
 
 @given(st.binary(max_size=200))
-def test_run_frame_of_garbage_is_a_decode_error(garbage):
+def test_run_frame_garbage_raises_decode_error(garbage):
     with pytest.raises(DecodeError):
         unpack_run(garbage)

@@ -1,4 +1,4 @@
-"""Kernels in other languages: sources and codes keep their bytes, and each law of a launch has a form that breaks it."""
+"""Foreign kernels: sources and codes round-trip, and each law of a launch has a form that breaks it."""
 
 import hashlib
 import json
@@ -46,13 +46,13 @@ def program(*forms):
 
 
 @given(st.sampled_from(["ttir", "cuda-c"]), st.text())
-def test_a_source_keeps_its_bytes(language, text):
+def test_source_round_trips(language, text):
     raw = encode_source(Source(language, text.encode("utf-8", "ignore").decode()))
     assert encode_source(decode_source(raw)) == raw
 
 
 @given(st.binary(max_size=64))
-def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
+def test_decode_source_any_bytes_decode_or_raise_decode_error(raw):
     for data in (raw, b"WKS1" + raw):
         try:
             source = decode_source(data)
@@ -61,8 +61,8 @@ def test_bytes_that_are_no_source_are_refused_and_nothing_else_happens(raw):
         assert encode_source(source) == data
 
 
-def test_source_of_a_mebibyte_is_taken_in_with_a_pause_after_every_piece():
-    text = "a" + "é→𝄞" * (MAX_SOURCE_BYTES // 9 - 10)  # characters lie on both sides of a piece's end
+def test_decode_source_of_1_mib_pauses_after_every_piece():
+    text = "a" + "é→𝄞" * (MAX_SOURCE_BYTES // 9 - 10)  # multi-byte characters lie across the ends of pieces
     raw, paused = encode_source(Source("ttir", text)), []
     with pausing(lambda: paused.append(None)):
         assert decode_source(raw).text == text
@@ -72,7 +72,7 @@ def test_source_of_a_mebibyte_is_taken_in_with_a_pause_after_every_piece():
         assert len(paused) >= len(raw) // PIECE_BYTES
 
 
-def test_source_that_ends_inside_a_character_is_refused():
+def test_decode_source_ending_inside_a_character_is_refused():
     raw = bytearray(encode_source(Source("ttir", "a" * PIECE_BYTES + "é")))
     raw[-1:] = b"a"
     with pytest.raises(DecodeError, match="not UTF-8"):
@@ -81,20 +81,20 @@ def test_source_that_ends_inside_a_character_is_refused():
         decode_source(bytes(raw[:5]) + b"ttir" + (1).to_bytes(4, "little") + b"\xc3")
 
 
-def test_sources_have_a_language_and_an_end():
-    with pytest.raises(EncodeError, match="no language 'wgsl'"):
+def test_source_with_unknown_language_or_wrong_length_is_refused():
+    with pytest.raises(EncodeError, match="language 'wgsl' is unknown"):
         encode_source(Source("wgsl", ""))
-    with pytest.raises(EncodeError, match="at most"):
+    with pytest.raises(EncodeError, match="the limit is"):
         encode_source(Source("ttir", "x" * MAX_SOURCE_BYTES))
-    with pytest.raises(DecodeError, match="cut short"):
+    with pytest.raises(DecodeError, match="shorter or longer than its header says"):
         decode_source(encode_source(Source("ttir", "abc"))[:-1])
 
 
-def test_code_keeps_its_bytes_and_a_changed_byte_is_seen():
+def test_code_round_trips_and_a_changed_byte_is_refused():
     code = ForeignCode("add", (Parameter(DType.F32, True, True), Parameter(DType.I32, False)), ("tt.load 1",), b"\1\2")
     raw = encode_code(code, "a name")
     assert decode_code(raw, "a name") == code
-    with pytest.raises(DecodeError, match="is that of a name, not of another"):
+    with pytest.raises(DecodeError, match="is stored as a name, not as another"):
         decode_code(raw, "another")
     for k in range(len(raw)):
         with pytest.raises(DecodeError):
@@ -102,15 +102,15 @@ def test_code_keeps_its_bytes_and_a_changed_byte_is_seen():
 
 
 @pytest.mark.parametrize("image", [[], ["add", [], 1]])
-def test_code_with_an_image_of_too_few_fields_is_refused(image):
+def test_decode_code_image_with_missing_fields_is_refused(image):
     magic = encode_code(ForeignCode("add", (), (), b"\1\2"), "a name")[:4]
     head = json.dumps({"name": "a name", "entry": "add", "parameters": [], "places": [], "images": [image]}).encode()
     body = magic + len(head).to_bytes(4, "little") + head + b"\1\2"
-    with pytest.raises(DecodeError, match="bad head"):
+    with pytest.raises(DecodeError, match="invalid header"):
         decode_code(body + digest(body), "a name")
 
 
-def test_a_launch_is_read_as_it_was_written():
+def test_launch_round_trips_through_its_form():
     assert launch_of(form()) == LAUNCH
     whole = program(form())
     assert decode_program(encode_program(whole)) == whole
@@ -123,7 +123,7 @@ def test_a_launch_is_read_as_it_was_written():
     assert verify_program(whole).slot_bytes == (16, 16)
 
 
-def test_compiled_kernels_are_told_apart_by_what_compiling_hangs_on():
+def test_kernel_key_differs_for_every_input_of_the_compiler():
     f16 = View(DType.F16, (4,), (1,))
     same = form(views=(View(DType.F32, (9,), (1,), 8), V), grid=(1, 1, 1))
     others = [form(views=(f16, V)), form(entry="sub"), form(options=()), form(source="0" * 64)]
@@ -135,30 +135,30 @@ def test_compiled_kernels_are_told_apart_by_what_compiling_hangs_on():
 
 
 WRONG = {
-    "no language": form(language="wgsl"),
+    "language 'wgsl' is unknown": form(language="wgsl"),
     "64 hex digits": form(source="xyz"),
-    "the entry is a name": form(entry="a b"),
-    "the attribute 'entry' is a string": form(entry=1),
+    "entry must be a name": form(entry="a b"),
+    "the attribute 'entry' must be a string": form(entry=1),
     "three integers": form(block=(1, 1)),
-    "no threads": form(block=(32, 1, 1)),
+    "must be 1, 1, 1": form(block=(32, 1, 1)),
     "at most 1024": form(language="cuda-c", block=(1024, 2, 1)),
     "three extents": form(grid=(1, 1)),
     "negative extent": form(grid=(-1, 1, 1)),
-    "groups, at most": form(grid=(1 << 16, 1 << 16, 1)),
-    "params that are": form(params=(ParamKind.F64, ParamKind.I64)),
-    "every operand is an argument": form(args=((DType.I32, 1),)),
-    "argument 0 is an operand, or": form(args=(1.5,)),
-    "argument 2 is an operand, or": form(args=(*LAUNCH.attrs()[0][1][:2], (DType.I32, 1.5))),
-    "is read or updated": form(roles=(Role.IN, Role.OUT)),
-    "not a flat run": form(views=(V, View(DType.F32, (2, 2), (2, 1)))),
-    "given a floating point param": form(params=(ParamKind.I64, ParamKind.F64)),
-    "options are in order": form(options=(("b", 1), ("a", 1))),
-    "an option is a name": form(options=(("a", 1.5),)),
+    "groups, the limit is": form(grid=(1 << 16, 1 << 16, 1)),
+    "integer params": form(params=(ParamKind.F64, ParamKind.I64)),
+    "every operand must be an argument": form(args=((DType.I32, 1),)),
+    "argument 0 must be an operand, or": form(args=(1.5,)),
+    "argument 2 must be an operand, or": form(args=(*LAUNCH.attrs()[0][1][:2], (DType.I32, 1.5))),
+    "must be IN or INOUT": form(roles=(Role.IN, Role.OUT)),
+    "contiguous one-dimensional view": form(views=(V, View(DType.F32, (2, 2), (2, 1)))),
+    "gets a floating point param": form(params=(ParamKind.I64, ParamKind.F64)),
+    "options must be sorted by name": form(options=(("b", 1), ("a", 1))),
+    "an option must be a name": form(options=(("a", 1.5),)),
 }
 
 
 @pytest.mark.parametrize("complaint", WRONG)
-def test_each_law_of_a_launch_is_kept(complaint):
+def test_launch_breaking_a_law_is_refused(complaint):
     with pytest.raises(RuleError, match=complaint):
         launch_of(WRONG[complaint])
     with pytest.raises(VerifyError, match=complaint) as caught:
@@ -166,6 +166,6 @@ def test_each_law_of_a_launch_is_kept(complaint):
     assert caught.value.law == "launch"
 
 
-def test_a_launch_has_no_other_attributes():
+def test_launch_with_unknown_attribute_is_refused():
     with pytest.raises(VerifyError, match="unknown attribute 'stream'"):
         verify_program(program(form(stream=1)))

@@ -1,4 +1,4 @@
-"""Mutated programs: a reader may refuse them, but never crash, hang, or take memory beyond their size.
+"""Mutated programs: a reader may refuse them, but must not crash, hang, or use more memory than their size allows.
 
 5,000 mutants here, 20,000 in the slow run; `make fuzz` runs a million (WOOLY_FUZZ_COUNT).
 """
@@ -27,7 +27,7 @@ def dense(dtype, *sizes):
 
 
 def natives():
-    """Forms whose rules look at everything that an argument can be."""
+    """Native forms whose rules together check every kind of argument."""
     f = DType.F32
 
     def form(opcode, args, ins, outs, params=()):
@@ -92,7 +92,7 @@ def mutate(rng, raw):
     return bytes(data)
 
 
-def test_mutated_programs_are_refused_or_read_never_worse():
+def test_decode_mutated_program_is_refused_or_accepted_without_a_crash():
     rng = random.Random(20261121)
     corpus = list(seeds())
     outcomes = {"read": 0, "verified": 0}

@@ -1,4 +1,4 @@
-"""Kernel IR: its text reads back, its laws hold, its interpreter computes what it says."""
+"""Kernel IR: its text round-trips, its laws hold, and its interpreter computes the documented results."""
 
 import math
 
@@ -68,14 +68,14 @@ def everything():
 
 
 @pytest.mark.parametrize("make", [scale, row_sums, everything])
-def test_text_reads_back_into_the_same_kernel(make):
+def test_kernel_text_round_trips(make):
     kernel = make()
     verify(kernel)
     assert read(write(kernel)) == kernel
     assert digest(read(write(kernel))) == digest(kernel)
 
 
-def test_text_is_readable():
+def test_kernel_text_of_everything_matches_the_expected_text():
     assert write(scale()) == (
         "wooly.kernel 1\nkernel scale\nin x f32[5]\nout y f32[5]\nscalar w f32\nspace %0 < 5 {\n  %1 = load x[%0]\n"
         "  %2 = scalar w\n  %3 = mul f32 %1, %2\n  store y[%0] = %3\n}\n"
@@ -94,11 +94,11 @@ def test_reduce_folds_lanes_in_order_then_pairs():
     x = [1e8, 1.0, -1e8, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     y = [0.0, 0.0]
     run(row_sums(), {"x": x, "y": y})
-    # lane 0: 1e8, -1e8, 1.0; lane 1: 1.0, 1.0. One after the other the first 1.0 would be lost in 1e8.
+    # Lane 0: 1e8, -1e8, 1.0; lane 1: 1.0, 1.0. In sequential order, the first 1.0 would be lost in 1e8.
     assert y[0] == 3.0
 
 
-def test_interpreter_reads_nothing_beyond_an_array():
+def test_interpreter_checked_access_out_of_range_reads_nothing():
     k = KernelBuilder("shift", (4,))
     x, y = k.array("x", F32, 4), k.array("y", F32, 4, Role.OUT)
     (i,) = k.points
@@ -193,7 +193,7 @@ def test_carried_values_prove_nothing_about_an_index():
 
 @pytest.mark.parametrize("text", ["", "wooly.kernel 2\n", write(scale()) + "x", write(scale()).replace("  %1", " %1"),
                                   HEAD + "  if %0 {\n" * 100, HEAD + "  %1 = const f32 nope\n}\n"])  # fmt: skip
-def test_reader_refuses_what_is_no_kernel(text):
+def test_reader_invalid_text_is_refused(text):
     with pytest.raises(KernelTextError):
         read(text)
 
@@ -220,23 +220,23 @@ def test_reader_and_verifier_survive_mutations(data):
         verify(kernel)
     except (KernelTextError, KernelError):
         return
-    # what the verifier lets through runs without leaving an array
+    # a mutant that the verifier accepts must run without an access out of bounds
     run(kernel, {a.name: [1] * a.numel for a in kernel.arrays}, {s.name: 3 for s in kernel.scalars})
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------------------
 
 
-def test_operations_have_the_meaning_of_the_primitives():
+def test_operations_match_the_primitives():
     missing = set(PRIMITIVES) - set(OPS)
-    assert missing == {"conj"}  # complex numbers are no elements of kernels
+    assert missing == {"conj"}  # kernels have no complex elements
     for name in set(PRIMITIVES) & set(OPS):
         assert OPS[name].arity == PRIMITIVES[name][0]
 
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(-(1 << 63), (1 << 63) - 1))
 @settings(deadline=None)
-def test_intervals_hold_what_operations_give(a, b):
+def test_intervals_contain_the_results_of_operations(a, b):
     for op in ("add", "sub", "mul", "max", "min", "div_floor", "div_trunc", "fmod", "and", "neg", "abs"):
         args = [a, b][: OPS[op].arity]
         got = kernel_scalars.apply(op, I64, args, [I64] * len(args))
@@ -260,7 +260,7 @@ def test_intervals_hold_what_operations_give(a, b):
         (0.5, F32, BOOL, True),
     ],
 )
-def test_convert_rounds_as_it_says(value, source, target, expected):
+def test_convert_rounds_to_nearest_and_saturates(value, source, target, expected):
     assert kernel_scalars.convert(value, source, target) == expected
 
 
@@ -273,19 +273,19 @@ def test_integers_wrap_and_quotients_by_zero_are_zero():
     assert kernel_scalars.apply("shr", DType.U8, [200, 9], [DType.U8] * 2) == 100
 
 
-def test_not_a_number_wins_in_extremes():
+def test_max_and_min_with_not_a_number_give_not_a_number():
     for op in ("max", "min"):
         for pair in ([math.nan, 1.0], [1.0, math.nan]):
             assert math.isnan(kernel_scalars.apply(op, F32, pair, [F32, F32]))
 
 
-def test_walk_gives_outer_statements_first():
+def test_walk_yields_outer_statements_first():
     kinds = [type(s).__name__ for s in ir.walk(row_sums().body)]
     assert kinds == ["Const", "Reduce", "Const", "Apply", "Apply", "Load", "Apply", "Store"]
 
 
 def test_fma_of_f32_is_rounded_once_where_f64_would_round_twice():
-    """The product is half way between two numbers; what is added is too small for an f64, and decides."""
+    """The product is half way between two f32 numbers. The addend is too small for an f64, and decides the rounding."""
     a = 1 + 2.0**-12
     assert kernel_scalars.apply("fma", F32, [a, a, 2.0**-80], [F32] * 3) == 1 + 2.0**-11 + 2.0**-23
     assert kernel_scalars.apply("fma", F32, [a, a, -(2.0**-80)], [F32] * 3) == 1 + 2.0**-11

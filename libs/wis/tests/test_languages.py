@@ -1,4 +1,6 @@
-"""Languages of kernels are found by entry point, named where they are missing, and part of a compiler's version."""
+"""Languages of kernels: processes find them by entry point, errors name missing ones, and they are part of a compiler's
+version.
+"""
 
 import inspect
 from importlib.metadata import EntryPoint
@@ -20,7 +22,7 @@ from wooly_wis.languages import (
 
 
 def assert_offers(module, protocol, functions):
-    """The module has these functions of the protocol, with its parameters and results."""
+    """Assert that the module has these functions of the protocol, with the same parameters and results."""
     for name in functions:
         wanted, found = inspect.signature(getattr(protocol, name)), inspect.signature(getattr(module, name))
         assert [*found.parameters.values()] == [*wanted.parameters.values()][1:], name
@@ -32,51 +34,50 @@ def nothing_installed(monkeypatch):
     monkeypatch.setattr(languages, "installed", lambda group: {})
 
 
-def test_every_language_that_can_be_checked_has_a_distribution_and_is_installed_in_a_checkout():
+def test_checkable_languages_have_an_installed_distribution():
     assert set(LANGUAGES) - OPAQUE == set(DISTRIBUTIONS) == set(languages.installed(COMPILER))
     assert set(languages.installed(CLIENT)) == {"cuda-c"}
 
 
 @pytest.mark.parametrize("language", DISTRIBUTIONS)
-def test_language_is_loaded_when_it_is_asked_for(language):
+def test_compiled_language_is_imported_at_first_request(language):
     assert_offers(languages.compiled(language), CompiledLanguage, ("for_cpu", "for_gpu"))
 
 
-def test_language_of_a_client_is_loaded_when_it_is_asked_for():
+def test_read_language_is_imported_at_first_request():
     assert_offers(languages.read("cuda-c"), ReadLanguage, ("parameters",))
 
 
 @pytest.mark.parametrize(("language", "distribution"), DISTRIBUTIONS.items())
-def test_missing_language_is_an_error_that_names_the_distribution_and_may_be_asked_again(
-    language, distribution, nothing_installed
-):
+def test_missing_language_error_names_the_distribution_and_is_retryable(language, distribution, nothing_installed):
     with pytest.raises(
         MissingLanguageError, match=f"kernels in {language} need {distribution}, .* pip install {distribution}"
     ) as e:
         languages.compiled(language)
-    assert e.value.retryable and "beside wooly-compiler" in str(e.value)
+    assert e.value.retryable and "in the environment of wooly-compiler" in str(e.value)
 
 
-def test_language_that_does_not_exist_is_an_error_that_names_those_that_do():
-    with pytest.raises(ForeignError, match="there is no language fortran; there are cuda-c, ttir"):
+def test_unknown_language_error_names_the_known_languages():
+    with pytest.raises(ForeignError, match="language fortran is unknown; known languages: cuda-c, ttir"):
         languages.compiled("fortran")
 
 
-def test_missing_language_of_a_client_says_to_install_it_where_the_script_runs(nothing_installed):
-    with pytest.raises(MissingLanguageError, match=r"pip install wooly-cuda-c .*where this script runs"):
+def test_missing_client_language_error_names_the_environment_of_the_script(nothing_installed):
+    with pytest.raises(MissingLanguageError, match=r"pip install wooly-cuda-c .*in the environment of this script"):
         languages.read("cuda-c")
 
 
-def test_language_that_cannot_be_imported_says_why(monkeypatch):
+def test_language_with_import_error_names_the_cause(monkeypatch):
     broken = EntryPoint("ttir", "wooly_nothing.language", COMPILER)
     monkeypatch.setattr(languages, "installed", lambda group: {"ttir": broken})
     with pytest.raises(
-        MissingLanguageError, match="wooly-triton, which cannot be loaded: No module named 'wooly_nothing'"
+        MissingLanguageError,
+        match="wooly-triton, which is installed but cannot be imported: No module named 'wooly_nothing'",
     ):
         languages.compiled("ttir")
 
 
-def test_compilers_with_other_languages_have_other_versions(monkeypatch, tmp_path):
+def test_compiler_version_depends_on_installed_languages(monkeypatch, tmp_path):
     every = dict(languages.installed(COMPILER))
     versions = set()
     for names in ((), ("ttir",), ("cuda-c",), ("cuda-c", "ttir")):
@@ -85,7 +86,7 @@ def test_compilers_with_other_languages_have_other_versions(monkeypatch, tmp_pat
     assert len(versions) == 4
 
 
-def test_version_of_a_compiler_changes_with_the_source_of_a_language(monkeypatch, tmp_path):
+def test_compiler_version_depends_on_the_sources_of_languages(monkeypatch, tmp_path):
     folder = tmp_path / "language"
     folder.mkdir()
     monkeypatch.setattr(languages, "folders", lambda: (folder,))

@@ -1,4 +1,4 @@
-"""What a stranger's message can cost whoever reads it: the first mistake ends the reading of a list."""
+"""The cost of reading an untrusted message is bounded: the first error ends the validation of a list."""
 
 import json
 
@@ -19,7 +19,7 @@ def every_message():
 
 
 def lists_of(model):
-    """The fields of a message that are lists of any length, as pydantic's schema says."""
+    """The list fields of a message without a maximum length, by pydantic's schema."""
     for name, field in model.model_json_schema()["properties"].items():
         kinds = field.get("anyOf", [field])
         if any(kind.get("type") == "array" and kind.get("maxItems") != kind.get("minItems", -1) for kind in kinds):
@@ -29,12 +29,12 @@ def lists_of(model):
 CASES = [(model, name) for model in every_message() for name in lists_of(model)]
 
 
-def test_cases_are_found():
+def test_message_lists_are_found():
     assert (messages.SubmitJob, "inputs") in CASES and (traces.AddSpansRequest, "spans") in CASES
 
 
 @pytest.mark.parametrize(("model", "name"), CASES, ids=lambda x: getattr(x, "__name__", x))
-def test_list_of_mistakes_in_a_message_is_one_mistake(model, name):
+def test_message_list_with_many_errors_reports_one_error(model, name):
     raw = json.dumps({name: [{"no such field": 1}] * 20_000})
     with pytest.raises(ValidationError) as refused:
         model.model_validate_json(raw)

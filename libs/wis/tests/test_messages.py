@@ -1,4 +1,4 @@
-"""Control messages: frozen, versioned, nothing extra, nothing unbounded; bytes and back."""
+"""Control messages are frozen, versioned and bounded, refuse extra fields, and round-trip through JSON."""
 
 import inspect
 
@@ -61,14 +61,14 @@ opens = st.builds(
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: m.__name__)
-def test_every_message_is_frozen_versioned_and_closed(model):
+def test_messages_are_frozen_versioned_and_refuse_extra_fields(model):
     assert model.model_config["frozen"] and model.model_config["extra"] == "forbid"
     assert model.model_fields["schema_version"].default == 1
     assert (model.__doc__ and model.__doc__ != Message.__doc__) or model is Message
 
 
 @given(st.one_of(heartbeats, opens))
-def test_message_survives_json(message):
+def test_message_round_trips_through_json(message):
     assert type(message).model_validate_json(message.model_dump_json()) == message
 
 
@@ -89,7 +89,7 @@ def test_message_is_immutable():
         '{"session_id":"a","reason":"' + "r" * 5000 + '"}',
     ],
 )
-def test_close_request_refuses_what_it_does_not_know(text):
+def test_close_request_with_unknown_field_is_refused(text):
     with pytest.raises(ValidationError):
         CloseSessionRequest.model_validate_json(text)
 
@@ -125,11 +125,11 @@ def test_lease_must_be_positive():
         )
 
 
-def test_session_without_a_device_is_none():
+def test_open_reply_without_devices_is_refused():
     with pytest.raises(ValidationError, match="parts"):
         OpenSessionReply(session_id="s", token="t", lease_s=1.0, parts=())
 
 
-def test_lists_become_tuples_so_that_messages_can_be_hashed():
+def test_message_lists_become_tuples_and_messages_are_hashable():
     reply = NodesReply.model_validate_json('{"nodes": []}')
     assert reply.nodes == () and hash(reply) == hash(NodesReply(nodes=()))

@@ -1,4 +1,4 @@
-"""Modules: canonical bytes, defensive reading, and whether what was read can run."""
+"""Modules: canonical encoding, reading of untrusted bytes, and the check whether a module can run."""
 
 import dataclasses
 import random
@@ -46,7 +46,7 @@ ONE = (1).to_bytes(8, "little")
 
 
 def module(**changes):
-    """Buffers 1 and 2 are made and loaded with a constant and an input; their sum is the output, in buffer 3."""
+    """Buffers 1 and 2 are allocated and loaded with a constant and an input. Their sum is the output, in buffer 3."""
     whole = Module(
         programs=(MAKE, WORK),
         constants=(Constant(b"c" * 32, 16),),
@@ -57,7 +57,7 @@ def module(**changes):
     return dataclasses.replace(whole, **changes)
 
 
-def test_module_survives_its_bytes_and_can_run():
+def test_module_round_trips_and_passes_check_module():
     raw = encode_module(module())
     assert decode_module(raw) == module() and encode_module(decode_module(raw)) == raw
     assert check_module(module()) == 48 and len(module_digest(raw)) == 32
@@ -88,20 +88,20 @@ modules = st.builds(
 
 
 @given(modules)
-def test_any_module_survives_its_bytes(found):
+def test_any_module_round_trips(found):
     assert decode_module(encode_module(found)) == found
 
 
 @given(modules, st.data())
-def test_cut_or_lengthened_bytes_are_refused(found, data):
+def test_decode_module_truncated_or_extended_bytes_are_refused(found, data):
     raw = encode_module(found)
     with pytest.raises(DecodeError):
         decode_module(raw[: data.draw(st.integers(0, len(raw) - 1))])
-    with pytest.raises(DecodeError, match="after the module"):
+    with pytest.raises(DecodeError, match="extra bytes follow the module"):
         decode_module(raw + b"\0")
 
 
-def test_mutated_modules_are_refused_or_read_never_worse():
+def test_decode_mutated_module_is_refused_or_accepted_without_a_crash():
     rng, raw, read, ran = random.Random(7), encode_module(module()), 0, 0
     tracemalloc.start()
     try:
@@ -136,29 +136,32 @@ def test_mutated_modules_are_refused_or_read_never_worse():
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"steps": (Load(0, 1),)}, "step 0 uses buffer 1, which is not there"),
-        ({"steps": (Run(0, (1, 2)), Load(2, 1))}, "step 1 loads source 2 of 2"),
-        ({"steps": (Run(0, (1, 2)), Load(0, 1, 1))}, "step 1 reaches byte 17 of buffer 1, which has 16"),
-        ({"steps": (Run(2, ()),)}, "step 0 runs program 2 of 2"),
-        ({"steps": (Run(0, (1,)),)}, "step 0 does not bind what program 0 asks for"),
+        ({"steps": (Load(0, 1),)}, "step 0 uses buffer 1, which does not exist"),
+        ({"steps": (Run(0, (1, 2)), Load(2, 1))}, "step 1 loads source 2, but the module has 2 constants and inputs"),
+        ({"steps": (Run(0, (1, 2)), Load(0, 1, 1))}, "step 1 accesses byte 17 of buffer 1, which has 16 bytes"),
+        ({"steps": (Run(2, ()),)}, "step 0 runs program 2, but the module has 2 programs"),
+        ({"steps": (Run(0, (1,)),)}, "step 0 binds another number of buffers or params than program 0 has"),
         ({"steps": (Run(0, (1, 1)),)}, "step 0 binds one buffer to two slots"),
-        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2)))}, "step 1 does not bind"),
-        ({"steps": (Run(0, (1, 2)), Run(0, (2, 3)))}, "step 1 makes buffer 2, which is there"),
-        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2), ONE), Load(0, 2))}, "step 2 uses buffer 2, which is not there"),
-        ({"steps": (Run(0, (3, 2), frees=(3,)),)}, "step 1 uses buffer 3, which is not there"),
-        ({"outputs": (Output(Tensor("y", DType.F32, (5,)), 3),)}, "step 4 reaches byte 20 of buffer 3, which has 16"),
-        ({"outputs": (module().outputs[0],) * 2}, "two outputs have the same name"),
-        ({"inputs": module().inputs * 2}, "two inputs have the same name"),
-        ({"programs": (b"WIS1", WORK)}, "bytes wanted"),
+        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2)))}, "step 1 binds another number"),
+        ({"steps": (Run(0, (1, 2)), Run(0, (2, 3)))}, "step 1 allocates buffer 2, which exists already"),
+        ({"steps": (Run(0, (1, 2)), Run(1, (3, 1, 2), ONE), Load(0, 2))}, "step 2 uses buffer 2, which does not exist"),
+        ({"steps": (Run(0, (3, 2), frees=(3,)),)}, "step 1 uses buffer 3, which does not exist"),
+        (
+            {"outputs": (Output(Tensor("y", DType.F32, (5,)), 3),)},
+            "step 4 accesses byte 20 of buffer 3, which has 16 bytes",
+        ),
+        ({"outputs": (module().outputs[0],) * 2}, "two outputs of the module have the same name"),
+        ({"inputs": module().inputs * 2}, "two inputs of the module have the same name"),
+        ({"programs": (b"WIS1", WORK)}, "bytes expected"),
     ],
 )
-def test_module_that_cannot_run_says_why(changes, complaint):
+def test_check_module_invalid_module_is_refused_with_the_reason(changes, complaint):
     with pytest.raises(WisError, match=complaint):
         check_module(module(**changes))
     assert issubclass(ModuleError, WisError)
 
 
-def test_what_the_format_cannot_hold_is_refused():
+def test_encode_module_too_large_value_is_refused():
     for changes in (
         {"inputs": (Tensor("", DType.F32, ()),)},
         {"inputs": (Tensor("ü" * 200, DType.F32, ()),)},
@@ -169,7 +172,7 @@ def test_what_the_format_cannot_hold_is_refused():
             encode_module(module(**changes))
 
 
-def test_file_is_the_module_and_its_constants():
+def test_module_file_contains_the_module_and_its_constants():
     raw = encode_module(module())
     data = b"".join(write_file(raw, [b"x" * 16]))
     assert read_head(data[:8]) == len(raw) and data[8:] == raw + b"x" * 16
@@ -194,11 +197,11 @@ def with_kernel(*sources):
     return module(programs=(MAKE, WITH_KERNEL), steps=steps, outputs=outputs, sources=sources)
 
 
-def test_the_sources_of_kernels_travel_with_the_module():
+def test_module_with_sources_round_trips():
     whole = with_kernel(SOURCE)
     raw = encode_module(whole)
     assert raw[:4] == b"WSM2" and decode_module(raw) == whole and encode_module(decode_module(raw)) == raw
-    assert encode_module(module())[:4] == b"WSM1"  # of others, the digest stays what it was
+    assert encode_module(module())[:4] == b"WSM1"  # the digest of modules without sources stays the same
     check_module(whole)
     for k in range(len(raw)):
         with pytest.raises(DecodeError):
@@ -208,14 +211,14 @@ def test_the_sources_of_kernels_travel_with_the_module():
 @pytest.mark.parametrize(
     "sources",
     [(), (SOURCE, SOURCE), (SOURCE, encode_source(Source("ttir", "another"))), (b"WKS1 no source",)],
-    ids=["missing", "twice", "one that nobody launches", "garbage"],
+    ids=["missing", "twice", "not launched", "garbage"],
 )
-def test_a_module_whose_sources_are_not_those_of_its_kernels_cannot_run(sources):
+def test_check_module_with_wrong_sources_is_refused(sources):
     with pytest.raises(WisError):
         check_module(with_kernel(*sources))
 
 
-def test_version_two_without_sources_is_not_canonical():
+def test_decode_module_version_two_without_sources_is_refused():
     raw = encode_module(module())
-    with pytest.raises(DecodeError, match="without sources"):
+    with pytest.raises(DecodeError, match="version 2 but no sources"):
         decode_module(b"WSM2" + raw[4:24] + bytes(4) + raw[24:])

@@ -1,4 +1,4 @@
-"""The op table: rules accept what fits and name what does not; the reference page is current."""
+"""The op table: rules accept valid forms and name faults; the reference page is current."""
 
 import sys
 from pathlib import Path
@@ -27,7 +27,7 @@ def dense(*sizes, dtype=DType.F32):
 
 
 def form(opcode, *args, out=(), params=(), in_place=False):
-    """Views among `args` become operands; `out` views are the results."""
+    """A form: views among `args` become operands, `out` views become results."""
     operands, attrs = [], []
 
     def attr(a):
@@ -85,17 +85,17 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_fits_is_accepted(name):
+def test_check_valid_form_is_accepted(name):
     check(GOOD[name])
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_fit_is_refused(name):
+def test_check_invalid_form_is_refused(name):
     with pytest.raises(RuleError):
         check(BAD[name])
 
 
-def test_defaults_at_the_end_are_left_out():
+def test_canonical_args_omit_trailing_defaults():
     assert canonical_args(TABLE["sum"], (OperandRef(0), None, False, None)) == (OperandRef(0),)
     assert canonical_args(TABLE["add"], (OperandRef(0), OperandRef(1), 1)) == (OperandRef(0), OperandRef(1))
     assert canonical_args(TABLE["add"], (OperandRef(0), OperandRef(1), True))[2] is True
@@ -117,7 +117,7 @@ def test_every_pointwise_row_reads_its_own_arguments():
             assert names(row.expr) <= {a.name for a in row.args}, row.opcode
 
 
-def test_a_library_operator_means_one_row_for_one_call():
+def test_library_call_matches_at_most_one_row():
     seen = {}
     for row in TABLE.values():
         for spelling in row.spellings:
@@ -141,7 +141,7 @@ dtypes = st.sampled_from([d for d in DType if not d.label.startswith("f8")])
 
 @given(dtypes, dtypes)
 @settings(max_examples=300, deadline=None)
-def test_promotion_is_symmetric_and_holds_both(a, b):
+def test_promote_is_symmetric_and_represents_both_dtypes(a, b):
     try:
         found = promote(a, b)
     except RuleError:
@@ -152,7 +152,7 @@ def test_promotion_is_symmetric_and_holds_both(a, b):
     assert promote(found, a) is found and promote(found, b) is found
 
 
-def test_numbers_are_weaker_than_tensors():
+def test_result_type_tensors_decide_before_numbers():
     assert result_type([dense(3, dtype=DType.I8)], [NumberKind.INT]) is DType.I8
     assert result_type([dense(3, dtype=DType.I8)], [NumberKind.FLOAT]) is DType.F32
     assert result_type([dense(3, dtype=DType.BF16), dense(dtype=DType.F64)]) is DType.BF16

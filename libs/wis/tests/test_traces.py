@@ -1,4 +1,4 @@
-"""Spans as messages: what may travel, and what a hostile sender may not make of it."""
+"""Spans as messages: valid spans round-trip, hostile spans are refused."""
 
 import pytest
 from pydantic import ValidationError
@@ -7,7 +7,7 @@ from wooly_wis.traces import MAX_ATTRIBUTES, MAX_SPANS, AddSpansRequest, SpanRec
 GOOD = {"trace_id": "a" * 32, "span_id": "b" * 16, "name": "router.place", "start_ns": 5, "end_ns": 9}
 
 
-def test_span_survives_json_with_the_types_of_its_attributes():
+def test_span_round_trips_through_json_with_attribute_types():
     span = SpanRecord(**GOOD, parent_id="c" * 16, attributes={"a": True, "b": 3, "c": 1.5, "d": "x"})
     read = SpansRecorded.model_validate_json(SpansRecorded(service="router", spans=(span,)).model_dump_json()).spans[0]
     assert read == span and [type(v) for v in read.attributes.values()] == [bool, int, float, str]
@@ -43,7 +43,7 @@ def test_hostile_span_is_refused(wrong):
         SpanRecord(**GOOD | wrong)
 
 
-def test_messages_bound_how_many_spans_they_carry():
+def test_span_messages_limit_the_number_of_spans():
     span = SpanRecord(**GOOD)
     for model, more in ((SpansRecorded, {"service": "router"}), (AddSpansRequest, {"task_id": "t"})):
         assert len(model(spans=(span,) * MAX_SPANS, **more).spans) == MAX_SPANS

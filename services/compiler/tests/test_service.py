@@ -245,7 +245,7 @@ async def test_a_kernel_that_cannot_be_lowered_is_refused_and_programs_do_not_wa
             await ask_for_kernel(app, message)
         assert caught.value.code == "compiler.refused" and not caught.value.retryable
         monkeypatch.setattr(actor, "_ask", None)
-    with pytest.raises(RefusedError, match="not a kernel's source"):
+    with pytest.raises(RefusedError, match="are not a kernel's source"):
         await ask_for_kernel(app, message.model_copy(update={"source": "AAAA"}))
     assert actor._kernel_workers is not actor._workers
 

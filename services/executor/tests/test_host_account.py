@@ -248,7 +248,7 @@ def test_run_that_names_more_than_any_program_has_is_refused_before_it_is_unpack
     a, b = stocked(device, wis, "a"), stocked(device, wis, "b")
     many = range(10, 10 + (1 << 20))
     a.start(b"?" * 32, many if kind == "bindings" else (), b"", many if kind == "frees" else ())
-    with pytest.raises(wis.error, match=rf"RUN frame of .*1048576 .*at most {MAX_REFERENCES}, .* and {MAX_FREES}"):
+    with pytest.raises(wis.error, match=rf"RUN frame has .*1048576 .*limits are {MAX_REFERENCES}, .* and {MAX_FREES}"):
         a.sync()
     assert device.held()["a"][1] == 1 and b.read(1, 4) == bytes(4)
 

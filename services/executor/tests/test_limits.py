@@ -81,7 +81,7 @@ def test_program_with_too_many_instructions_is_refused(device, wis, count):
     body.body += body.body[-1:] * (count - 2)
     a = device.open("a")
     a.define(body)
-    with pytest.raises(wis.error, match=r"(at most|more than) 65536") as caught:
+    with pytest.raises(wis.error, match=r"(limit is|more than) 65536") as caught:
         a.sync()
     assert caught.value.code in ("wis.decode", "wis.verify") and not device.loop.store._ready
 

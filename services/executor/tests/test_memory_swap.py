@@ -281,7 +281,7 @@ def test_admit_unswappable_fits_in_physical_memory_or_is_refused_with_the_number
     fixed = [Commitment("serve", 60 * GIB, swappable=False)]
     admit(Commitment("a", 20 * GIB, swappable=False), fixed, 80 * GIB, 50)
     with pytest.raises(
-        AdmissionError, match=r"21\.00 GiB .*: of 80\.00 GiB, 60\.00 GiB belong to .*, 20\.00 GiB are left"
+        AdmissionError, match=r"21\.00 GiB .*, but only 20\.00 GiB of 80\.00 GiB are left: 60\.00 GiB belong to "
     ):
         admit(Commitment("a", 21 * GIB, swappable=False), fixed, 80 * GIB, 50)
 
@@ -291,7 +291,7 @@ def test_admit_swappable_sessions_share_the_headroom():
     granted = [Commitment("a", 60 * GIB)]
     admit(Commitment("b", 36 * GIB), granted, 80 * GIB, 20)
     with pytest.raises(
-        AdmissionError, match=r"60\.00 GiB are promised already, of 96\.00 GiB \(80\.00 GiB overcommitted by 20 %\)"
+        AdmissionError, match=r"60\.00 GiB of 96\.00 GiB are promised already \(80\.00 GiB overcommitted by 20 %\)"
     ):
         admit(Commitment("b", 37 * GIB), granted, 80 * GIB, 20)
     with pytest.raises(AdmissionError):
@@ -302,7 +302,7 @@ def test_admit_unswappable_leaves_room_for_the_largest_of_the_others_to_run():
     """Otherwise a session that was let in could never be resident again."""
     granted = [Commitment("a", 60 * GIB), Commitment("b", 70 * GIB)]
     admit(Commitment("c", 10 * GIB, swappable=False), granted, 80 * GIB, 1000)
-    with pytest.raises(AdmissionError, match=r"Allow it to be swapped, or ask for at most 10\.00 GiB"):
+    with pytest.raises(AdmissionError, match=r"Allow the session to be swapped out, or ask for at most 10\.00 GiB"):
         admit(Commitment("c", 11 * GIB, swappable=False), granted, 80 * GIB, 1000)
 
 

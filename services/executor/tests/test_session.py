@@ -84,16 +84,16 @@ FAULTS = {
     "params": ("executor.binding", "1 param words, the program takes 0"),
     "too-small": ("executor.binding", "has 8 bytes, the program reaches byte 16"),
     "double-alloc": ("executor.binding", "buffer 1 is allocated again"),
-    "garbage-program": ("wis.decode", "not a WIS program"),
+    "garbage-program": ("wis.decode", "are not a WIS program"),
     "unlawful-program": ("wis.verify", "use-after-free"),
     "unknown-size-again": ("wis.verify", "unknown-size-once"),
     "argument-without-value": ("wis.verify", "argument-has-value"),
     "foreign-operator": ("wis.verify", "allow-list"),
-    "garbage-run": ("wis.decode", "cut short"),
-    "counts-of-run": ("wis.decode", "at most 262144, 262144 and 65536"),
+    "garbage-run": ("wis.decode", "shorter than its header"),
+    "counts-of-run": ("wis.decode", "the limits are 262144, 262144 and 65536"),
     "read-of-unknown": ("executor.binding", "buffer 99 does not exist"),
     "read-beyond": ("executor.binding", "bytes 8 to 24 of buffer 1"),
-    "read-of-garbage": ("wis.decode", "wrong length"),
+    "read-of-garbage": ("wis.decode", "READ frame has"),
     "write-to-unknown": ("executor.binding", "buffer 99 does not exist"),
     "write-beyond": ("executor.binding", "bytes 12 to 28 of buffer 1"),
     "quota": ("executor.out_of_memory", "CUDA out of memory"),
@@ -324,7 +324,7 @@ def test_result_of_unknown_size_beyond_the_quota_is_refused(device, wis):
 
 
 def test_more_than_the_device_has_is_not_admitted(device):
-    with pytest.raises(AdmissionError, match=r"asked for: of 1\.00 GiB"):
+    with pytest.raises(AdmissionError, match=r"only 1\.00 GiB of 1\.00 GiB are left"):
         device.admit("a", quota=1 << 50)
     device.admit("a")
     with pytest.raises(AdmissionError, match="open already"):

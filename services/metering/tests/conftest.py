@@ -1,4 +1,4 @@
-"""What metering's tests share: records, databases of both kinds, the service's process, a NATS that can be killed."""
+"""Shared parts of metering's tests: records, databases of both kinds, the service's process, a NATS server that can be killed."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ MS, SECOND = 1_000, 1_000_000
 
 
 def record(session="s1", **values):
-    """A second in which 0.4 s of one core were used, with 100 MiB."""
+    """One second in which 0.4 s of one core and 100 MiB were used."""
     usual = {
         "tenant": "acme",
         "model": "llama",
@@ -57,7 +57,7 @@ class Ledger:
         self.sequence = 0
 
     def take(self, *events, now=NOW):
-        """Book what the stream brings next."""
+        """Book the next messages of the stream."""
         first = self.sequence
         self.sequence += len(events)
         found = [delivery(first + 1 + i, e) for i, e in enumerate(events)]
@@ -66,7 +66,7 @@ class Ledger:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request, tmp_path):
-    """A new database's URL, of both kinds."""
+    """The URL of a new database, for both kinds."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/credits.db"
     return request.getfixturevalue("postgres").database()
@@ -74,7 +74,7 @@ def url(request, tmp_path):
 
 @pytest.fixture(scope="session")
 def schema_file(tmp_path_factory):
-    """A ledger that others are copied from: to migrate takes as long as most tests."""
+    """A migrated SQLite file to copy, because a migration takes as long as most tests."""
     path = tmp_path_factory.mktemp("schema") / "credits.db"
     migrate(f"sqlite:///{path}")
     return path
@@ -82,7 +82,7 @@ def schema_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def schema(postgres):
-    """The same on PostgreSQL."""
+    """A migrated PostgreSQL schema to copy."""
     url = postgres.database()
     migrate(url)
     return make_url(url).database
@@ -102,7 +102,7 @@ def ledger(request, tmp_path):
 
 @pytest.fixture
 def start_metering(tmp_path):
-    """Starts the service as a process; ends it with the test."""
+    """Starts the service as a process; stops it at the end of the test."""
     running = []
 
     def start(nats, url, **env):
@@ -135,7 +135,7 @@ def free_port():
 
 
 async def until(condition, seconds=60):
-    """Wait until `condition()` (or what it awaits) is true, and return it."""
+    """Wait until `condition()` (or the awaited result) is true, and return it."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()

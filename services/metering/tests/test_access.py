@@ -1,4 +1,4 @@
-"""Who is let in over REST where the router asks nobody for a token."""
+"""Access over REST if the router requires no tokens."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from wooly_wis.messages import CheckTokenReply
 
 
 class App:
-    """A router that says this of every token."""
+    """A router that gives this answer for every token."""
 
     def __init__(self, auth):
         self.reply = CheckTokenReply(auth=auth, actor="a", tenant=None, may=("credits:read",))
@@ -25,7 +25,7 @@ def caller(auth, host, said=""):
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1"])
-def test_open_router_opens_no_port_on_the_network_unless_it_was_said_in_words(host):
+def test_rest_without_tokens_on_the_network_refuses_all_unless_opened_by_setting(host):
     with pytest.raises(RefusedError, match="WOOLY_METERING_OPEN_TO_NETWORK") as refused:
         caller("open", host)
     assert refused.value.code == "router.forbidden"
@@ -35,5 +35,5 @@ def test_open_router_opens_no_port_on_the_network_unless_it_was_said_in_words(ho
     assert caller("tokens", host).auth == "tokens"
 
 
-def test_open_router_opens_a_port_on_loopback():
+def test_rest_without_tokens_on_loopback_admits_all():
     assert caller("open", "127.0.0.1").auth == "open"

@@ -1,4 +1,4 @@
-"""Arithmetic and judgement: prices, plans, what cannot be, batches that come twice or are missing."""
+"""Arithmetic and checks: prices, plans, impossible records, repeated and missing batches."""
 
 import datetime
 import random
@@ -21,10 +21,10 @@ def column(booking, name):
     return [getattr(entry, name) for entry in booking.entries]
 
 
-def test_price_of_the_readmes_examples():
+def test_price_matches_the_examples_of_the_readme():
     one_core_ms = record(gpu_ns=1_000_000, core_ns=1_000_000, resident_mib_us=0, idle_mib_us=0)
     assert price(one_core_ms, PLAIN) == (UNIT, 0)
-    # 80 cores for 2.5 ms, 1,024 MiB meanwhile and for the rest of a second
+    # 80 cores for 2.5 ms; 1,024 MiB in this time, and for the rest of the second
     run = record(gpu_ns=2_500_000, core_ns=200_000_000, resident_mib_us=1024 * 2500, idle_mib_us=1024 * 997_500)
     assert price(run, PLAIN) == (200 * UNIT, 2_560_000)
     assert price(run, TariffPlan(1, core_rate=1_500_000, vram_rate=500_000, idle_rate=100_000)) == (
@@ -33,10 +33,10 @@ def test_price_of_the_readmes_examples():
     )
 
 
-def test_slow_core_is_priced_by_what_it_did():
+def test_price_of_a_slow_core_follows_its_pace():
     slow = record(core_ns=2_000_000, pace_ppm=500_000, resident_mib_us=2_000_001, idle_mib_us=3)
     assert price(slow, PLAIN) == (UNIT, 1_000_000)
-    # idle memory is held by the clock on the wall, whatever a core does
+    # idle memory is charged by wall time, whatever the pace of the cores is
     assert price(slow, TariffPlan(1, core_rate=3 * UNIT, idle_rate=UNIT)) == (3 * UNIT, 1_000_003)
     (entry,) = booked(event(slow)).entries
     assert (entry.core_ns, entry.pace_ppm, entry.core_ucr) == (2_000_000, 500_000, UNIT)
@@ -49,18 +49,18 @@ def test_price_is_rounded_down_once_per_amount():
     ) == (1, 1)
 
 
-def test_price_of_the_whole_is_that_of_the_parts_at_plain_rates():
+def test_price_at_plain_rates_is_additive():
     chance = random.Random(1)
     parts = [record(core_ns=chance.randrange(10**9), resident_mib_us=chance.randrange(10**9)) for _ in range(100)]
     whole = record(core_ns=sum(p.core_ns for p in parts), resident_mib_us=sum(p.resident_mib_us for p in parts))
     assert price(whole, PLAIN) == tuple(map(sum, zip(*[price(p, PLAIN) for p in parts], strict=True)))
 
 
-def test_amounts_are_told_with_all_their_digits():
+def test_text_of_an_amount_has_six_decimals():
     assert [text(0), text(1), text(-1_500_000), text(123 * UNIT)] == ["0.000000", "0.000001", "-1.500000", "123.000000"]
 
 
-def test_tariff_prefers_what_names_more_and_then_what_began_later():
+def test_tariff_prefers_the_most_specific_then_the_latest_plan():
     any_, kind, klass, both = (
         TariffPlan(1),
         TariffPlan(2, device_kind="cpu"),
@@ -80,7 +80,7 @@ def test_tariff_prefers_what_names_more_and_then_what_began_later():
     assert Tariff([TariffPlan(1, valid_from_us=10)]).plan("cpu", 2, 9) == PLAIN
 
 
-def test_usage_is_priced_by_the_plan_that_held_when_it_began():
+def test_usage_is_priced_by_the_plan_at_its_start():
     tariff = Tariff([TariffPlan(1), TariffPlan(2, valid_from_us=NOW, core_rate=2 * UNIT)])
     assert column(booked(event(record(at_us=NOW)), tariff=tariff), "plan_id") == [1]
     after = event(record(at_us=NOW + SECOND))
@@ -91,23 +91,23 @@ def test_usage_is_priced_by_the_plan_that_held_when_it_began():
     ("change", "reason"),
     [
         ({"core_ns": -1}, "core_ns is -1"),
-        ({"pace_ppm": 0}, "a pace of 0"),
-        ({"pace_ppm": 10**4000}, "a pace of astronomical"),
+        ({"pace_ppm": 0}, "pace_ppm is 0"),
+        ({"pace_ppm": 10**4000}, "pace_ppm is astronomical"),
         ({"flops": 1 << 63}, "flops is"),
         ({"flops": 10**4000}, "astronomical"),
         ({"gpu_ns": 1_100_000_000}, "of device time in"),
         ({"core_ns": 3_000_000_000}, "core-ns in"),
-        ({"resident_mib_us": 1_000 * SECOND}, "resident in"),
-        ({"idle_mib_us": 1_100 * SECOND}, "resident than"),
-        ({"priority": 5}, "no class 5"),
-        ({"tenant": ""}, "no tenant"),
-        ({"session_id": "a b"}, "no session"),
+        ({"resident_mib_us": 1_000 * SECOND}, "resident MiB-us in"),
+        ({"idle_mib_us": 1_100 * SECOND}, "more resident MiB-us than"),
+        ({"priority": 5}, "class 5 does not exist"),
+        ({"tenant": ""}, "the tenant is empty"),
+        ({"session_id": "a b"}, "session id is not valid"),
         ({"model": "a\0"}, "zero byte"),
-        ({"at_us": NOW + 400 * SECOND}, "from the future"),
-        ({"at_us": SECOND}, "before there was anything"),
+        ({"at_us": NOW + 400 * SECOND}, "in the future"),
+        ({"at_us": SECOND}, "before 2020"),
     ],
 )
-def test_what_cannot_be_is_quarantined_alone(change, reason):
+def test_impossible_record_is_quarantined_alone(change, reason):
     bad = record().model_copy(update=change)
     assert reason in impossible(bad, event(), NOW)
     found = booked(event(record("a"), bad, record("b")))
@@ -116,7 +116,7 @@ def test_what_cannot_be_is_quarantined_alone(change, reason):
     assert reason in q.reason and (q.source, q.batch, q.item) == ("gpu-0/1", 1, 1) and "span_us" in q.payload
 
 
-def test_what_can_be_is_not_quarantined():
+def test_possible_record_is_not_quarantined():
     full = {"gpu_ns": 10**9, "core_ns": 2 * 10**9, "resident_mib_us": 1024 * SECOND, "idle_mib_us": 0}
     for good in (record(), record(**full), record(span_us=0, gpu_ns=0, core_ns=0, resident_mib_us=0, idle_mib_us=0)):
         assert impossible(good, event(), NOW) == ""
@@ -125,7 +125,7 @@ def test_what_can_be_is_not_quarantined():
 @pytest.mark.parametrize(
     "data", [b"", b"{}", b"\xff\x00", b'{"source": 1}', event(record()).model_dump_json().encode()[:-9]]
 )
-def test_message_that_is_no_usage_is_quarantined_whole(data):
+def test_undecodable_message_is_quarantined_whole(data):
     found = booked(data, event(record()))
     assert len(found.entries) == 1 and len(found.quarantined) == 1
     (q,) = found.quarantined
@@ -136,24 +136,24 @@ def test_message_that_is_no_usage_is_quarantined_whole(data):
     )
 
 
-def test_numbers_that_are_text_are_no_numbers():
+def test_number_sent_as_text_is_quarantined():
     data = event(record()).model_dump_json().replace('"runs":10', '"runs":"10"').encode()
-    assert booked(data).quarantined[0].reason.startswith("not a UsageRecorded: records.0.runs")
+    assert booked(data).quarantined[0].reason.startswith("the message is not a UsageRecorded: records.0.runs")
 
 
-def test_batch_that_comes_twice_is_booked_once():
+def test_repeated_batch_is_booked_once():
     found = booked(event(record()), event(record()), event(record(), batch=2), event(record()))
     assert column(found, "batch") == [1, 2] and found.duplicates == 2 and not found.quarantined
     assert booked(event(record(), batch=7), sources={"gpu-0/1": Source(3, 7)}).duplicates == 1
 
 
-def test_missing_batches_are_shown():
+def test_missing_batches_are_quarantined():
     found = booked(event(record(), batch=9), sources={"gpu-0/1": Source(3, 5)})
     assert len(found.entries) == 1 and found.sources == {"gpu-0/1": (3, 9)}
     assert "batches 6 to 8 of this source are missing" in found.quarantined[0].reason
 
 
-def test_sums_are_those_of_the_entries():
+def test_sums_equal_the_sums_of_entries():
     chance = random.Random(3)
     events = []
     for batch in range(1, 30):
@@ -172,7 +172,7 @@ def test_sums_are_those_of_the_entries():
     assert column(found, "id") == list(range(1, len(found.entries) + 1))
 
 
-def test_budget_periods_are_the_calendars():
+def test_budget_periods_follow_the_calendar():
     at = int(datetime.datetime(2027, 3, 15, 13, 5, tzinfo=datetime.UTC).timestamp()) * SECOND
     day = int(datetime.datetime(2027, 3, 15, tzinfo=datetime.UTC).timestamp()) * SECOND
     month = int(datetime.datetime(2027, 3, 1, tzinfo=datetime.UTC).timestamp()) * SECOND
@@ -180,7 +180,7 @@ def test_budget_periods_are_the_calendars():
     assert day % DAY_US == 0
 
 
-def test_budget_says_the_highest_limit_reached():
+def test_budget_reports_the_highest_reached_limit():
     budget = Budget("t", soft_ucr=10, hard_ucr=20)
     assert [budget.reached(n) for n in (9, 10, 19, 20)] == ["", "soft", "soft", "hard"]
     assert Budget("t", hard_ucr=0).held(0) and not Budget("t").held(1 << 62)

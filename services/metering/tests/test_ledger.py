@@ -1,4 +1,4 @@
-"""The ledger on SQLite and PostgreSQL: once, for ever, and in sums."""
+"""The ledger on SQLite and PostgreSQL: each event is booked once, entries never change, sums are right."""
 
 import multiprocessing
 import os
@@ -17,7 +17,7 @@ from wooly_wis.credits import CreditsRequest, EntriesRequest, PricePlan, Quarant
 
 from .conftest import NOW, SECOND, Ledger, delivery, event, record
 
-#: Others, without what their start takes: one server imports, and forks them.
+#: Starts further processes quickly: one server imports the modules, and forks the processes.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["alembic.command", "pytest", "wooly_metering.ledger.writer"])
 
@@ -34,7 +34,7 @@ def rows(ledger, by="run", **which):
     return found
 
 
-def test_schema_of_the_migrations_is_that_of_the_tables(url):
+def test_migrations_create_the_schema_of_the_tables(url):
     from alembic.autogenerate import compare_metadata
     from alembic.migration import MigrationContext
 
@@ -49,7 +49,7 @@ def test_schema_of_the_migrations_is_that_of_the_tables(url):
 
 
 def _migrate_and_die(url, at):
-    """Migrate, and be killed at the `at`-th statement."""
+    """Migrate, and die at statement number `at`."""
     seen = []
 
     def before(*_):
@@ -62,7 +62,7 @@ def _migrate_and_die(url, at):
 
 
 @pytest.mark.parametrize("at", [4, 9, 20])
-def test_migration_that_is_killed_is_done_by_the_next(url, at):
+def test_killed_migration_is_completed_by_the_next_process(url, at):
     killed = PROCESSES.Process(target=_migrate_and_die, args=(url, at))
     killed.start()
     killed.join(60)
@@ -74,14 +74,14 @@ def test_migration_that_is_killed_is_done_by_the_next(url, at):
 
 
 @pytest.mark.parametrize(("durable", "synchronous"), [(True, 2), (False, 0)])
-def test_commits_wait_for_the_disk_where_the_ledger_is_durable(tmp_path, durable, synchronous):
+def test_durable_ledger_commits_wait_for_the_disk(tmp_path, durable, synchronous):
     database = Database(f"sqlite:///{tmp_path}/x.db", durable=durable)
     with database.writing() as connection:
         assert connection.execute(text("PRAGMA synchronous")).scalar() == synchronous
     database.close()
 
 
-def test_usage_becomes_one_entry_each_and_sums(ledger):
+def test_usage_record_becomes_one_entry_and_sums(ledger):
     done = ledger.take(event(record("a"), record("b", tenant="bits")), event(record("a", ended=True), batch=2))
     assert (done.entries, done.duplicates, done.tenants) == (3, 0, {"acme", "bits"})
     assert (done.core_ucr, done.vram_ucr) == (1_200_000_000, 120_000_000)
@@ -96,7 +96,7 @@ def test_usage_becomes_one_entry_each_and_sums(ledger):
     assert ledger.reader.open_runs() == [("b", "gpu-0", "bits")]
 
 
-def test_run_on_two_executors_is_over_when_both_are(ledger):
+def test_run_on_two_executors_ends_when_both_end(ledger):
     other = {"source": "gpu-1/1", "executor_id": "gpu-1"}
     ledger.take(event(record("a", ended=True)), event(record("a"), **other))
     assert not rows(ledger)[0].ended
@@ -104,12 +104,12 @@ def test_run_on_two_executors_is_over_when_both_are(ledger):
     assert rows(ledger)[0].ended and rows(ledger)[0].runs == 30
 
 
-def test_what_is_delivered_again_is_not_booked_again(ledger):
+def test_message_delivered_again_is_booked_once(ledger):
     ledger.take(event(record()))
     with pytest.raises(OvertakenError):
         ledger.writer.take("S", "then", 0, [delivery(1, event(record()))], NOW)
     assert ledger.writer.position("S", "then") == 1
-    # the stream was lost and is another one, the executor published its last batch again
+    # the stream was lost and replaced; the executor published its last batch again
     assert ledger.writer.position("S", "later") == 0
     done = ledger.writer.take(
         "S", "later", 0, [delivery(1, event(record())), delivery(2, event(record(), batch=2))], NOW
@@ -117,7 +117,7 @@ def test_what_is_delivered_again_is_not_booked_again(ledger):
     assert (done.entries, done.duplicates) == (1, 1) and len(entries(ledger)) == 2
 
 
-def test_transaction_that_fails_leaves_nothing(ledger, monkeypatch):
+def test_failed_transaction_is_undone(ledger, monkeypatch):
     monkeypatch.setattr("wooly_metering.ledger.writer._add", lambda *a: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ledger.take(event(record(), record("x", runs=-1)))
@@ -127,7 +127,7 @@ def test_transaction_that_fails_leaves_nothing(ledger, monkeypatch):
     assert ledger.take(event(record())).entries == 1
 
 
-def test_impossible_numbers_are_shown_and_not_booked(ledger):
+def test_impossible_numbers_are_quarantined_and_not_booked(ledger):
     done = ledger.take(event(record(core_ns=-5), record("b")), b"nonsense")
     assert done.entries == 1 and len(done.quarantined) == 2
     found, more = ledger.reader.quarantined(QuarantineRequest())
@@ -145,7 +145,7 @@ def test_impossible_numbers_are_shown_and_not_booked(ledger):
         "DELETE FROM statements",
     ],
 )
-def test_what_is_final_cannot_be_changed(ledger, statement):
+def test_entries_and_statements_cannot_be_changed(ledger, statement):
     ledger.take(event(record()))
     ledger.writer.make_statement("acme", NOW)
     with pytest.raises(sqlalchemy.exc.DBAPIError, match="never changed"), ledger.database.writing() as c:
@@ -153,7 +153,7 @@ def test_what_is_final_cannot_be_changed(ledger, statement):
     assert entries(ledger)[0].core_ucr == 400_000_000
 
 
-def test_correction_is_a_counter_entry_and_done_once(ledger):
+def test_correction_adds_one_counter_entry(ledger):
     ledger.take(event(record(), record("b")))
     first = ledger.writer.correct("r1", 1, 100, 0, "half a mistake", NOW)
     assert first == 3 and ledger.writer.correct("r1", 1, 100, 0, "half a mistake", NOW) == 3
@@ -167,16 +167,16 @@ def test_correction_is_a_counter_entry_and_done_once(ledger):
     assert rest == 4 and ledger.reader.totals() == (400_000_000, 40_000_000)
     assert next(r for r in rows(ledger) if r.name == "s1").core_ucr == 0
     for entry, amount, why in (
-        (1, None, "nothing"),
-        (2, 400_000_001, "is more"),
-        (3, None, "a correction itself"),
-        (9, None, "no entry"),
+        (1, None, "is empty"),
+        (2, 400_000_001, "exceeds the rest of entry 2"),
+        (3, None, "is a correction"),
+        (9, None, "entry 9 does not exist"),
     ):
         with pytest.raises(CorrectionError, match=why):
             ledger.writer.correct("r3", entry, amount, None, "x", NOW)
 
 
-def test_statement_is_made_once_of_what_no_other_has(ledger):
+def test_statement_covers_each_entry_once(ledger):
     with pytest.raises(StatementError):
         ledger.writer.make_statement("acme", NOW)
     ledger.take(event(record("a"), record("b", tenant="bits"), record("a")))
@@ -194,7 +194,7 @@ def test_statement_is_made_once_of_what_no_other_has(ledger):
     )
 
 
-def test_plans_hold_from_their_day_and_change_nothing_booked(ledger):
+def test_plan_applies_from_its_start_and_changes_no_booked_entry(ledger):
     ledger.take(event(record()))
     added = ledger.writer.add_plan(PricePlan(name="cpu", device_kind="cpu", core_rate=500_000, idle_rate=1_000_000))
     assert added.id == 1 and ledger.reader.plans() == [added]
@@ -206,13 +206,13 @@ def test_plans_hold_from_their_day_and_change_nothing_booked(ledger):
         (1, 200_000_000, 100_000_000),
         (1, 200_000_000, 100_000_000),
     ]
-    with pytest.raises(PlanError, match="is a new plan"):
+    with pytest.raises(PlanError, match="add a plan with another name"):
         ledger.writer.add_plan(PricePlan(name="cpu"))
     with pytest.raises(PlanError, match="ends before"):
         ledger.writer.add_plan(PricePlan(name="never", valid_from_us=2, valid_until_us=2))
 
 
-def test_budget_counts_what_was_spent_in_its_period(ledger):
+def test_budget_counts_spending_in_its_period(ledger):
     ledger.writer.set_budget(Budget("acme", "day", 1, 2))
     ledger.writer.set_budget(Budget("acme", "day", None, 300))
     (budget,) = ledger.reader.budgets()
@@ -222,7 +222,7 @@ def test_budget_counts_what_was_spent_in_its_period(ledger):
     assert ledger.reader.spent(Budget("acme"), NOW) == 880_000_000
 
 
-def test_many_events_come_out_whole(ledger):
+def test_many_events_are_booked_completely(ledger):
     chance = random.Random(5)
     total = 0
     for batch in range(1, 20):
@@ -269,7 +269,7 @@ def test_two_processes_on_one_stream_book_everything_once(ledger):
 
 
 def told(*totals, entries=100, journal="gpu-0/7", **values):
-    """A journal's totals: (session, core_ns) each."""
+    """A journal's totals: one (session, core_ns) each."""
     records = [
         record(session, core_ns=core, gpu_ns=core, span_us=-(-core // 1000), runs=0, moved_bytes=0, flops=0, resident_mib_us=0,
                idle_mib_us=0, model="", pace_ppm=1_000_000)
@@ -286,7 +286,7 @@ def core_of(ledger, session="s1"):
     return row.core_ns
 
 
-def test_what_the_journal_has_beyond_the_ledger_is_booked_once(ledger):
+def test_journal_totals_beyond_the_ledger_are_booked_once(ledger):
     ledger.take(event(record(core_ns=300_000_000, gpu_ns=300_000_000, pace_ppm=500_000)))
     dead = told(("s1", 420_000_000), ("s2", 50_000_000))
     booked = ledger.take(dead)
@@ -302,20 +302,20 @@ def test_what_the_journal_has_beyond_the_ledger_is_booked_once(ledger):
     assert ledger.reader.quarantined(QuarantineRequest())[0] == []
 
 
-def test_usage_that_comes_after_the_journals_total_is_not_booked_twice(ledger):
+def test_late_usage_after_journal_totals_is_not_booked_twice(ledger):
     ledger.take(event(record(core_ns=100_000_000, gpu_ns=100_000_000)))
     ledger.take(told(("s1", 400_000_000)))
     ledger.take(event(record(core_ns=250_000_000, gpu_ns=250_000_000, runs=3), batch=2))
     assert core_of(ledger) == 400_000_000
     late = entries(ledger, session_id="s1")[-1]
     assert (late.core_ns, late.gpu_ns, late.runs) == (0, 0, 3) and late.resident_mib_us > 0
-    ledger.take(event(record(core_ns=90_000_000, gpu_ns=90_000_000), batch=3))  # it was not dead after all
+    ledger.take(event(record(core_ns=90_000_000, gpu_ns=90_000_000), batch=3))  # the executor was still alive
     assert core_of(ledger) == 440_000_000
     ledger.take(event(record("other", core_ns=5, gpu_ns=5, resident_mib_us=0), batch=4))
     assert core_of(ledger, "other") == 5
 
 
-def test_journal_that_knows_less_than_the_ledger_changes_nothing(ledger):
+def test_journal_totals_below_the_ledger_change_nothing(ledger):
     ledger.take(event(record(core_ns=300_000_000, gpu_ns=300_000_000)))
     assert ledger.take(told(("s1", 200_000_000))).entries == 0 and core_of(ledger) == 300_000_000
     ledger.take(event(record(core_ns=10, gpu_ns=10, resident_mib_us=0), batch=2))
@@ -323,7 +323,7 @@ def test_journal_that_knows_less_than_the_ledger_changes_nothing(ledger):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_total_is_the_larger_of_both_in_whatever_order_and_transactions_they_come(ledger, seed):
+def test_booked_total_is_the_maximum_of_journal_and_records_in_any_order(ledger, seed):
     chance = random.Random(seed)
     usage = [chance.randrange(1, 400_000_000) for _ in range(8)]
     journal = sorted(chance.randrange(1, sum(usage) * 5 // 4) for _ in range(3))
@@ -331,7 +331,7 @@ def test_total_is_the_larger_of_both_in_whatever_order_and_transactions_they_com
     keys = {what: chance.random() for what in coming}
     coming.sort(key=lambda what: keys[what])
     coming = [(kind, n) for kind, n in coming]
-    for kind in ("usage", "journal"):  # each source's own messages keep their order
+    for kind in ("usage", "journal"):  # the messages of each source keep their order
         numbers = iter(range(8))
         coming = [(k, next(numbers)) if k == kind else (k, n) for k, n in coming]
     used = most = 0

@@ -1,4 +1,4 @@
-"""`python -m wooly_metering` as a process: exactly one entry per event, whoever is killed; budgets, REST, events, `/metrics`."""
+"""`python -m wooly_metering` as a process: exactly one entry per event even after kills; budgets, REST, events, `/metrics`."""
 
 import asyncio
 import contextlib
@@ -50,13 +50,13 @@ def now():
 
 @pytest.fixture
 def nats():
-    """A NATS server of this test's own: the stream is everybody's."""
+    """A NATS server for one test, because the stream is shared by all clients."""
     with start_nats_server() as url:
         yield url
 
 
 class Nats:
-    """A nats-server that can be killed and started again, with its streams on the same port."""
+    """A nats-server that can be killed, and restarted with its streams on the same port."""
 
     def __init__(self, directory):
         port = free_port()
@@ -88,7 +88,7 @@ async def streamed(app):
 
 
 async def say(app, what, id=None):
-    """Publish as an executor does: until it is known to be kept."""
+    """Publish as an executor does, until the stream has stored the message."""
     event = contracts.EXECUTOR_USAGE_RECORDED.at("gpu-0")
     if isinstance(what, bytes):
         event = Event(event.subject, bytes)
@@ -107,7 +107,7 @@ async def ask(app, rpc, message, timeout=10):
 
 
 async def shown(app, **which):
-    """What metering says, once it is there."""
+    """Metering's reply, as soon as it has rows."""
     with contextlib.suppress(BusError):
         return await ask(app, contracts.METERING_CREDITS_SHOW, CreditsRequest(**which))
 
@@ -121,8 +121,8 @@ def held(url):
 
 
 @pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.slow) for n in range(1, 8)]])
-async def test_one_entry_per_event_whoever_is_killed(tmp_path, url, start_metering, seed):
-    """Metering and NATS are killed at moments of chance while events come, some twice: the ledger has each once."""
+async def test_metering_and_nats_killed_book_one_entry_per_event(tmp_path, url, start_metering, seed):
+    """Metering and NATS are killed at random moments while events arrive, some of them twice. The ledger has each event once."""
     chance = random.Random(seed)
     nats = Nats(tmp_path / "js")
     metering = start_metering(nats.url, url)
@@ -130,7 +130,7 @@ async def test_one_entry_per_event_whoever_is_killed(tmp_path, url, start_meteri
         async with connected(nats.url) as app:
             for batch in range(1, 121):
                 await say(app, event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch))
-                if chance.random() < 0.15:  # again after its id was forgotten, as after two minutes
+                if chance.random() < 0.15:  # delivered again after NATS forgot the message id, as after two minutes
                     again = event(*[record(f"s{n}", at_us=now(), core_ns=batch) for n in range(3)], batch=batch)
                     await say(app, again, id=f"again {batch}")
                 if batch % 24 == 12:
@@ -160,7 +160,7 @@ async def booked(app, core_ucr):
     return reply is not None and reply.core_ucr >= core_ucr
 
 
-async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, nats):
+async def test_replaced_stream_is_read_from_its_start(url, start_metering, nats):
     start_metering(nats, url)
     async with connected(nats) as app:
         for batch in range(1, 6):
@@ -173,15 +173,15 @@ async def test_stream_that_was_lost_is_read_from_its_start(url, start_metering, 
         assert len(held(url)) == 6
 
 
-async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monkeypatch):
+async def test_booked_messages_are_removed_from_the_stream(url, start_metering, nats, monkeypatch):
     from wooly_metering import follower
     from wooly_metering.ledger.database import migrate
     from wooly_metering.ledger.writer import Writer
 
     migrate(url)
     database = Database(url)
-    monkeypatch.setattr(follower, "LOOK_S", 0.1)
-    monkeypatch.setattr(follower, "TIDY_S", 0.1)
+    monkeypatch.setattr(follower, "STREAM_CHECK_S", 0.1)
+    monkeypatch.setattr(follower, "PURGE_INTERVAL_S", 0.1)
     done = []
 
     async def on_booked(what):
@@ -205,7 +205,7 @@ async def test_what_is_booked_leaves_the_stream(url, start_metering, nats, monke
     database.close()
 
 
-async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
+async def test_metering_serves_requests_rest_events_and_metrics(url, start_metering, nats, tmp_path):
     metering = start_metering(nats, url)
     heard = []
     app = ServiceApp("executor", nats)
@@ -229,7 +229,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
 
         plan = AddPlanRequest(plan=PricePlan(name="night", core_rate=1))
         assert (await ask(app, contracts.METERING_PLAN_ADD, plan)).id == 1
-        with pytest.raises(RefusedError, match="a new price is a new plan"):
+        with pytest.raises(RefusedError, match="add a plan with another name"):
             await ask(app, contracts.METERING_PLAN_ADD, plan)
         wrong = CorrectEntryRequest(request_id="r1", entry=1, core_ucr=100_000_000, reason="late")
         for _ in range(2):
@@ -242,7 +242,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
 
         port = (tmp_path / "metering" / "metering.port").read_text()
         async with httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}") as http:
-            nobody = await http.get("/api/v1/credits")  # no router says who may
+            nobody = await http.get("/api/v1/credits")  # no router is there to check the token
             assert (nobody.status_code, nobody.json()["code"]) == (503, "metering.no_router")
         everything = CheckTokenReply(actor="open:nats", tenant=None, may=("credits:read", "credits:write"), auth="open")
         asking = httpx.AsyncClient(trust_env=False, base_url=f"http://127.0.0.1:{port}")
@@ -255,7 +255,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
             ]
             assert (await http.post("/api/v1/credits/statements/acme")).json()["number"] == 1
             refused = await http.post("/api/v1/credits/statements/nobody")
-            assert refused.status_code == 404 and "nothing was ever booked" in refused.json()["message"]
+            assert refused.status_code == 404 and "has no booked usage" in refused.json()["message"]
             assert (await http.post("/api/v1/credits/plans", json={"name": "night"})).status_code == 409
             assert (await http.get("/api/v1/credits/plans")).json()["plans"][0]["name"] == "night"
             assert len((await http.get("/api/v1/credits/entries", params={"after": 1})).json()["entries"]) == 2
@@ -277,7 +277,7 @@ async def test_requests_rest_events_and_metrics(url, start_metering, nats, tmp_p
 
 @contextlib.asynccontextmanager
 async def router(nats, tokens):
-    """Says who shows a token, as a router does; `tokens` by secret may change. Yields how often it was asked."""
+    """Checks tokens as a router does; `tokens` (by secret) may change. Yields the number of checks."""
     asked = []
 
     async def on_check_token(request):
@@ -293,7 +293,7 @@ async def router(nats, tokens):
         yield asked
 
 
-async def test_rest_lets_in_whom_the_router_does_and_tenants_see_their_own(tmp_path, nats, start_metering):
+async def test_rest_admits_the_routers_callers_and_tenants_see_their_own_credits(tmp_path, nats, start_metering):
     def token(tenant, *may, **more):
         return CheckTokenReply(actor="token:1", tenant=tenant, may=may, auth="tokens", **more)
 
@@ -358,14 +358,14 @@ async def test_rest_lets_in_whom_the_router_does_and_tenants_see_their_own(tmp_p
         for _ in range(5):
             await get("", "admin")
         assert len(asked) - before <= 1
-        del tokens["admin"]  # revoked
+        del tokens["admin"]  # the token is revoked
 
         async def shut():
             return await code("", "admin") == unauthorized
 
         await until(shut, 15)
         host = f"http://127.0.0.1:{port}"
-        for path in ("/metrics", "/healthz"):  # for whoever scrapes them
+        for path in ("/metrics", "/healthz"):  # open for scrapers
             assert (await http.get(host + path)).status_code == 200
         await http.aclose()
     metering.send_signal(signal.SIGTERM)
@@ -373,7 +373,7 @@ async def test_rest_lets_in_whom_the_router_does_and_tenants_see_their_own(tmp_p
 
 
 class FakeExecutor:
-    """Takes holds, or refuses to answer."""
+    """Accepts holds, or refuses to answer."""
 
     def __init__(self, app):
         self.holds, self.silent = {}, False
@@ -413,7 +413,7 @@ async def test_budget_holds_a_tenants_sessions_until_it_is_raised(url, start_met
         for tenant in ("bits", "nobody"):
             free = await ask(app, contracts.METERING_BUDGET_CHECK, CheckBudgetRequest(tenant=tenant))
             assert free.refusal == ""
-        # a session that came later is held at its first usage; after a restart all are held again
+        # A session that opens later is held at its first usage. After a restart, all sessions are held again.
         await say(app, event(record("c", at_us=now()), batch=3))
         await until(lambda: executor.holds.get("c"))
         metering.kill()

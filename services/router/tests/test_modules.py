@@ -124,20 +124,20 @@ async def test_module_that_takes_too_long_or_too_much_is_one_refusal_and_the_nex
         again = await checks.check(
             store, "bob", module_digest(slow).hex()
         )  # the machine had too much to do: that is over
-        assert "loads source 0 of 0" in again.refusal
+        assert "loads source 0, but the module has 0" in again.refusal
         other = await store.put(encode_module(Module((), (), (), (), (Load(1, 1),))))
-        assert "loads source 1 of 0" in (await checks.check(store, "bob", other)).refusal
+        assert "loads source 1, but the module has 0" in (await checks.check(store, "bob", other)).refusal
 
 
 def test_module_beyond_its_limits_is_refused_before_it_is_decoded():
     empty = encode_program(Program((), ()))
-    with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* at most {MAX_NODES}; record fewer steps"):
+    with pytest.raises(DecodeError, match=f"{MAX_NODES + 1} nodes .* the limit is {MAX_NODES}; record fewer steps"):
         decode_module(encode_module(Module((empty,) * (MAX_NODES + 1), (), (), (), ())))
     with pytest.raises(
-        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* at most {MAX_MODULE_PROGRAMS} programs"
+        DecodeError, match=f"{MAX_MODULE_PROGRAMS + 1} programs .* the limits are {MAX_MODULE_PROGRAMS} and"
     ):
         decode_module(encode_module(Module((empty,) * (MAX_MODULE_PROGRAMS + 1), (), (), (), ())))
-    with pytest.raises(DecodeError, match=f"{MAX_MODULE_STEPS + 1} steps, at most .* {MAX_MODULE_STEPS} steps"):
+    with pytest.raises(DecodeError, match=f"{MAX_MODULE_STEPS + 1} steps; the limits are .* and {MAX_MODULE_STEPS}"):
         decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * (MAX_MODULE_STEPS + 1))))
     assert decode_module(encode_module(Module((), (), (), (), (Load(0, 0),) * MAX_MODULE_STEPS))).steps
     with pytest.raises(DecodeError, match=str(MAX_MODULE_BYTES)):

@@ -1,4 +1,4 @@
-"""What scheduler tests share: a NATS server of their own, an executor that is a few lines, the scheduler's process."""
+"""Shared parts of the scheduler's tests: a NATS server, a fake executor, the scheduler's process."""
 
 import asyncio
 import contextlib
@@ -34,13 +34,13 @@ MS = 1_000_000
 
 @pytest.fixture
 def nats():
-    """A NATS server of this test's own: journals stay in its stream."""
+    """A NATS server for one test, because journals stay in its stream."""
     with start_nats_server() as url:
         yield url
 
 
 class FakeExecutor:
-    """A device in virtual time that publishes its journal, and does as it is told."""
+    """A device in virtual time that publishes its journal and obeys requests."""
 
     def __init__(self, app, name, run="1"):
         self.app, self.name = app, name
@@ -97,7 +97,7 @@ class FakeExecutor:
         return SteerSessionReply(policy=policy, suspended=session.suspended, exclusive=False)
 
     def work(self, rounds=20, extra_ns=0):
-        """P0 requests beside a P4 session."""
+        """Run P0 requests beside a P4 session."""
         for _ in range(rounds):
             self.rig.submit("bg", 300_000, 200_000)
             self.rig.submit("p0", 400_000)
@@ -113,7 +113,7 @@ class FakeExecutor:
 
 @pytest.fixture
 def executor(nats):
-    """`async with executor("gpu-0") as e`: on a connection of its own, with the stream."""
+    """`async with executor("gpu-0") as e`: a fake executor with its own connection and the journal's stream."""
 
     @contextlib.asynccontextmanager
     async def make(name="gpu-0"):
@@ -128,7 +128,7 @@ def executor(nats):
 
 @pytest.fixture
 def start_scheduler(nats, tmp_path):
-    """Starts schedulers as processes; ends them with the test."""
+    """Starts schedulers as processes; stops them at the end of the test."""
     running = []
 
     def start(**env):
@@ -154,7 +154,7 @@ def start_scheduler(nats, tmp_path):
 
 
 async def until(condition, seconds=30):
-    """Wait until `condition()` (or what it awaits) is true, and return it."""
+    """Wait until `condition()` (or the awaited result) is true, and return it."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()
@@ -167,7 +167,7 @@ async def until(condition, seconds=30):
 
 
 async def listed(app, name="gpu-0"):
-    """What the scheduler says of a GPU, or None."""
+    """The scheduler's state of a GPU, or None."""
     try:
         reply = await app.request(contracts.SCHEDULER_GPU_LIST, GpusRequest(), timeout=2)
     except Exception:
@@ -176,7 +176,7 @@ async def listed(app, name="gpu-0"):
 
 
 async def followed(executor, entries=None):
-    """What the scheduler says of the executor's GPU once it has seen everything."""
+    """The scheduler's state of the executor's GPU, after the replay of all entries."""
     wanted = executor.told if entries is None else entries
 
     async def seen():

@@ -1,4 +1,4 @@
-"""The checkpoint's bytes: they give back the same follower, and nothing else whatever stands in them."""
+"""The checkpoint's encoding: it restores an equal follower, and refuses all other values."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ TOGGLES = [SwappedInEvent, SwappedOutEvent, SessionSuspendedEvent, SessionResume
 
 
 def history(chance, events, flights=1 << 20):
-    """A rig after a time of every kind of event: sessions that close with launches in flight, and come back under their names."""
+    """A rig after events of every kind: sessions close with launches in flight, and open again under the same name."""
     rig = Rig(books=False)
     stoppable = flights == 1
     rig.send(ConfigChangedEvent(0, Config(floor_permille=50, max_flights=flights, stoppable=stoppable)))
@@ -82,10 +82,10 @@ def busy(events=200):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.integers(0, 1 << 32), st.sampled_from([1, 3, 1 << 20]), st.floats(0, 1), st.booleans())
-def test_follower_that_was_kept_and_taken_up_goes_on_as_if_it_never_stopped(seed, flights, part, reordered):
+def test_follower_restored_from_a_checkpoint_continues_unchanged(seed, flights, part, reordered):
     found = batches(history(random.Random(seed), 150, flights))
     at = int(part * len(found))
-    if reordered and at + 2 < len(found):  # a batch waits for the one before it when the checkpoint is made
+    if reordered and at + 2 < len(found):  # at the checkpoint, a batch waits for the batch before it
         found[at], found[at + 1] = found[at + 1], found[at]
         at += 1
     straight, stopped = Follower("gpu-0"), Follower("gpu-0")
@@ -98,7 +98,7 @@ def test_follower_that_was_kept_and_taken_up_goes_on_as_if_it_never_stopped(seed
     assert resumed.meters.recent() == straight.meters.recent()
 
 
-def test_kept_bytes_do_not_change_with_the_follower():
+def test_encoded_follower_is_a_copy():
     follower = busy()
     data = encode_follower(follower)
     again = decode_follower(data)
@@ -106,7 +106,7 @@ def test_kept_bytes_do_not_change_with_the_follower():
     assert encode_follower(again) == data != encode_follower(follower)
 
 
-def test_follower_that_lost_its_journal_is_kept_with_its_violations():
+def test_follower_with_a_lost_journal_is_restored_with_its_violations():
     follower, found = Follower("gpu-0"), batches(history(random.Random(1), 100))
     fed(follower, [found[0], found[1].replace(b'"s1"', b'"s2"', 1), b"\xff\xfe"])
     resumed = decode_follower(encode_follower(follower))
@@ -141,7 +141,7 @@ def test_whole_checkpoint_of_another_version_or_damaged_is_refused():
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_any_flipped_bytes_are_refused_or_change_nothing(data):
+def test_decode_checkpoint_flipped_bytes_are_refused_or_harmless(data):
     whole = bytearray(encode_follower(KEPT))
     for _ in range(data.draw(st.integers(1, 3))):
         whole[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
@@ -163,8 +163,8 @@ def leaves(value, path=()):
         yield path
 
 
-def test_value_of_another_type_is_refused_wherever_it_stands():
-    """Each of some hundred fields in turn becomes a value of another type; lines are books, link, state."""
+def test_decode_checkpoint_value_of_another_type_is_refused():
+    """About a hundred fields, one after the other, get a value of another type; the lines are record, link and state."""
     lines = [json.loads(line) for line in zlib.decompress(encode_follower(KEPT)).split(b"\n")]
     paths = list(leaves(lines))
     assert len(paths) > 500
@@ -178,16 +178,16 @@ def test_value_of_another_type_is_refused_wherever_it_stands():
             decode_follower(zlib.compress(b"\n".join(json.dumps(line).encode() for line in changed)))
 
 
-def test_follower_beyond_its_size_is_neither_written_nor_inflated(monkeypatch):
+def test_follower_larger_than_the_limit_is_neither_encoded_nor_decoded(monkeypatch):
     bomb = zlib.compress(b"0" * (1 << 20))
     data = encode_follower(KEPT)
     monkeypatch.setattr(checkpoint, "MAX_FOLLOWER_BYTES", 10_000)
-    with pytest.raises(CheckpointError, match="ends too early, or is larger than 10000"):
+    with pytest.raises(CheckpointError, match="is incomplete, or larger than 10000"):
         decode_follower(bomb)
-    with pytest.raises(CheckpointError, match="ends too early, or is larger than 10000"):
+    with pytest.raises(CheckpointError, match="is incomplete, or larger than 10000"):
         decode_follower(data)
-    with pytest.raises(CheckpointError, match="a checkpoint takes 10000"):
+    with pytest.raises(CheckpointError, match="the limit is 10000"):
         encode_follower(KEPT)
     monkeypatch.setattr(checkpoint, "MAX_BYTES", 100)
-    with pytest.raises(CheckpointError, match="100 are allowed"):
+    with pytest.raises(CheckpointError, match="the limit is 100"):
         encode(1, [("gpu-0", 1, b"x" * 100)])

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.connected
 
 @pytest.fixture
 def wooly(nats, tmp_path):
-    """Runs a command; gives its exit code and output."""
+    """Runs a command, and returns its exit code and output."""
 
     async def run(*arguments):
         env = os.environ | {"WOOLYAI_CONTROLLER_URL": nats, "XDG_CONFIG_HOME": str(tmp_path), "COLUMNS": "200"}

@@ -1,4 +1,4 @@
-"""The scheduler's pure core: admission, epochs, the follower of journals, the session book."""
+"""The scheduler's pure core: admission, epochs, follower, book of sessions."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def demand(name, priority=0, service=10 * MS, objective=0, interval=100 * MS, we
 # -- admission -------------------------------------------------------------------------------------------------------
 
 
-def test_bucket_covers_what_is_declared_and_only_p0_and_p1_have_one():
+def test_declared_bucket_exists_for_p0_and_p1_only():
     policy = declared(0, 3, 10 * MS, 20 * MS, 100 * MS)
     assert (policy.rate_permille, policy.burst_ns, policy.weight, policy.objective_ns) == (110, 20 * MS, 3, 20 * MS)
     assert declared(0, 1, 10 * MS, 0, 0).rate_permille == 0
@@ -31,15 +31,15 @@ def test_bucket_covers_what_is_declared_and_only_p0_and_p1_have_one():
     assert declared(0, 1, 10 * MS, 0, 1).rate_permille == 1000
 
 
-def test_session_alone_is_admitted_unless_its_objective_is_below_its_service_time():
+def test_admit_single_session_unless_objective_is_below_service_time():
     assert admit(demand("a", objective=11 * MS), []).admitted
     verdict = admit(demand("a", objective=9 * MS), [])
-    # 10 ms of its own, and a window of 2.5 % of that which overruns by a tenth
+    # 10 ms of its own, and a window of 2.5 % of that with an overrun of a tenth
     assert verdict.missed_by_ns == 10 * MS + 275_000 - 9 * MS
     assert verdict.reason == "P0 session a (acme) would answer in 10.3 ms, 1.27 ms beyond its objective of 9 ms"
 
 
-def test_second_session_is_refused_by_what_the_first_would_miss():
+def test_admit_second_session_is_refused_with_the_miss_of_the_first():
     first = demand("a", objective=12 * MS)
     verdict = admit(demand("b", service=5 * MS), [first])
     assert [m.demand.session for m in verdict.misses] == ["a"] and verdict.missed_by_ns > 0
@@ -48,13 +48,13 @@ def test_second_session_is_refused_by_what_the_first_would_miss():
     assert admit(demand("b", priority=4, service=0, interval=0), [first]).admitted
 
 
-def test_candidate_that_is_behind_others_is_told_its_own_miss():
+def test_admit_candidate_that_would_be_late_is_refused_with_its_own_miss():
     verdict = admit(demand("b", priority=1, service=5 * MS, objective=20 * MS), [demand("a")])
     assert [m.demand.session for m in verdict.misses] == ["b"]
     assert admit(demand("b", priority=1, service=5 * MS, objective=40 * MS), [demand("a")]).admitted
 
 
-def test_unbounded_session_above_an_objective_is_refused_with_what_to_declare():
+def test_admit_undeclared_session_is_refused_with_the_variables_to_set():
     low = demand("low", priority=1, objective=90 * MS)
     verdict = admit(Demand("high", "acme", Policy(0)), [low])
     assert not verdict.admitted and "declares no service time and interval" in verdict.reason
@@ -62,8 +62,8 @@ def test_unbounded_session_above_an_objective_is_refused_with_what_to_declare():
     assert admit(Demand("peer", "acme", Policy(2)), [low]).admitted
 
 
-def test_undeclared_sessions_on_a_device_that_polices_them_count_as_one_bucket():
-    """20 % of the device and 40 ms at once, however many they are: low's 10 ms wait for at most (10 + 40 + blocking) / 0.8."""
+def test_admit_undeclared_sessions_count_as_one_bucket():
+    """The shared bucket is 20 % of the device and 40 ms at once: the 10 ms of `low` need at most (10 + 40 + blocking) / 0.8."""
     policing, low = Config(undeclared_permille=200), demand("low", priority=1, objective=90 * MS)
     one, two = Demand("high", "acme", Policy(0)), Demand("higher", "acme", Policy(0))
     assert admit(one, [low], policing).admitted
@@ -72,27 +72,27 @@ def test_undeclared_sessions_on_a_device_that_polices_them_count_as_one_bucket()
     assert not admit(one, [tight], policing).admitted and admit(tight, [], policing).admitted
 
 
-def test_long_kernel_of_a_lower_class_keeps_a_tight_objective_off_the_device():
+def test_admit_tight_objective_is_refused_beside_a_long_kernel():
     background = Demand("train", "acme", Policy(4), longest_ns=30 * MS)
     verdict = admit(demand("a", objective=15 * MS), [background])
     assert verdict.missed_by_ns == 30 * MS + 10 * MS - 15 * MS
     assert admit(demand("a", objective=40 * MS), [background]).admitted
 
 
-def test_session_that_is_late_already_is_no_reason_to_refuse_who_adds_nothing():
+def test_admit_ignores_misses_that_the_candidate_does_not_increase():
     late = demand("late", objective=5 * MS)
     assert admit(Demand("train", "acme", Policy(4)), [late]).admitted
     assert not admit(demand("b", service=2 * MS), [late]).admitted
 
 
-def test_suspended_sessions_take_nothing_and_a_session_replaces_itself():
+def test_admit_ignores_suspended_sessions_and_the_candidates_former_self():
     other = Demand("b", "acme", declared(0, 1, 50 * MS, 0, 100 * MS), suspended=True)
     me = demand("a", objective=12 * MS)
     assert admit(me, [other]).admitted
     assert admit(me, [demand("a", service=90 * MS)]).admitted
 
 
-def test_overload_has_no_bound():
+def test_admit_overload_is_refused_without_a_response_time():
     crowd = [demand(f"h{i}", service=40 * MS) for i in range(3)]
     verdict = admit(demand("z", priority=1, objective=900 * MS), crowd)
     assert not verdict.admitted and "% of the device" in verdict.reason
@@ -107,8 +107,8 @@ SESSIONS = st.lists(
 
 @settings(max_examples=60)
 @given(SESSIONS, st.integers(0, 3), st.randoms(use_true_random=False))
-def test_bound_holds_in_the_core_for_whoever_keeps_to_what_was_declared(sessions, background, chance):
-    """Periodic P0 and P1 sessions beside saturating P4 ones, in virtual time: no response is later than its bound."""
+def test_response_bound_holds_in_the_core_for_declared_sessions(sessions, background, chance):
+    """Periodic P0 and P1 sessions beside saturating P4 sessions, in virtual time: no response exceeds its bound."""
     everybody = [
         demand(f"s{i}", priority, service * MS, 1, interval * MS, weight, longest=250_000)
         for i, (priority, weight, service, interval) in enumerate(sessions)
@@ -136,7 +136,7 @@ def test_bound_holds_in_the_core_for_whoever_keeps_to_what_was_declared(sessions
             running_since, rig.now = rig.now, max(at, rig.now)
             rig.submit(name, *[250_000] * (service * 4))
             came[name, rig.submitted[name]] = at, service * 4
-            if ends is not None:  # what is in flight goes on
+            if ends is not None:  # kernels in flight continue
                 rig.now = running_since
         else:
             done = rig.finish()
@@ -152,7 +152,7 @@ def test_bound_holds_in_the_core_for_whoever_keeps_to_what_was_declared(sessions
 
 
 def recorded(name="gpu-0/1", programs=20, **session):
-    """A rig, and the batches of its journal, 7 entries each."""
+    """A rig, and the batches of its journal with 7 entries each."""
     rig = Rig()
     rig.open("p0", 0, objective_ns=MS, **session)
     rig.open("bg", 4)
@@ -192,7 +192,7 @@ def figures(follower):
     )
 
 
-def test_follower_folds_what_the_rig_measured():
+def test_follower_meters_match_the_rig():
     rig, found = recorded()
     follower = Follower("gpu-0")
     assert fed(follower, *found) == [] and not follower.lost
@@ -219,7 +219,7 @@ def test_repeated_and_reordered_batches_change_nothing():
     assert figures(shuffled) == figures(straight)
 
 
-def test_missing_batch_is_a_gap_and_the_next_journal_is_followed():
+def test_follower_missing_batch_is_a_gap_until_the_next_journal():
     _, found = recorded()
     follower = Follower("gpu-0")
     assert fed(follower, found[0], *found[2:]) == []
@@ -231,7 +231,7 @@ def test_missing_batch_is_a_gap_and_the_next_journal_is_followed():
     assert fed(follower, found[3]) == [] and follower.journal == "gpu-0/2"
 
 
-def test_endless_gap_is_given_up_without_being_told():
+def test_follower_gives_up_a_gap_after_max_early_batches():
     rig, _ = recorded(programs=40)
     found = batches(rig.entries, size=2)
     follower = Follower("gpu-0")
@@ -239,7 +239,7 @@ def test_endless_gap_is_given_up_without_being_told():
     assert follower.lost and follower.gaps == 1
 
 
-def test_corrupt_bytes_are_a_violation_and_the_journal_goes_on():
+def test_follower_corrupt_bytes_are_a_violation_and_the_journal_continues():
     _, found = recorded()
     follower = Follower("gpu-0")
     seen = fed(follower, found[0], b"\xff\x00nonsense", Batch("other/1", 1, 1, "0", "0", b"x\n"), *found[1:])
@@ -247,7 +247,7 @@ def test_corrupt_bytes_are_a_violation_and_the_journal_goes_on():
     assert follower.counts == {"bytes": 1, "name": 1} and follower.last.law == "name"
 
 
-def test_changed_entry_is_a_violation_that_names_it():
+def test_follower_changed_entry_is_a_violation_with_its_number():
     _, found = recorded()
     bad = found[1]
     lines = bad.lines()
@@ -260,7 +260,7 @@ def test_changed_entry_is_a_violation_that_names_it():
     assert follower.lost and follower.gaps == 0
 
 
-def test_violation_of_a_law_is_counted_and_the_replay_goes_on(monkeypatch):
+def test_follower_counts_a_broken_law_and_continues(monkeypatch):
     _, found = recorded()
     follower = Follower("gpu-0")
     monkeypatch.setattr(
@@ -271,7 +271,7 @@ def test_violation_of_a_law_is_counted_and_the_replay_goes_on(monkeypatch):
     assert follower.counts == {"conservation": 1}
 
 
-def test_recent_figures_are_the_last_ten_seconds_and_closed_meters_are_summed():
+def test_recent_figures_cover_ten_seconds_and_closed_meters_are_summed():
     rig = Rig(books=False)
     rig.open("old", 2)
     rig.submit("old", 2_000 * MS)
@@ -297,7 +297,7 @@ def test_recent_figures_are_the_last_ten_seconds_and_closed_meters_are_summed():
 
 
 def epoch_of(alone_ns, behind_ns, idle_ns=0, service_ns=20 * MS, seen_alone=True, own_ns=0):
-    """P0 requests alone, then each behind a P4 launch of `behind_ns`, with `idle_ns` after it."""
+    """P0 requests alone, then each after a P4 launch of `behind_ns`, with `idle_ns` after each."""
     rig = Rig(books=False)
     rig.open("p0", 0, service_ns=service_ns)
     for _ in range(40 if seen_alone else 0):
@@ -316,19 +316,19 @@ def epoch_of(alone_ns, behind_ns, idle_ns=0, service_ns=20 * MS, seen_alone=True
     return follower
 
 
-def test_p0_that_suffers_has_its_windows_halved():
+def test_epoch_with_slow_p0_halves_the_windows():
     follower = epoch_of(MS, MS)
     assert slowdown_permille(follower.state, follower.meters) > 1900
     decision = decide(follower.state, follower.meters)
     assert decision.slowdown_permille > 1900
 
 
-def test_slowness_that_lower_classes_do_not_account_for_moves_no_window():
+def test_epoch_slowness_without_lower_classes_changes_no_window():
     follower = epoch_of(MS, 10_000, own_ns=5 * MS)
     assert slowdown_permille(follower.state, follower.meters) < 1020
 
 
-def test_p0_that_does_not_suffer_on_an_idle_device_has_them_widened_and_not_on_a_busy_one():
+def test_epoch_with_fast_p0_widens_the_windows_only_on_an_idle_device():
     idle = epoch_of(4 * MS, 10_000, idle_ns=2 * MS)
     decision = decide(idle.state, idle.meters)
     assert decision.slowdown_permille < 1020 and decision.idle_permille > 50
@@ -337,7 +337,7 @@ def test_p0_that_does_not_suffer_on_an_idle_device_has_them_widened_and_not_on_a
     assert decide(busy.state, busy.meters) is None
 
 
-def test_declared_service_time_stands_in_for_what_was_not_seen_alone():
+def test_epoch_uses_the_declared_service_time_without_a_p99_alone():
     follower = epoch_of(20 * MS, 10 * MS, service_ns=20 * MS, seen_alone=False)
     assert 1400 < slowdown_permille(follower.state, follower.meters) < 1700
     undeclared = epoch_of(20 * MS, 10 * MS, service_ns=0, seen_alone=False)
@@ -345,13 +345,13 @@ def test_declared_service_time_stands_in_for_what_was_not_seen_alone():
     assert decide(undeclared.state, undeclared.meters) is None
 
 
-def test_nothing_is_said_that_would_change_nothing():
+def test_epoch_that_changes_no_window_sends_nothing():
     follower = epoch_of(MS, MS, service_ns=2 * CONFIG.latency_ns)
     assert min(follower.state.windows) == 2 * CONFIG.latency_ns
     assert decide(follower.state, follower.meters) is None
 
 
-def test_measurements_begin_anew_with_every_epoch():
+def test_epoch_resets_the_measurements():
     rig = Rig(books=False)
     rig.open("p0", 0, service_ns=MS)
     for _ in range(40):
@@ -366,7 +366,7 @@ def test_measurements_begin_anew_with_every_epoch():
 # -- the book --------------------------------------------------------------------------------------------------------
 
 
-def test_book_counts_whom_it_admitted_until_the_journal_shows_them():
+def test_book_counts_admitted_sessions_until_the_journal_shows_them():
     _, found = recorded()
     follower, book = Follower("gpu-0"), Book()
     book.promise(demand("p0"), 100.0)

@@ -32,7 +32,7 @@ def admission(session, executor="gpu-0", **declared):
 
 
 async def scraped(tmp_path):
-    """All samples of `/metrics` by name and labels."""
+    """All samples of `/metrics`, by name and labels."""
     port = (tmp_path / "scheduler" / "scheduler.port").read_text()
     async with httpx.AsyncClient(trust_env=False) as http:
         answer = await http.get(f"http://127.0.0.1:{port}/metrics")
@@ -45,7 +45,7 @@ async def scraped(tmp_path):
 
 
 def lasting(state):
-    """What of a listing does not depend on when it was asked for."""
+    """The fields of a listing that do not depend on the time of the request."""
     fields = {
         "entries",
         "journal",
@@ -76,7 +76,7 @@ async def test_journal_is_followed_listed_and_scraped(executor, start_scheduler,
         assert state.windows_ns == e.rig.state.windows
         assert sum(s.share_permille for s in state.sessions) in (999, 1000)
         found = await scraped(tmp_path)
-        # How much silence followed is not the test's affair.
+        # The length of the silence after the last entry is not part of this test.
         assert 0 < found["wooly_gpu_starvation_ratio", ("gpu", "gpu-0")] <= 1
         assert 0 < found["wooly_gpu_utilization_ratio", ("gpu", "gpu-0")] <= 1
         assert found["wooly_gpu_executing_seconds_total", ("gpu", "gpu-0")] == e.rig.metrics.executing_ns / 1e9
@@ -88,7 +88,7 @@ async def test_journal_is_followed_listed_and_scraped(executor, start_scheduler,
 
 
 @pytest.mark.parametrize("how", ["killed", "terminated"])
-async def test_restarted_scheduler_tells_the_same(executor, start_scheduler, how):
+async def test_restarted_scheduler_lists_the_same_state(executor, start_scheduler, how):
     first = start_scheduler(WOOLY_SCHEDULER_CHECKPOINT_S="0.2")
     async with executor() as e:
         e.populate()
@@ -108,7 +108,7 @@ async def test_restarted_scheduler_tells_the_same(executor, start_scheduler, how
         assert after.entries > before.entries and after.violations == 0
         second.terminate()
         _, log = await asyncio.to_thread(second.communicate, timeout=20)
-        assert ("took up the checkpoint" in log) or how == "killed"
+        assert ("loaded the checkpoint" in log) or how == "killed"
 
 
 async def test_scheduler_without_a_checkpoint_rebuilds_from_the_stream(executor, start_scheduler):
@@ -125,7 +125,7 @@ async def test_scheduler_without_a_checkpoint_rebuilds_from_the_stream(executor,
         assert lasting(await followed(e)) == lasting(before)
 
 
-async def test_checkpoint_stands_in_for_what_the_stream_discarded(executor, start_scheduler):
+async def test_checkpoint_replaces_messages_that_the_stream_discarded(executor, start_scheduler):
     first = start_scheduler()
     async with executor() as e:
         e.populate()
@@ -145,7 +145,7 @@ async def test_checkpoint_stands_in_for_what_the_stream_discarded(executor, star
 @pytest.mark.parametrize(
     "content", [pickle.dumps(print), b"", b"[99,1,[]]\n"], ids=["pickle", "empty", "another version"]
 )
-async def test_checkpoint_that_cannot_be_read_counts_as_none(executor, start_scheduler, content):
+async def test_unreadable_checkpoint_is_ignored(executor, start_scheduler, content):
     first = start_scheduler()
     async with executor() as e:
         e.populate()
@@ -158,11 +158,14 @@ async def test_checkpoint_that_cannot_be_read_counts_as_none(executor, start_sch
         assert lasting(await followed(e)) == lasting(before)
         second.terminate()
         _, log = await asyncio.to_thread(second.communicate, timeout=20)
-        assert "the last checkpoint cannot be used (not a checkpoint of this version); replaying the stream" in log
+        assert (
+            "the last checkpoint cannot be used (the bytes are not a checkpoint of version 3); the scheduler replays"
+            in log
+        )
 
 
 def ran(executor, session, gpu_ns, core_ns):
-    """One launch of a session, and what it took."""
+    """Run one launch of a session, with these times."""
     executor.rig.submit(session, gpu_ns)
     launch = executor.rig.in_flight.popleft()
     executor.rig.now += gpu_ns
@@ -170,7 +173,7 @@ def ran(executor, session, gpu_ns, core_ns):
 
 
 async def totals_told(app):
-    """What metering was told, by journal: entries, and core and device time of each session."""
+    """The totals that metering got, by journal: number of entries, and core and device time of each session."""
     found = {}
     with contextlib.suppress(NotFoundError):
         await app.jetstream().stream_info(contracts.EXECUTOR_USAGE_RECORDED.stream_name)
@@ -183,9 +186,7 @@ async def totals_told(app):
     return found
 
 
-async def test_what_a_journal_says_is_told_to_metering_when_another_begins_or_nothing_is_heard(
-    executor, start_scheduler
-):
+async def test_journal_totals_are_sent_to_metering_at_a_new_journal_or_silence(executor, start_scheduler):
     start_scheduler(WOOLY_SCHEDULER_SILENCE_S="4")
     async with executor() as e:
         for name in ("s1", "s2", "idle"):
@@ -214,7 +215,7 @@ async def both(app):
     return found if len(found) == 2 else None
 
 
-async def test_missing_entries_are_said_and_the_next_journal_is_followed(executor, start_scheduler, tmp_path):
+async def test_missing_entries_are_logged_and_the_next_journal_is_followed(executor, start_scheduler, tmp_path):
     process = start_scheduler()
     async with executor() as e:
         e.populate()
@@ -275,7 +276,7 @@ async def test_corrupt_batches_are_violations_events_and_a_metric(executor, star
         assert "Traceback" not in log and process.returncode == 0
 
 
-async def test_admission_counts_whom_it_admitted_and_refuses_with_the_miss(executor, start_scheduler):
+async def test_admission_counts_admitted_sessions_and_refuses_with_the_miss(executor, start_scheduler):
     start_scheduler()
     async with executor() as e:
         declared = {"service_ns": 10 * MS, "interval_ns": 100 * MS}
@@ -301,7 +302,7 @@ async def ask(executor, request):
     return await executor.app.request(contracts.SCHEDULER_SESSION_ADMIT, request, timeout=3)
 
 
-async def test_running_session_is_steered_and_what_would_break_an_objective_is_refused(executor, start_scheduler):
+async def test_steer_running_session_unless_an_objective_would_be_missed(executor, start_scheduler):
     start_scheduler()
 
     async def steer(session, **changes):
@@ -329,7 +330,7 @@ async def test_running_session_is_steered_and_what_would_break_an_objective_is_r
             await steer("nobody", weight=2)
 
 
-async def test_executor_is_told_of_an_epoch_only_when_its_windows_should_move(executor, start_scheduler):
+async def test_epoch_is_sent_only_if_windows_change(executor, start_scheduler):
     start_scheduler()
     async with executor() as e:
         e.rig.open("p0", 0, service_ns=4 * MS)
@@ -354,7 +355,7 @@ async def test_executor_is_told_of_an_epoch_only_when_its_windows_should_move(ex
         assert state.windows_ns == e.rig.state.windows
 
 
-async def test_gpu_of_which_nothing_is_heard_is_forgotten_and_heartbeats_keep_it(executor, start_scheduler):
+async def test_silent_gpu_is_forgotten_unless_it_sends_heartbeats(executor, start_scheduler):
     start_scheduler(WOOLY_SCHEDULER_SILENCE_S="1")
     device = DeviceFacts(name="d", vendor="cpu", runtime="cpu", total_memory=1, cores=1)
     beat = ExecutorHeartbeat(executor_id="gpu-0", node="host", pid=1, device=device, endpoints=())
@@ -373,7 +374,7 @@ async def test_gpu_of_which_nothing_is_heard_is_forgotten_and_heartbeats_keep_it
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_signal_ends_it_in_order(executor, start_scheduler, tmp_path, number):
+async def test_signal_ends_the_scheduler_normally(executor, start_scheduler, tmp_path, number):
     process = start_scheduler()
     async with executor() as e:
         e.populate()
@@ -385,7 +386,7 @@ async def test_signal_ends_it_in_order(executor, start_scheduler, tmp_path, numb
     assert not (tmp_path / "scheduler" / "scheduler.port").exists()
 
 
-async def test_metrics_ask_for_the_scrapers_token_where_there_is_one(executor, start_scheduler, tmp_path):
+async def test_metrics_require_the_scrapers_token_if_set(executor, start_scheduler, tmp_path):
     (tmp_path / "scraper").write_text("secret-of-the-scraper\n")
     start_scheduler(WOOLY_SCHEDULER_METRICS_TOKEN=str(tmp_path / "scraper"))
     async with executor() as e:
@@ -401,7 +402,7 @@ async def test_metrics_ask_for_the_scrapers_token_where_there_is_one(executor, s
             assert answer.status_code == 200 and "wooly_tenant_programs_total" in answer.text
 
 
-async def test_metrics_can_be_off_and_a_taken_port_is_a_clear_error(executor, start_scheduler, tmp_path):
+async def test_metrics_can_be_off_and_a_used_port_is_an_error(executor, start_scheduler, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start_scheduler(WOOLY_SCHEDULER_METRICS_PORT=str(taken.getsockname()[1]))
         _, log = await asyncio.to_thread(process.communicate, timeout=30)

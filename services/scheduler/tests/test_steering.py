@@ -1,4 +1,4 @@
-"""Tenants steer their own sessions up to their ceilings, which a router says."""
+"""Tenants steer their own sessions within their ceilings, which the router knows."""
 
 import contextlib
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.connected
 
 
 class Cluster:
-    """A scheduler that knows one session of bob's, its executor, and a router that knows bob's ceilings."""
+    """A scheduler that knows one session of bob, the session's executor, and a router that knows bob's ceilings."""
 
     def __init__(self, app, router_answers):
         self.steered, self.asked = [], []
@@ -81,10 +81,10 @@ async def test_steering_within_the_ceilings_reaches_the_executor(cluster):
         assert [(s.priority, s.weight) for s in c.steered] == [(3, 100)]
 
 
-async def test_class_stays_as_it_is_while_no_router_answers_and_suspending_needs_none(cluster, monkeypatch):
+async def test_steering_without_a_router_refuses_a_class_but_suspends(cluster, monkeypatch):
     monkeypatch.setattr(scheduler_actor, "ROUTER_TIMEOUT_S", 0.2)
     async with cluster(router_answers=False) as c:
-        with pytest.raises(RefusedError, match="no router says") as error:
+        with pytest.raises(RefusedError, match="no router states") as error:
             await c.steer(priority=3)
         assert error.value.retryable and not c.steered
         assert (await c.steer(suspended=True)).suspended

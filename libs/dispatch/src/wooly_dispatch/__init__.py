@@ -1,4 +1,6 @@
-"""The order of all tenants' work on one device, decided without I/O or clock. README.md tells the rule."""
+"""The dispatch core: decides the order of all tenants' work on one device, without I/O and clock. README.md describes the
+rule.
+"""
 
 from wooly_dispatch.core import step as step
 from wooly_dispatch.state import DispatchState as DispatchState

@@ -3,12 +3,13 @@
     state = DispatchState()
     state, decisions = step(state, event)
 
-Integers only; no clock, no randomness, no I/O, nothing that depends on hashing: the same events give the same decisions, always.
-Classes are strict. In a class, start-time fair queueing: the session with the least start tag goes first, ties by session id.
-What a lower class has in flight is bounded by a window of GPU time. `README.md` has the rule in pseudo-code and its bounds.
+The core uses integers only. It has no clock, no randomness and no I/O, and does not depend on hashing, so the same events always
+give the same decisions. Classes are strict. Inside a class, start-time fair queueing decides: the session with the smallest start
+tag goes first, ties by session id. A window of GPU time bounds the work of a lower class in flight. `README.md` has the rule in
+pseudo-code, and its bounds.
 
-An event costs O(log n) in the number of sessions, plus O(kernels) for a program when it is submitted; opening, closing and
-changing a session look at all others.
+An event costs O(log n) in the number of sessions; submitting a program also costs O(kernels). Opening, closing or changing a
+session costs O(n).
 """
 
 from __future__ import annotations
@@ -41,26 +42,28 @@ from wooly_dispatch.state import SCALE, STRETCH, DispatchState, Flight, Lane, Pr
 from wooly_dispatch.windows import PROTECTED, adapted
 
 EXCESS = 2
-"""The class of what P0 and P1 sessions submit beyond their buckets."""
+"""Class of P0's and P1's work beyond their buckets."""
 FLOOR = 4
-"""The class that has a floor."""
+"""The class with a guaranteed minimum share."""
 MIN_PIECE_NS = 1_000
-"""What a launch counts for at least: also launches estimated at nothing fill a window."""
+"""Minimum time, in ns, that a launch counts for. So launches with an estimate of 0 fill the window, too."""
 MAX_STRETCH = STRETCH << 10
 ALONE = 4
-"""Pieces that one launch may have where launches can be stopped and no other session is open: who comes has it stopped."""
+"""Maximum pieces in one launch while no other session is open. Launches can be stopped, so a new session does not wait for the
+end.
+"""
 MAX_EARLY = 1024
-"""Programs of one session that may wait for one before them."""
+"""Maximum number of a session's programs that wait for an earlier program."""
 
 
 def step(state: DispatchState, event: Event) -> tuple[DispatchState, list[Decision]]:
-    """Take one event in; the decisions are to be carried out in order.
+    """Apply one event, and return the decisions, which the caller must carry out in order.
 
-    The state is changed in place and returned: the caller must use no other reference as if it were the old one. `snapshot` makes
-    a copy that stays. An event that makes no sense changes nothing but the time, and is answered with a `RefuseDecision`.
+    The function changes the state in place and returns it; the caller must not use the old state any more. `snapshot` makes a
+    copy. An invalid event changes nothing but the time, and gets a `RefuseDecision`.
 
     Raises:
-        KeyError: `event` is none of the types in `events`.
+        KeyError: `event` has none of the types in `events`.
     """
     if event.at > state.now:
         if not state.flights:
@@ -76,7 +79,7 @@ def step(state: DispatchState, event: Event) -> tuple[DispatchState, list[Decisi
 
 
 def _decide(state: DispatchState, decisions: list[Decision]) -> None:
-    """Launch whatever may be launched now."""
+    """Launch everything that may be launched now."""
     while True:
         session = _next(state, decisions)
         if session is None:
@@ -92,14 +95,14 @@ def _decide(state: DispatchState, decisions: list[Decision]) -> None:
         last, raw, estimate = _cut(state, session)
         if state.flights:
             if state.in_flight_ns + estimate > state.windows[session.lane]:
-                return  # and nothing of a lower class slips past
+                return  # do not launch a lower class instead
             if len(state.flights) >= state.config.max_flights or (session.in_flight and not session.proven):
                 return
         decisions.append(_launch(state, session, last, raw, estimate, floor))
 
 
 def _next(state: DispatchState, decisions: list[Decision]) -> Session | None:
-    """The session whose turn it is. One that is swapped out asks for its memory and is passed over."""
+    """The session whose turn it is. A swapped-out session asks for its memory and is skipped."""
     for lane in state.lanes:
         if lane.size:
             top = _top(lane, decisions)
@@ -128,7 +131,7 @@ def _ask(lane: Lane, session: Session, decisions: list[Decision]) -> None:
 
 
 def _cut(state: DispatchState, session: Session) -> tuple[int, int, int]:
-    """The session's next piece: up to which kernel, its time as estimated, and that time as it is to be expected."""
+    """The session's next piece: the kernel after its last one, its estimated time, and this time with the stretch."""
     program = session.programs[0]
     begin, ends = program.next, program.ends
     done = ends[begin - 1] if begin else 0
@@ -198,7 +201,7 @@ def _launch(state: DispatchState, session: Session, last: int, raw: int, estimat
 
 
 def _class_of(state: DispatchState, session: Session) -> int:
-    """The class in which the session waits, -1 if it has nothing to run or may not."""
+    """The class in which the session waits; -1 if it has nothing to run or may not run."""
     if not session.programs or session.suspended or session.asked or state.exclusive not in ("", session.id):
         return -1
     priority = session.policy.priority
@@ -206,7 +209,7 @@ def _class_of(state: DispatchState, session: Session) -> int:
 
 
 def _settle(state: DispatchState, session: Session) -> None:
-    """Put the session in the class where it belongs now."""
+    """Put the session into its class."""
     wanted = _class_of(state, session)
     if wanted == session.lane:
         if wanted >= 0:
@@ -215,13 +218,13 @@ def _settle(state: DispatchState, session: Session) -> None:
     if session.lane >= 0:
         _leave(state.lanes[session.lane], session)
         if not state.lanes[FLOOR].size:
-            state.floor_credit = 0  # nor does P4 keep credit while it has nothing to run
+            state.floor_credit = 0  # P4 loses its credit when it has nothing to run
     if wanted >= 0:
         lane = state.lanes[wanted]
         lane.size += 1
         session.lane = wanted
         session.period += 1
-        session.lift = lane.virtual  # no credit for having been away
+        session.lift = lane.virtual  # no credit for the time away
         _requeue(state, lane, session)
 
 
@@ -235,7 +238,7 @@ def _leave(lane: Lane, session: Session) -> None:
 
 
 def _requeue(state: DispatchState, lane: Lane, session: Session) -> None:
-    """Give the session its one valid entry in the heap, at its start tag."""
+    """Push the session's only valid entry on the heap, with its start tag."""
     state.stamps += 1
     lane.due = 0
     heap = lane.heap
@@ -283,7 +286,7 @@ def _on_submitted(state: DispatchState, event: ProgramSubmittedEvent, decisions:
 
 
 def _enqueue(state: DispatchState, session: Session, kernels: tuple[int, ...], decisions: list[Decision]) -> None:
-    if session.known[0] is not kernels:  # who repeats a program passes the same tuple again, and pays for it once
+    if session.known[0] is not kernels:  # a repeated program passes the same tuple again, so its sums are computed once
         session.known = (kernels, list(accumulate(kernels)))
     ends = session.known[1]
     program = Program(session.expected, ends, False)
@@ -293,7 +296,7 @@ def _enqueue(state: DispatchState, session: Session, kernels: tuple[int, ...], d
 
 
 def _police(state: DispatchState, session: Session, program: Program, decisions: list[Decision]) -> None:
-    """Have a program of P0 or P1 pay for what is left of it, from its session's bucket or from that of all undeclared ones."""
+    """Charge the rest of a P0 or P1 program to its session's bucket, or to the bucket that undeclared sessions share."""
     policy = session.policy
     if policy.priority >= PROTECTED:
         return
@@ -311,10 +314,10 @@ def _police(state: DispatchState, session: Session, program: Program, decisions:
 
 
 def _paid(bucket: Session | DispatchState, now: int, rate_permille: int, burst_ns: int, estimate: int) -> bool:
-    """Take a program's time from a bucket, if it holds as much."""
+    """Take a program's time from a bucket. Returns False if the bucket has less."""
     earned = (now - bucket.refilled) * rate_permille
     bucket.tokens = min(burst_ns, bucket.tokens + earned // 1000)
-    bucket.refilled = now - (earned % 1000) // rate_permille  # what was too little to count is not lost
+    bucket.refilled = now - (earned % 1000) // rate_permille  # keep the remainder for the next refill
     if bucket.tokens < estimate:
         return False
     bucket.tokens -= estimate
@@ -337,7 +340,7 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
         state.floor_credit -= error * 1000
     if not state.lanes[FLOOR].size:
         state.floor_credit = 0
-    if flight.undeclared:  # also of a session that is closed: the bucket is not its own
+    if flight.undeclared:  # also if the session has closed, because the bucket is not the session's own
         burst = undeclared_burst_ns(state.config)
         state.tokens = min(burst, state.tokens + flight.raw - event.gpu_ns)
     session = flight.session
@@ -354,7 +357,7 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
     elif session.stretch > STRETCH:
         session.stretch -= (session.stretch - max(overrun, STRETCH) + 15) // 16
     if session.lane >= 0:
-        state.lanes[session.lane].due = 0  # its estimates are stretched otherwise now
+        state.lanes[session.lane].due = 0  # its estimates have another stretch now
     if flight.policed:
         session.tokens = min(session.policy.burst_ns, session.tokens + flight.raw - event.gpu_ns)
     correction = event.gpu_ns * SCALE // flight.weight - flight.tag
@@ -369,7 +372,7 @@ def _on_done(state: DispatchState, event: LaunchDoneEvent, decisions: list[Decis
 
 
 def _impossible(state: DispatchState, flight: Flight, event: LaunchDoneEvent) -> str:
-    """Why the launch cannot have ended like this; empty if it can."""
+    """Why the launch cannot have ended like this; empty if it can. Journals have this text, and a replay compares it."""
     if event.gpu_ns < 0:
         return f"cannot have taken {event.gpu_ns} ns"
     if event.last == -1:
@@ -384,7 +387,9 @@ def _impossible(state: DispatchState, flight: Flight, event: LaunchDoneEvent) ->
 
 
 def _put_back(session: Session, flight: Flight, last: int) -> None:
-    """Kernels from `last` on of a launch were not run: they are the session's next. It has no other launch in flight."""
+    """Return the kernels from `last` on, which did not run, to the head of the session's queue. No other launch of the session
+    is in flight.
+    """
     program = flight.program
     program.next = last
     if not session.programs or session.programs[0] is not program:
@@ -393,10 +398,10 @@ def _put_back(session: Session, flight: Flight, last: int) -> None:
 
 
 def overtaken(state: DispatchState) -> bool:
-    """Whether a session waits for which what is in flight should be stopped, where it can be.
+    """Whether a waiting session is a reason to stop a launch in flight, if launches can be stopped.
 
-    That is one of a higher class (P4's turn by its floor gives way to P0 and P1 only); where the launch is longer than a piece
-    because no other was open, also one of its own class.
+    A session of a higher class is a reason. (For a launch by P4's floor, only P0 and P1 are.) If the launch is longer than a
+    piece, because no other session was open, a session of the same class is a reason, too.
     """
     for flight in state.flights.values():
         for priority in range(min(flight.priority, PROTECTED) if flight.floor else flight.priority):
@@ -415,7 +420,9 @@ def overtaken(state: DispatchState) -> bool:
 def _on_opened(state: DispatchState, event: SessionOpenedEvent, decisions: list[Decision]) -> None:
     if not event.session or event.session in state.sessions:
         decisions.append(
-            RefuseDecision(f"session {event.session} is open already" if event.session else "a session has a name")
+            RefuseDecision(
+                f"session {event.session} is open already" if event.session else "the session id must not be empty"
+            )
         )
         return
     state.sessions[event.session] = Session(event.session, event.tenant, event.policy, event.resident, state.now)
@@ -447,7 +454,7 @@ def _on_policy(state: DispatchState, event: PolicyChangedEvent, decisions: list[
     risen = event.policy.priority < PROTECTED <= session.policy.priority
     session.policy = event.policy
     if risen:
-        for program in session.programs:  # nothing was paid for what was queued in a lower class
+        for program in session.programs:  # programs that were queued in a lower class have not paid yet
             _police(state, session, program, decisions)
     _settle(state, session)
     state.refresh_windows()
@@ -457,7 +464,7 @@ def _on_swapped_out(state: DispatchState, event: SwappedOutEvent, decisions: lis
     session = _known(state, event.session, decisions)
     if session is not None:
         session.resident = session.asked = False
-        _settle(state, session)  # its head may ask again
+        _settle(state, session)  # the session's head may ask for memory again
 
 
 def _on_swapped_in(state: DispatchState, event: SwappedInEvent, decisions: list[Decision]) -> None:

@@ -1,4 +1,4 @@
-"""Everything the core can answer. Whoever feeds the events carries the decisions out, in order."""
+"""The decisions that the core returns. The caller carries them out in order."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(
     slots=True
-)  # not frozen: one is made per launch, and that would cost four times as much. Nothing changes one.
+)  # not frozen, because creation (once per launch) would cost four times as much; still, nothing may change it
 class LaunchDecision:
-    """Put kernels `first` to `last - 1` of a program on the device, and report the launch done with its measured time.
+    """Run kernels `first` to `last - 1` of a program on the device; report the end of the launch with its measured time.
 
     Attributes:
-        launch: 1, 2, 3, …: the order of launches on this device.
-        priority: The class in which it was chosen: the session's, or 2 for a program beyond the bucket of P0 or P1.
-        estimate_ns: What it counts for in the window until it is done.
-        floor: Whether this was P4's turn by its floor, with P2 or P3 waiting.
+        launch: 1, 2, 3, …: number of the launch on this device.
+        priority: class of the launch: the session's class, or 2 for a program beyond the bucket of P0 or P1.
+        estimate_ns: time that counts in the window until the launch is done.
+        floor: whether the launch is P4's because of P4's floor, while P2 or P3 waited.
     """
 
     launch: int
@@ -30,14 +30,14 @@ class LaunchDecision:
 
 @dataclass(frozen=True, slots=True)
 class SwapInDecision:
-    """This session's turn has come and its memory is not on the device: bring it. Others run meanwhile."""
+    """It is this session's turn, but its memory is not on the device: swap the session in. Other sessions run in the meantime."""
 
     session: str
 
 
 @dataclass(frozen=True, slots=True)
 class DemoteDecision:
-    """This program is beyond what its P0 or P1 session may use, and runs as P2."""
+    """This program exceeds the bucket of its P0 or P1 session, so it runs as P2."""
 
     session: str
     program: int
@@ -45,7 +45,7 @@ class DemoteDecision:
 
 @dataclass(frozen=True, slots=True)
 class RefuseDecision:
-    """The event changed nothing, for this reason."""
+    """The event was invalid and changed nothing. `reason` says why. Journals have its text, and a replay compares it."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""What can go wrong around the core. `step` itself never raises on an event: it answers with a `RefuseDecision`."""
+"""Errors around the dispatch core. `step` itself does not raise an error for an invalid event: it returns a `RefuseDecision`."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ class DispatchError(Exception):
 
 
 class JournalError(DispatchError, ValueError):
-    """Bytes that are no journal batch, or one of another journal."""
+    """Bytes are not a journal batch, or they are a batch of another journal."""
 
     code = "dispatch.journal"
 
 
 class GapError(JournalError):
-    """A batch came before the one that precedes it: fetch entry `expected` first, then feed this one again."""
+    """A batch arrived too early: entries before it are missing. Feed the batch with entry `expected` first, then this batch
+    again.
+    """
 
     code = "dispatch.gap"
     retryable = True
 
     def __init__(self, expected: int, first: int) -> None:
         self.expected, self.first = expected, first
-        super().__init__(f"the batch begins at entry {first}, entry {expected} is next")
+        super().__init__(
+            f"the batch begins at entry {first}, but entry {expected} is next; feed the missing batches first"
+        )
 
 
 class ReplayError(DispatchError):
-    """The journal is not what the core would have written. `entry` is the first that cannot be trusted."""
+    """The journal differs from the dispatch rule. `entry` is the first entry that cannot be trusted."""
 
     code = "dispatch.replay"
 

@@ -1,7 +1,7 @@
-"""Everything the core can be told. An event is a fact with the time at which it became known, in integer nanoseconds.
+"""The events that the core takes. An event is a fact, with the time at which the executor knew it, in integer nanoseconds.
 
-Times come from whoever owns the device; the core never asks for one. A time that runs backwards counts as the latest one seen.
-Events are plain values: the journal writes their fields in the order in which they stand here.
+The owner of the device supplies the times; the core never reads a clock. A time before the latest time counts as the latest time.
+Events are plain values. The journal writes their fields in the order of this module.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ class Config:
     """The constants of the rule.
 
     Attributes:
-        free_window_ns: GPU time in flight while nothing needs protection, and of P0 itself.
-        max_window_ns: The widest pacing window beside a live session of a higher class.
-        piece_ns: The longest piece that a program is cut to; one longer kernel stands alone.
-        latency_ns: From a decision to the start on the device; a window is at least twice as long, or the device would idle.
-        window_permille: A pacing window as a share of the smallest service time that it protects.
-        service_ns: The service time of a P0 or P1 session that declares none.
-        max_flights: Launches in flight at most; 1 for a runtime that executes while one waits.
-        stoppable: The runtime looks for arrivals at a launch's kernel edges, at least once per window, and stops there for a
-            higher class (`overtaken`). Launches are then as long as pieces are: what protects higher classes is the stop.
-        undeclared_permille: The share of the device that all P0 and P1 sessions without a bucket of their own get together in
-            their classes; they run as P2 beyond it. 0: they always run as P2; 1000: they are not policed.
-        floor_permille: GPU time that P4 gets for each unit of P2 and P3 while it waits. P0 and P1 never pay for it.
-        slow_permille: p99 of P0 over its p99 alone above which an epoch halves the windows.
-        calm_permille: The same ratio below which an epoch may widen them.
-        idle_permille: The idle share above which it does.
+        free_window_ns: GPU time in flight while no class needs protection, and for P0 always.
+        max_window_ns: maximum pacing window while a session of a higher class is live.
+        piece_ns: maximum length of a piece of a program. A longer kernel is a piece of its own.
+        latency_ns: time from a decision to the start on the device. A window is at least twice as long, so that the device does
+            not idle.
+        window_permille: pacing window, as a share of the smallest service time that the window protects.
+        service_ns: assumed service time of a P0 or P1 session that declares none.
+        max_flights: maximum number of launches in flight; 1 for a runtime that blocks while it executes.
+        stoppable: the runtime looks for new work at the kernel edges inside a launch, at least once per window, and stops there
+            for a
+            higher class (`overtaken`). Then launches are as long as pieces, because the stop protects higher classes.
+        undeclared_permille: share of the device for all P0 and P1 sessions without their own bucket together. Work beyond this
+            share
+            runs as P2. 0: all their work runs as P2; 1000: no limit.
+        floor_permille: GPU time that P4 gets for each unit of P2 and P3 while P4 waits. P0 and P1 do not pay for it.
+        slow_permille: ratio of P0's p99 to its p99 alone; above it, an epoch halves the windows.
+        calm_permille: the same ratio; below it, an epoch may widen the windows.
+        idle_permille: idle share of the device above which an epoch may widen the windows.
     """
 
     free_window_ns: int = 4_000_000
@@ -49,29 +52,32 @@ class Config:
 
     def __post_init__(self) -> None:
         if min(self.free_window_ns, self.max_window_ns, self.piece_ns, self.latency_ns, self.service_ns) < 1:
-            raise ValueError("windows, pieces, latency and service time are positive")
+            raise ValueError("free_window_ns, max_window_ns, piece_ns, latency_ns and service_ns must be positive")
         if self.max_flights < 1:
-            raise ValueError("something must be in flight now and then")
+            raise ValueError(f"max_flights must be at least 1, but is {self.max_flights}")
         if self.stoppable and self.max_flights > 1:
-            raise ValueError("a launch can be stopped only where nothing is in flight behind it: max_flights is 1 then")
+            raise ValueError(
+                "max_flights must be 1 if stoppable is set, because a launch with another one behind it cannot be stopped"
+            )
         if not 0 <= self.floor_permille <= 1000:
-            raise ValueError(f"the floor is 0 to 1000 permille, not {self.floor_permille}")
+            raise ValueError(f"floor_permille must be 0 to 1000, but is {self.floor_permille}")
         if not 0 <= self.undeclared_permille <= 1000:
-            raise ValueError(f"the share of undeclared P0 and P1 is 0 to 1000 permille, not {self.undeclared_permille}")
+            raise ValueError(f"undeclared_permille must be 0 to 1000, but is {self.undeclared_permille}")
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the scheduler decided about one session.
+    """The scheduler's decisions about one session.
 
     Attributes:
-        priority: The class, 0 (highest) to 4.
-        weight: Share inside the class, relative to the others'.
-        service_ns: GPU time of one request of a P0 or P1 session; 0: not known.
-        objective_ns: Response time within which a program is on time; 0: none declared.
-        rate_permille: P0 and P1 are policed to this share of the device by a bucket of the session's own; 0: the session declares
-            nothing, and shares the bucket of `Config.undeclared_permille` with all such sessions.
-        burst_ns: GPU time that may come at once on top; of the session's own bucket.
+        priority: the class, 0 (highest) to 4.
+        weight: share inside the class, relative to other sessions.
+        service_ns: GPU time of one request of a P0 or P1 session; 0: unknown.
+        objective_ns: maximum response time of a program that is on time; 0: none declared.
+        rate_permille: refill rate of the session's own bucket in P0 and P1, as a share of the device; 0: the session declares
+            nothing,
+            and shares the bucket of `Config.undeclared_permille` with all such sessions.
+        burst_ns: size of the session's own bucket: GPU time that may be used at once.
     """
 
     priority: int = 2
@@ -83,16 +89,16 @@ class Policy:
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < PRIORITIES:
-            raise ValueError(f"priority is 0 to {PRIORITIES - 1}, not {self.priority}")
+            raise ValueError(f"priority must be 0 to {PRIORITIES - 1}, but is {self.priority}")
         if not 1 <= self.weight <= 1 << 20:
-            raise ValueError(f"weight is 1 to {1 << 20}, not {self.weight}")
+            raise ValueError(f"weight must be 1 to {1 << 20}, but is {self.weight}")
         if min(self.service_ns, self.objective_ns, self.rate_permille, self.burst_ns) < 0:
-            raise ValueError("times and rates are not negative")
+            raise ValueError("service_ns, objective_ns, rate_permille and burst_ns must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigChangedEvent:
-    """New constants, from now on."""
+    """The constants of the rule change."""
 
     at: int
     config: Config
@@ -100,7 +106,7 @@ class ConfigChangedEvent:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpenedEvent:
-    """A session was admitted. `tenant` is who pays; sessions of one tenant are scheduled apart."""
+    """A session opens. `tenant` pays for it; sessions of one tenant are scheduled independently."""
 
     at: int
     session: str
@@ -111,7 +117,7 @@ class SessionOpenedEvent:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosedEvent:
-    """A session ended; what it had queued is dropped, what is in flight will still be reported done."""
+    """A session closes. Its queue is dropped. A launch in flight will still be reported as done."""
 
     at: int
     session: str
@@ -119,7 +125,7 @@ class SessionClosedEvent:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChangedEvent:
-    """A session has another class, weight, rate or objective."""
+    """A session's class, weight, bucket or objective changes."""
 
     at: int
     session: str
@@ -128,11 +134,13 @@ class PolicyChangedEvent:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSubmittedEvent:
-    """A program joined its session's queue.
+    """A program joins its session's queue.
 
     Attributes:
-        program: 1, 2, 3, … in each session. A number seen before is refused, one too high waits for those before it.
-        kernels: Estimated GPU time in ns between one edge and the next at which the program may be cut; at least one.
+        program: 1, 2, 3, … in each session. A known number is refused. A number that is too high waits for the programs before
+            it.
+        kernels: estimated GPU time, in ns, between one edge and the next one; at least one number. A program may be split at its
+            edges.
     """
 
     at: int
@@ -143,15 +151,16 @@ class ProgramSubmittedEvent:
 
 @dataclass(
     slots=True
-)  # not frozen: one is made per launch, and that would cost four times as much. Nothing changes one.
+)  # not frozen, because creation (once per launch) would cost four times as much; still, nothing may change it
 class LaunchDoneEvent:
-    """The device finished a launch, or stopped it at the edge of a kernel.
+    """The device finished a launch, or stopped it at a kernel's edge.
 
     Attributes:
-        launch: The number in the `LaunchDecision`.
-        gpu_ns: Time it really took on the device.
-        core_ns: Cores it occupied times that time, for metering.
-        last: The first kernel that was not done, -1: all that were launched are. The others go back to the head of their queue.
+        launch: number of the `LaunchDecision`.
+        gpu_ns: measured device time.
+        core_ns: measured device time times the number of occupied cores, for metering.
+        last: first kernel that did not run; -1: all launched kernels ran. The other kernels return to the head of the session's
+            queue.
     """
 
     at: int
@@ -163,7 +172,7 @@ class LaunchDoneEvent:
 
 @dataclass(frozen=True, slots=True)
 class SwappedOutEvent:
-    """A session's memory left the device."""
+    """A session was swapped out of the device."""
 
     at: int
     session: str
@@ -171,7 +180,7 @@ class SwappedOutEvent:
 
 @dataclass(frozen=True, slots=True)
 class SwappedInEvent:
-    """A session's memory is on the device again."""
+    """A session was swapped in."""
 
     at: int
     session: str
@@ -179,7 +188,7 @@ class SwappedInEvent:
 
 @dataclass(frozen=True, slots=True)
 class SessionSuspendedEvent:
-    """Nothing more of this session is launched until it is resumed. It may go on submitting."""
+    """A session is suspended: nothing more of it is launched. The session may still submit programs."""
 
     at: int
     session: str
@@ -187,7 +196,7 @@ class SessionSuspendedEvent:
 
 @dataclass(frozen=True, slots=True)
 class SessionResumedEvent:
-    """A suspended session takes part again."""
+    """A suspended session is resumed."""
 
     at: int
     session: str
@@ -195,7 +204,7 @@ class SessionResumedEvent:
 
 @dataclass(frozen=True, slots=True)
 class ExclusiveBegunEvent:
-    """From now on only this session is launched."""
+    """A session gets the device for itself: only this session is launched."""
 
     at: int
     session: str
@@ -203,18 +212,18 @@ class ExclusiveBegunEvent:
 
 @dataclass(frozen=True, slots=True)
 class ExclusiveEndedEvent:
-    """All sessions are launched again."""
+    """The exclusive use of the device ends: all sessions are launched again."""
 
     at: int
 
 
 @dataclass(frozen=True, slots=True)
 class EpochEndedEvent:
-    """What the last epoch (100 ms) measured; windows follow it.
+    """The measurements of the last epoch (100 ms). The core adapts the windows.
 
     Attributes:
-        slowdown_permille: The worst P0 session's p99 over its p99 alone; 0: not measured.
-        idle_permille: Share of the epoch in which the device had nothing to run.
+        slowdown_permille: the worst ratio of a P0 session's p99 to its p99 alone; 0: not measured.
+        idle_permille: share of the epoch in which the device was idle.
     """
 
     at: int

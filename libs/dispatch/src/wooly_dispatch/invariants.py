@@ -1,15 +1,16 @@
-"""The laws of the dispatch rule, checked: `Auditor` on events and decisions, `check_state` on the core's own books.
+"""Checks of the dispatch rule's laws: `Auditor` checks events and decisions, `check_state` checks the core's own state.
 
-The laws that `Auditor` knows, over what really ran (measured time, never estimates, except where a law is about the window):
+`Auditor` checks these laws on measured times. Only the law *window* is about estimates:
 
-- *legal*: what is launched is open, resident, not suspended, not shut out by an exclusive session, and the next kernels in order;
-- *strict*: nothing is launched past a ready session of a higher class (but P4 past P2 and P3, by its floor);
-- *window*: at each launch the estimated time in flight is within the window of its class, or it is alone;
-- *conservation*: while a session is ready, something is in flight (so no session waits unjustly);
-- *inversion*: from the arrival of a P0 or P1 program at an idle session until it is done, the lower classes get at most
+- *legal*: a launched session is open, resident, not suspended, and not excluded by an exclusive session; the launch has the next
+  kernels in order;
+- *strict*: no launch goes before a ready session of a higher class (except P4 before P2 and P3, by its floor);
+- *window*: at each launch, the estimated time in flight is within the window of the launch's class, or the launch is alone;
+- *conservation*: while a session is ready, a launch is in flight (so no session waits unjustly);
+- *inversion*: from the arrival of a P0 or P1 program at an idle session until the program is done, lower classes get at most
   (1 + e) * max(W, K): W their window, K the longest piece in flight, e the largest share by which a launch overran its estimate;
-- *fairness*: over any interval in which two sessions of a class are both ready, their service A (counted in launch order) and
-  weights w satisfy |A_f/w_f - A_g/w_g| <= c_f/w_f + c_g/w_g + 2 e * max(W, K)/w_min, with c the longest piece of each.
+- *fairness*: over any interval in which two sessions of a class are both ready, their service A (in launch order) and weights w
+  satisfy |A_f/w_f - A_g/w_g| <= c_f/w_f + c_g/w_g + 2 e * max(W, K)/w_min, with c the longest piece of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.errors import InvariantError
 from wooly_dispatch.events import Event, ExclusiveBegunEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Ledger, LedgerRecord, Work
 from wooly_dispatch.policing import undeclared_burst_ns
 from wooly_dispatch.state import SCALE, DispatchState
 from wooly_dispatch.windows import PROTECTED
@@ -30,7 +31,9 @@ _PERMILLE = 1000
 
 @dataclass(slots=True)
 class Arrival:
-    """A program that came to an idle session: the session's class, what lower classes had run, what they may still run."""
+    """A program that arrived at an idle session: the session's class, what lower classes had run then, what they may still
+    run.
+    """
 
     priority: int
     lower: int
@@ -39,7 +42,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Pair:
-    """Two sessions ready in one class: their service difference (scaled) so far and its extremes."""
+    """Two ready sessions of a class: the difference of their service (scaled), and the extremes of the difference."""
 
     difference: int = 0
     highest: int = 0
@@ -48,11 +51,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class AuditorRecord:
-    """An `Auditor` as plain data, by the names of its attributes; violations are not kept.
+    """An `Auditor` as plain data, with the same attribute names. Violations are omitted.
 
     Attributes:
-        measured: (place in `ledger.flights`, measured time in ns) of launches that are done before an earlier one is.
-        pairs: (era, era, difference) of two sessions each.
+        measured: (index in `ledger.flights`, measured time in ns) of launches that finished before an earlier launch.
+        pairs: (era, era, difference) for each pair of sessions.
     """
 
     ledger: LedgerRecord
@@ -77,11 +80,11 @@ class AuditorRecord:
 
 
 class Auditor(Ledger):
-    """Checks every entry; `violations` counts what it found, or it raises at the first.
+    """Checks every entry of a journal. `violations` has all violations.
 
     Args:
-        raises: Raise `InvariantError` at once instead of counting.
-        pairs: Check fairness too: O(sessions of the class) per launch.
+        raises: raise `InvariantError` at the first violation.
+        pairs: also check fairness, which costs O(sessions of the class) per launch.
     """
 
     def __init__(self, raises: bool = True, pairs: bool = True) -> None:
@@ -93,26 +96,25 @@ class Auditor(Ledger):
         self.worst_unfairness_permille = 0
         self._windows: Sequence[int] = ()
         self._in_flight_ns = 0
-        self._allowed: dict[int, int] = {}  # of each launch in flight: what was allowed to be in flight with it
-        self._lower = [0] * PROTECTED  # measured time of the classes below each protected one
+        self._allowed: dict[int, int] = {}  # of each launch in flight: maximum estimated time in flight at the launch
+        self._lower = [0] * PROTECTED  # measured time of the classes below each protected class
         self._arrivals: dict[str, dict[int, Arrival]] = {}
-        self._overrun = 0  # permille by which a launch exceeded its estimate at most
-        self._error = 0  # permille by which a launch missed its estimate, either way
-        self._longest = 0  # the largest window or piece seen
+        self._overrun = 0  # maximum, in permille, by which a launch exceeded its estimate
+        self._error = 0  # maximum, in permille, by which a launch missed its estimate in either direction
+        self._longest = 0  # the largest window or piece so far
         self._eras: dict[str, int] = {}
         self._era = 0
         self._pieces: dict[str, int] = {}
         self._pairs: dict[tuple[int, int], Pair] = {}
-        # of each launch: era and weight of its session; era, id and weight of those ready beside it
+        # per launch: era and weight of its session; era, id and weight of each session that was ready in the same class
         self._peers: dict[int, tuple[int, int, list[tuple[int, str, int]]]] = {}
-        self._lightest: dict[
-            str, int
-        ] = {}  # the least weight a session ever had: what is in flight may be charged at that
-        self._measured: dict[int, tuple[Airborne, int]] = {}
+        # the smallest weight that each session ever had; a launch in flight may still be charged at this weight
+        self._lightest: dict[str, int] = {}
+        self._measured: dict[int, tuple[LaunchInFlight, int]] = {}
         self._counted = 0
 
     def audit(self, event: Event, decisions: Sequence[Decision], windows: Sequence[int]) -> None:
-        """Check one entry, with the windows in force after it (`DispatchState.windows`)."""
+        """Check one entry. `windows`: the windows in force after the entry (`DispatchState.windows`)."""
         self._windows = windows
         if isinstance(event, ExclusiveBegunEvent):
             self._arrivals.clear()
@@ -127,7 +129,7 @@ class Auditor(Ledger):
     # -- records -----------------------------------------------------------------------------------------------------
 
     def auditor_record(self) -> AuditorRecord:
-        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        """All state as plain data. The record shares tables with this object: encode the record before the next event."""
         measured = list(self._measured.values())
         first = len(self.airborne)
         return AuditorRecord(
@@ -138,15 +140,17 @@ class Auditor(Ledger):
             [(first + place, gpu_ns) for place, (_, gpu_ns) in enumerate(measured)], self._counted,
         )  # fmt: skip
 
-    def take_up_auditor(self, record: AuditorRecord) -> None:
-        """Be what `record` describes.
+    def load_auditor_record(self, record: AuditorRecord) -> None:
+        """Replace the state by that of `record`.
 
         Raises:
-            LookupError: the record contradicts itself.
+            LookupError: the record is inconsistent.
         """
-        flights = self.take_up(record.ledger)
+        flights = self.load_record(record.ledger)
         if len(record.lower) != PROTECTED or any(not 0 <= place < len(flights) for place, _ in record.measured):
-            raise LookupError("the record of the auditor contradicts itself")
+            raise LookupError(
+                "the auditor's record is inconsistent: it has a wrong number of classes, or names a launch that does not exist"
+            )
         self.checked = record.checked
         self.worst_inversion_permille = record.worst_inversion_permille
         self.worst_unfairness_permille = record.worst_unfairness_permille
@@ -160,7 +164,7 @@ class Auditor(Ledger):
 
     # -- launches ----------------------------------------------------------------------------------------------------
 
-    def on_launched(self, flight: Airborne) -> None:
+    def on_launched(self, flight: LaunchInFlight) -> None:
         account, decision, work = flight.account, flight.decision, flight.work
         self.checked += 1
         if (
@@ -170,15 +174,22 @@ class Auditor(Ledger):
             or not decision.first < decision.last <= work.kernels
         ):
             self._fail(
-                "legal", f"{decision} with class {account.ready}, program {work.number}, kernel {work.next} at its head"
+                "legal",
+                f"{decision}, but the session has class {account.ready}, and kernel {work.next} of program {work.number} is next",
             )
         spared = (2, 3) if decision.floor and decision.priority == 4 else ()
         for priority in range(decision.priority):
             if self.ready[priority] and priority not in spared:
-                self._fail("strict", f"{decision} past {min(self.ready[priority])} of class {priority}")
+                self._fail(
+                    "strict",
+                    f"{decision} goes before session {min(self.ready[priority])} of class {priority}, which is ready",
+                )
         window = self._windows[decision.priority]
         if self.airborne and self._in_flight_ns + decision.estimate_ns > window:
-            self._fail("window", f"{self._in_flight_ns} + {decision.estimate_ns} ns in flight, the window is {window}")
+            self._fail(
+                "window",
+                f"{self._in_flight_ns} + {decision.estimate_ns} ns are in flight, but the window is {window} ns",
+            )
         self._in_flight_ns += decision.estimate_ns
         self._allowed[decision.launch] = max(window, decision.estimate_ns)
         self._longest = max(self._longest, window, decision.estimate_ns)
@@ -198,17 +209,17 @@ class Auditor(Ledger):
         if not self.airborne:
             for ready in self.ready:
                 if ready:
-                    self._fail("conservation", f"{min(ready)} is ready and the device idles")
+                    self._fail("conservation", f"session {min(ready)} is ready, but the device is idle")
 
-    # -- what they cost ----------------------------------------------------------------------------------------------
+    # -- measured times ----------------------------------------------------------------------------------------------
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         decision = flight.decision
         self._in_flight_ns -= decision.estimate_ns
         del self._allowed[decision.launch]
         error = (event.gpu_ns - decision.estimate_ns) * _PERMILLE // decision.estimate_ns
         if 0 <= event.last < decision.last:
-            error = max(error, 0)  # it was stopped: that it took less is no error of the estimate
+            error = max(error, 0)  # the launch was stopped, so a shorter time is not an error of the estimate
         self._overrun = max(self._overrun, error + 1)
         self._error = max(self._error, abs(error) + 1)
         for priority in range(PROTECTED):
@@ -238,19 +249,22 @@ class Auditor(Ledger):
         if arrival.allowed:
             self.worst_inversion_permille = max(self.worst_inversion_permille, suffered * _PERMILLE // arrival.allowed)
         if suffered > bound:
-            self._fail("inversion", f"{account.id} waited {suffered} ns for lower classes, {bound} are allowed")
+            self._fail(
+                "inversion",
+                f"session {account.id} waited {suffered} ns for lower classes, but at most {bound} ns are allowed",
+            )
 
     def on_ready(self, account: Account, before: int) -> None:
         if before >= 0:
-            if account.work:  # swapped out, suspended, reclassified: what it waits for then is no inversion
+            if account.work:  # swapped out, suspended or reclassified: this wait is not an inversion
                 self._arrivals.pop(account.id, None)
             self._eras.pop(account.id, None)
         if account.ready >= 0:
             self._era += 1
             self._eras[account.id] = self._era
 
-    def _fairness(self, flight: Airborne, gpu_ns: int) -> None:
-        """Book one launch, in launch order, with every session that was ready in its class then."""
+    def _fairness(self, flight: LaunchInFlight, gpu_ns: int) -> None:
+        """Account for one launch, in launch order, against every session that was ready in its class at the launch."""
         era, weight, peers = self._peers.pop(flight.decision.launch)
         own = flight.account
         piece = self._pieces[own.id] = max(self._pieces.get(own.id, 0), gpu_ns, flight.decision.estimate_ns)
@@ -274,7 +288,8 @@ class Auditor(Ledger):
             if pair.highest - pair.lowest > bound:
                 self._fail(
                     "fairness",
-                    f"{own.id} and {other} are {(pair.highest - pair.lowest) // SCALE} ns apart, {bound // SCALE} are allowed",
+                    f"the service of {own.id} and {other} differs by {(pair.highest - pair.lowest) // SCALE} ns, "
+                    f"the limit is {bound // SCALE} ns",
                 )
             self.worst_unfairness_permille = max(
                 self.worst_unfairness_permille, (pair.highest - pair.lowest) * _PERMILLE // bound
@@ -287,7 +302,11 @@ class Auditor(Ledger):
 
 
 def check_state(state: DispatchState) -> None:
-    """Whether the core's books agree with themselves; O(everything). Raises `InvariantError`."""
+    """Check that the core's state is consistent. The cost grows with the whole state.
+
+    Raises:
+        InvariantError: the state is inconsistent.
+    """
 
     def law(holds: bool, name: str, detail: object) -> None:
         if not holds:
@@ -296,7 +315,11 @@ def check_state(state: DispatchState) -> None:
     law(state.in_flight_ns == sum(f.estimate for f in state.flights.values()), "window sum", state.in_flight_ns)
     for session in state.sessions.values():
         flights = sum(f.session is session for f in state.flights.values())
-        law(session.in_flight == flights, "flights of a session", f"{session.id}: {session.in_flight}, not {flights}")
+        law(
+            session.in_flight == flights,
+            "flights of a session",
+            f"{session.id} has {session.in_flight} in its record, but {flights} in flight",
+        )
         may = bool(session.programs) and not session.suspended and not session.asked
         may = may and state.exclusive in ("", session.id)
         law((session.lane >= 0) == may, "readiness", f"{session.id} is in lane {session.lane}")

@@ -1,14 +1,14 @@
-"""The journal of decisions: written in batches, chained by hashes, replayed to the last decision.
+"""The journal of decisions: written in batches, chained by hashes, and replayed with a comparison of every decision.
 
-An *entry* is one event with the decisions on it, a line of JSON: `[event, [decision, …]]`, each a list of its type's tag and its
-fields in order. Entries are numbered 1, 2, 3, …. The chain's link n is BLAKE2b-256(link n-1 || entry n), however the batches are
-cut. A batch carries the link before its first entry and the one after its last.
+An *entry* is one event with its decisions. It is a line of JSON: `[event, [decision, …]]`; each value is a list of its type's tag
+and its fields in order. Entries are numbered 1, 2, 3, …. Link n of the chain is BLAKE2b-256(link n-1 || entry n), so the chain
+does not depend on the batches. A batch has the link before its first entry and the link after its last entry.
 
     journal = Journal("gpu-0/1")                    replayer = Replayer("gpu-0/1")
     journal.record(event, decisions)                for event, decisions in replayer.replay(Batch.decode(data)):
     publish(journal.cut().encode())                     metrics.observe(event, decisions)
 
-`record` only keeps a reference; encoding and hashing happen in `cut`, off the path of a decision.
+`record` only keeps a reference. `cut` encodes and hashes the entries, so this work does not delay a decision.
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False, default=
 
 
 def encode_entry(event: Event, decisions: list[Decision]) -> bytes:
-    """One entry's canonical bytes, without a line end."""
+    """The canonical bytes of one entry, without a newline."""
     return _encode([event, decisions]).encode()
 
 
 def decode_entry(data: bytes) -> tuple[Event, list[Decision]]:
-    """The opposite of `encode_entry`.
+    """Decode the bytes of one entry.
 
     Raises:
-        JournalError: the bytes are no entry, or not its canonical bytes.
+        JournalError: the bytes are not the canonical bytes of an entry.
     """
     try:
         event, decisions = json.loads(data)
         entry = (_unpack(event, _EVENTS), [_unpack(d, _DECISIONS) for d in decisions])
     except (ValueError, TypeError, KeyError, RecursionError) as e:
-        raise JournalError(f"not an entry: {type(e).__name__}: {e}") from e
+        raise JournalError(f"the bytes are not an entry: {type(e).__name__}: {e}") from e
     if encode_entry(*entry) != data:
-        raise JournalError("not the canonical bytes of an entry")
+        raise JournalError("the entry is not in canonical form")
     return entry
 
 
@@ -92,17 +92,17 @@ def _unpack(data: Any, allowed: set[str]) -> Any:
             values[at] = tuple(value)
             wanted = tuple
             if any(type(v) is not int for v in value):
-                raise ValueError("kernels are integers")
+                raise ValueError("kernels must be integers")
         else:
             wanted = {"str": str, "bool": bool}.get(str(f.type), int)
         if type(values[at]) is not wanted:
-            raise ValueError(f"{f.name} of {tag} is a {wanted.__name__}")
+            raise ValueError(f"{f.name} of {tag} must be of type {wanted.__name__}")
     return kind(*values)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Entries `first` to `last` of a journal: their lines, and the links before and after them (`previous`, `digest`; hex)."""
+    """Entries `first` to `last` of a journal as lines, with the links before and after them (`previous` and `digest`, in hex)."""
 
     journal: str
     first: int
@@ -112,32 +112,32 @@ class Batch:
     entries: bytes
 
     def encode(self) -> bytes:
-        """A line of JSON with the fields, then the entries."""
+        """The bytes of the batch: a line of JSON with the fields, then the entries."""
         head = [self.journal, self.first, self.last, self.previous, self.digest]
         return _encode(head).encode() + b"\n" + self.entries
 
     @staticmethod
     def decode(data: bytes) -> Batch:
-        """The opposite of `encode`.
+        """Decode the bytes of a batch.
 
         Raises:
-            JournalError: the bytes are no batch, or its end is missing.
+            JournalError: the bytes are not a batch, or the batch is incomplete.
         """
         line, _, entries = data.partition(b"\n")
         try:
             journal, first, last, previous, digest = json.loads(line)
             types = [type(v) for v in (journal, first, last, previous, digest)]
         except (ValueError, TypeError, RecursionError) as e:
-            raise JournalError(f"not a batch: {e}") from e
+            raise JournalError(f"the bytes are not a batch: {e}") from e
         if types != [str, int, int, str, str] or first < 1:
-            raise JournalError("not a batch: its head has other fields")
+            raise JournalError("the bytes are not a batch: the first line has other fields")
         if entries.count(b"\n") != last - first + 1 or not entries.endswith(b"\n"):
             whole = entries.count(b"\n")
-            raise JournalError(f"batch {first} to {last} has {whole} whole entries")
+            raise JournalError(f"the batch declares entries {first} to {last}, but has {whole} complete entries")
         return Batch(journal, first, last, previous, digest, entries)
 
     def lines(self) -> list[bytes]:
-        """The entries, without line ends."""
+        """The entries, without newlines."""
         return self.entries.split(b"\n")[:-1]
 
 
@@ -149,12 +149,12 @@ def _chained(link: str, lines: list[bytes]) -> str:
 
 
 class Journal:
-    """Collects entries and cuts them to batches.
+    """Collects entries and cuts them into batches.
 
     Args:
-        name: Unique to this run of this device: a restarted executor begins another journal, or goes on from a checkpoint.
-        first: The number of the next entry.
-        link: The link before it.
+        name: unique for this run of this device. A restarted executor begins another journal, or continues from a checkpoint.
+        first: number of the next entry.
+        link: link before the next entry.
     """
 
     def __init__(self, name: str, first: int = 1, link: str = GENESIS) -> None:
@@ -162,15 +162,15 @@ class Journal:
         self._pending: list[tuple[Event, list[Decision]]] = []
 
     def __len__(self) -> int:
-        """Entries recorded and not cut."""
+        """Number of entries since the last cut."""
         return len(self._pending)
 
     def record(self, event: Event, decisions: list[Decision]) -> None:
-        """Add one entry. Neither value may change afterwards."""
+        """Add one entry. The event and the decisions must not change afterwards."""
         self._pending.append((event, decisions))
 
     def cut(self) -> Batch | None:
-        """Everything recorded since the last cut; None if that is nothing."""
+        """A batch of all entries since the last cut; None if there are none."""
         if not self._pending:
             return None
         lines = [encode_entry(event, decisions) for event, decisions in self._pending]
@@ -182,35 +182,35 @@ class Journal:
 
 
 class Replayer:
-    """Runs the core over a journal's batches and compares every decision. `state` is the core's as of the last entry."""
+    """Replays a journal's batches and compares every decision. `state` is the core's state after the last entry."""
 
     def __init__(self, name: str, state: DispatchState | None = None, first: int = 1, link: str = GENESIS) -> None:
         self.name, self.next, self.link = name, first, link
         self.state = state or DispatchState()
 
     def feed(self, batch: Batch) -> list[tuple[Event, list[Decision]]]:
-        """All of `replay`."""
+        """The entries of `replay`, as a list."""
         return list(self.replay(batch))
 
     def replay(self, batch: Batch) -> Iterator[tuple[Event, list[Decision]]]:
-        """Replay a batch: its entries one by one, with `state` as it was after each; none if the batch was replayed before.
+        """Replay a batch and yield its entries one by one, with `state` up to date. A batch that was replayed before has none.
 
-        Run it to its end: the hash is compared there.
+        Run the iterator to its end, because the hash is compared there.
 
         Raises:
             JournalError: the batch belongs to another journal.
-            GapError: entries before it are missing. Nothing changed: feed those, then this one again.
-            ReplayError: the batch does not follow from what came before it; names the entry. The replayer is of no further use.
+            GapError: entries before the batch are missing. Nothing changed: feed those entries, then this batch again.
+            ReplayError: the batch differs from the rule or its hash. The error names the entry. Do not use the replayer again.
         """
         if batch.journal != self.name:
-            raise JournalError(f"a batch of {batch.journal}, not of {self.name}")
+            raise JournalError(f"the batch belongs to journal {batch.journal}, not to {self.name}")
         if batch.last < self.next:
             return
         if batch.first > self.next:
             raise GapError(self.next, batch.first)
         lines = batch.lines()[self.next - batch.first :]
         if batch.first == self.next and batch.previous != self.link:
-            raise ReplayError(self.next, "the batch continues another history")
+            raise ReplayError(self.next, "the batch's previous link differs: the batch continues another journal")
         for line in lines:
             try:
                 event, recorded = decode_entry(line)
@@ -218,21 +218,23 @@ class Replayer:
                 raise ReplayError(self.next, str(e)) from e
             self.state, decisions = step(self.state, event)
             if decisions != recorded:
-                raise ReplayError(self.next, f"{event} was answered with {recorded}, the rule says {decisions}")
+                raise ReplayError(self.next, f"the journal has {recorded} for {event}, but the rule gives {decisions}")
             self.next += 1
             yield event, decisions
         link = _chained(self.link, lines)
         if link != batch.digest:
-            raise ReplayError(self.next - len(lines), "from here on the entries are not those that were hashed")
+            raise ReplayError(
+                self.next - len(lines), "the hash of the entries from here on differs: an entry was changed"
+            )
         self.link = link
 
     def checkpoint(self) -> bytes:
-        """Everything needed to go on from here: `resume`."""
+        """The replayer's state as bytes, for `resume`."""
         return _encode([self.name, self.next, self.link]).encode() + b"\n" + snapshot(self.state)
 
     @staticmethod
     def resume(data: bytes) -> Replayer:
-        """A replayer as it was when `checkpoint` was called."""
+        """The replayer that `checkpoint` described."""
         head, _, state = data.partition(b"\n")
         name, first, link = json.loads(head)
         return Replayer(name, restore(state), first, link)

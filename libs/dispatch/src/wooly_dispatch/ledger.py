@@ -1,7 +1,7 @@
-"""Books kept from events and decisions alone: who is ready, what is in flight, who may be launched.
+"""The ledger: which sessions are ready and which launches are in flight, computed from events and decisions alone.
 
-They know nothing of the core's state or of its rule beyond strict classes, so that what is built on them (`metrics`,
-`invariants`) is a second opinion. A subclass overrides the hooks.
+The ledger does not know the core's state, and of its rule only that classes are strict. So the modules that build on it
+(`metrics`, `invariants`) verify the core independently. A subclass overrides the hooks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from wooly_dispatch.windows import PROTECTED
 
 
 class Work:
-    """A program that is queued or in flight; `estimates` of its kernels in ns."""
+    """A program that is queued or in flight; `estimates` of its kernels are in ns."""
 
     __slots__ = ("at", "demoted", "estimates", "kernels", "next", "number")
 
@@ -43,26 +43,26 @@ class Work:
 
 
 class Account:
-    """What the books say of one session. Times in ns."""
+    """The ledger's knowledge of one session. Times are in ns."""
 
     __slots__ = ("early", "event", "expected", "in_flight", "ready", "resident", "suspended", "work")
 
     def __init__(self, event: SessionOpenedEvent) -> None:
-        self.event = event  # as it was opened, with its policy as it is now
+        self.event = event  # the opening event, with the policy in force now
         self.resident = event.resident
         self.suspended = False
         self.expected = 1
         self.early: dict[int, tuple[tuple[int, ...], int]] = {}
         self.work: deque[Work] = deque()
         self.in_flight = 0
-        self.ready = -1  # the class in which it may be launched, -1: it may not
+        self.ready = -1  # the class in which it may be launched; -1: it may not be launched
 
     @property
     def id(self) -> str:
         return self.event.session
 
 
-class Airborne:
+class LaunchInFlight:
     """A launch that is not done."""
 
     __slots__ = ("account", "at", "decision", "work")
@@ -73,7 +73,7 @@ class Airborne:
 
 @dataclass(frozen=True, slots=True)
 class WorkRecord:
-    """A `Work`, as plain data."""
+    """A `Work` as plain data."""
 
     number: int
     estimates: tuple[int, ...]
@@ -84,7 +84,7 @@ class WorkRecord:
 
 @dataclass(frozen=True, slots=True)
 class AccountRecord:
-    """An `Account`, as plain data; `early`: number, estimates and time of programs; `work`: places in `LedgerRecord.works`."""
+    """An `Account` as plain data. `early`: number, estimates and time of programs. `work`: indices in `LedgerRecord.works`."""
 
     event: SessionOpenedEvent
     resident: bool
@@ -98,7 +98,7 @@ class AccountRecord:
 
 @dataclass(frozen=True, slots=True)
 class FlightRecord:
-    """An `Airborne`, as plain data; `account` and `work` are places in `LedgerRecord.accounts` and `.works`."""
+    """An `LaunchInFlight` as plain data. `account` and `work` are indices in `LedgerRecord.accounts` and `.works`."""
 
     decision: LaunchDecision
     account: int
@@ -108,15 +108,15 @@ class FlightRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerRecord:
-    """A `Ledger`, as plain data. Accounts and programs are shared between its tables, so the tables name their places in lists.
+    """A `Ledger` as plain data. Its tables share accounts and programs, so they contain indices in the lists of all of them.
 
     Attributes:
-        accounts: All accounts, those of closed sessions with launches in flight too.
-        open: Places of the accounts of open sessions.
-        works: All programs.
-        flights: All launches that somebody still needs.
-        airborne: Places of those that are not done.
-        ready: Places of the accounts that are ready, by class.
+        accounts: all accounts, including those of closed sessions with launches in flight.
+        open: indices of the accounts of open sessions.
+        works: all programs.
+        flights: all launches that are still needed.
+        airborne: indices of the launches that are not done.
+        ready: indices of the accounts of ready sessions, by class.
     """
 
     now: int
@@ -137,39 +137,39 @@ _T = TypeVar("_T")
 
 def _at(found: Sequence[_T], place: int) -> _T:
     if not 0 <= place < len(found):
-        raise LookupError(f"the record has no place {place}, only {len(found)}")
+        raise LookupError(f"the record names index {place} of a list with {len(found)} items")
     return found[place]
 
 
 class Ledger:
-    """Feed it every event with its decisions, in order: `observe`."""
+    """Feed every event with its decisions to `observe`, in order."""
 
     def __init__(self) -> None:
         self.now = 0
         self.entry = 0
         self.accounts: dict[str, Account] = {}
-        self.airborne: dict[int, Airborne] = {}
+        self.airborne: dict[int, LaunchInFlight] = {}
         self.ready: list[dict[str, Account]] = [{} for _ in range(5)]
         self.busy = 0  # sessions that are ready or in flight
         self.exclusive = ""
-        self.stoppable = False  # whether launches end where a higher class arrives
+        self.stoppable = False  # whether a launch can be stopped for a higher class
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
     def on_time(self, elapsed: int) -> None:
-        """`elapsed` ns passed in the state that the books show now."""
+        """`elapsed` ns passed in the current state."""
 
-    def on_launched(self, flight: Airborne) -> None:
-        """A launch is about to be booked."""
+    def on_launched(self, flight: LaunchInFlight) -> None:
+        """A launch is about to be added."""
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
-        """A launch is about to be taken off the books."""
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
+        """A launch is about to be removed, because it is done."""
 
     def on_program_done(self, account: Account, work: Work) -> None:
         """The last kernel of a program is done."""
 
     def on_ready(self, account: Account, before: int) -> None:
-        """A session may be launched in another class than `before` (-1: not at all)."""
+        """A session's class changed from `before` (-1: not ready) to `account.ready`."""
 
     def on_submitted(self, account: Account, work: Work) -> None:
         """A program joined the queue."""
@@ -178,12 +178,12 @@ class Ledger:
         """An epoch ended."""
 
     def on_settled(self) -> None:
-        """All decisions on one event are booked."""
+        """All decisions on one event are applied."""
 
     # -- records -----------------------------------------------------------------------------------------------------
 
-    def record(self, more: Iterable[Airborne] = ()) -> LedgerRecord:
-        """All of it as plain data. `more`: launches that a subclass needs beyond those in flight; they are last in `flights`."""
+    def record(self, more: Iterable[LaunchInFlight] = ()) -> LedgerRecord:
+        """All state as plain data. `more`: further launches that a subclass needs; they are last in `flights`."""
         flights = [*self.airborne.values(), *more]
         ready = [a for accounts in self.ready for a in accounts.values()]
         accounts = {id(a): a for a in (*self.accounts.values(), *(f.account for f in flights), *ready)}
@@ -209,11 +209,11 @@ class Ledger:
             self.stoppable,
         )  # fmt: skip
 
-    def take_up(self, record: LedgerRecord) -> list[Airborne]:
-        """Be what `record` describes. Returns its launches, in order of `LedgerRecord.flights`.
+    def load_record(self, record: LedgerRecord) -> list[LaunchInFlight]:
+        """Replace the state by that of `record`. Returns the record's launches, in the order of `LedgerRecord.flights`.
 
         Raises:
-            LookupError: the record names a place that it does not have.
+            LookupError: the record names an index that does not exist.
         """
         works = []
         for w in record.works:
@@ -228,20 +228,22 @@ class Ledger:
             account.work = deque(_at(works, place) for place in a.work)
             account.in_flight, account.ready = a.in_flight, a.ready
             accounts.append(account)
-        flights = [Airborne(f.decision, _at(accounts, f.account), _at(works, f.work), f.at) for f in record.flights]
+        flights = [
+            LaunchInFlight(f.decision, _at(accounts, f.account), _at(works, f.work), f.at) for f in record.flights
+        ]
         self.now, self.entry, self.busy = record.now, record.entry, record.busy
         self.exclusive, self.stoppable = record.exclusive, record.stoppable
         self.accounts = {a.id: a for a in (_at(accounts, place) for place in record.open)}
         self.airborne = {f.decision.launch: f for f in (_at(flights, place) for place in record.airborne)}
         if len(record.ready) != len(self.ready):
-            raise LookupError(f"the record has {len(record.ready)} classes, not {len(self.ready)}")
+            raise LookupError(f"the record has {len(record.ready)} classes, but must have {len(self.ready)}")
         self.ready = [{a.id: a for a in (_at(accounts, place) for place in ready)} for ready in record.ready]
         return flights
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
-        """Book one entry of the journal."""
+        """Apply one entry of the journal."""
         self.entry += 1
         if event.at > self.now:
             self.on_time(event.at - self.now)
@@ -275,7 +277,7 @@ class Ledger:
                     over = {d.program for d in decisions if isinstance(d, DemoteDecision)}
                     for work in account.work:
                         work.demoted = work.number in over
-                self._move(account, -1)  # under other terms it starts anew
+                self._move(account, -1)  # a session with a new policy joins its class again
                 account.event = SessionOpenedEvent(old.at, old.session, event.policy, old.tenant, old.resident)
                 self._settle(account)
             case SwappedInEvent() | SwappedOutEvent():
@@ -307,7 +309,7 @@ class Ledger:
     def _launch(self, decision: LaunchDecision) -> None:
         account = self.accounts[decision.session]
         work = account.work[0]
-        flight = Airborne(decision, account, work, self.now)
+        flight = LaunchInFlight(decision, account, work, self.now)
         self.on_launched(flight)
         self.airborne[decision.launch] = flight
         self._count(account, 1)

@@ -1,16 +1,20 @@
-"""Utilization, starvation, unjust wait, fairness and objective attainment, exactly: a fold over events and decisions.
+"""Utilization, starvation, unjust wait, fairness and objective attainment, computed exactly from events and decisions.
 
-Over the time observed, in integer ns:
+The definitions, over the observed time, in integer ns:
 
 - *utilization*: share of wall time in which the device executes, that is, in which a launch is in flight;
-- *starvation*: share of wall time in which the device executes one session's program while another session's is ready (resident,
-  not suspended, launched or not). High means well fed, never idle;
-- *unjust wait*: time in which a session is ready while the rule says that it should have run: the device executes nothing, or a
-  lower class was launched past it (P4's floor excepted) and it has not run since. It must be 0;
-- *share error* of a class in an epoch: the largest difference between the share of GPU time that a session got of its class and
-  the share its weight is of the class's, over the sessions that were ready throughout, in permille;
-- *attainment*: programs whose response time (submitted to last kernel done) is within the session's objective, over all that it
-  finished.
+- *starvation*: share of wall time in which the device executes a program of one session while another session is ready (resident
+  and
+  not suspended). A high value means that the device is never short of work;
+- *unjust wait*: time in which a session is ready and the rule says that it should have run: the device executes nothing, or a
+  lower
+  class was launched before the session (except by P4's floor) and the session has not run since. It must be 0;
+- *share error* of a class in an epoch: the largest difference, in permille, between a session's share of the class's GPU time and
+  its
+  share of the class's weights, over the sessions that were ready during the whole epoch;
+- *attainment*: share of a session's finished programs whose response time (from submission to the end of the last kernel) is
+  within
+  the session's objective.
 """
 
 from __future__ import annotations
@@ -19,27 +23,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from wooly_dispatch.events import PRIORITIES, EpochEndedEvent, LaunchDoneEvent
-from wooly_dispatch.ledger import Account, Airborne, Ledger, LedgerRecord, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Ledger, LedgerRecord, Work
 
 _STEPS = 16
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of times in buckets 1/16 of a power of two wide: quantiles to 6 %, any range, integers only."""
+    """A histogram of times. A bucket is 1/16 of a power of two wide, so quantiles are exact to 6 %. Integers only."""
 
     count: int = 0
     buckets: dict[int, int] = field(default_factory=dict)
 
     def add(self, value: int) -> None:
-        """Count `value` (not negative)."""
+        """Count `value`, which must not be negative."""
         shift = max(value.bit_length() - 5, 0)
         bucket = shift * _STEPS + (value >> shift)
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
         self.count += 1
 
     def quantile(self, permille: int) -> int:
-        """A value that `permille` of those counted do not exceed: the upper end of its bucket; 0 if none was counted."""
+        """The upper end of the bucket with this quantile; 0 if the histogram is empty."""
         wanted = (self.count * permille + 999) // 1000
         for bucket in sorted(self.buckets):
             wanted -= self.buckets[bucket]
@@ -51,7 +55,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Meter:
-    """What one session used, waited for and got. Times in ns; `paid_ns`: device time of launches that occupied cores."""
+    """The usage and the waiting time of one session. Times are in ns. `paid_ns`: device time of launches that occupied cores."""
 
     tenant: str
     run_ns: int = 0
@@ -67,13 +71,13 @@ class Meter:
 
     @property
     def attainment_permille(self) -> int:
-        """1000 where no objective was declared."""
+        """Share of programs within the objective; 1000 if the session declares no objective."""
         return self.on_time * 1000 // self.with_objective if self.with_objective else 1000
 
 
 @dataclass(slots=True)
 class ShareError:
-    """The share error of one class: the worst epoch, and the sum over `epochs` of them, in permille."""
+    """The share error of one class, in permille: the worst epoch, and the sum over all `epochs`."""
 
     worst: int = 0
     total: int = 0
@@ -82,7 +86,7 @@ class ShareError:
 
 @dataclass(frozen=True, slots=True)
 class MetricsRecord:
-    """`Metrics` as plain data, by the names of its attributes."""
+    """`Metrics` as plain data, with the same attribute names."""
 
     ledger: LedgerRecord
     meters: dict[str, Meter]
@@ -98,7 +102,7 @@ class MetricsRecord:
 
 
 class Metrics(Ledger):
-    """Meters of every session that was ever open, and of the device."""
+    """Meters of the device, and of every session that was ever open."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +113,7 @@ class Metrics(Ledger):
         self.run_ns = 0
         self.shares = [ShareError() for _ in range(PRIORITIES)]
         self._ready_since: dict[str, int] = {}
-        self._wronged: dict[str, int] = {}  # ready sessions that were passed, and since when
+        self._passed_over: dict[str, int] = {}  # passed-over sessions that are ready, and since when
         self._epoch_run: dict[str, int] = {}
         self._epoch_began = 0
 
@@ -126,7 +130,7 @@ class Metrics(Ledger):
         return sum(meter.unjust_ns for meter in self.meters.values())
 
     def by_tenant(self) -> dict[str, Meter]:
-        """The sums over each tenant's sessions (without response times, which do not add up)."""
+        """The sums over each tenant's sessions. Response times are omitted, because they cannot be added."""
         found: dict[str, Meter] = {}
         for meter in self.meters.values():
             total = found.setdefault(meter.tenant, Meter(meter.tenant))
@@ -147,25 +151,25 @@ class Metrics(Ledger):
     # -- records -----------------------------------------------------------------------------------------------------
 
     def metrics_record(self) -> MetricsRecord:
-        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        """All state as plain data. The record shares tables with this object: encode the record before the next event."""
         return MetricsRecord(
             self.record(), self.meters, self.wall_ns, self.executing_ns, self.starving_ns, self.run_ns, self.shares,
-            self._ready_since, self._wronged, self._epoch_run, self._epoch_began,
+            self._ready_since, self._passed_over, self._epoch_run, self._epoch_began,
         )  # fmt: skip
 
-    def take_up_metrics(self, record: MetricsRecord) -> None:
-        """Be what `record` describes.
+    def load_metrics_record(self, record: MetricsRecord) -> None:
+        """Replace the state by that of `record`.
 
         Raises:
-            LookupError: the record contradicts itself.
+            LookupError: the record is inconsistent.
         """
-        self.take_up(record.ledger)
+        self.load_record(record.ledger)
         if len(record.shares) != PRIORITIES:
-            raise LookupError(f"the record has {len(record.shares)} classes, not {PRIORITIES}")
+            raise LookupError(f"the record has {len(record.shares)} classes, but must have {PRIORITIES}")
         self.meters, self.shares = record.meters, record.shares
         self.wall_ns, self.executing_ns = record.wall_ns, record.executing_ns
         self.starving_ns, self.run_ns = record.starving_ns, record.run_ns
-        self._ready_since, self._wronged = record.ready_since, record.wronged
+        self._ready_since, self._passed_over = record.ready_since, record.wronged
         self._epoch_run, self._epoch_began = record.epoch_run, record.epoch_began
 
     # -- the fold ----------------------------------------------------------------------------------------------------
@@ -179,23 +183,23 @@ class Metrics(Ledger):
         else:
             for account in self._all_ready():
                 self._meter(account).unjust_ns += elapsed
-                if account.id in self._wronged:
-                    self._wronged[account.id] += elapsed  # counted already
+                if account.id in self._passed_over:
+                    self._passed_over[account.id] += elapsed  # this time is already counted above
 
-    def on_launched(self, flight: Airborne) -> None:
+    def on_launched(self, flight: LaunchInFlight) -> None:
         account, decision = flight.account, flight.decision
         meter = self._meter(account)
         meter.launches += 1
-        since = self._wronged.pop(account.id, None)
+        since = self._passed_over.pop(account.id, None)
         if since is not None:
             meter.unjust_ns += self.now - since
         spared = (2, 3) if decision.floor else ()
         for priority in range(decision.priority):
             if priority not in spared:
                 for passed in self.ready[priority]:
-                    self._wronged.setdefault(passed, self.now)
+                    self._passed_over.setdefault(passed, self.now)
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         meter = self._meter(flight.account)
         meter.run_ns += event.gpu_ns
         meter.core_ns += event.core_ns
@@ -217,7 +221,7 @@ class Metrics(Ledger):
     def on_ready(self, account: Account, before: int) -> None:
         if before >= 0:
             self._meter(account).ready_ns += self.now - self._ready_since.pop(account.id)
-            since = self._wronged.pop(account.id, None)
+            since = self._passed_over.pop(account.id, None)
             if since is not None:
                 self._meter(account).unjust_ns += self.now - since
         if account.ready >= 0:

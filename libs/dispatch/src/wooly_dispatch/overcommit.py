@@ -1,10 +1,10 @@
-"""May a session come to a device whose memory is promised more than once? Whoever places, admits or hosts one asks here.
+"""The rule of overcommit: whether a session fits on a device whose memory is promised more than once.
 
-A device of C bytes, overcommitted by p percent, may promise C + C p / 100 in all. What cannot be swapped out is *fixed* and must
-fit in the physical memory; beside it, the largest session that can be swapped out must still be able to be resident, or it could
-never run. A session that declares no size is promised nothing: it takes what is free.
+A device of C bytes with an overcommit of p percent may promise C + C p / 100 bytes in total. Memory of sessions that cannot be
+swapped out is *fixed* and must fit into the physical memory. The largest session that can be swapped out must fit beside it, or
+this session could never run. A session that declares no size gets no promise and uses free memory.
 
-Pure: integers in bytes, percent in whole numbers.
+Placement, admission and hosting of sessions use this rule. It is pure: integers in bytes, percent in whole numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Commitment:
-    """What a session was promised, or asks for: `nbytes` of device memory."""
+    """A promise of `nbytes` of device memory to a session, or a request for one."""
 
     session: str
     nbytes: int
@@ -27,12 +27,12 @@ class Commitment:
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What a device has promised.
+    """The sums of a device's promises, in bytes.
 
     Attributes:
-        fixed: to sessions that cannot be swapped out.
-        movable: to all others.
-        largest: to the largest of these.
+        fixed: promised to sessions that cannot be swapped out.
+        movable: promised to sessions that can be swapped out.
+        largest: the largest promise to a session that can be swapped out.
     """
 
     fixed: int = 0
@@ -40,7 +40,7 @@ class Promises:
     largest: int = 0
 
     def plus(self, nbytes: int, swappable: bool) -> Promises:
-        """With one more session."""
+        """The sums with one more session."""
         if swappable:
             return Promises(self.fixed, self.movable + nbytes, max(self.largest, nbytes))
         return Promises(self.fixed + nbytes, self.movable, self.largest)
@@ -55,47 +55,47 @@ def promises(granted: Iterable[Commitment]) -> Promises:
 
 
 def limit(capacity: int, percent: int) -> int:
-    """What may be promised in all.
+    """Maximum number of bytes that the device may promise.
 
     Raises:
-        ValueError: the percentage is not one from 0 to 1000.
+        ValueError: `percent` is not in 0 to 1000.
     """
     if not 0 <= percent <= MAX_PERCENT:
-        raise ValueError(f"the overcommit must be 0 to {MAX_PERCENT} percent, not {percent}")
+        raise ValueError(f"the overcommit must be 0 to {MAX_PERCENT} percent, but is {percent}")
     return capacity + capacity * percent // 100
 
 
 def headroom(promised: Promises, capacity: int, percent: int, swappable: bool) -> int:
-    """The most that one more session may ask for; 0 or less: nothing."""
+    """Maximum promise, in bytes, to one more session; 0 or less if there is no room."""
     physical = capacity - promised.fixed - (0 if swappable else promised.largest)
     return min(physical, limit(capacity, percent) - promised.fixed - promised.movable)
 
 
 def refusal(nbytes: int, swappable: bool, promised: Promises, capacity: int, percent: int) -> str:
-    """Why a session of `nbytes` may not come, with the numbers; "" if it may."""
+    """Why a session of `nbytes` does not fit, with the numbers; "" if the session fits."""
     most = limit(capacity, percent)
-    room = f"{size(nbytes)} of device memory asked for"
+    room = f"the session asks for {size(nbytes)} of device memory"
     if promised.fixed + nbytes > capacity:
         return (
-            f"{room}: of {size(capacity)}, {size(promised.fixed)} belong to sessions that cannot be swapped out, "
-            f"{size(capacity - promised.fixed)} are left"
+            f"{room}, but only {size(capacity - promised.fixed)} of {size(capacity)} are left: {size(promised.fixed)} belong to "
+            f"sessions that cannot be swapped out"
         )
     if not swappable and promised.fixed + nbytes + promised.largest > capacity:
         return (
-            f"{room} for a session that cannot be swapped out: of {size(capacity)}, {size(promised.fixed)} belong to such "
-            f"sessions, and {size(promised.largest)} are needed whenever the largest of the others runs. Allow it to be swapped, "
+            f"{room} and cannot be swapped out, but of {size(capacity)}, {size(promised.fixed)} belong to such sessions, and the "
+            f"largest other session needs {size(promised.largest)} to run. Allow the session to be swapped out, "
             f"or ask for at most {size(max(0, capacity - promised.fixed - promised.largest))}"
         )
     if promised.fixed + promised.movable + nbytes > most:
         return (
-            f"{room}: {size(promised.fixed + promised.movable)} are promised already, of {size(most)} "
+            f"{room}, but {size(promised.fixed + promised.movable)} of {size(most)} are promised already "
             f"({size(capacity)} overcommitted by {percent} %)"
         )
     return ""
 
 
 def size(n: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as text for people."""
     unit, name = (GIB, "GiB") if n >= GIB else (1 << 20, "MiB")
     hundredths = (n * 100 + unit // 2) // unit
     return f"{hundredths // 100}.{hundredths % 100:02} {name}"

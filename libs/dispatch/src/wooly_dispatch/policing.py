@@ -1,10 +1,11 @@
-"""Token buckets of P0 and P1: what a session declares becomes its bucket; sessions that declare nothing share one per device.
+"""Token buckets of P0 and P1. A session that declares its needs has its own bucket; all other P0 and P1 sessions share one per
+device.
 
-P0 and P1 go before every other class, so whatever they may take in their class is taken from all others. A bucket bounds it: over
-any time t at most rate * t + burst. What a session submits beyond its bucket runs as P2, in the fair share of its weight.
+P0 and P1 run before every other class, so their work takes time from all other classes. A bucket limits this: in any time t, at
+most rate * t + burst. Work of a session beyond its bucket runs as P2, with a fair share by the session's weight.
 
-A declared rate is one of requests, in wall time. The shared bucket earns by what the device does, and by its idle time, so that
-its share also holds where the device gets only a part of its host.
+A declared rate is a rate of requests in wall time. The shared bucket refills with the device's work and idle time instead. So its
+share is also right if other programs take a part of the host's time.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from wooly_dispatch.windows import PROTECTED
 
 FULL = 1000
 JITTER_PERMILLE = 100
-"""How much more than declared a session's bucket earns: requests do not come like clockwork."""
+"""Permille by which a session's bucket refills faster than the declared rate, because requests do not arrive at regular
+intervals.
+"""
 BURST_REQUESTS = 2
-"""Requests that a bucket holds: one may be early while another waits."""
+"""Number of requests that a full bucket covers: one request may arrive early while another one waits."""
 
 
 def declared(priority: int, weight: int, service_ns: int, objective_ns: int, interval_ns: int) -> Policy:
-    """The policy of what a session declares. P0 and P1 get a bucket of their own if they declare service time and interval."""
+    """The policy of a session with these declarations. A P0 or P1 session that declares service time and interval gets its own
+    bucket.
+    """
     rate = burst = 0
     if priority < PROTECTED and service_ns and interval_ns:
         rate = min(FULL, -(-service_ns * (FULL + JITTER_PERMILLE) // interval_ns))
@@ -29,5 +34,7 @@ def declared(priority: int, weight: int, service_ns: int, objective_ns: int, int
 
 
 def undeclared_burst_ns(config: Config) -> int:
-    """What the bucket of all undeclared P0 and P1 sessions holds: requests of the service time that is assumed of them."""
+    """Size, in ns, of the bucket that all undeclared P0 and P1 sessions share: `BURST_REQUESTS` requests of the assumed
+    service time.
+    """
     return BURST_REQUESTS * config.service_ns

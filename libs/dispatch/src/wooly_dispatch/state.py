@@ -1,4 +1,4 @@
-"""What the core remembers. Only `core` changes it; `snapshot` copies it out, `restore` makes an equal one."""
+"""The state of the core. Only `core` changes the state; `snapshot` encodes it, `restore` makes an equal one."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ SCALE = 1 << 20
 """Virtual time per ns of GPU time at weight 1."""
 
 STRETCH = 1 << 10
-"""The stretch of a session whose estimates hold."""
+"""The stretch of a session whose estimates are right."""
 
 
 class Program:
-    """A queued program: `ends[i]` is the estimated time from its start to the end of kernel i, `next` the first not launched."""
+    """A queued program: `ends[i]` is the estimated time from its start to the end of kernel i; `next` is the first kernel not
+    launched.
+    """
 
     __slots__ = ("ends", "excess", "next", "number")
 
     def __init__(self, number: int, ends: list[int], excess: bool) -> None:
         self.number = number
-        self.ends = ends  # shared with other programs of the same estimates: never changed
+        self.ends = ends  # shared with other programs with the same estimates; must not change
         self.next = 0
         self.excess = excess
 
 
 class Session:
-    """One flow of programs, which run in order.
+    """A session's queue of programs, which run in order.
 
-    `finish[c]` is the virtual time up to which class c has served the session, `lift` the class's virtual time at which the
-    session last joined it, plus what it has got since. Its start tag is the larger: idling earns nothing. Both move with
-    true-ups, `finish` also with those of launches from before the session joined: they must not reach below the lift.
+    `finish[c]` is the virtual time up to which class c has served the session. `lift` is the class's virtual time at which the
+    session last joined a class, plus the service since then. The session's start tag is the larger of both, so an idle session
+    saves no credit. True-ups move both. `finish` is also moved by launches from before the session joined the class; these must
+    not move the start tag below `lift`.
     """
 
     __slots__ = (
@@ -66,26 +69,26 @@ class Session:
         self.tenant = tenant
         self.policy = policy
         self.resident = resident
-        self.asked = False  # for its memory; until that comes it takes no part
+        self.asked = False  # has asked for a swap-in; until then the session takes no part
         self.suspended = False
         self.programs: deque[Program] = deque()
         self.expected = 1  # the next program's number
-        self.early: dict[int, tuple[int, ...]] = {}  # programs that came before their predecessors
-        self.known: tuple[tuple[int, ...], list[int]] = ((0,), [0])  # the last estimates, and their sums from the start
+        self.early: dict[int, tuple[int, ...]] = {}  # programs that arrived before their predecessors
+        self.known: tuple[tuple[int, ...], list[int]] = ((0,), [0])  # the last estimates, and their prefix sums
         self.finish = [0] * PRIORITIES
         self.lift = 0
-        self.period = 0  # how many times it joined a class
-        self.lane = -1  # the class in which it waits for its turn, -1: in none
-        self.stamp = 0  # of its one valid entry in that class's heap
+        self.period = 0  # how many times the session has joined a class
+        self.lane = -1  # the class in which the session waits; -1: none
+        self.stamp = 0  # stamp of the session's only valid entry in the heap of its class
         self.in_flight = 0
-        self.proven = False  # whether one launch was measured; until then one kernel is in flight
-        self.stretch = STRETCH  # by how much its work overruns its estimates
+        self.proven = False  # whether a launch was measured; until then, at most one kernel is in flight
+        self.stretch = STRETCH  # the factor between measured and estimated times
         self.tokens = policy.burst_ns
         self.refilled = now
 
 
 class Flight:
-    """A launch that is not done. `session` is None once that was closed."""
+    """A launch that is not done. `session` is None if the session has closed."""
 
     __slots__ = (
         "counted",
@@ -125,34 +128,33 @@ class Flight:
         self.program = program
         self.first = first
         self.last = last
-        self.estimate = estimate  # what it holds of the window
-        self.raw = raw  # the same before the stretch
-        self.tag = tag  # the virtual time it was charged
+        self.estimate = estimate  # time that counts in the window
+        self.raw = raw  # the estimate before the stretch
+        self.tag = tag  # the virtual time that the launch was charged
         self.weight = weight
         self.priority = priority
         self.period = period
-        self.policed = policed  # paid from its session's token bucket
-        self.undeclared = undeclared  # paid from the bucket of all sessions that declare nothing
-        self.counted = counted  # earned P4 some of its floor
-        self.floor = floor  # was P4's turn by its floor
+        self.policed = policed  # paid from the session's own token bucket
+        self.undeclared = undeclared  # paid from the bucket that all undeclared sessions share
+        self.counted = counted  # earned credit for P4's floor
+        self.floor = floor  # launched because of P4's floor
 
 
 class Lane:
-    """One class: its virtual time, and a heap of (start tag, session id, stamp, session) with stale entries left in."""
+    """One class: its virtual time, and a heap of (start tag, session id, stamp, session) that may contain stale entries."""
 
     __slots__ = ("due", "heap", "size", "virtual")
 
     def __init__(self) -> None:
         self.virtual = 0
         self.heap: list[tuple[int, str, int, Session]] = []
-        self.size = 0  # sessions that wait in it
-        self.due = (
-            0  # of P4: what its next piece costs of its floor's credit, if known; 0: nobody looked since it changed
-        )
+        self.size = 0  # number of sessions that wait in the class
+        # of P4: the floor credit that its next piece costs, in ns * 1000; 0: unknown, because the class has changed
+        self.due = 0
 
 
 class DispatchState:
-    """Everything `step` knows. Read what you like, change nothing."""
+    """The state of `step`. Callers may read it, but must not change it."""
 
     __slots__ = (
         "config",
@@ -182,18 +184,22 @@ class DispatchState:
         self.in_flight_ns = 0
         self.launches = 0
         self.stamps = 0
-        self.floor_credit = 0  # ns * 1000 that P4 is owed
-        self.exclusive = ""  # the session that has the device to itself
-        self.tokens = undeclared_burst_ns(self.config)  # of all P0 and P1 sessions without a bucket of their own
-        self.refilled = 0  # when, by `device_ns`
-        self.device_ns = 0  # what launches took, and the time without any; not the time that the host took away
+        self.floor_credit = 0  # credit of P4 by its floor, in ns * 1000
+        self.exclusive = ""  # the session that has the device for itself; empty: none
+        self.tokens = undeclared_burst_ns(
+            self.config
+        )  # of the bucket that all P0 and P1 sessions without their own bucket share
+        self.refilled = 0  # time of the last refill, by `device_ns`
+        self.device_ns = (
+            0  # device time of launches, and idle time; without the time that other programs of the host took
+        )
         self.width = WIDTH
         self.windows: tuple[int, ...] = ()
         self.pieces: tuple[int, ...] = ()
         self.refresh_windows()
 
     def refresh_windows(self) -> None:
-        """Derive windows and piece lengths from who is live; after anything that they depend on."""
+        """Compute windows and piece lengths from the live sessions. Call it after every change of a value that they depend on."""
         live = [] if self.exclusive else [
             (s.policy.priority, s.policy.service_ns)
             for s in self.sessions.values()
@@ -214,7 +220,7 @@ _FLIGHT = ("estimate", "raw", "tag", "weight", "priority", "period", "policed", 
 
 
 def snapshot(state: DispatchState) -> bytes:
-    """The state as canonical bytes (JSON): equal states, and only those, give equal bytes."""
+    """The state as canonical bytes (JSON). Only equal states have equal bytes."""
     content = {
         "version": 2,
         "config": astuple(state.config),
@@ -250,7 +256,7 @@ def snapshot(state: DispatchState) -> bytes:
 
 
 def restore(data: bytes) -> DispatchState:
-    """The state that `snapshot` described."""
+    """The state that `snapshot` encoded."""
     content: dict[str, Any] = json.loads(data)
     state = DispatchState(Config(*content["config"]))
     for name in ("now", "launches", "floor_credit", "tokens", "refilled", "device_ns", "exclusive", "width"):
@@ -274,7 +280,7 @@ def restore(data: bytes) -> DispatchState:
             lane.size += 1
             lane.heap.append((max(session.lift, session.finish[session.lane]), session.id, session.stamp, session))
     for lane in state.lanes:
-        lane.heap.sort()  # a sorted list is a heap
+        lane.heap.sort()  # a sorted list is a valid heap
     for number, owner, (program_number, next_kernel, excess, ends, first, last), *values in content["flights"]:
         owned = None if owner is None else state.sessions[owner]
         queued = owned.programs[0] if owned is not None and owned.programs else None

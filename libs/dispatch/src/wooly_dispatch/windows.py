@@ -1,4 +1,4 @@
-"""How much GPU time may be in flight, per class: the pacing windows."""
+"""The pacing windows: the maximum GPU time in flight, per class."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from wooly_dispatch.events import PRIORITIES, Config
 
 PROTECTED = 2
-"""Classes below this number (P0 and P1) are those for whose sake lower ones are paced."""
+"""Classes below this number (P0 and P1) are protected: the windows of lower classes are narrowed for them."""
 
 WIDTH = 1000
-"""The width at which a window is what the rule says; epochs move it between the two bounds below."""
+"""Width, in permille, at which a window has the size of the rule. Epochs change the width within MIN_WIDTH and MAX_WIDTH."""
 MIN_WIDTH = 50
 MAX_WIDTH = 20_000
 
@@ -18,12 +18,12 @@ MAX_WIDTH = 20_000
 def windows(config: Config, live: Iterable[tuple[int, int]], width: int) -> tuple[int, ...]:
     """The window of each class, in ns.
 
-    A class is paced for the sake of live P0 and P1 sessions of higher classes only: P1 does not hold itself back.
+    Only live P0 and P1 sessions of higher classes narrow the window of a class: P1 does not narrow its own window.
 
     Args:
-        config: The rule's constants.
-        live: Priority and service time (ns, 0 unknown) of each live P0 and P1 session.
-        width: Permille, from `adapted`.
+        config: constants of the rule.
+        live: priority and service time (ns, 0: unknown) of each live P0 and P1 session.
+        width: permille, from `adapted`.
     """
     least = [0] * PROTECTED
     for priority, service in live:
@@ -41,7 +41,7 @@ def windows(config: Config, live: Iterable[tuple[int, int]], width: int) -> tupl
 
 
 def adapted(config: Config, width: int, slowdown_permille: int, idle_permille: int) -> int:
-    """The width after an epoch: halved when P0 suffers, an eighth wider when it does not and the device idles."""
+    """The width after an epoch: half if P0 is too slow; an eighth wider if P0 is fast enough and the device is idle too much."""
     if slowdown_permille > config.slow_permille:
         return max(width // 2, MIN_WIDTH)
     if 0 < slowdown_permille < config.calm_permille and idle_permille > config.idle_permille:

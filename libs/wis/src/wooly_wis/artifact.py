@@ -1,15 +1,15 @@
-"""What a compiler hands over: a plan, and for each of its kernels the code that a chip runs.
+"""An artifact: the result of one compilation, which is a plan and the code of the plan's kernels for one kind of chip.
 
-One program, one target, one string of bytes:
+An artifact is one string of bytes for one program and one target:
 
     artifact := "WOOLYART" u32:version u32:n_header header  form*  text*  code*  digest[32]
 
-The header is JSON with sorted keys and no spaces; it has the lengths of what follows. Forms are those that the program does not
-have itself (in the program's own encoding), texts are kernels. There is one byte string for an artifact.
+The header is JSON with sorted keys and no spaces; it has the lengths of the following parts. Forms are those of the plan that the
+program itself does not have (in the program's encoding). Texts are kernels. Each artifact has exactly one encoding.
 
-Reading believes nothing: lengths are checked before they are used, the digest over everything before the content is looked at,
-kernels and the plan by their laws. What cannot be checked is that the code does what its kernel says: whoever may answer
-for the compiler, or write where artifacts are kept, is trusted with that.
+The reader trusts nothing: it checks each length before it uses the length, the digest before it parses the content, and the laws
+of kernels and plans. One property cannot be checked: that the code computes what its kernel says. So everybody who can answer as
+a compiler, or can write to the storage of artifacts, must be trusted.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ MAX_KERNELS = 4096
 _HEAD = struct.Struct("<8sII")
 _WORD = {ParamKind.F64: struct.Struct("<d"), ParamKind.I64: struct.Struct("<q"), ParamKind.BOOL: struct.Struct("<q")}
 
-#: `exact`: kernels only where they have the library's bits. `full`: kernels wherever there is one.
+#: `exact`: use a kernel only if it has the library's bits. `full`: use every kernel.
 Mode = Literal["exact", "full"]
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which artifact. The same key from the same compiler is the same artifact.
+    """The key of an artifact. A compiler makes equal artifacts for equal keys.
 
     Attributes:
         program: digest of the program.
-        target: kind of chip that the code is for, with what identifies its driver.
-        mode: which kernels there may be.
-        decided: params of a run on which the computation itself hangs, with their words; see `deciding_params`.
+        target: kind of chip and driver that the code is for.
+        mode: which kernels the plan may use.
+        decided: params that select the computation, with their words; see `deciding_params`.
     """
 
     program: bytes
@@ -62,7 +62,7 @@ class Key:
     decided: tuple[tuple[int, bytes], ...] = ()
 
     def name(self, compiler: str) -> str:
-        """What it is called wherever artifacts are kept, if a compiler of that version made it."""
+        """Name of the artifact in all storage, if this version of the compiler made the artifact."""
         parts = [
             self.program.hex(),
             self.target,
@@ -75,14 +75,14 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """A kernel for a chip.
+    """The code of a kernel for one kind of chip.
 
     Attributes:
-        entry: the entry point's name.
+        entry: name of the entry point.
         groups: work-groups of a launch.
-        threads: work-items of a group.
-        unit: which part of the device runs it, where that has several: for a CPU 0 is the calling thread, 1 all cores.
-        code: as the driver wants it.
+        threads: work-items of a work-group.
+        unit: the part of the device that runs the kernel. On a CPU, 0 is the calling thread and 1 is all cores.
+        code: the code in the driver's format.
     """
 
     entry: str
@@ -94,10 +94,10 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A plan with its code.
+    """A plan with the code of its kernels.
 
     Attributes:
-        compiler: version of who made it.
+        compiler: version of the compiler that made the artifact.
         codes: one per kernel of the plan, in the order of `plan.kernels`.
     """
 
@@ -108,7 +108,9 @@ class Artifact:
 
 
 def deciding_params(program: Program) -> tuple[int, ...]:
-    """Params on which it hangs what is computed: exponents, for a square is no power."""
+    """Indices of the params that select the computation. These are exponents: for example, exponent 2 compiles to a
+    multiplication.
+    """
     found: list[int] = []
     first = 0
     for instruction in program.body:
@@ -122,7 +124,7 @@ def deciding_params(program: Program) -> tuple[int, ...]:
 
 
 def word(kind: ParamKind, value: float) -> bytes:
-    """A real param as the 8 bytes in which a run carries it."""
+    """Encode a real param as the 8 bytes of a run."""
     return _WORD[kind].pack(value)
 
 
@@ -133,13 +135,13 @@ def decide(program: Program, params: Sequence[Any]) -> tuple[tuple[int, bytes], 
 
 
 def decided_values(program: Program, decided: Sequence[tuple[int, bytes]]) -> dict[int, Any]:
-    """The values of deciding params.
+    """The values of the deciding params.
 
     Raises:
-        ArtifactError: these are not the program's deciding params.
+        ArtifactError: `decided` does not list exactly the program's deciding params.
     """
     if tuple([k for k, _ in decided]) != deciding_params(program) or any(len(w) != 8 for _, w in decided):
-        raise ArtifactError("these are not the params on which the program hangs")
+        raise ArtifactError("the artifact's key lists other params than the exponents of the program")
     kinds = program.param_kinds
     values = {k: _WORD[kinds[k]].unpack(w)[0] for k, w in decided}
     return {k: bool(v) if kinds[k] is ParamKind.BOOL else v for k, v in values.items()}
@@ -152,7 +154,7 @@ _Index = Annotated[int, Field(ge=0, lt=1 << 31)]
 _Hex = Annotated[str, Field(pattern=r"^([0-9a-f]{2})*$", max_length=128)]
 _Indices = tuple[_Index, ...]
 _Slots = tuple[Annotated[int, Field(ge=STATUS, lt=1 << 31)], ...]
-#: form, slots, first param, origin, part
+#: (form, slots, first param, origin, part)
 _LineRow = tuple[_Index, _Indices, _Index, _Index, _Index]
 
 
@@ -217,7 +219,7 @@ def encode_artifact(artifact: Artifact) -> bytes:
     """The canonical bytes of an artifact.
 
     Raises:
-        ArtifactError: it is too large.
+        ArtifactError: the artifact is too large.
     """
     plan, key = artifact.plan, artifact.key
     forms: dict[bytes, int] = {encode_form(f): k for k, f in enumerate(plan.program.forms)}
@@ -265,7 +267,9 @@ def encode_artifact(artifact: Artifact) -> bytes:
     whole = _HEAD.pack(MAGIC, VERSION, len(written)) + written
     whole += b"".join([*extra, *texts, *[c.code for c in artifact.codes]])
     if len(whole) + DIGEST_SIZE > MAX_ARTIFACT or len(written) > MAX_HEADER:
-        raise ArtifactError(f"an artifact of {len(whole)} bytes, at most {MAX_ARTIFACT}")
+        raise ArtifactError(
+            f"the artifact has {len(whole)} bytes and a header of {len(written)}; the limits are {MAX_ARTIFACT} and {MAX_HEADER}"
+        )
     return whole + digest(whole)
 
 
@@ -273,26 +277,26 @@ def encode_artifact(artifact: Artifact) -> bytes:
 
 
 def decode_artifact(data: bytes, key: Key, compiler: str, program: Program, facts: ProgramFacts) -> Artifact:
-    """The artifact in some bytes, held to all laws.
+    """Decode an artifact and check it against all laws.
 
     Args:
-        data: from anywhere.
-        key: what was asked for.
-        compiler: version of who should have made it.
-        program: the program of that digest, verified.
-        facts: what its verifier found.
+        data: bytes from an untrusted place.
+        key: key of the requested artifact.
+        compiler: expected version of the compiler.
+        program: the verified program whose digest is in the key.
+        facts: result of the program's verification.
 
     Raises:
-        ArtifactError: it is not an artifact, not canonical, or not the one asked for.
-        PlanError: its plan breaks a law.
+        ArtifactError: the bytes are not an artifact, not canonical, or another artifact than the requested one.
+        PlanError: the plan breaks a law.
     """
     header, parts = _split(data)
     if (header.program, header.target, header.mode) != (key.program.hex(), key.target, key.mode):
         raise ArtifactError(
-            f"an artifact of {header.program[:16]} ({header.mode}) for {header.target} is not the one asked for"
+            f"the artifact is for program {header.program[:16]} ({header.mode}) on {header.target}, which was not requested"
         )
     if header.decided != tuple([(k, w.hex()) for k, w in key.decided]) or header.compiler != compiler:
-        raise ArtifactError("an artifact for other params, or of another compiler, than was asked for")
+        raise ArtifactError("the artifact is for other params, or was made by another compiler version, than requested")
     n = len(header.forms)
     try:
         forms = [*program.forms, *[decode_form(f) for f in parts[:n]]]
@@ -301,9 +305,9 @@ def decode_artifact(data: bytes, key: Key, compiler: str, program: Program, fact
     except ArtifactError:
         raise
     except (WisError, UnicodeDecodeError, RecursionError) as e:
-        raise ArtifactError(f"an artifact with parts that cannot be read: {e}") from e
+        raise ArtifactError(f"a part of the artifact cannot be decoded: {e}") from e
     if [kernel_text.digest(k) for k in plan.kernels] != [kernel_text.digest(k) for k in kernels]:
-        raise ArtifactError("the kernels are not those of the steps, in their order")
+        raise ArtifactError("the artifact's kernels are not the kernels of its steps in order of first use")
     verify(plan)
     codes = tuple(
         [
@@ -313,31 +317,31 @@ def decode_artifact(data: bytes, key: Key, compiler: str, program: Program, fact
     )
     artifact = Artifact(key, compiler, plan, codes)
     if encode_artifact(artifact) != data:
-        raise ArtifactError("an artifact that is not canonical")
+        raise ArtifactError("the artifact is not in canonical form")
     return artifact
 
 
 def _split(data: bytes) -> tuple[_Header, list[bytes]]:
-    """The header and the parts after it."""
+    """The header, and the parts after it."""
     if not _HEAD.size + DIGEST_SIZE <= len(data) <= MAX_ARTIFACT:
-        raise ArtifactError(f"{len(data)} bytes are no artifact")
+        raise ArtifactError(f"an artifact cannot have {len(data)} bytes")
     magic, version, size = _HEAD.unpack_from(data)
     if magic != MAGIC or version != VERSION:
-        raise ArtifactError("bytes that do not begin like an artifact of this version")
+        raise ArtifactError(f"the bytes are not an artifact of version {VERSION}")
     body = memoryview(data)[:-DIGEST_SIZE]
     if digest(bytes(body)) != data[-DIGEST_SIZE:]:
-        raise ArtifactError("an artifact that was changed or cut on its way")
+        raise ArtifactError("the artifact's digest does not match: the artifact was changed or truncated")
     if size > min(MAX_HEADER, len(body) - _HEAD.size):
-        raise ArtifactError(f"a header of {size} bytes")
+        raise ArtifactError(f"the artifact's header declares {size} bytes, which is too much")
     at = _HEAD.size + size
     try:
         header = _Header.model_validate_json(bytes(body[_HEAD.size : at]))
     except (ValidationError, RecursionError, ValueError) as e:
         first = str(e).replace("\n", " ")[:200]
-        raise ArtifactError(f"a header that cannot be read: {first}") from e
+        raise ArtifactError(f"the artifact's header cannot be decoded: {first}") from e
     sizes = [*header.forms, *[k.text for k in header.kernels], *[k.code for k in header.kernels]]
     if at + sum(sizes) != len(body):
-        raise ArtifactError("an artifact whose parts are not as long as it says")
+        raise ArtifactError("the lengths in the artifact's header do not match its parts")
     parts: list[bytes] = []
     for n in sizes:
         parts.append(bytes(body[at : at + n]))
@@ -353,9 +357,11 @@ def _plan(
     def line(row: _LineRow) -> Line:
         form, on, first_param, origin, part = row
         if form >= len(forms) or origin >= body or any(s >= slots for s in on):
-            raise ArtifactError("a line of a form, of slots or of an instruction that there is not")
+            raise ArtifactError("a line of the artifact names a form, slot or instruction that does not exist")
         if len(on) != len(forms[form].operands):
-            raise ArtifactError(f"instruction {origin} is done on {len(on)} slots")
+            raise ArtifactError(
+                f"the line for instruction {origin} has {len(on)} slots, its form has {len(forms[form].operands)} operands"
+            )
         return Line(forms[form], on, first_param, origin, part)
 
     steps: list[Step] = []
@@ -367,7 +373,7 @@ def _plan(
                 steps.append(FreeStep(row.free))
             case _Launch():
                 if row.kernel >= len(kernels):
-                    raise ArtifactError(f"there is no kernel {row.kernel}")
+                    raise ArtifactError(f"a step of the artifact launches kernel {row.kernel}, which does not exist")
                 steps.append(
                     KernelStep(kernels[row.kernel], row.slots, row.params, tuple([line(x) for x in row.lines]))
                 )
@@ -375,54 +381,61 @@ def _plan(
                 steps.append(LibraryStep(line(row.library), row.why))
     decided = decided_values(program, [(k, bytes.fromhex(w)) for k, w in header.decided])
     if not set(header.assumed) <= set(decided):
-        raise ArtifactError("a plan that assumes what nobody decided")
+        raise ArtifactError("the plan assumes a param that the artifact's key does not have")
     assumed: Mapping[int, Any] = {k: decided[k] for k in header.assumed}
     return Plan(program, facts, tuple(steps), dict(header.removed), frozenset(header.temporaries), assumed)
 
 
 def key_of(program: Program, target: str, mode: Mode, params: Sequence[Any]) -> Key:
-    """The key of what a run with these params asks for."""
+    """The key of the artifact for a run with these params."""
     return Key(digest(encode_program(program)), target, mode, decide(program, params))
 
 
 # -- targets -------------------------------------------------------------------------------------------------------------
 
-#: PoCL's devices that a CPU's code is for: the calling thread, and all cores.
+#: PoCL's devices that code for a CPU is compiled for: the calling thread, and all cores.
 POCL_UNITS = ("basic", "pthread")
 
 
 def pocl_target(cores: int, platform: str, devices: Sequence[str]) -> str:
-    """The name of a CPU as a target of PoCL: code of another CPU, or of another PoCL, is not for it.
+    """Name of a CPU as a target of PoCL. Another CPU or another version of PoCL has another name, because its code differs.
 
     Args:
-        cores: that kernels may use.
-        platform: as PoCL describes itself.
-        devices: as PoCL describes those of `POCL_UNITS`.
+        cores: number of cores that kernels may use.
+        platform: PoCL's description of itself.
+        devices: PoCL's descriptions of the devices of `POCL_UNITS`.
     """
-    who = hashlib.blake2b("\0".join([platform, *devices]).encode(), digest_size=6).hexdigest()
-    return f"opencl:{who}-x{cores}"
+    name = hashlib.blake2b("\0".join([platform, *devices]).encode(), digest_size=6).hexdigest()
+    return f"opencl:{name}-x{cores}"
 
 
-#: NVIDIA's chips that code is generated for: as (major, minor) of their compute capability.
+#: Compute capabilities (major, minor) of NVIDIA chips for which the compiler generates code.
 CUDA_CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 
 def cuda_target(major: int, minor: int) -> str:
-    """The name of the code that runs on an NVIDIA chip of some compute capability; empty if none is generated.
+    """Name of the target whose code runs on an NVIDIA chip of a compute capability; empty if no target's code does.
 
-    Code runs on chips of its own major number whose minor one is not less.
+    Code runs on chips of the same major number and the same or a higher minor number.
     """
     fitting = [m for of, m in CUDA_CAPABILITIES if of == major and m <= minor]
     return f"cuda:sm_{major}{max(fitting)}" if fitting else ""
 
 
 def family(target: str) -> str:
-    """Those targets that one compiler serves or does not: of a CPU, all numbers of cores. One token of a subject."""
+    """Family of a target: the targets that the same compilers serve. For a CPU, one family covers all numbers of cores. The name
+    is one token of a subject.
+    """
     return target.partition("-x")[0].replace(":", "-").replace(".", "-")
 
 
 def compiler_version(compiler: Path) -> str:
-    """Twelve hex digits over the sources of a compiler, which lie there, of the languages beside it, and of what it speaks."""
+    """Version of a compiler: twelve hex digits of a digest over the sources of the compiler, of the installed languages and of
+    `wooly_wis`.
+
+    Args:
+        compiler: folder of the compiler's package.
+    """
     found = hashlib.blake2b(digest_size=6)
     for root in (compiler, *languages.folders(), Path(__file__).parent):
         for path in sorted(root.rglob("*.py")):

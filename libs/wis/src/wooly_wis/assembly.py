@@ -1,6 +1,6 @@
-"""The readable form of WIS, as `disassemble` writes it. Knows no meaning of opcodes.
+"""The assembly text of WIS: `disassemble` writes it. This module does not know what opcodes mean.
 
-One instruction per line, `;` starts a comment, blanks are free:
+A line has one instruction. `;` starts a comment. Blanks have no meaning:
 
     wis 1
     %0 u8[16384] = alloc
@@ -13,9 +13,9 @@ One instruction per line, `;` starts a comment, blanks are free:
     line        := [operand ("," operand)* "="] name ["<" kind ("," kind)* ">"] ( plain | call ) [attributes]
     plain       := [operand ("," operand)*]
     call        := "(" [argument ("," argument)*] ")"       -- an `extern`, `name` is the operator
-    argument    := value | operand | name "=" value         -- inside values of a call, operands stand where they are used
+    argument    := value | operand | name "=" value         -- a value of a call may contain operands
     attributes  := "{" [name "=" value ("," …)*] "}"
-    operand     := ["&" | "out"] "%" slot [view]            -- &: read and written; results stand left of "="
+    operand     := ["&" | "out"] "%" slot [view]            -- &: read and written; results are left of "="
     view        := dtype "[" sizes "]" ["(" strides ")"] ["+" byte offset]      -- strides are omitted if row-major
     value       := none | true | false | integer | float | inf | nan | nan(bits) | complex(re, im) | "string" | dtype
                  | #operand | $param | kind:name | "[" values "]"
@@ -50,28 +50,29 @@ def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def disassemble(program: Program) -> str:
-    """The text of a program, one line per instruction, ending in a newline.
+    """The text of a program: one line per instruction, with a newline at the end.
 
     Raises:
-        EncodeError: the program's forms are not in order of first use, unused or listed twice; it has no canonical text.
+        EncodeError: the program has no canonical text: its forms are not in order of first use, or a form is unused or listed
+            twice.
     """
     lines = [f"wis {VERSION}"]
     fresh = 0
     for instruction in program.body:
         if instruction.form > fresh or instruction.form >= len(program.forms):
-            raise EncodeError("forms are not in order of first use")
+            raise EncodeError("the program's forms are not in order of first use; sort them by first use")
         fresh += instruction.form == fresh
         lines.append(_line(program.forms[instruction.form], instruction.slots))
     if fresh != len(program.forms):
-        raise EncodeError(f"form {fresh} is never used")
+        raise EncodeError(f"form {fresh} is never used; remove it from the program")
     if len({encode_form(form) for form in program.forms}) != len(program.forms):
-        raise EncodeError("a form is listed twice")
+        raise EncodeError("a form is listed twice; list each form once")
     return "\n".join(lines) + "\n"
 
 
 def _line(form: Form, slots: tuple[int, ...]) -> str:
     if len(slots) != len(form.operands):
-        raise EncodeError("slots do not fit the form's operands")
+        raise EncodeError(f"an instruction has {len(slots)} slots, its form has {len(form.operands)} operands")
     first = len(form.operands)
     while first and form.operands[first - 1].role is Role.OUT:
         first -= 1
@@ -90,7 +91,7 @@ def _line(form: Form, slots: tuple[int, ...]) -> str:
 
 
 def _call(form: Form, arguments: list[str]) -> tuple[str, str, tuple[tuple[str, Attr], ...]] | None:
-    """Name, arguments and other attributes of an `extern` that can be written as a call, else None."""
+    """Name, arguments and other attributes of an `extern` whose text is a call; None if the text cannot be a call."""
     name, args, kwargs = form.attr("name"), form.attr("args"), form.attr("kwargs")
     if form.opcode != "extern" or not isinstance(args, tuple) or not isinstance(kwargs, tuple):
         return None

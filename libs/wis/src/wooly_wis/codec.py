@@ -1,4 +1,4 @@
-"""The canonical binary form of WIS: one program, one byte string. Reading never trusts a length it has not checked.
+"""The canonical binary encoding of WIS: each program has exactly one encoding. Readers check each length before they use it.
 
 Layout, little endian:
 
@@ -8,7 +8,7 @@ Layout, little endian:
     operand := u8:role|has_view<<4 [u8:dtype u8:ndim u64:offset i64:size* i64:stride*]
     value   := u8:tag …
 
-`str8` is a one-byte length and that many bytes of ASCII. Padding is zero; nothing may follow the last word.
+`str8` is a one-byte length, followed by that many bytes of ASCII. Padding is zero. Nothing follows the last word.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _VIEW = struct.Struct("<BBQ")
 
 
 def digest(program_bytes: bytes) -> bytes:
-    """The 32-byte name of a program: BLAKE2b over its canonical bytes."""
+    """The 32-byte digest that names a program: BLAKE2b over its canonical bytes."""
     if len(program_bytes) <= PIECE_BYTES:
         return hashlib.blake2b(program_bytes, digest_size=DIGEST_SIZE).digest()
     hashing = hashlib.blake2b(digest_size=DIGEST_SIZE)
@@ -82,13 +82,13 @@ def digest(program_bytes: bytes) -> bytes:
 def _str8(text: str) -> bytes:
     raw = text.encode("ascii", "strict") if text.isascii() else b""
     if not text.isascii() or len(raw) > 255:
-        raise EncodeError(f"name must be at most 255 ASCII characters: {text[:40]!r}")
+        raise EncodeError(f"a name must have at most 255 characters, all ASCII: {text[:40]!r}")
     return bytes((len(raw),)) + raw
 
 
 def _encode_value(value: Attr, out: bytearray, depth: int) -> None:
     if depth > MAX_DEPTH:
-        raise EncodeError(f"attribute nested deeper than {MAX_DEPTH}")
+        raise EncodeError(f"an attribute is nested deeper than {MAX_DEPTH} levels, which is the limit")
     match value:
         case None:
             out.append(_NONE)
@@ -96,7 +96,7 @@ def _encode_value(value: Attr, out: bytearray, depth: int) -> None:
             out.append(_TRUE if value else _FALSE)
         case int():
             if not -(1 << 63) <= value < 1 << 63:
-                raise EncodeError(f"integer attribute does not fit 64 bits: {value}")
+                raise EncodeError(f"an integer attribute does not fit into 64 bits: {value}")
             out.append(_INT)
             out += _I64.pack(value)
         case float():
@@ -126,18 +126,18 @@ def _encode_value(value: Attr, out: bytearray, depth: int) -> None:
             for item in value:
                 _encode_value(item, out, depth + 1)
         case _:
-            raise EncodeError(f"attribute of type {type(value).__name__} has no encoding")
+            raise EncodeError(f"an attribute of type {type(value).__name__} has no encoding")
 
 
 def encode_form(form: Form) -> bytes:
-    """Canonical bytes of one form.
+    """The canonical bytes of one form.
 
     Raises:
-        EncodeError: a count, name or number is outside what the format can hold.
+        EncodeError: a count, name or number is too large for the format.
     """
     out = bytearray(_str8(form.opcode))
     if len(form.operands) > 0xFFFF or len(form.params) > 0xFFFF or len(form.attrs) > 255:
-        raise EncodeError("too many operands, params or attributes in one form")
+        raise EncodeError("a form has too many operands, params or attributes; the limits are 65,535, 65,535 and 255")
     out += _U16.pack(len(form.operands))
     for operand in form.operands:
         view = operand.view
@@ -146,13 +146,15 @@ def encode_form(form: Form) -> bytes:
             continue
         ndim = len(view.sizes)
         if ndim > MAX_DIMS or len(view.strides) != ndim:
-            raise EncodeError(f"view has {ndim} sizes and {len(view.strides)} strides (at most {MAX_DIMS} dimensions)")
+            raise EncodeError(
+                f"a view has {ndim} sizes and {len(view.strides)} strides; both must be equal, and at most {MAX_DIMS}"
+            )
         out.append(operand.role | 0x10)
         try:
             out += _VIEW.pack(view.dtype.code, ndim, view.offset)
             out += struct.pack(f"<{2 * ndim}q", *view.sizes, *view.strides)
         except struct.error as e:
-            raise EncodeError(f"view does not fit 64 bits: {view}") from e
+            raise EncodeError(f"a number of a view does not fit into 64 bits: {view}") from e
     out += _U16.pack(len(form.params)) + bytes(form.params)
     out.append(len(form.attrs))
     for name, value in form.attrs:
@@ -162,9 +164,9 @@ def encode_form(form: Form) -> bytes:
 
 
 def join_program(form_bytes: Sequence[bytes], words: array[int]) -> bytes:
-    """Canonical program bytes from already encoded forms and body words (type code "I").
+    """Join encoded forms and body words (type code "I") to the canonical bytes of a program.
 
-    The recorder's fast path: nothing is checked here, the forms must be distinct and in order of first use.
+    This is the recorder's fast path: it checks nothing. The forms must be distinct and in order of first use.
     """
     parts = [_HEADER.pack(MAGIC, len(form_bytes), len(words))]
     for raw in form_bytes:
@@ -181,7 +183,7 @@ def join_program(form_bytes: Sequence[bytes], words: array[int]) -> bytes:
 
 
 def encode_program(program: Program) -> bytes:
-    """Canonical bytes of a program.
+    """The canonical bytes of a program.
 
     Raises:
         EncodeError: see `encode_form`.
@@ -197,7 +199,7 @@ def encode_program(program: Program) -> bytes:
 
 
 class _Reader:
-    """A cursor that refuses to run past its end."""
+    """A cursor over bytes. A read beyond the end raises `DecodeError`."""
 
     __slots__ = ("data", "end", "nodes", "pos")
 
@@ -210,16 +212,18 @@ class _Reader:
     def take(self, n: int) -> bytes:
         start = self.pos
         if n > self.end - start:
-            raise DecodeError(f"{n} bytes wanted, {self.end - start} left", start)
+            raise DecodeError(f"the data ends too early: {n} bytes expected, {self.end - start} left", start)
         self.pos = start + n
         return self.data[start : self.pos]
 
     def node(self) -> None:
-        """One more operand or value is read."""
+        """Count one operand or value; refuse the form if it has too many."""
         self.nodes += 1
         if not self.nodes & 31:
             if self.nodes > MAX_FORM_NODES:
-                raise DecodeError(f"a form of more than {MAX_FORM_NODES} operands and values", self.pos)
+                raise DecodeError(
+                    f"a form has more than {MAX_FORM_NODES} operands and attribute values, which is the limit", self.pos
+                )
             pause()
 
     def u8(self) -> int:
@@ -235,13 +239,13 @@ class _Reader:
         start = self.pos
         raw = self.take(self.u8())
         if not raw.isascii():
-            raise DecodeError("name is not ASCII", start)
+            raise DecodeError("a name is not ASCII", start)
         return raw.decode("ascii")
 
 
 def _decode_value(r: _Reader, depth: int) -> Attr:
     if depth > MAX_DEPTH:
-        raise DecodeError(f"attribute nested deeper than {MAX_DEPTH}", r.pos)
+        raise DecodeError(f"an attribute is nested deeper than {MAX_DEPTH} levels, which is the limit", r.pos)
     r.node()
     at = r.pos
     tag = r.u8()
@@ -259,7 +263,7 @@ def _decode_value(r: _Reader, depth: int) -> Attr:
         try:
             return r.take(r.u32()).decode("utf-8")
         except UnicodeDecodeError as e:
-            raise DecodeError("string is not UTF-8", at) from e
+            raise DecodeError("a string is not UTF-8", at) from e
     if tag == _DTYPE:
         return _dtype(r)
     if tag == _OPERAND:
@@ -271,7 +275,7 @@ def _decode_value(r: _Reader, depth: int) -> Attr:
     if tag == _TUPLE:
         count = r.u32()
         if count > r.end - r.pos:
-            raise DecodeError(f"tuple of {count} items in {r.end - r.pos} bytes", at)
+            raise DecodeError(f"a tuple declares {count} items, but only {r.end - r.pos} bytes follow", at)
         return tuple([_decode_value(r, depth + 1) for _ in range(count)])
     raise DecodeError(f"unknown attribute tag {tag}", at)
 
@@ -289,14 +293,14 @@ def _decode_operand(r: _Reader) -> Operand:
     at = r.pos
     head = r.u8()
     if head & 0xF > Role.INOUT or head >> 4 > 1:
-        raise DecodeError(f"bad operand header {head:#x}", at)
+        raise DecodeError(f"invalid operand header {head:#x}", at)
     role = Role(head & 0xF)
     if not head >> 4:
         return Operand(role, None)
     dtype = _dtype(r)
     ndim = r.u8()
     if ndim > MAX_DIMS:
-        raise DecodeError(f"{ndim} dimensions, at most {MAX_DIMS}", at)
+        raise DecodeError(f"a view has {ndim} dimensions, the limit is {MAX_DIMS}", at)
     offset = int.from_bytes(r.take(8), "little")
     numbers = struct.unpack(f"<{2 * ndim}q", r.take(16 * ndim))
     return Operand(role, View(dtype, numbers[:ndim], numbers[ndim:], offset))
@@ -315,13 +319,13 @@ def _read_form(r: _Reader) -> Form:
         at = r.pos
         name = r.str8()
         if attrs and name <= attrs[-1][0]:
-            raise DecodeError(f"attribute {name!r} out of order", at)
+            raise DecodeError(f"attribute {name!r} is out of order; attributes must be sorted by name", at)
         attrs.append((name, _decode_value(r, 0)))
     return Form(opcode, operands, params, tuple(attrs))
 
 
 def decode_form(data: bytes) -> Form:
-    """The form that `data` encodes.
+    """Decode one form.
 
     Raises:
         DecodeError: `data` is not the canonical encoding of a form.
@@ -329,28 +333,30 @@ def decode_form(data: bytes) -> Form:
     r = _Reader(data)
     form = _read_form(r)
     if r.pos != r.end:
-        raise DecodeError("bytes after the form", r.pos)
+        raise DecodeError("extra bytes follow the form", r.pos)
     return form
 
 
 def split_program(data: bytes) -> tuple[list[bytes], array[int]]:
-    """Forms (still encoded) and body words of a program, so that a reader that knows a form need not decode it again.
+    """Split a program into its encoded forms and its body words. A reader decodes only the forms that it does not know.
 
     Raises:
-        DecodeError: the frame around forms and words is broken.
+        DecodeError: the structure around forms and words is invalid.
     """
     if len(data) > MAX_PROGRAM_BYTES:
-        raise DecodeError(f"program of {len(data)} bytes, at most {MAX_PROGRAM_BYTES}")
+        raise DecodeError(f"the program has {len(data)} bytes, the limit is {MAX_PROGRAM_BYTES}")
     r = _Reader(data)
     magic, n_forms, n_words = _HEADER.unpack(r.take(_HEADER.size))
     if magic != MAGIC:
-        raise DecodeError("not a WIS program of version 1", 0)
+        raise DecodeError("the bytes are not a WIS program of version 1", 0)
     if 4 * n_words > len(data) or 4 * n_forms > len(data):
-        raise DecodeError(f"{n_forms} forms and {n_words} words cannot fit {len(data)} bytes", 4)
+        raise DecodeError(
+            f"the header declares {n_forms} forms and {n_words} words, which do not fit into {len(data)} bytes", 4
+        )
     if n_forms > MAX_FORMS:
-        raise DecodeError(f"{n_forms} forms, at most {MAX_FORMS}", 4)
+        raise DecodeError(f"the program has {n_forms} forms, the limit is {MAX_FORMS}", 4)
     if n_words > MAX_INSTRUCTIONS + MAX_REFERENCES:
-        raise DecodeError(f"{n_words} words, at most {MAX_INSTRUCTIONS + MAX_REFERENCES}", 8)
+        raise DecodeError(f"the program has {n_words} words, the limit is {MAX_INSTRUCTIONS + MAX_REFERENCES}", 8)
     forms: list[bytes] = []
     for k in range(n_forms):
         if not k & 63:
@@ -358,21 +364,21 @@ def split_program(data: bytes) -> tuple[list[bytes], array[int]]:
         size = r.u32()
         forms.append(r.take(size))
         if any(r.take(-size % 4)):
-            raise DecodeError("padding is not zero", r.pos)
+            raise DecodeError("a padding byte is not zero", r.pos)
     words = array("I")
     words.frombytes(r.take(4 * n_words))
     if sys.byteorder == "big":
         words.byteswap()
     if r.pos != r.end:
-        raise DecodeError("bytes after the program", r.pos)
+        raise DecodeError("extra bytes follow the program", r.pos)
     return forms, words
 
 
 def body_of(words: array[int], arity: Sequence[int]) -> tuple[Instruction, ...]:
-    """Instructions from body words, given the number of operands of each form.
+    """Make instructions from body words, given the number of operands of each form.
 
     Raises:
-        DecodeError: a form index is out of range, the last instruction is cut short, or there are too many.
+        DecodeError: a form index is out of range, the last instruction is incomplete, or there are too many instructions.
     """
     body: list[Instruction] = []
     flat = words.tolist()
@@ -380,21 +386,21 @@ def body_of(words: array[int], arity: Sequence[int]) -> tuple[Instruction, ...]:
     while i < n:
         form = flat[i]
         if form >= len(arity):
-            raise DecodeError(f"instruction {len(body)} names form {form} of {len(arity)}")
+            raise DecodeError(f"instruction {len(body)} names form {form}, but the program has {len(arity)} forms")
         j = i + 1 + arity[form]
         if j > n:
-            raise DecodeError(f"instruction {len(body)} is cut short")
+            raise DecodeError(f"the data ends within instruction {len(body)}")
         body.append(Instruction(form, tuple(flat[i + 1 : j])))
         i = j
         if not len(body) & 63:
             if len(body) > MAX_INSTRUCTIONS:
-                raise DecodeError(f"more than {MAX_INSTRUCTIONS} instructions")
+                raise DecodeError(f"the program has more than {MAX_INSTRUCTIONS} instructions, which is the limit")
             pause()
     return tuple(body)
 
 
 def decode_program(data: bytes) -> Program:
-    """The program that `data` encodes. Says nothing of whether it obeys the laws: that is the verifier's.
+    """Decode a program. The verifier, not this function, checks the laws.
 
     Raises:
         DecodeError: `data` is not the canonical encoding of a program.

@@ -1,6 +1,6 @@
-"""Messages of metering: what executors report, and what may be asked about credits.
+"""Messages of metering: usage reports of executors, and requests about credits.
 
-Quantities and amounts are integers. Amounts are micro-credits (a millionth of a credit); prices are in millionths of a credit per
+Quantities and amounts are integers. Amounts are micro-credits (a millionth of a credit). Prices are in millionths of a credit per
 core-millisecond, or per MiB-second.
 """
 
@@ -12,11 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from wooly_wis.messages import Id, Message, Name, SessionId
 
-#: What a signed 64-bit column holds, both ways and not below zero.
+#: Ranges of a signed 64-bit database column: any sign, and not negative.
 Amount = Annotated[int, Field(gt=-(1 << 63), lt=1 << 63)]
 Quantity = Annotated[int, Field(ge=0, lt=1 << 63)]
 Label = Annotated[str, StringConstraints(max_length=256)]
-#: A name that its asker made up: the same again changes nothing.
+#: A request id that the client chooses. A repeated request with the same id has no further effect.
 RequestId = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 #: Microseconds since 1970.
 Micros = Annotated[int, Field(ge=0, lt=1 << 62)]
@@ -24,25 +24,26 @@ Period = Literal["total", "month", "day"]
 
 
 class UsageRecord(BaseModel):
-    """What one session used on one device since its record before.
+    """The usage of one session on one device since the session's previous record.
 
-    Numbers are taken as they come: whether they can be is judged by metering, one record at a time.
+    The message accepts any number. Metering checks each record and puts impossible records into quarantine.
 
     Attributes:
-        model: what the session calls what it runs.
-        at_us: until when, microseconds since 1970.
-        span_us: the time that it covers, by a clock that is never set.
-        runs: programs that ended.
+        model: the session's name for its model, as the client declared it.
+        at_us: end of the covered time, in microseconds since 1970.
+        span_us: length of the covered time, in microseconds of a monotonic clock.
+        runs: number of finished programs.
         gpu_ns: device time.
-        core_ns: cores occupied times device time.
-        pace_ppm: the pace at which its times are priced, in millionths: how fast the device's cores were meanwhile, and on CPUs
-            what equal runs take on average.
-        moved_bytes: read and written by the programs' instructions, by the op table.
-        flops: of those instructions whose arithmetic the op table knows.
-        resident_mib_us: MiB resident times microseconds of its own device time.
-        idle_mib_us: MiB resident times all other microseconds.
-        ended: the session is over, and this is its last record.
-        trace: with the last record of a session that is traced: its span, as W3C's `traceparent`. Nothing is billed by it.
+        core_ns: device time times the number of occupied cores.
+        pace_ppm: the relative speed of the device's cores in the covered time, in millionths. Prices are multiplied with it. On
+            CPUs,
+            it is derived from the average duration of equal runs.
+        moved_bytes: bytes that the programs' instructions read and wrote, by the op table.
+        flops: operations of those instructions whose cost the op table knows.
+        resident_mib_us: resident MiB times microseconds of the session's own device time.
+        idle_mib_us: resident MiB times all other microseconds.
+        ended: the session has ended, and this is its last record.
+        trace: in the last record of a traced session: its span, as W3C's `traceparent`. It has no effect on bills.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -68,10 +69,12 @@ class UsageRecord(BaseModel):
 class UsageRecorded(Message):
     """Usage of an executor's sessions (event, on a stream).
 
-    `source` is one life of an executor, which numbers its batches 1, 2, 3, …; `cores` and `memory` (bytes) are the device's.
+    `source` names one process of an executor; the process numbers its batches 1, 2, 3, …. `cores` and `memory` (bytes) describe
+    the device.
 
-    With `whole`, the records say what each session ran in all on this executor, by a dispatch journal (`source`), in its first
-    `batch` entries: device and core time, nothing else. Metering books what the session's usage records lack of that.
+    With `whole`, each record is a total: what the session ran on this executor according to the first `batch` entries of a
+    dispatch journal (`source`). Such a record has only device time and core time. Metering books the part that no usage record
+    covered.
     """
 
     source: Annotated[str, StringConstraints(min_length=1, max_length=192)]
@@ -85,9 +88,10 @@ class UsageRecorded(Message):
 
 
 class CreditsRequest(Message):
-    """What has been booked, summed by run, model or hour; the newest first, those that come after `offset`.
+    """Ask for booked credits, summed by run, model or hour, newest first. `offset`: number of rows to skip.
 
-    With `session_id`, of that run alone; `settled`: once it has ended and all of it is booked, or after two seconds.
+    With `session_id`, only the rows of that run. `settled`: answer when the run has ended and is booked completely, or after two
+    seconds.
     """
 
     tenant: Label = ""
@@ -101,7 +105,7 @@ class CreditsRequest(Message):
 
 
 class CreditsRow(Message):
-    """One run, model or hour of a tenant (`name`), from its first to its last moment. `ended`: a run that is over."""
+    """One run, model or hour of a tenant (`name`), with its first and last time. `ended`: the run has ended."""
 
     tenant: str
     name: str
@@ -121,7 +125,7 @@ class CreditsRow(Message):
 
 
 class BudgetState(Message):
-    """A tenant's budget, and what it has spent of it in the period, in micro-credits. `held`: its sessions are suspended."""
+    """A tenant's budget and the micro-credits spent in the budget's period. `held`: the tenant's sessions are suspended."""
 
     tenant: Name
     period: Period = "total"
@@ -132,7 +136,7 @@ class BudgetState(Message):
 
 
 class CreditsReply(Message):
-    """All that the tenant spent (or all tenants), its budgets, and the rows asked for. `more`: there are further ones."""
+    """The credits that the tenant (or all tenants) spent, budgets, and the requested rows. `more`: further rows exist."""
 
     core_ucr: int
     vram_ucr: int
@@ -143,7 +147,7 @@ class CreditsReply(Message):
 
 
 class SetBudgetRequest(Message):
-    """A tenant's budget from now on; None: no such limit."""
+    """Set a tenant's budget. None removes the limit."""
 
     tenant: Name
     period: Period = "total"
@@ -152,26 +156,28 @@ class SetBudgetRequest(Message):
 
 
 class CheckBudgetRequest(Message):
-    """May this tenant have another session? (router to metering)"""
+    """Ask whether a tenant has credits for another session (router to metering)."""
 
     tenant: Name
 
 
 class CheckBudgetReply(Message):
-    """Why not: which limit, what was spent, how to raise it; empty: it may."""
+    """`refusal`: why the tenant may not open a session (the limit, the spent credits, how to raise the limit); empty if it
+    may.
+    """
 
     refusal: str = ""
 
 
 class PricePlan(Message):
-    """What usage costs on a kind of device and in a class, from a moment on (and until another).
+    """Prices of usage for a kind of device and a class, for a span of time.
 
     Attributes:
-        device_kind: as in `DeviceFacts.vendor`; empty: any.
-        priority: class 0 to 4; None: any.
+        device_kind: as in `DeviceFacts.vendor`; empty: any kind.
+        priority: class 0 to 4; None: any class.
         core_rate: millionths of a credit per core and millisecond.
         vram_rate: millionths of a credit per MiB and second, while the session executes.
-        idle_rate: the same, while it does not.
+        idle_rate: millionths of a credit per MiB and second, while the session does not execute.
     """
 
     id: int = Field(default=0, ge=0)
@@ -186,7 +192,7 @@ class PricePlan(Message):
 
 
 class AddPlanRequest(Message):
-    """Book by this plan, too. A name that is there is refused; what is booked keeps its price."""
+    """Add a price plan. A plan with an existing name is refused. Booked entries keep their price."""
 
     plan: PricePlan
 
@@ -202,7 +208,7 @@ class PlansReply(Message):
 
 
 class EntriesRequest(Message):
-    """The ledger's entries after number `after`, of a tenant or a run, or all."""
+    """Ask for the ledger's entries with a number above `after`: of a tenant, of a run, or all."""
 
     tenant: Label = ""
     session_id: SessionId | None = None
@@ -211,7 +217,7 @@ class EntriesRequest(Message):
 
 
 class LedgerEntry(Message):
-    """One entry. A correction has the number of the entry that it corrects, negative amounts, and says why."""
+    """One ledger entry. A correction names the corrected entry, has negative amounts, and states a reason."""
 
     id: int
     kind: Literal["usage", "correction"]
@@ -239,14 +245,14 @@ class LedgerEntry(Message):
 
 
 class EntriesReply(Message):
-    """Entries in their order. `more`: there are further ones."""
+    """Entries, ordered by number. `more`: further entries exist."""
 
     entries: tuple[LedgerEntry, ...]
     more: bool = False
 
 
 class CorrectEntryRequest(Message):
-    """Take credits of an entry back, all that is left of it unless amounts are given."""
+    """Take back credits of an entry. Without amounts, take back all remaining credits of the entry."""
 
     request_id: RequestId
     entry: int = Field(ge=1, lt=1 << 62)
@@ -256,22 +262,22 @@ class CorrectEntryRequest(Message):
 
 
 class MakeStatementRequest(Message):
-    """Bill what a tenant used and no statement has yet. Nothing new: the last statement again."""
+    """Make a statement of all the tenant's usage that no statement covers. Without new usage, return the last statement again."""
 
     tenant: Name
 
 
 class StatementsRequest(Message):
-    """A tenant's statements after number `after`."""
+    """Ask for a tenant's statements with a number above `after`."""
 
     tenant: Name
     after: Quantity = 0
 
 
 class Statement(Message):
-    """What a tenant used, once and for all: the entries from `first_entry` to `last_entry` that are its.
+    """A final bill of a tenant: the tenant's entries from `first_entry` to `last_entry`.
 
-    `digest` is SHA-256 over the statement's other fields, `previous` among them: the digest of the statement before.
+    `digest` is SHA-256 over all other fields of the statement. One of them is `previous`: the digest of the previous statement.
     """
 
     tenant: Name
@@ -288,21 +294,21 @@ class Statement(Message):
 
 
 class StatementsReply(Message):
-    """Statements in their order; as many as fit a message."""
+    """Statements, ordered by number, as many as fit into one message. `more`: further statements exist."""
 
     statements: tuple[Statement, ...]
     more: bool = False
 
 
 class QuarantineRequest(Message):
-    """Usage that could not be booked, after number `after`."""
+    """Ask for quarantined usage with a number above `after`: usage that could not be booked."""
 
     after: Quantity = 0
     limit: int = Field(default=100, ge=1, le=200)
 
 
 class QuarantinedUsage(Message):
-    """A record, or a whole message, that cannot be right. `payload`: it, as it came (what is not text in hex)."""
+    """A record, or a whole message, that metering considers impossible. `payload`: the original, in hex if it is not text."""
 
     id: int
     sequence: int
@@ -315,28 +321,28 @@ class QuarantinedUsage(Message):
 
 
 class QuarantineReply(Message):
-    """What is in quarantine, in the order of its arrival."""
+    """Quarantined usage, in order of arrival. `more`: further usage is in quarantine."""
 
     found: tuple[QuarantinedUsage, ...]
     more: bool = False
 
 
 class BudgetReached(Message):
-    """A tenant has spent as much as its budget says (event)."""
+    """A tenant has reached a limit of its budget (event)."""
 
     budget: BudgetState
     limit: Literal["soft", "hard"]
 
 
 class UsageQuarantined(Message):
-    """Usage could not be booked (event). `id`: in the quarantine."""
+    """Usage could not be booked (event). `id`: its number in the quarantine."""
 
     id: int
     reason: str
 
 
 class StatementMade(Message):
-    """A statement is there (event)."""
+    """A new statement exists (event)."""
 
     tenant: Name
     number: int

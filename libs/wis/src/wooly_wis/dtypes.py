@@ -1,4 +1,4 @@
-"""Element types of WIS. Knows nothing of torch; `label` happens to be what the assembly prints."""
+"""Element types of WIS. This module does not know torch."""
 
 from __future__ import annotations
 

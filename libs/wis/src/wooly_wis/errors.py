@@ -1,26 +1,26 @@
-"""The errors that reading and checking WIS can raise. One root, so that a caller can fence off untrusted input."""
+"""Errors that readers and checkers of WIS raise. All have the root `WisError`, so a caller can catch all faults of an input."""
 
 from __future__ import annotations
 
 
 class WisError(Exception):
-    """Root of everything that can be wrong with a piece of WIS."""
+    """Root of all errors about WIS: programs, kernels, plans, artifacts, modules."""
 
     code = "wis.error"
     retryable = False
 
 
 class EncodeError(WisError):
-    """A value has no representation in WIS (for example an integer beyond 64 bits)."""
+    """A value cannot be encoded in WIS (for example an integer beyond 64 bits)."""
 
     code = "wis.encode"
 
 
 class DecodeError(WisError):
-    """Bytes are not canonical WIS.
+    """Bytes are not the canonical encoding that the reader expects.
 
     Attributes:
-        offset: byte position at which decoding stopped, or None.
+        offset: position, in bytes, at which decoding stopped; None if unknown.
     """
 
     code = "wis.decode"
@@ -34,8 +34,8 @@ class VerifyError(WisError):
     """A decoded program breaks a law of the instruction set.
 
     Attributes:
-        instruction: index of the offending instruction in the body, or None for a law of the whole program.
-        law: short name of the law that is broken.
+        instruction: index in the body of the instruction that breaks the law; None if the law is about the whole program.
+        law: short name of the broken law.
     """
 
     code = "wis.verify"
@@ -48,10 +48,10 @@ class VerifyError(WisError):
 
 
 class RuleError(WisError):
-    """Operands, attributes, dtypes or sizes do not fit an opcode's row.
+    """The operands, attributes, dtypes or sizes of a form do not match the opcode's row of the op table.
 
     Attributes:
-        law: name of the law that is broken: ``operands``, ``args``, ``dtype`` or ``shape``.
+        law: name of the broken law: ``operands``, ``args``, ``dtype``, ``shape`` or ``launch``.
     """
 
     code = "wis.rule"
@@ -62,10 +62,10 @@ class RuleError(WisError):
 
 
 class PlanError(WisError):
-    """A plan does not do what its program says, or reaches where it may not.
+    """A plan computes something else than its program, or accesses memory outside of its slots.
 
     Attributes:
-        law: name of the law that it breaks.
+        law: name of the broken law.
     """
 
     code = "wis.plan"
@@ -76,6 +76,6 @@ class PlanError(WisError):
 
 
 class ArtifactError(WisError):
-    """Bytes are no artifact, or not the one that was asked for."""
+    """Bytes are not an artifact, or they are another artifact than the requested one."""
 
     code = "wis.artifact"

@@ -1,4 +1,4 @@
-"""The allow-list of `extern`: operators of the device library that a program may name. Whatever is not listed is refused."""
+"""The allow-list of `extern`: the operators of the device library that a program may call. All other operators are refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib.resources import files
 
 @cache
 def allowed() -> frozenset[str]:
-    """All allowed names, such as ``aten.add.Tensor``."""
+    """All allowed operator names, such as ``aten.add.Tensor``."""
     text = files("wooly_wis").joinpath("data/extern_ops.txt").read_text("ascii")
     return frozenset(line for line in text.split("\n") if line and not line.startswith("#"))
 

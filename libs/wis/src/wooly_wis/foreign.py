@@ -1,6 +1,6 @@
-"""Kernels in languages of others: their sources, what a `kernel.launch` says, and the code that a compiler made of one.
+"""Foreign kernels: their sources, the instruction `kernel.launch`, and the compiled code of a kernel.
 
-docs/reference/foreign-kernels.md is the contract. A source is untrusted text under a digest; here nobody looks into it.
+docs/reference/foreign-kernels.md is the contract. A source is untrusted text, named by its digest; this module does not parse it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from wooly_wis.program import Attr, Form, OperandRef, ParamKind, ParamRef, Role
 
 OPCODE: Final = "kernel.launch"
 LANGUAGES: Final = ("ttir", "cuda-c", "ptx")
-#: Those in which nobody but a chip's vendor can tell what is loaded and stored: for tenants who may.
+#: Languages whose memory accesses Wooly cannot check. Only tenants with the right `opaque_kernels` may use them.
 OPAQUE: Final = frozenset({"ptx"})
-#: The option of a launch whose text a GPU runs as it is, without checks: likewise.
+#: Option of a launch: a GPU runs the text without checks. Only tenants with the right `opaque_kernels` may use it.
 UNCHECKED: Final = "unchecked"
-#: The option of a launch that says how many bytes of shared memory a block has besides what the text declares.
+#: Option of a launch: bytes of shared memory per block, in addition to the shared memory that the text declares.
 SHARED: Final = "shared"
 MAX_SOURCE_BYTES: Final = 1 << 20
-#: Sources that a session or a module may have, and their bytes.
+#: Maximum number of sources in a session or a module, and of their bytes together.
 MAX_SOURCES: Final = 1024
 MAX_SOURCES_BYTES: Final = 16 << 20
 MAX_ARGUMENTS: Final = 256
 MAX_GRID: Final = (1 << 31) - 1
 MAX_BLOCK: Final = 1024
-#: Words of `wooly_status`, the first argument of a kernel's code.
+#: Number of words in `wooly_status`, the first argument of compiled code.
 STATUS_WORDS: Final = 8
-#: Element types that a scalar argument can have.
+#: Dtypes of scalar arguments.
 SCALARS: Final = (
     DType.BOOL,
     DType.I8,
@@ -57,7 +57,7 @@ _CODE_MAGIC = b"WKC1"
 _PASSED = re.compile(r"status|scratch|null|(?:(?:address|value) |length (?=\d+ (?:1|2|4|8)$))(\d{1,3})(?: \d)?")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,1023}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-#: Attributes of the instruction.
+#: Attributes of `kernel.launch`.
 ATTRS: Final = frozenset({"args", "block", "entry", "grid", "language", "options", "source"})
 
 
@@ -70,7 +70,7 @@ class Source:
 
     Attributes:
         language: one of `LANGUAGES`.
-        text: what its own compiler reads.
+        text: the text in this language.
     """
 
     language: str
@@ -78,48 +78,48 @@ class Source:
 
 
 def encode_source(source: Source) -> bytes:
-    """Canonical bytes of a source; their digest is its name.
+    """The canonical bytes of a source. Their digest names the source.
 
     Raises:
-        EncodeError: it is too large, or in a language that nobody knows.
+        EncodeError: the source is too large, or its language is unknown.
     """
     if source.language not in LANGUAGES:
-        raise EncodeError(f"there is no language {source.language!r}; there are {', '.join(LANGUAGES)}")
+        raise EncodeError(f"language {source.language!r} is unknown; known languages: {', '.join(LANGUAGES)}")
     text, language = source.text.encode(), source.language.encode("ascii")
     raw = b"".join((_SOURCE_MAGIC, bytes((len(language),)), language, len(text).to_bytes(4, "little"), text))
     if len(raw) > MAX_SOURCE_BYTES:
-        raise EncodeError(f"a kernel's source of {len(raw)} bytes, at most {MAX_SOURCE_BYTES}")
+        raise EncodeError(f"the kernel's source has {len(raw)} bytes, the limit is {MAX_SOURCE_BYTES}")
     return raw
 
 
 def decode_source(raw: bytes) -> Source:
-    """The source that bytes encode.
+    """Decode a source.
 
     Raises:
-        DecodeError: they do not encode one.
+        DecodeError: the bytes are not an encoded source.
     """
     if len(raw) > MAX_SOURCE_BYTES:
-        raise DecodeError(f"a kernel's source of {len(raw)} bytes, at most {MAX_SOURCE_BYTES}")
+        raise DecodeError(f"the kernel's source has {len(raw)} bytes, the limit is {MAX_SOURCE_BYTES}")
     if raw[:4] != _SOURCE_MAGIC or len(raw) < 5 or len(raw) < 9 + raw[4]:
-        raise DecodeError("not a kernel's source of version 1", 0)
+        raise DecodeError("the bytes are not a kernel's source of version 1", 0)
     at = 5 + raw[4]
     size = int.from_bytes(raw[at : at + 4], "little")
     if len(raw) != at + 4 + size:
-        raise DecodeError("a kernel's source is cut short, or longer than it says", at)
+        raise DecodeError("the kernel's source is shorter or longer than its header says", at)
     try:
         language, text = raw[5:at].decode("ascii"), _decoded(raw[at + 4 :])
     except UnicodeDecodeError as e:
-        raise DecodeError("a kernel's source is not UTF-8", at) from e
+        raise DecodeError("the kernel's source is not UTF-8", at) from e
     if language not in LANGUAGES:
-        raise DecodeError(f"there is no language {language[:20]!r}; there are {', '.join(LANGUAGES)}", 5)
+        raise DecodeError(f"language {language[:20]!r} is unknown; known languages: {', '.join(LANGUAGES)}", 5)
     return Source(language, text)
 
 
 def _decoded(raw: bytes) -> str:
-    """The text that UTF-8 encodes.
+    """Decode UTF-8 in pieces, with pauses.
 
     Raises:
-        UnicodeDecodeError: it is not UTF-8.
+        UnicodeDecodeError: the bytes are not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     found = [decoder.decode(piece) for piece in pieces(raw)]
@@ -128,23 +128,23 @@ def _decoded(raw: bytes) -> str:
 
 # -- the instruction -----------------------------------------------------------------------------------------------------
 
-#: An argument: the operand that it points to, or a scalar's type and value (a number, or a param).
+#: An argument: the index of an operand, or a scalar's dtype and value (a number or a param).
 Argument = int | tuple[DType, int | float | bool | ParamRef]
 Option = tuple[str, int | bool | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What a `kernel.launch` says.
+    """The content of a `kernel.launch`.
 
     Attributes:
-        language: of the source.
-        source: its digest.
-        entry: the function to run.
+        language: language of the source.
+        source: digest of the source.
+        entry: name of the function to run.
         grid: groups along each dimension.
         block: threads of a group along each dimension.
-        args: per parameter of the function.
-        options: hints and needs of the source's compiler, by name.
+        args: one per parameter of the function.
+        options: hints and requirements for the compiler, by name.
     """
 
     language: str
@@ -156,7 +156,7 @@ class Launch:
     options: tuple[Option, ...] = ()
 
     def attrs(self) -> tuple[tuple[str, Attr], ...]:
-        """The attributes of its form."""
+        """The attributes of the instruction's form."""
         args: tuple[Attr, ...] = tuple([OperandRef(a) if isinstance(a, int) else a for a in self.args])
         return (
             ("args", args),
@@ -170,55 +170,55 @@ class Launch:
 
 
 def launch_of(form: Form) -> Launch:
-    """What a form of `kernel.launch` says, checked in all its parts.
+    """Decode and check the attributes of a `kernel.launch`.
 
     Raises:
-        RuleError: it breaks a law.
+        RuleError: the form breaks a law.
     """
 
     def text(name: str) -> str:
         value = form.attr(name)
         if not isinstance(value, str):
-            raise RuleError("launch", f"the attribute {name!r} is a string")
+            raise RuleError("launch", f"the attribute {name!r} must be a string")
         return value
 
     def items(name: str) -> tuple[Attr, ...]:
         value = form.attr(name, ())
         if not isinstance(value, tuple):
-            raise RuleError("launch", f"the attribute {name!r} is a tuple")
+            raise RuleError("launch", f"the attribute {name!r} must be a tuple")
         return value
 
     language, source, entry = text("language"), text("source"), text("entry")
     if language not in LANGUAGES:
-        raise RuleError("launch", f"there is no language {language[:20]!r}; there are {', '.join(LANGUAGES)}")
+        raise RuleError("launch", f"language {language[:20]!r} is unknown; known languages: {', '.join(LANGUAGES)}")
     if not _DIGEST.fullmatch(source):
-        raise RuleError("launch", "the source is named by the 64 hex digits of its digest")
+        raise RuleError("launch", "the source must be a digest of 64 hex digits")
     if not _NAME.fullmatch(entry):
-        raise RuleError("launch", f"the entry is a name, not {entry[:40]!r}")
+        raise RuleError("launch", f"the entry must be a name, not {entry[:40]!r}")
     block = tuple([n for n in items("block") if type(n) is int and n >= 1])
     if len(block) != 3 or len(items("block")) != 3 or block[0] * block[1] * block[2] > MAX_BLOCK:
-        raise RuleError("launch", f"a block is three integers from 1, whose product is at most {MAX_BLOCK}")
+        raise RuleError("launch", f"a block must be three integers of at least 1, whose product is at most {MAX_BLOCK}")
     if language == "ttir" and block != (1, 1, 1):
-        raise RuleError("launch", "programs of ttir have no threads: their block is 1, 1, 1")
+        raise RuleError("launch", "the block of a ttir kernel must be 1, 1, 1, because ttir has no threads")
     grid = tuple([_extent(form, n) for n in items("grid")])
     if len(grid) != 3:
-        raise RuleError("launch", "a grid has three extents")
+        raise RuleError("launch", "a grid must have three extents")
     check_grid([n for n in grid if isinstance(n, int)])
     if len(items("args")) > MAX_ARGUMENTS:
-        raise RuleError("launch", f"{len(items('args'))} arguments, at most {MAX_ARGUMENTS}")
+        raise RuleError("launch", f"the kernel has {len(items('args'))} arguments, the limit is {MAX_ARGUMENTS}")
     args = tuple([_argument(form, k, a) for k, a in enumerate(items("args"))])
     _check_operands(form, args)
     options = tuple([_option(o) for o in items("options")])
     if [name for name, _ in options] != sorted({name for name, _ in options}):
-        raise RuleError("launch", "options are in order, each once")
+        raise RuleError("launch", "options must be sorted by name, and an option must occur only once")
     return Launch(language, bytes.fromhex(source), entry, grid, block, args, options)
 
 
 def check_grid(extents: list[int]) -> None:
-    """Make sure that a grid can be launched.
+    """Check that a grid can be launched.
 
     Raises:
-        RuleError: an extent is negative, or there are too many groups.
+        RuleError: an extent is negative, or the grid has too many groups.
     """
     groups = 1
     for n in extents:
@@ -226,7 +226,7 @@ def check_grid(extents: list[int]) -> None:
             raise RuleError("launch", f"the grid has a negative extent, {n}")
         groups *= n
     if groups > MAX_GRID or max(extents, default=0) > MAX_GRID:
-        raise RuleError("launch", f"a grid of {groups} groups, at most {MAX_GRID}")
+        raise RuleError("launch", f"the grid has {groups} groups, the limit is {MAX_GRID}")
 
 
 def _extent(form: Form, value: Attr) -> int | ParamRef:
@@ -234,7 +234,7 @@ def _extent(form: Form, value: Attr) -> int | ParamRef:
         return value
     if isinstance(value, ParamRef) and value.index < len(form.params) and form.params[value.index] is ParamKind.I64:
         return value
-    raise RuleError("launch", "a grid's extents are integers, or params that are")
+    raise RuleError("launch", "a grid's extents must be integers or integer params")
 
 
 def _argument(form: Form, k: int, value: Attr) -> Argument:
@@ -248,7 +248,7 @@ def _argument(form: Form, k: int, value: Attr) -> Argument:
                     return dtype, number
             elif isinstance(number, (bool, int)) or (isinstance(number, float) and dtype.kind == "float"):
                 return dtype, number
-    raise RuleError("launch", f"argument {k} is an operand, or a scalar's dtype and its value")
+    raise RuleError("launch", f"argument {k} must be an operand, or a scalar's dtype and value")
 
 
 def _option(value: Attr) -> Option:
@@ -256,24 +256,24 @@ def _option(value: Attr) -> Option:
         name, setting = value
         if isinstance(name, str) and _NAME.fullmatch(name) and isinstance(setting, (bool, int, str)):
             return name, setting
-    raise RuleError("launch", "an option is a name, and an integer, a boolean or a string")
+    raise RuleError("launch", "an option must be a name with an integer, a boolean or a string")
 
 
 def _check_operands(form: Form, args: tuple[Argument, ...]) -> None:
     if {a for a in args if isinstance(a, int)} != set(range(len(form.operands))):
-        raise RuleError("launch", "every operand is an argument, and no other")
+        raise RuleError("launch", "every operand must be an argument, and every argument must name an existing operand")
     for k, operand in enumerate(form.operands):
         view = operand.view
         if operand.role is Role.OUT:
             raise RuleError(
-                "launch", f"operand {k} is read or updated: what a kernel writes is not known to be all of it"
+                "launch", f"operand {k} must be IN or INOUT, because a kernel may write only a part of the operand"
             )
         if view is None or len(view.sizes) != 1 or view.strides != (1,):
-            raise RuleError("launch", f"operand {k} is not a flat run of elements")
+            raise RuleError("launch", f"operand {k} must have a contiguous one-dimensional view")
     for a in args:
         param = a[1] if isinstance(a, tuple) and a[0].kind != "float" else None
         if isinstance(a, tuple) and isinstance(param, ParamRef) and form.params[param.index] is ParamKind.F64:
-            raise RuleError("launch", f"a {a[0].label} argument is given a floating point param")
+            raise RuleError("launch", f"an argument of dtype {a[0].label} gets a floating point param")
 
 
 # -- code ----------------------------------------------------------------------------------------------------------------
@@ -281,12 +281,12 @@ def _check_operands(form: Form, args: tuple[Argument, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of a kernel, as its compiler found it.
+    """A parameter of a compiled kernel.
 
     Attributes:
-        dtype: of a scalar; of what a buffer is made of, where that is known.
-        buffer: whether it is a buffer.
-        writes: whether the kernel may write it.
+        dtype: dtype of a scalar, or of a buffer's elements; None if unknown.
+        buffer: whether the parameter is a buffer.
+        writes: whether the kernel may write the buffer.
     """
 
     dtype: DType | None
@@ -296,19 +296,22 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Code of a kernel for a GPU's driver, and how it is launched.
+    """The code of a kernel for a GPU's driver, and the launch parameters.
 
     Attributes:
-        entry: the function in it.
-        passed: what each of its parameters is given: ``status`` (address of the status words), ``address K`` and ``length K U``
-            (of argument K's window, in units of U bytes), ``value K`` (argument K, a scalar), ``scratch`` (memory of the launch's
-            own), ``null``.
-        threads: of a group; 0: as many as the launch says.
-        shared: bytes of a group's memory that the launch sets apart.
-        scratch: bytes per group of the memory called so.
-        claims: per argument of the launch, what its address or value must be a multiple of. If any is more than 1, so must be
-            the lengths of all windows, of 16 bytes.
-        code: for the driver.
+        entry: name of the function in the code.
+        passed: what each parameter of the function gets: ``status`` (address of the status words), ``address K`` and ``length K
+            U``
+            (of argument K's window, in units of U bytes), ``value K`` (the scalar argument K), ``scratch`` (memory for this
+            launch),
+            ``null``.
+        threads: threads of a group; 0: as many as the launch says.
+        shared: bytes of shared memory per group that the launch must reserve.
+        scratch: bytes of scratch memory per group.
+        claims: per argument of the launch, a number that divides the argument's address or value. If a claim is above 1, the
+            lengths
+            of all windows must be multiples of 16 bytes.
+        code: the code in the driver's format.
     """
 
     entry: str
@@ -322,15 +325,16 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class ForeignCode:
-    """What a compiler made of a source for one target.
+    """The compiled code of a kernel for one target.
 
     Attributes:
-        entry: the function in the code.
-        parameters: of the kernel.
-        places: what a complaint of the running kernel is about, by its number.
-        code: for a CPU's driver; empty for a GPU's.
-        images: for a GPU's driver, the first of which the claims are true is launched; of the last they always are, unless
-            nothing was checked.
+        entry: name of the function in the code.
+        parameters: the kernel's parameters.
+        places: places in the source that a running kernel can report, by number.
+        code: code for a CPU's driver; empty for a GPU.
+        images: code for a GPU's driver. The launch uses the first image whose claims are true. The claims of the last image are
+            always
+            true, except for a kernel without checks.
     """
 
     entry: str
@@ -341,7 +345,7 @@ class ForeignCode:
 
 
 def encode_code(code: ForeignCode, name: str) -> bytes:
-    """Bytes of a kernel's code: they say under which name (`KernelKey.name`), and end with the digest of those before."""
+    """Encode a kernel's code. The bytes contain the name (`KernelKey.name`) and end with a digest."""
     head = json.dumps(
         {
             "name": name,
@@ -357,19 +361,19 @@ def encode_code(code: ForeignCode, name: str) -> bytes:
 
 
 def decode_code(raw: bytes, name: str) -> ForeignCode:
-    """The code that bytes encode.
+    """Decode a kernel's code.
 
     Raises:
-        DecodeError: they do not encode any, or not that of this name.
+        DecodeError: the bytes are not a kernel's code, or have another name.
     """
     body = raw[:-DIGEST_SIZE]
     if len(raw) < 8 + DIGEST_SIZE or raw[:4] != _CODE_MAGIC or digest(body) != raw[-DIGEST_SIZE:]:
-        raise DecodeError("not a kernel's code of version 1, or not all of it", 0)
+        raise DecodeError("the bytes are not a kernel's code of version 1, or they are incomplete", 0)
     end = 8 + int.from_bytes(raw[4:8], "little")
     try:
         head = json.loads(body[8:end])
         if head["name"] != name:
-            raise DecodeError(f"a kernel's code is that of {str(head['name'])[:40]}, not of {name}")
+            raise DecodeError(f"the kernel's code is stored as {str(head['name'])[:40]}, not as {name}")
         parameters = tuple(
             [
                 Parameter(BY_LABEL[label] if label else None, bool(buffer), bool(writes))
@@ -380,7 +384,7 @@ def decode_code(raw: bytes, name: str) -> ForeignCode:
         code, images = body[end:at], []
         for entry, passed, threads, shared, scratch, claims, nbytes in head["images"]:
             if at < end or nbytes < 0 or len(claims) != len(parameters):
-                raise DecodeError("a kernel's code is not all there", at)
+                raise DecodeError("the kernel's code is incomplete", at)
             images.append(
                 Image(
                     str(entry),
@@ -395,31 +399,31 @@ def decode_code(raw: bytes, name: str) -> ForeignCode:
             at += nbytes
         return ForeignCode(str(head["entry"]), parameters, tuple([str(p) for p in head["places"]]), code, tuple(images))
     except (ValueError, KeyError, TypeError) as e:
-        raise DecodeError(f"a kernel's code has a bad head: {e}", 8) from e
+        raise DecodeError(f"the kernel's code has an invalid header: {e}", 8) from e
 
 
 def _passed(text: str, count: int) -> str:
-    """What a parameter is given, checked.
+    """Check the text that says what a parameter gets.
 
     Raises:
-        ValueError: there is no such thing.
+        ValueError: the text is invalid.
     """
     found = _PASSED.fullmatch(text)
     if found is None or (found[1] is not None and int(found[1]) >= count):
-        raise ValueError(f"a parameter is given {text[:40]!r}")
+        raise ValueError(f"a parameter of the kernel gets {text[:40]!r}, which is not valid")
     return text
 
 
 @dataclass(frozen=True, slots=True)
 class KernelKey:
-    """What tells compiled kernels apart: all that compiling hangs on, besides target and compiler.
+    """The key of a compiled kernel: everything that the code depends on, except target and compiler.
 
     Attributes:
-        source: digest of the text.
-        entry: the function.
-        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
-        block: threads of a group.
-        options: hints and needs.
+        source: digest of the source.
+        entry: name of the function.
+        args: per argument: ``*f32`` for a buffer of f32 elements, or the dtype of a scalar.
+        block: threads of a group along each dimension.
+        options: hints and requirements for the compiler.
     """
 
     source: bytes
@@ -429,13 +433,13 @@ class KernelKey:
     options: tuple[Option, ...]
 
     def name(self, target: str, compiler: str) -> str:
-        """What its code is called wherever it is kept, if a compiler of that version made it for that target."""
+        """Name of the kernel's code in all storage, for a target and a version of the compiler."""
         parts = ["kernel", self.source.hex(), self.entry, repr(self.block), repr(self.options), target, compiler]
         return hashlib.blake2b("\0".join([*parts, *self.args]).encode(), digest_size=20).hexdigest()
 
 
 def key_of(launch: Launch, form: Form) -> KernelKey:
-    """The key of what a launch runs."""
+    """The key of the kernel that a launch runs."""
     kinds = []
     for a in launch.args:
         if isinstance(a, int):

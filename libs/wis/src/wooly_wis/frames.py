@@ -1,4 +1,4 @@
-"""Payloads of the data channel's frames, as both ends read and write them. No sockets here."""
+"""Encoding and decoding of the data channel's frame payloads. This module does not know sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from wooly_wis.limits import MAX_FREES, MAX_PARAMS, MAX_REFERENCES
 
 PROTOCOL = 1
 MAX_CHUNK = 4 << 20
-#: Answers to a READ up to this size leave from a copy: the executor goes on before the client has taken them.
+#: Maximum size, in bytes, of an answer to a READ that the executor copies. The executor continues before the client receives the
+#: copy.
 ANSWER_COPIED = 64 << 10
 REPLY = 1
 
@@ -46,7 +47,7 @@ class Kind(IntEnum):
 RUN_HEAD = struct.Struct(f"<{DIGEST_SIZE}sIIII")
 WRITE_HEAD = struct.Struct("<QQ")
 READ_HEAD = struct.Struct("<QQQ")
-#: Of an OFFER and of a SEAL: buffer, bytes, whether the digest is of the first chunk only, digest.
+#: Layout of OFFER and SEAL: buffer, byte count, whether the digest covers only the first chunk, digest.
 CONTENT = struct.Struct("<QQI32s")
 
 
@@ -79,21 +80,21 @@ def unpack_run(payload: bytes | memoryview) -> Run:
     """The content of a RUN frame.
 
     Raises:
-        DecodeError: counts do not fit the payload, or are more than a program can have, or unknown flags.
+        DecodeError: the counts do not match the payload's length or exceed a limit, or a flag is unknown.
     """
     if len(payload) < RUN_HEAD.size:
-        raise DecodeError("RUN frame is cut short")
+        raise DecodeError("RUN frame is shorter than its header")
     digest, n_bind, n_param, n_free, flags = RUN_HEAD.unpack_from(payload)
     if n_bind > MAX_REFERENCES or n_param > 2 * MAX_PARAMS or n_free > MAX_FREES:
         raise DecodeError(
-            f"RUN frame of {n_bind} bindings, {n_param} words of params and {n_free} buffers to free, "
-            f"at most {MAX_REFERENCES}, {2 * MAX_PARAMS} and {MAX_FREES}"
+            f"RUN frame has {n_bind} bindings, {n_param} words of params and {n_free} buffers to free; "
+            f"the limits are {MAX_REFERENCES}, {2 * MAX_PARAMS} and {MAX_FREES}"
         )
     a = RUN_HEAD.size
     b = a + 8 * n_bind
     c = b + 8 * n_param
     if c + 8 * n_free != len(payload) or flags & ~REPLY:
-        raise DecodeError("RUN frame's counts do not fit its length")
+        raise DecodeError("RUN frame's counts do not match its length, or a flag is unknown")
     bindings, frees = array("Q"), array("Q")
     bindings.frombytes(payload[a:b])
     frees.frombytes(payload[c:])
@@ -101,13 +102,13 @@ def unpack_run(payload: bytes | memoryview) -> Run:
 
 
 def wants_reply(payload: bytes | memoryview) -> bool:
-    """Whether a RUN frame asks for an answer: its head alone is read.
+    """Whether a RUN frame asks for an answer. This function reads only the frame's header.
 
     Raises:
-        DecodeError: it is cut short.
+        DecodeError: the frame is shorter than its header.
     """
     if len(payload) < RUN_HEAD.size:
-        raise DecodeError("RUN frame is cut short")
+        raise DecodeError("RUN frame is shorter than its header")
     _, _, _, _, flags = RUN_HEAD.unpack_from(payload)
     return bool(flags & REPLY)
 
@@ -116,25 +117,25 @@ def unpack_read(payload: bytes | memoryview) -> tuple[int, int, int]:
     """(buffer, byte offset, byte count) of a READ frame.
 
     Raises:
-        DecodeError: wrong length.
+        DecodeError: the frame's length is wrong.
     """
     if len(payload) != READ_HEAD.size:
-        raise DecodeError("READ frame has a wrong length")
+        raise DecodeError(f"READ frame has {len(payload)} bytes, not {READ_HEAD.size}")
     buffer, offset, nbytes = READ_HEAD.unpack(payload)
     return buffer, offset, nbytes
 
 
 def unpack_content(payload: bytes | memoryview) -> tuple[int, int, bool, bytes]:
-    """(buffer, byte count, whether only of the first chunk, digest) of an OFFER or SEAL frame.
+    """(buffer, byte count, whether the digest covers only the first chunk, digest) of an OFFER or SEAL frame.
 
     Raises:
-        DecodeError: wrong length, or unknown flags.
+        DecodeError: the frame's length is wrong, or a flag is unknown.
     """
     if len(payload) != CONTENT.size:
-        raise DecodeError("frame about a content has a wrong length")
+        raise DecodeError(f"OFFER or SEAL frame has {len(payload)} bytes, not {CONTENT.size}")
     buffer, nbytes, head, name = CONTENT.unpack(payload)
     if head not in (0, 1):
-        raise DecodeError("frame about a content has unknown flags")
+        raise DecodeError(f"OFFER or SEAL frame has the unknown flag value {head}")
     return buffer, nbytes, bool(head), name
 
 
@@ -147,7 +148,7 @@ def unpack_json(payload: bytes | bytearray | memoryview) -> dict[str, Any]:
     """The object in a JSON payload.
 
     Raises:
-        DecodeError: not a JSON object.
+        DecodeError: the payload is not a JSON object.
     """
     try:
         value = json.loads(bytes(payload))

@@ -1,13 +1,13 @@
-"""Languages of kernels as optional distributions: what a distribution offers for a language, and how it is found.
+"""Languages of foreign kernels as optional distributions: the interface of a language, and how processes find its distribution.
 
-A distribution names one module per language as an entry point. The entry point has the name of the language
+A distribution declares one module per language as an entry point. The entry point's name is the name of the language
 (`wooly_wis.foreign.LANGUAGES`):
 
     [project.entry-points."wooly.compiler.languages"]    the module has the functions of `CompiledLanguage`
     [project.entry-points."wooly.client.languages"]      the module has the functions of `ReadLanguage`
 
-The module is in a package, whose sources are part of the compiler's version. It is imported when a kernel in its language is
-first asked for. ADR 22 has the contract of the kernels themselves.
+The module must be in a package; the package's sources are part of the compiler's version. The module is imported at the first
+request for a kernel in its language. ADR 22 defines the kernels themselves.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from wooly_wis.foreign import ForeignCode, Parameter
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-#: The groups of entry points: what compiles a language, and what reads it in clients.
+#: Groups of entry points: modules that compile a language, and modules that clients use to read it.
 COMPILER: Final = "wooly.compiler.languages"
 CLIENT: Final = "wooly.client.languages"
-#: The distribution that offers a language, for the error where the language is not installed.
+#: The distribution that provides each language. The error about a missing language names it.
 DISTRIBUTIONS: Final[Mapping[str, str]] = {"cuda-c": "wooly-cuda-c", "ttir": "wooly-triton"}
 
 
 class ForeignError(WisError):
-    """A kernel in another language cannot be compiled; the message names the place in its text."""
+    """A foreign kernel cannot be compiled. The message names the place in the kernel's text."""
 
     code = "wis.foreign"
 
 
 class MissingLanguageError(ForeignError):
-    """The distribution that offers a language is not installed. After its installation the same request may succeed."""
+    """The distribution of a language is not installed. After the installation, the same request can succeed."""
 
     code = "wis.language_missing"
     retryable = True
@@ -48,14 +48,14 @@ class MissingLanguageError(ForeignError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be compiled.
+    """A request to compile one kernel.
 
     Attributes:
         text: the source.
-        entry: the function.
-        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
-        block: threads of a group.
-        options: hints and needs.
+        entry: name of the function.
+        args: per argument: ``*f32`` for a buffer of f32 elements, or the dtype of a scalar.
+        block: threads of a block, along each dimension.
+        options: hints and requirements for the compiler.
     """
 
     text: str
@@ -71,9 +71,9 @@ class Lowered:
 
     Attributes:
         text: OpenCL C 1.2, with the ABI of ADR 22.
-        entry: the kernel in it.
-        parameters: of the kernel, one per argument.
-        places: what complaints are about, by number.
+        entry: name of the kernel in `text`.
+        parameters: the kernel's parameters, one per argument.
+        places: the places in the source that the kernel can report, by number.
     """
 
     text: str
@@ -83,33 +83,33 @@ class Lowered:
 
 
 class CompiledLanguage(Protocol):
-    """What the compiler needs of a language. A module with these functions is one."""
+    """The interface of a language for the compiler. A module with these functions implements it."""
 
     def for_cpu(self, request: Request) -> Lowered:
-        """A kernel as OpenCL C in which every access is checked.
+        """Lower a kernel to OpenCL C that checks every access.
 
         Raises:
-            ForeignError: names the operation that has no lowering, or the law that the text breaks.
+            ForeignError: names the operation that cannot be lowered, or the law that the text breaks.
         """
         ...
 
     def for_gpu(self, request: Request, target: str, build: Callable[[str], bytes]) -> ForeignCode:
-        """A kernel's code for a GPU, in which every access is checked.
+        """Compile a kernel for a GPU, with a check of every access.
 
         Args:
-            request: what is to be compiled.
+            request: the kernel to compile.
             target: like ``cuda:sm_90`` or ``hip:gfx942``.
-            build: compiles a text in the C of the target's vendor for the target.
+            build: compiles text in the target vendor's C (CUDA C or HIP C) for the target.
 
         Raises:
-            ForeignError: the text cannot be checked, or is not in this language.
-            WisError: no compiler for the target is installed, or it refuses the text.
+            ForeignError: the accesses of the text cannot be checked, or the text is not in this language.
+            WisError: no compiler for the target is installed, or the compiler refuses the text.
         """
         ...
 
 
 class Passed(enum.Enum):
-    """What a parameter of a kernel is: a number, a buffer that is only read, a buffer that may be written."""
+    """Kind of a kernel's parameter: a number, a buffer that the kernel only reads, or a buffer that the kernel may write."""
 
     NUMBER = "number"
     READ = "read"
@@ -117,18 +117,18 @@ class Passed(enum.Enum):
 
 
 class ReadLanguage(Protocol):
-    """What a client needs of a language. A module with this function is one."""
+    """The interface of a language for clients. A module with this function implements it."""
 
     def parameters(self, text: str, entry: str, template: str) -> tuple[Passed, ...]:
-        """What the parameters of a kernel are.
+        """The kinds of a kernel's parameters.
 
         Args:
             text: the source.
-            entry: the function.
-            template: its template arguments as they are written; empty without any.
+            entry: name of the function.
+            template: the function's template arguments as text; empty if there are none.
 
         Raises:
-            WisError: the text is not understood, or has no such kernel; the message names the line.
+            WisError: the text cannot be parsed, or has no such kernel. The message names the line.
         """
         ...
 
@@ -137,10 +137,10 @@ def compiled(language: str) -> CompiledLanguage:
     """The module that compiles kernels in a language.
 
     Raises:
-        MissingLanguageError: its distribution is not installed.
-        ForeignError: there is no such language.
+        MissingLanguageError: the language's distribution is not installed.
+        ForeignError: the language is unknown.
     """
-    cure = "where kernels are compiled (beside wooly-compiler), and start the compiler and the executor anew"
+    cure = "in the environment of wooly-compiler, then restart the compiler and the executor"
     found: CompiledLanguage = _load(COMPILER, language, cure)
     return found
 
@@ -149,15 +149,15 @@ def read(language: str) -> ReadLanguage:
     """The module that reads kernels in a language, for a client.
 
     Raises:
-        MissingLanguageError: its distribution is not installed.
-        ForeignError: there is no such language.
+        MissingLanguageError: the language's distribution is not installed.
+        ForeignError: the language is unknown.
     """
-    found: ReadLanguage = _load(CLIENT, language, "where this script runs (beside wooly)")
+    found: ReadLanguage = _load(CLIENT, language, "in the environment of this script")
     return found
 
 
 def folders() -> tuple[Path, ...]:
-    """The folders of the packages that compile languages here, in the order of the languages' names."""
+    """The folders of the installed packages that compile languages, ordered by language name."""
     found: dict[str, Path] = {}
     for _, entry in sorted(installed(COMPILER).items()):
         package = entry.module.partition(".")[0]
@@ -169,7 +169,9 @@ def folders() -> tuple[Path, ...]:
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """The entry points of a group by language. A process searches once, which takes about 25 ms: a file of each distribution."""
+    """The installed entry points of a group, by language. A process searches once, because a search reads a file of each
+    distribution (about 25 ms).
+    """
     from importlib.metadata import entry_points
 
     return {entry.name: entry for entry in entry_points(group=group)}
@@ -177,7 +179,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 def _load(group: str, language: str, cure: str) -> Any:
     if language not in DISTRIBUTIONS:
-        raise ForeignError(f"there is no language {language}; there are {', '.join(DISTRIBUTIONS)}")
+        raise ForeignError(f"language {language} is unknown; known languages: {', '.join(DISTRIBUTIONS)}")
     name, entry = DISTRIBUTIONS[language], installed(group).get(language)
     if entry is None:
         raise MissingLanguageError(
@@ -186,4 +188,6 @@ def _load(group: str, language: str, cure: str) -> Any:
     try:
         return entry.load()
     except ImportError as e:
-        raise MissingLanguageError(f"kernels in {language} need {name}, which cannot be loaded: {e}") from e
+        raise MissingLanguageError(
+            f"kernels in {language} need {name}, which is installed but cannot be imported: {e}"
+        ) from e

@@ -1,4 +1,4 @@
-"""A law: one type for the laws of forms, kernels, statements of kernels, plans, and the compiler's units."""
+"""`Law`: the common type of the laws of forms, kernels, statements of kernels, plans, and the compiler's units."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True, slots=True)
 class Law(Generic[P]):
-    """One law. Its type argument says what the check takes: `Law[[Form]]`, `Law[[Statement, Scope]]`.
+    """One law. The type argument gives the parameters of its check: `Law[[Form]]`, `Law[[Statement, Scope]]`.
 
     Attributes:
-        name: one word; errors contain it.
+        name: one word; error messages contain it.
         says: the law in one sentence.
-        check: returns a complaint if its arguments break the law, else None.
+        check: returns a complaint if the arguments break the law, otherwise None.
     """
 
     name: str

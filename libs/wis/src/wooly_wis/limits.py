@@ -1,35 +1,36 @@
-"""The most that a reader of WIS takes in at once. Memory and time of a reader grow with each of these, so each has a limit.
+"""Limits on the input of WIS readers. A reader's memory and time grow with each of these counts, so each count has a limit.
 
-The clients' recorder stays below: 128 instructions by default, 4,096 at most, 32,768 in a graph of `torch.compile`, and the frees
-of what has died since.
+The clients' recorder stays below the limits: a program has 128 instructions by default, at most 4,096, or at most 32,768 for a
+graph of `torch.compile`. The program also frees the buffers that died since the previous program.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-#: Bytes of one program's definition. A graph of 32,768 instructions of 16,384 forms has about 3 MiB.
+#: Maximum size, in bytes, of one encoded program. A graph of 32,768 instructions and 16,384 forms needs about 3 MiB.
 MAX_PROGRAM_BYTES: Final = 4 << 20
-#: Instructions of one program. Checking and preparing one takes 50 to 100 us, and keeping it about 2 KiB.
+#: Maximum number of instructions in a program. To check and prepare one instruction takes 50 to 100 us; to keep it, about 2 KiB.
 MAX_INSTRUCTIONS: Final = 65_536
-#: Different instructions (forms) of one program.
+#: Maximum number of forms (different instructions) in a program.
 MAX_FORMS: Final = 16_384
-#: Slots that all instructions of one program name, each time one is named. A fused optimizer step names six per parameter.
+#: Maximum number of slot references in a program: the sum over its instructions. A fused optimizer step has six per parameter.
 MAX_REFERENCES: Final = 262_144
-#: Params that one run of a program takes.
+#: Maximum number of params of one run.
 MAX_PARAMS: Final = 131_072
-#: Buffers that are to be freed after one run. 65,536 take some 30 ms; a client with more sends them with its next runs.
+#: Maximum number of buffers to free after one run. To free 65,536 takes about 30 ms; a client frees the rest with its next runs.
 MAX_FREES: Final = 65_536
-#: Operands and values of attributes, in one form and in all forms of a program. An operator on 8,192 tensors has 16,384.
+#: Maximum number of nodes (operands and attribute values): in one form, and in all forms of a program together. An operator on
+#: 8,192 tensors has 16,384 nodes.
 MAX_FORM_NODES: Final = 32_768
 MAX_NODES: Final = 262_144
 
-#: Bytes of one module, without its constants, and the steps and programs in it.
+#: Maximum size of a module in bytes, without its constants; maximum number of its steps, and of its programs.
 MAX_MODULE_BYTES: Final = 16 << 20
 MAX_MODULE_STEPS: Final = 131_072
 MAX_MODULE_PROGRAMS: Final = 4_096
-#: Instructions, and operands and values of attributes, of all programs of a module.
+#: Maximum number of instructions, and of nodes (operands and attribute values), in all programs of a module together.
 MAX_MODULE_INSTRUCTIONS: Final = 262_144
 MAX_MODULE_NODES: Final = 1 << 20
-#: Buffers that all steps of a module name, each time one is named.
+#: Maximum number of buffer references in a module: the sum over its steps.
 MAX_MODULE_REFERENCES: Final = 2 << 20

@@ -1,7 +1,8 @@
-"""A module: programs, constants, and a signature: a computation that runs without the process that recorded it.
+"""A module: a recorded computation (programs, constants, signature) that runs without the process that recorded it.
 
-It is straight-line: steps that load a constant or an input into a buffer, or run a program, in order. Buffers are numbers of the
-module's own. Constants are named by digest and travel beside the module, so that modules share them. Outputs are dense.
+A module is straight-line code. Its steps run in order; a step loads a constant or an input into a buffer, or runs a program.
+Buffer numbers are local to the module. Constants are named by digest and stored outside of the module, so modules can share them.
+Outputs are dense.
 
 Layout, little endian; `str8`, `view` and padding as in `codec`:
 
@@ -13,9 +14,9 @@ Layout, little endian; `str8`, `view` and padding as in `codec`:
     step     := u8:0 u32:source u64:buffer u64:byte_offset                                  load
               | u8:1 u32:program u32:n_bind u32:n_param u32:n_free u64:bind* 8-byte:param* u64:free*     run
 
-Only "WSM2" has sources, at least one: texts of kernels in other languages (`foreign`) that its programs launch. A load's source
-counts the constants first, then the inputs. Nothing may follow the last step. `check_module` says whether it can
-run; `limits` has the most of everything.
+Only "WSM2" has sources, and it has at least one. A source is the text of foreign kernels (`foreign`) that the programs launch.
+The source number of a load counts the constants first, then the inputs. Nothing follows the last step. `check_module` checks
+whether a module can run; `limits` has the limits.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from wooly_wis.verifier import ProgramFacts, nodes_of, verify_program
 
 MAGIC = b"WSM1"
 MAGIC_WITH_SOURCES = b"WSM2"
-#: Nodes of a module: programs, their forms, an eighth of the words of their bodies, sources, constants, inputs, outputs, steps.
-#: They are counted before anything is decoded.
+#: Maximum number of nodes of a module. Nodes are programs, forms, sources, constants, inputs, outputs, steps, and each group of
+#: eight body words. The reader counts them before it decodes anything, so this limit bounds its memory and time.
 MAX_NODES = 1 << 18
 _HEADER = struct.Struct("<4sIIIII")
-_PROGRAM = struct.Struct("<4sII")  # how a program begins; see `codec`
+_PROGRAM = struct.Struct("<4sII")  # header of a program; see `codec`
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _CONSTANT = struct.Struct(f"<{DIGEST_SIZE}sQ")
@@ -58,14 +59,14 @@ _RUN = struct.Struct("<IIII")
 
 
 class ModuleError(WisError):
-    """A decoded module cannot run: what is wrong, and in which step."""
+    """A decoded module cannot run. The message names the fault and the step."""
 
     code = "wis.module"
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """Bytes that come with the module, by their digest."""
+    """A constant of the module: digest and size of its bytes, which are stored outside of the module."""
 
     digest: bytes
     nbytes: int
@@ -73,7 +74,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A dense tensor of the signature, in row-major order."""
+    """A dense tensor of the signature (an input or output), in row-major order."""
 
     name: str
     dtype: DType
@@ -81,7 +82,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its content."""
+        """Size of the tensor's content in bytes."""
         n = self.dtype.itemsize
         for size in self.sizes:
             n *= size
@@ -90,7 +91,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where a result lies at the end."""
+    """A result of the module: the tensor and its place, a buffer and a byte offset, after the last step."""
 
     tensor: Tensor
     buffer: int
@@ -99,7 +100,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Put a constant or an input into a buffer, at a byte offset."""
+    """A step that loads a constant or an input into a buffer, at a byte offset."""
 
     source: int
     buffer: int
@@ -108,7 +109,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a program: a buffer per slot, the words of its params, and what is freed afterwards."""
+    """A step that runs a program: a buffer per slot, the words of the params, and the buffers to free afterwards."""
 
     program: int
     bindings: tuple[int, ...]
@@ -118,7 +119,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """Programs (canonical bytes), constants, signature, the steps that tie them together; sources of kernels, as bytes."""
+    """Programs (canonical bytes), constants, signature, steps, and sources of kernels (encoded)."""
 
     programs: tuple[bytes, ...]
     constants: tuple[Constant, ...]
@@ -128,14 +129,14 @@ class Module:
     sources: tuple[bytes, ...] = ()
 
     def source_bytes(self, source: int) -> int:
-        """Bytes of what a load's source is."""
+        """Size, in bytes, of the constant or input with this source number."""
         if source < len(self.constants):
             return self.constants[source].nbytes
         return self.inputs[source - len(self.constants)].nbytes
 
 
 def module_digest(raw: bytes) -> bytes:
-    """The name of a module, or of any blob: BLAKE2b of 32 bytes."""
+    """The 32-byte digest that names a module, or any blob: BLAKE2b."""
     return digest(raw)
 
 
@@ -145,16 +146,18 @@ def module_digest(raw: bytes) -> bytes:
 def _signature(tensor: Tensor) -> bytes:
     raw = tensor.name.encode()
     if not raw or len(raw) > 255 or len(tensor.sizes) > MAX_DIMS:
-        raise EncodeError(f"a tensor of the signature needs a name of 1 to 255 bytes and at most {MAX_DIMS} dimensions")
+        raise EncodeError(
+            f"a tensor of the signature must have a name of 1 to 255 bytes and at most {MAX_DIMS} dimensions"
+        )
     head = bytes((len(raw),)) + raw + bytes((tensor.dtype.code, len(tensor.sizes)))
     return head + struct.pack(f"<{len(tensor.sizes)}Q", *tensor.sizes)
 
 
 def encode_module(module: Module) -> bytes:
-    """Canonical bytes of a module.
+    """The canonical bytes of a module.
 
     Raises:
-        EncodeError: a name or number is outside what the format can hold.
+        EncodeError: a name or number is too large for the format.
     """
     counts = (len(module.programs), len(module.constants), len(module.inputs), len(module.outputs), len(module.steps))
     parts = [_HEADER.pack(MAGIC_WITH_SOURCES if module.sources else MAGIC, *counts)]
@@ -174,7 +177,7 @@ def encode_module(module: Module) -> bytes:
             bindings = struct.pack(f"<{len(step.bindings)}Q", *step.bindings)
             parts += [b"\1", head, bindings, step.params, struct.pack(f"<{len(step.frees)}Q", *step.frees)]
     except struct.error as e:
-        raise EncodeError(f"a number of the module does not fit its field: {e}") from e
+        raise EncodeError(f"a number of the module is too large for its field: {e}") from e
     return b"".join(parts)
 
 
@@ -182,7 +185,7 @@ def encode_module(module: Module) -> bytes:
 
 
 class _Reader:
-    """A cursor that refuses to run past its end."""
+    """A cursor over bytes. A read beyond the end raises `DecodeError`."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -191,7 +194,7 @@ class _Reader:
     def take(self, n: int) -> bytes:
         start = self.pos
         if n > len(self.data) - start:
-            raise DecodeError(f"{n} bytes wanted, {len(self.data) - start} left", start)
+            raise DecodeError(f"the data ends too early: {n} bytes expected, {len(self.data) - start} left", start)
         self.pos = start + n
         return self.data[start : self.pos]
 
@@ -202,7 +205,7 @@ class _Reader:
         size = self.unpack(_U32)[0]
         found = self.take(size)
         if any(self.take(-size % 4)):
-            raise DecodeError("padding is not zero", self.pos)
+            raise DecodeError("a padding byte is not zero", self.pos)
         return found
 
     def words(self, count: int) -> tuple[int, ...]:
@@ -214,39 +217,41 @@ class _Reader:
         try:
             name = self.take(self.take(1)[0]).decode()
         except UnicodeDecodeError as e:
-            raise DecodeError("name is not UTF-8", at) from e
+            raise DecodeError("a name is not UTF-8", at) from e
         if not name:
-            raise DecodeError("a tensor of the signature has no name", at)
+            raise DecodeError("the name of a tensor of the signature is empty", at)
         dtype = BY_CODE.get(self.take(1)[0])
         ndim = self.take(1)[0]
         if dtype is None or ndim > MAX_DIMS:
-            raise DecodeError(f"unknown dtype code, or {ndim} dimensions (at most {MAX_DIMS})", at)
+            raise DecodeError(f"a tensor has an unknown dtype code, or {ndim} dimensions (the limit is {MAX_DIMS})", at)
         return Tensor(name, dtype, self.words(ndim))
 
 
 def decode_module(data: bytes) -> Module:
-    """The module that `data` encodes. Says nothing of whether it can run: that is `check_module`'s.
+    """Decode a module. `check_module`, not this function, checks whether the module can run.
 
     Raises:
         DecodeError: `data` is not the canonical encoding of a module.
     """
     if len(data) > MAX_MODULE_BYTES:
-        raise DecodeError(f"module of {len(data)} bytes, at most {MAX_MODULE_BYTES}")
+        raise DecodeError(f"the module has {len(data)} bytes, the limit is {MAX_MODULE_BYTES}")
     r = _Reader(data)
     magic, n_programs, n_constants, n_inputs, n_outputs, n_steps = _HEADER.unpack(r.take(_HEADER.size))
     if magic not in (MAGIC, MAGIC_WITH_SOURCES):
-        raise DecodeError("not a WIS module of version 1 or 2", 0)
+        raise DecodeError("the bytes are not a WIS module of version 1 or 2", 0)
     n_sources = r.unpack(_U32)[0] if magic == MAGIC_WITH_SOURCES else 0
     if not n_sources and magic == MAGIC_WITH_SOURCES:
-        raise DecodeError("a module of version 2 without sources", _HEADER.size)
+        raise DecodeError(
+            "the module has version 2 but no sources; a module without sources must have version 1", _HEADER.size
+        )
     least = 4 * (n_programs + n_sources) + _CONSTANT.size * n_constants + 4 * n_inputs + 20 * n_outputs + 17 * n_steps
     if least > len(data):
-        raise DecodeError(f"what the header counts cannot fit {len(data)} bytes", 4)
+        raise DecodeError(f"the counts in the header do not fit into {len(data)} bytes", 4)
     nodes = n_programs + n_sources + n_constants + n_inputs + n_outputs + n_steps
     _check_nodes(nodes)
     if n_programs > MAX_MODULE_PROGRAMS or n_steps > MAX_MODULE_STEPS:
-        most = f"{MAX_MODULE_PROGRAMS} programs and {MAX_MODULE_STEPS} steps"
-        raise DecodeError(f"a module of {n_programs} programs and {n_steps} steps, at most {most}", 4)
+        most = f"{MAX_MODULE_PROGRAMS} and {MAX_MODULE_STEPS}"
+        raise DecodeError(f"the module has {n_programs} programs and {n_steps} steps; the limits are {most}", 4)
     sources, programs = [tuple([r.padded() for _ in range(n)]) for n in (n_sources, n_programs)]
     _check_nodes(nodes + sum([_nodes_of(raw) for raw in programs]))
     constants = tuple([Constant(*_CONSTANT.unpack(r.take(_CONSTANT.size))) for _ in range(n_constants)])
@@ -258,21 +263,23 @@ def decode_module(data: bytes) -> Module:
             pause()
         steps.append(_step(r))
     if r.pos != len(data):
-        raise DecodeError("bytes after the module", r.pos)
+        raise DecodeError("extra bytes follow the module", r.pos)
     return Module(programs, constants, inputs, outputs, tuple(steps), sources)
 
 
 def _check_nodes(nodes: int) -> None:
     if nodes > MAX_NODES:
         raise DecodeError(
-            f"module of {nodes} nodes (programs, forms, an eighth of their words, constants, inputs, outputs, steps), at most "
-            f"{MAX_NODES}; record fewer steps, or split it into several modules",
+            f"the module has {nodes} nodes (programs, forms, an eighth of their words, constants, inputs, outputs, steps), the "
+            f"limit is {MAX_NODES}; record fewer steps, or split the module into several modules",
             4,
         )
 
 
 def _nodes_of(program: bytes) -> int:
-    """Forms of a program and an eighth of its words, as its header counts them, no more than its bytes can hold."""
+    """Number of forms and an eighth of the number of words that a program's header declares, at most what the program's bytes
+    can hold.
+    """
     if len(program) < _PROGRAM.size:
         return 0
     _, forms, words = _PROGRAM.unpack_from(program)
@@ -285,11 +292,13 @@ def _step(r: _Reader) -> Load | Run:
     if kind == 0:
         return Load(*r.unpack(_LOAD))
     if kind != 1:
-        raise DecodeError(f"unknown kind of step {kind}", at)
+        raise DecodeError(f"unknown step kind {kind}", at)
     program, n_bind, n_param, n_free = r.unpack(_RUN)
     r.references += n_bind + n_free
     if r.references > MAX_MODULE_REFERENCES:
-        raise DecodeError(f"a module whose steps name buffers more than {MAX_MODULE_REFERENCES} times", at)
+        raise DecodeError(
+            f"the module's steps have more than {MAX_MODULE_REFERENCES} buffer references, which is the limit", at
+        )
     bindings = r.words(n_bind)
     params = r.take(8 * n_param)
     return Run(program, bindings, params, r.words(n_free))
@@ -299,21 +308,21 @@ def _step(r: _Reader) -> Load | Run:
 
 
 def check_module(module: Module) -> int:
-    """Whether a module can run as it says. Returns the most bytes that its buffers have at once.
+    """Check that a module can run. Returns the maximum number of bytes that its buffers have at the same time.
 
-    Every program obeys the laws; every buffer is made by a program before it is used, once, and large enough for what reaches
-    it; names are unique; outputs are there at the end; the sources are those of the kernels that programs launch. The executor
-    checks each step again as it runs it.
+    The checks: every program obeys the laws. A program allocates each buffer once, before its first use, and large enough for
+    every access. Names are unique. The buffers of all outputs exist after the last step. The sources are exactly those of the
+    kernels that the programs launch. The executor checks each step again when it runs the step.
 
     Raises:
-        WisError: it cannot; the message names the step and what is wrong.
+        WisError: the module cannot run. The message names the step and the fault.
     """
     for what, names in (
         ("inputs", [t.name for t in module.inputs]),
         ("outputs", [o.tensor.name for o in module.outputs]),
     ):
         if len(set(names)) != len(names):
-            raise ModuleError(f"two {what} have the same name")
+            raise ModuleError(f"two {what} of the module have the same name; rename one")
     programs: list[Program] = []
     facts: list[ProgramFacts] = []
     instructions = nodes = 0
@@ -322,8 +331,10 @@ def check_module(module: Module) -> int:
         instructions += len(program.body)
         nodes += sum([nodes_of(f) for f in program.forms])
         if instructions > MAX_MODULE_INSTRUCTIONS or nodes > MAX_MODULE_NODES:
-            most = f"{MAX_MODULE_INSTRUCTIONS} instructions, {MAX_MODULE_NODES} operands and values of attributes"
-            raise ModuleError(f"its programs have more than {most} in all")
+            most = f"{MAX_MODULE_INSTRUCTIONS} instructions or {MAX_MODULE_NODES} operands and attribute values"
+            raise ModuleError(
+                f"the module's programs together have more than {most}, which is the limit; split the module"
+            )
         programs.append(program)
         facts.append(verify_program(program))
     _check_sources(module, {launch_of(f).source for p in programs for f in p.forms if f.opcode == OPCODE})
@@ -335,14 +346,18 @@ def check_module(module: Module) -> int:
         pause()
         if isinstance(step, Load):
             if step.source >= n_sources:
-                raise ModuleError(f"step {number} loads source {step.source} of {n_sources}")
+                raise ModuleError(
+                    f"step {number} loads source {step.source}, but the module has {n_sources} constants and inputs"
+                )
             _reach(number, live, step.buffer, step.offset + module.source_bytes(step.source))
             continue
         if step.program >= len(programs):
-            raise ModuleError(f"step {number} runs program {step.program} of {len(programs)}")
+            raise ModuleError(f"step {number} runs program {step.program}, but the module has {len(programs)} programs")
         known = facts[step.program]
         if len(step.bindings) != len(known.slot_bytes) or len(step.params) != 8 * words[step.program]:
-            raise ModuleError(f"step {number} does not bind what program {step.program} asks for")
+            raise ModuleError(
+                f"step {number} binds another number of buffers or params than program {step.program} has"
+            )
         if len(set(step.bindings)) != len(step.bindings):
             raise ModuleError(f"step {number} binds one buffer to two slots")
         peak = max(peak, held + known.alloc_bytes)
@@ -357,23 +372,27 @@ def check_module(module: Module) -> int:
 
 def _check_sources(module: Module, named: set[bytes]) -> None:
     if len(module.sources) > MAX_SOURCES or sum([len(raw) for raw in module.sources]) > MAX_SOURCES_BYTES:
-        raise ModuleError(f"more than {MAX_SOURCES} sources of kernels, or {MAX_SOURCES_BYTES} bytes of them")
+        raise ModuleError(
+            f"the module has more than {MAX_SOURCES} sources of kernels, or more than {MAX_SOURCES_BYTES} bytes of sources"
+        )
     for raw in module.sources:
         decode_source(raw)
     given = {digest(raw) for raw in module.sources}
     if given != named or len(given) != len(module.sources):
-        raise ModuleError("its sources are not those of the kernels that its programs launch, each once")
+        raise ModuleError(
+            "the module's sources must be exactly the sources of the kernels that its programs launch, each listed once"
+        )
 
 
 def _bind(number: int, step: Run, facts: ProgramFacts, live: dict[int, int]) -> int:
-    """A program takes and leaves buffers. Returns by how many bytes there are more."""
+    """Allocate and free the buffers of one run. Returns the growth of the allocated memory in bytes."""
     more = 0
     for buffer, need, size, freed in zip(
         step.bindings, facts.slot_bytes, facts.slot_alloc, facts.slot_freed, strict=True
     ):
         if size is not None:
             if buffer in live:
-                raise ModuleError(f"step {number} makes buffer {buffer}, which is there")
+                raise ModuleError(f"step {number} allocates buffer {buffer}, which exists already")
             live[buffer] = size
             more += size
         else:
@@ -386,38 +405,38 @@ def _bind(number: int, step: Run, facts: ProgramFacts, live: dict[int, int]) -> 
 def _reach(number: int, live: Mapping[int, int], buffer: int, end: int) -> None:
     size = live.get(buffer)
     if size is None:
-        raise ModuleError(f"step {number} uses buffer {buffer}, which is not there")
+        raise ModuleError(f"step {number} uses buffer {buffer}, which does not exist")
     if end > size:
-        raise ModuleError(f"step {number} reaches byte {end} of buffer {buffer}, which has {size}")
+        raise ModuleError(f"step {number} accesses byte {end} of buffer {buffer}, which has {size} bytes")
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
-#: A file holds a module and the constants that it names, in its order, without gaps.
+#: First bytes of a module file. The file has a module and then the module's constants, in the module's order, without gaps.
 FILE_MAGIC = b"WSMF"
 
 
 def write_file(raw: bytes, constants: Iterable[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-    """The parts of a file, in order."""
+    """Yield the parts of a module file, in order."""
     yield FILE_MAGIC + _U32.pack(len(raw))
     yield raw
     yield from constants
 
 
 def read_head(head: bytes) -> int:
-    """Bytes of the module that follows the first 8 bytes of a file.
+    """Size, in bytes, of the module in a file. `head`: the first 8 bytes of the file.
 
     Raises:
-        DecodeError: it is no such file.
+        DecodeError: the file is not a module file, or its module is too large.
     """
     if len(head) != 8 or head[:4] != FILE_MAGIC:
-        raise DecodeError("not a file of a WIS module", 0)
+        raise DecodeError("the file is not a WIS module file", 0)
     size = int(_U32.unpack(head[4:])[0])
     if size > MAX_MODULE_BYTES:
-        raise DecodeError(f"module of {size} bytes, at most {MAX_MODULE_BYTES}")
+        raise DecodeError(f"the file's module has {size} bytes, the limit is {MAX_MODULE_BYTES}")
     return size
 
 
 def hasher() -> hashlib.blake2b:
-    """Computes the name of a blob piece by piece."""
+    """A hash object that computes the digest of a blob piece by piece."""
     return hashlib.blake2b(digest_size=DIGEST_SIZE)

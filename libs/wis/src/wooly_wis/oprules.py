@@ -1,4 +1,4 @@
-"""The vocabulary of the op table: arguments, dtype rules, shape rules. Each rule is a sentence and a function."""
+"""The vocabulary of the op table: arguments, dtype rules, shape rules. Each rule has a sentence and a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sizes: TypeAlias = tuple[int, ...]
 
 
 class ArgKind(Enum):
-    """What may stand for an argument."""
+    """What a form may pass as an argument."""
 
     TENSOR = "tensor"
     NUMBER = "number"
@@ -30,7 +30,7 @@ class ArgKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Arg:
-    """An argument of a row. `required` ones have no default; the default None means that it may be absent."""
+    """An argument of a row. A `required` argument has no default. The default None means that the argument may be absent."""
 
     name: str
     kind: ArgKind
@@ -43,11 +43,11 @@ Value: TypeAlias = "View | NumberKind | tuple[View, ...] | Attr"
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of one form: tensors as views, numbers as their kinds, the rest as constants.
+    """The arguments of one form: tensors as views, numbers as their kinds, other arguments as constants.
 
     Attributes:
-        values: by name, defaults included.
-        deciding: names of the arguments from whose dtypes the computation takes its own.
+        values: by name, with defaults.
+        deciding: names of the arguments that decide the computation's dtype.
     """
 
     values: dict[str, Value]
@@ -57,11 +57,11 @@ class Arguments:
         """A tensor argument.
 
         Raises:
-            RuleError: it is none.
+            RuleError: the argument is not a tensor.
         """
         value = self.values[name]
         if not isinstance(value, View):
-            raise RuleError("operands", f"{name} is no tensor")
+            raise RuleError("operands", f"argument {name} must be a tensor")
         return value
 
     def maybe(self, name: str) -> View | None:
@@ -89,12 +89,12 @@ class Arguments:
         return value
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A constant list of integers; empty where absent."""
+        """A constant list of integers; empty if the argument is absent."""
         value = self.values[name]
         return tuple([v for v in value if isinstance(v, int)]) if isinstance(value, tuple) else ()
 
     def promoted(self) -> DType:
-        """The dtype that the deciding arguments have together."""
+        """The common dtype of the deciding arguments."""
         chosen = [self.values[n] for n in self.deciding]
         views = [v for v in chosen if isinstance(v, View)]
         for value in chosen:
@@ -132,25 +132,27 @@ def _summed(a: Arguments) -> DType:
 def _averaged(a: Arguments) -> DType:
     dtype = _asked(a) or a.promoted()
     if kind_of(dtype) < NumberKind.FLOAT:
-        raise RuleError("dtype", f"{dtype.label} has no mean; name a floating point or complex dtype")
+        raise RuleError("dtype", f"the mean of {dtype.label} is not defined; pass a floating point or complex `dtype`")
     return dtype
 
 
 def _alike(a: Arguments) -> DType:
     dtypes = {v.dtype for name in a.deciding for v in [a.values[name]] if isinstance(v, View)}
     if len(dtypes) != 1:
-        raise RuleError("dtype", f"operands are {sorted(d.label for d in dtypes)}, not of one dtype")
+        raise RuleError("dtype", f"the operands' dtypes {sorted(d.label for d in dtypes)} must be the same")
     return next(iter(dtypes))
 
 
-SAME = DTypeRule("that of the operands together", lambda a: a.promoted())
-FLOATING = DTypeRule("that of the operands together; f32 for integers and truth values", _floating)
-REAL = DTypeRule("that of the operands together; the parts' dtype for complex ones", lambda a: real_of(a.promoted()))
+SAME = DTypeRule("the operands' common dtype", lambda a: a.promoted())
+FLOATING = DTypeRule("the operands' common dtype; f32 for integers and truth values", _floating)
+REAL = DTypeRule(
+    "the operands' common dtype; for complex operands, the dtype of the parts", lambda a: real_of(a.promoted())
+)
 TRUTH = DTypeRule("bool", lambda _: DType.BOOL)
 INDEX = DTypeRule("i64", lambda _: DType.I64)
-SUMMED = DTypeRule("`dtype` if given; i64 for integers and truth values, else the operand's", _summed)
-AVERAGED = DTypeRule("`dtype` if given, else the operand's; not for integers", _averaged)
-ALIKE = DTypeRule("that of the operands, which have one", _alike)
+SUMMED = DTypeRule("`dtype` if given; i64 for integers and truth values; otherwise the operand's dtype", _summed)
+AVERAGED = DTypeRule("`dtype` if given, otherwise the operand's dtype, which must not be an integer", _averaged)
+ALIKE = DTypeRule("the operands' dtype, which must be the same for all", _alike)
 
 
 # -- shapes --------------------------------------------------------------------------------------------------------------
@@ -165,10 +167,10 @@ class ShapeRule:
 
 
 def broadcast(shapes: list[Sizes]) -> Sizes:
-    """Sizes aligned at the right; 1 gives way.
+    """Broadcast shapes. Dimensions are aligned at the right; a size of 1 is expanded.
 
     Raises:
-        RuleError: two sizes differ and none is 1.
+        RuleError: two sizes of a dimension differ, and neither is 1.
     """
     out: list[int] = []
     for sizes in shapes:
@@ -184,18 +186,20 @@ def broadcast(shapes: list[Sizes]) -> Sizes:
 
 
 def dim_of(dim: int, ndim: int) -> int:
-    """A dimension counted from the front.
+    """The index of a dimension, counted from the front.
 
     Raises:
-        RuleError: there is no such dimension.
+        RuleError: the dimension does not exist.
     """
     if not -max(ndim, 1) <= dim < max(ndim, 1):
-        raise RuleError("shape", f"dimension {dim} of {ndim}")
+        raise RuleError("shape", f"dimension {dim} does not exist: the tensor has {ndim} dimensions")
     return dim % max(ndim, 1)
 
 
 def reduced_dims(a: Arguments) -> tuple[int, ...]:
-    """The dimensions that a reduction takes away, counted from the front; all of them where none are named."""
+    """The dimensions that a reduction removes, counted from the front. If the form names no dimensions, these are all
+    dimensions.
+    """
     ndim = len(a.view("a").sizes)
     if "dim" in a.values:
         value = a.values["dim"]
@@ -204,7 +208,7 @@ def reduced_dims(a: Arguments) -> tuple[int, ...]:
         dims = a.integers("dims") or tuple(range(ndim))
     found = tuple([dim_of(d, ndim) for d in dims])
     if len(set(found)) != len(found):
-        raise RuleError("shape", f"dimensions {list(dims)} repeat")
+        raise RuleError("shape", f"dimensions {list(dims)} name a dimension twice")
     return tuple([d for d in found if d < ndim])
 
 
@@ -217,7 +221,7 @@ def _reduced(a: Arguments) -> Sizes:
 def _rank(a: Arguments, name: str, ndim: int) -> Sizes:
     sizes = a.view(name).sizes
     if len(sizes) != ndim:
-        raise RuleError("shape", f"{name} has {len(sizes)} dimensions, not {ndim}")
+        raise RuleError("shape", f"{name} has {len(sizes)} dimensions, but must have {ndim}")
     return sizes
 
 
@@ -225,7 +229,7 @@ def _product(rank: int) -> Callable[[Arguments], Sizes]:
     def of(a: Arguments) -> Sizes:
         left, right = _rank(a, "a", rank), _rank(a, "b", rank)
         if left[:-2] != right[:-2] or left[-1] != right[-2]:
-            raise RuleError("shape", f"{list(left)} times {list(right)}")
+            raise RuleError("shape", f"matrices of sizes {list(left)} and {list(right)} cannot be multiplied")
         out = (*left[:-1], right[-1])
         bias = a.view("bias").sizes if "bias" in a.values else ()
         if broadcast([bias, out]) != out:
@@ -238,22 +242,24 @@ def _product(rank: int) -> Callable[[Arguments], Sizes]:
 def _linear(a: Arguments) -> Sizes:
     x, weight, bias = a.view("a").sizes, _rank(a, "weight", 2), a.maybe("bias")
     if not x or x[-1] != weight[1]:
-        raise RuleError("shape", f"{list(x)} times the transpose of {list(weight)}")
+        raise RuleError("shape", f"{list(x)} cannot be multiplied with the transpose of {list(weight)}")
     if bias is not None and bias.sizes != weight[:1]:
-        raise RuleError("shape", f"bias {list(bias.sizes)} for {weight[0]} features")
+        raise RuleError("shape", f"bias has sizes {list(bias.sizes)}, but there are {weight[0]} features")
     return (*x[:-1], weight[0])
 
 
 def _concatenated(a: Arguments) -> Sizes:
     shapes = [v.sizes for v in a.tensors("parts")]
     if not shapes or not shapes[0]:
-        raise RuleError("shape", "parts have at least one dimension, and there is at least one")
+        raise RuleError("shape", "there must be at least one part, and each part must have at least one dimension")
     dim = dim_of(a.integer("dim"), len(shapes[0]))
     for sizes in shapes:
         if len(sizes) != len(shapes[0]) or any(
             s != t for d, (s, t) in enumerate(zip(sizes, shapes[0], strict=True)) if d != dim
         ):
-            raise RuleError("shape", f"{list(sizes)} beside {list(shapes[0])} along {dim}")
+            raise RuleError(
+                "shape", f"{list(sizes)} and {list(shapes[0])} cannot be concatenated along dimension {dim}"
+            )
     total = sum(s[dim] for s in shapes)
     return (*shapes[0][:dim], total, *shapes[0][dim + 1 :])
 
@@ -262,7 +268,7 @@ def _selected(a: Arguments) -> Sizes:
     sizes, index = a.view("a").sizes, a.view("index").sizes
     dim = dim_of(a.integer("dim"), len(sizes))
     if len(index) > 1 or not sizes:
-        raise RuleError("shape", f"index {list(index)} into {list(sizes)}")
+        raise RuleError("shape", f"an index of sizes {list(index)} does not fit a tensor of sizes {list(sizes)}")
     return (*sizes[:dim], index[0] if index else 1, *sizes[dim + 1 :])
 
 
@@ -270,7 +276,7 @@ def _gathered(a: Arguments) -> Sizes:
     sizes, index = a.view("a").sizes, a.view("index").sizes
     dim = dim_of(a.integer("dim"), len(sizes))
     if len(index) != len(sizes) or any(i > s for d, (i, s) in enumerate(zip(index, sizes, strict=True)) if d != dim):
-        raise RuleError("shape", f"index {list(index)} into {list(sizes)}")
+        raise RuleError("shape", f"an index of sizes {list(index)} does not fit a tensor of sizes {list(sizes)}")
     return index
 
 
@@ -281,11 +287,11 @@ def _rows(a: Arguments) -> Sizes:
 def _normalised(a: Arguments) -> Sizes:
     sizes, tail = a.view("a").sizes, a.integers("sizes")
     if not tail or sizes[len(sizes) - len(tail) :] != tail:
-        raise RuleError("shape", f"{list(sizes)} does not end in {list(tail)}")
+        raise RuleError("shape", f"the operand's sizes {list(sizes)} do not end with the normalized sizes {list(tail)}")
     for name in ("weight", "bias"):
         view = a.maybe(name)
         if view is not None and view.sizes != tail:
-            raise RuleError("shape", f"{name} is {list(view.sizes)}, not {list(tail)}")
+            raise RuleError("shape", f"{name} has sizes {list(view.sizes)}, but must have {list(tail)}")
     return sizes
 
 
@@ -304,16 +310,18 @@ def _as(name: str) -> Callable[[Arguments], Sizes]:
     return of
 
 
-BROADCAST = ShapeRule("those of the operands, broadcast", lambda a: broadcast([v.sizes for v in a.views()]))
-REDUCED = ShapeRule("the operand's without the reduced dimensions, or with 1 there (`keepdim`)", _reduced)
-AS_A = ShapeRule("the operand's", _as("a"))
-AS_GRAD = ShapeRule("the gradient's", _as("grad"))
+BROADCAST = ShapeRule("the operands' sizes, broadcast", lambda a: broadcast([v.sizes for v in a.views()]))
+REDUCED = ShapeRule(
+    "the operand's sizes without the reduced dimensions, or (`keepdim`) with 1 for each of them", _reduced
+)
+AS_A = ShapeRule("the operand's sizes", _as("a"))
+AS_GRAD = ShapeRule("the gradient's sizes", _as("grad"))
 MATRIX = ShapeRule("[m, k] times [k, n] is [m, n]", _product(2))
 MATRICES = ShapeRule("[b, m, k] times [b, k, n] is [b, m, n]", _product(3))
 LINEAR = ShapeRule("[…, k] times the transpose of [n, k] is […, n]", _linear)
 CONCATENATED = ShapeRule("the parts' sizes, added along `dim`", _concatenated)
-SELECTED = ShapeRule("the operand's, with the number of indices along `dim`", _selected)
-GATHERED = ShapeRule("the index's", _gathered)
-ROWS = ShapeRule("the index's, then the row length", _rows)
-NORMALISED = ShapeRule("the operand's, which end in `sizes`", _normalised)
-STATISTICS = ShapeRule("the operand's, with 1 for each of `sizes`", _statistics)
+SELECTED = ShapeRule("the operand's sizes, with the number of indices along `dim`", _selected)
+GATHERED = ShapeRule("the index's sizes", _gathered)
+ROWS = ShapeRule("the index's sizes, then the row length", _rows)
+NORMALISED = ShapeRule("the operand's sizes, which end with `sizes`", _normalised)
+STATISTICS = ShapeRule("the operand's sizes, with 1 for each of `sizes`", _statistics)

@@ -1,8 +1,8 @@
-"""The op table: one row per native opcode. Verifier, interpreters, compiler, cost model and the reference page read it.
+"""The op table: one row per native opcode. Verifier, interpreters, compiler, cost model and the reference page use it.
 
-A form of a native opcode has one attribute, ``args``: per argument of its row an operand, a param or a constant; arguments at
-their defaults are left out at the end. Its result is its OUT operands, or, in place, the INOUT operand that is its first
-argument: what is computed is then converted to that operand's dtype.
+A form of a native opcode has one attribute, ``args``: per argument of the row an operand, a param or a constant. Trailing
+arguments that equal their defaults are omitted. The results are the OUT operands. An in-place form has no OUT operand: its result
+is its first argument, an INOUT operand, and the computed value is converted to that operand's dtype.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from wooly_wis.scalar_expr import Apply, Expr, Name, apply, walk
 
 
 class Family(Enum):
-    """What an opcode does with memory; decides how a compiler lowers it."""
+    """How an opcode uses memory. The family decides how a compiler lowers the opcode."""
 
     MEMORY = "memory"
     POINTWISE = "pointwise"
@@ -34,21 +34,21 @@ class Family(Enum):
     EXTERN = "extern"
 
 
-#: How each family is lowered.
+#: How the compiler lowers each family.
 LOWERING: Final[dict[Family, str]] = {
     Family.MEMORY: "calls of the memory manager",
     Family.POINTWISE: "one loop over the result, fused with its neighbours",
-    Family.REDUCTION: "a loop with an accumulator, fused with what feeds it and what follows",
-    Family.CONTRACTION: "the library's matrix product, with a fused epilogue where it has one",
+    Family.REDUCTION: "a loop with an accumulator, fused with its producers and consumers",
+    Family.CONTRACTION: "the library's matrix product, with a fused epilogue if the library has one",
     Family.MOVEMENT: "a loop of copies, fused with its neighbours",
-    Family.INDEXING: "a loop of loads at computed places, each checked against its bounds",
+    Family.INDEXING: "a loop of loads at computed indices, each checked against its bounds",
     Family.EXTERN: "a call of the device's library",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One tensor that a row computes."""
+    """One result tensor of a row."""
 
     name: str
     dtype: DTypeRule
@@ -57,11 +57,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A library operator that means the row.
+    """A library operator that computes the same as the row.
 
     Attributes:
         operator: its ATen name.
-        args: per argument of its schema, the row's argument (a `Name`) or a constant that it must have.
+        args: per argument of the operator's schema, an argument of the row (a `Name`) or a required constant.
     """
 
     operator: str
@@ -69,7 +69,7 @@ class Spelling:
 
     @property
     def in_place(self) -> bool:
-        """Whether it writes its first argument."""
+        """Whether the operator writes its first argument."""
         return self.operator.split(".")[1].endswith("_")
 
 
@@ -78,17 +78,17 @@ class Row:
     """An opcode.
 
     Attributes:
-        opcode: its name.
-        family: how it is lowered.
-        says: what it computes, as a formula or a sentence.
+        opcode: name.
+        family: how a compiler lowers the opcode.
+        says: the computation, as a formula or a sentence.
         args: arguments, in order.
         results: results, in order.
-        spellings: library operators that mean the same.
+        spellings: library operators that compute the same.
         expr: for pointwise rows, the computation of an element.
-        deciding: arguments whose dtypes decide the computation's.
-        truths: arguments that must be truth values.
-        indices: arguments that must be integers.
-        flops: operations of one call, from its arguments and its first result's sizes.
+        deciding: arguments whose dtypes decide the dtype of the computation.
+        truths: arguments that must be bool tensors.
+        indices: arguments that must be i32 or i64 tensors.
+        flops: number of operations, from the arguments and the sizes of the first result.
     """
 
     opcode: str
@@ -111,7 +111,7 @@ _A, _B, _C = Name("a"), Name("b"), Name("c")
 
 
 def _arg(text: str) -> Arg:
-    """``b:either``, ``alpha:number=1``; no default: required."""
+    """Parse an argument: ``b:either``, or with a default ``alpha:number=1``. Without a default, the argument is required."""
     head, has_default, default = text.partition("=")
     name, _, kind = head.partition(":")
     value = ast.literal_eval(default) if has_default else None
@@ -119,7 +119,7 @@ def _arg(text: str) -> Arg:
 
 
 def _spelling(text: str, args: tuple[Arg, ...]) -> Spelling:
-    """``aten.add.Tensor``, or with its arguments spelled out: ``aten.gelu.default(a, 'none')``."""
+    """Parse a spelling: ``aten.add.Tensor``, or with its arguments ``aten.gelu.default(a, 'none')``."""
     operator, parens, inside = text.partition("(")
     if not parens:
         return Spelling(operator, tuple([Name(a.name) for a in args]))
@@ -282,7 +282,7 @@ for _opcode in (
 _unary("rsqrt", 1 / _call("sqrt", _A), r.FLOATING)
 _unary("reciprocal", 1 / _A, r.FLOATING)
 _unary("sigmoid", _sigmoid(_A), r.FLOATING)
-_unary("relu", _call("select", _A < 0, 0, _A))  # keeps -0.0, as the library does
+_unary("relu", _call("select", _A < 0, 0, _A))  # returns -0.0 for -0.0, like the library
 _unary("silu", _A * _sigmoid(_A))
 _unary("gelu", _A * 0.5 * (_call("erf", _A * 0.7071067811865476) + 1), spellings="aten.gelu.default(a, 'none')")
 _GELU_INNER = (_A + _A * _A * _A * 0.044715) * 0.7978845608028654
@@ -336,11 +336,11 @@ _pointwise(
 _reduction("sum", "a dims:ints=None keepdim:bool=False dtype:dtype=None", r.SUMMED,
            "aten.sum.dim_IntList; aten.sum.default(a, dtype)", "sum over the dimensions")  # fmt: skip
 _reduction("mean", "a dims:ints=None keepdim:bool=False dtype:dtype=None", r.AVERAGED,
-           "aten.mean.dim; aten.mean.default(a, dtype)", "sum over the dimensions, divided by their extent")  # fmt: skip
+           "aten.mean.dim; aten.mean.default(a, dtype)", "sum over the dimensions / number of elements")  # fmt: skip
 _reduction("amax", "a dims:ints=() keepdim:bool=False", r.SAME, "aten.amax.default; aten.max.default(a)",
-           "largest element over the dimensions; not-a-number wins")  # fmt: skip
+           "largest element over the dimensions; not-a-number if any element is")  # fmt: skip
 _reduction("amin", "a dims:ints=() keepdim:bool=False", r.SAME, "aten.amin.default; aten.min.default(a)",
-           "smallest element over the dimensions; not-a-number wins")  # fmt: skip
+           "smallest element over the dimensions; not-a-number if any element is")  # fmt: skip
 for _opcode, _says in (("any", "whether any element is not zero"), ("all", "whether every element is not zero")):
     _reduction(
         _opcode,
@@ -354,7 +354,11 @@ for _opcode, _says in (
     ("argmin", "index of the first smallest element"),
 ):
     _reduction(
-        _opcode, "a dim:int=None keepdim:bool=False", r.INDEX, f"aten.{_opcode}.default", f"{_says}; not-a-number wins"
+        _opcode,
+        "a dim:int=None keepdim:bool=False",
+        r.INDEX,
+        f"aten.{_opcode}.default",
+        f"{_says}; not-a-number counts as the extreme",
     )
 _reduction("softmax", "a dim:int", r.SAME, "aten._softmax.default(a, dim, False)",
            "exp(a - m) / sum(exp(a - m)), with m the largest element along `dim`", r.AS_A)  # fmt: skip
@@ -426,7 +430,7 @@ _move(
     "parts:tensors dim:int=0",
     r.CONCATENATED,
     "aten.cat.default",
-    "the parts one after the other along `dim`",
+    "the parts joined along `dim`",
 )
 _move(
     "tril",
@@ -434,7 +438,7 @@ _move(
     "a diagonal:int=0",
     r.AS_A,
     "aten.tril.default",
-    "a up to the diagonal of the last two dimensions, else 0",
+    "a on and below the diagonal of the last two dimensions, else 0",
 )
 _move(
     "triu",
@@ -442,15 +446,15 @@ _move(
     "a diagonal:int=0",
     r.AS_A,
     "aten.triu.default",
-    "a from the diagonal of the last two dimensions, else 0",
+    "a on and above the diagonal of the last two dimensions, else 0",
 )
 _move("index_select", Family.INDEXING, "a dim:int index", r.SELECTED, "aten.index_select.default",
-      "slices of a along `dim` at the indices", indices="index")  # fmt: skip
+      "the slices of a along `dim` that the indices select", indices="index")  # fmt: skip
 _move("gather", Family.INDEXING, "a dim:int index", r.GATHERED, "aten.gather.default(a, dim, index, False)",
-      "the element of a whose place along `dim` the index gives", indices="index")  # fmt: skip
+      "the elements of a at the given indices along `dim`", indices="index")  # fmt: skip
 _move("embedding", Family.INDEXING, "weight index padding:int=-1", r.ROWS,
       "aten.embedding.default(weight, index, padding, False, False)",
-      "rows of weight at the indices; `padding` concerns the gradient only", indices="index")  # fmt: skip
+      "the rows of weight that the indices select; `padding` affects only the gradient", indices="index")  # fmt: skip
 
 TABLE: Final[dict[str, Row]] = _TABLE
 
@@ -489,10 +493,10 @@ def _is_int(value: Attr) -> bool:
 
 
 def _read(arg: Arg, value: Attr, form: Form) -> Value:
-    """One argument as a rule sees it.
+    """Convert one argument to the value that rules use.
 
     Raises:
-        RuleError: its kind is another.
+        RuleError: the argument has another kind than the row asks for.
     """
     kind = arg.kind
     if value is None and not arg.required and arg.default is None:
@@ -516,19 +520,19 @@ def _read(arg: Arg, value: Attr, form: Form) -> Value:
         or (kind is ArgKind.DTYPE and isinstance(value, DType))
     ):
         return value
-    raise RuleError("args", f"argument {arg.name!r} is no {kind.value}")
+    raise RuleError("args", f"argument {arg.name!r} must be of kind {kind.value}")
 
 
 def arguments(form: Form) -> Arguments:
-    """The arguments of a native form, defaults included.
+    """The arguments of a native form, with defaults.
 
     Raises:
-        RuleError: they do not fit the row.
+        RuleError: the arguments do not match the row.
     """
     row = TABLE[form.opcode]
     given = form.attr("args", ())
     if not isinstance(given, tuple) or len(given) > len(row.args):
-        raise RuleError("args", f"args is no list of at most {len(row.args)}")
+        raise RuleError("args", f"the attribute args must be a list of at most {len(row.args)} arguments")
     values: dict[str, Value] = {}
     for k, arg in enumerate(row.args):
         if k >= len(given) and arg.required:
@@ -536,17 +540,17 @@ def arguments(form: Form) -> Arguments:
         value = given[k] if k < len(given) else arg.default
         values[arg.name] = found = _read(arg, value, form)
         if arg.name in row.truths and isinstance(found, View) and found.dtype is not DType.BOOL:
-            raise RuleError("dtype", f"{arg.name} is {found.dtype.label}, not bool")
+            raise RuleError("dtype", f"argument {arg.name!r} has dtype {found.dtype.label}, but must be bool")
         if arg.name in row.indices and isinstance(found, View) and found.dtype not in (DType.I32, DType.I64):
-            raise RuleError("dtype", f"{arg.name} is {found.dtype.label}, not i32 or i64")
+            raise RuleError("dtype", f"argument {arg.name!r} has dtype {found.dtype.label}, but must be i32 or i64")
     return Arguments(values, row.deciding)
 
 
 def result_operands(form: Form) -> tuple[int, ...]:
-    """The operands that hold the results: those that are OUT, or the INOUT one that is the first argument.
+    """Indices of the operands that hold the results: all OUT operands, or the INOUT operand that is the first argument.
 
     Raises:
-        RuleError: there are neither or both.
+        RuleError: the form has neither, or both.
     """
     outs = tuple([k for k, o in enumerate(form.operands) if o.role is Role.OUT])
     inouts = [k for k, o in enumerate(form.operands) if o.role is Role.INOUT]
@@ -555,22 +559,24 @@ def result_operands(form: Form) -> tuple[int, ...]:
     given = form.attr("args", ())
     if not outs and len(inouts) == 1 and isinstance(given, tuple) and given and given[0] == OperandRef(inouts[0]):
         return tuple(inouts)
-    raise RuleError("operands", "results are OUT operands, or the first argument in place")
+    raise RuleError(
+        "operands", "the results must be OUT operands, or (in place) one INOUT operand that is the first argument"
+    )
 
 
 def check(form: Form) -> None:
     """Check a native form against its row.
 
     Raises:
-        RuleError: says what does not fit.
+        RuleError: names the part of the form that does not match.
     """
     row = TABLE[form.opcode]
     found = arguments(form)
     if not any(True for _ in found.views()):
-        raise RuleError("args", "no argument is a tensor")
+        raise RuleError("args", "at least one argument must be a tensor")
     results = result_operands(form)
     if len(results) != len(row.results):
-        raise RuleError("operands", f"{len(results)} results, not {len(row.results)}")
+        raise RuleError("operands", f"the form has {len(results)} results, but must have {len(row.results)}")
     in_place = form.operands[results[0]].role is Role.INOUT
     for k, result in zip(results, row.results, strict=True):
         view = form.operands[k].view
@@ -578,16 +584,22 @@ def check(form: Form) -> None:
             raise RuleError("operands", f"result {result.name!r} has no view")
         dtype, sizes = result.dtype.of(found), result.shape.of(found)
         if sizes != view.sizes:
-            raise RuleError("shape", f"{result.name} is {list(view.sizes)}; the arguments give {list(sizes)}")
+            raise RuleError(
+                "shape", f"result {result.name!r} has sizes {list(view.sizes)}, but the arguments give {list(sizes)}"
+            )
         if in_place:
             if kind_of(dtype) > kind_of(view.dtype):
-                raise RuleError("dtype", f"{dtype.label} cannot be written to {view.dtype.label} in place")
+                raise RuleError(
+                    "dtype", f"a result of dtype {dtype.label} cannot be written in place to {view.dtype.label}"
+                )
         elif dtype is not view.dtype:
-            raise RuleError("dtype", f"{result.name} is {view.dtype.label}; the arguments give {dtype.label}")
+            raise RuleError(
+                "dtype", f"result {result.name!r} has dtype {view.dtype.label}, but the arguments give {dtype.label}"
+            )
 
 
 def canonical_args(row: Row, args: tuple[Attr, ...]) -> tuple[Attr, ...]:
-    """`args` without defaults at the end."""
+    """`args` without trailing arguments that equal their defaults."""
     n = len(args)
     while n and not row.args[n - 1].required and type(args[n - 1]) is type(row.args[n - 1].default):
         if args[n - 1] != row.args[n - 1].default:
@@ -601,12 +613,12 @@ def canonical_args(row: Row, args: tuple[Attr, ...]) -> tuple[Attr, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one instruction moves and computes.
+    """The memory traffic and arithmetic of one instruction.
 
     Attributes:
-        bytes_read: bytes of all operands that it reads; an element that broadcasting repeats counts once.
+        bytes_read: bytes of all operands that it reads. Elements that broadcasting repeats count once.
         bytes_written: bytes of all operands that it writes.
-        flops: arithmetic operations; None where the table cannot tell (`extern`).
+        flops: arithmetic operations; None if unknown (`extern`).
     """
 
     bytes_read: int

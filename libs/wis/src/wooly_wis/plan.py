@@ -1,7 +1,8 @@
-"""What an executor runs instead of a program: steps in order, each a generated kernel or an instruction for the library.
+"""A plan: what an executor runs in place of a program. Each step runs a generated kernel, or an instruction of the device
+library.
 
-A plan keeps the program's slots and params, so a run binds it as it would the program. The compiler makes plans and the executor
-takes them; both hold them to the laws here. An executor does so before it uses one, for a plan comes from elsewhere.
+A plan has the program's slots and params, so a run binds it as it binds the program. Compilers make plans, executors use them,
+and both check the laws in this module. An executor checks each plan before its first use, because plans come from outside.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from wooly_wis.law import Law
 from wooly_wis.program import Form, Instruction, ParamKind, Program, Role, View
 from wooly_wis.verifier import ProgramFacts, Verifier
 
-#: Stands for a slot where a kernel is given a word of the run, an i32 that is 0 at first. A kernel that finds an index out of
-#: range writes there which line of its step complains, counted from 1.
+#: Stands for a slot in `KernelStep.slots`. The kernel gets a word of the run, an i32 that is 0 at first. A kernel that finds an
+#: index out of range writes the number of the line of its step that has the index, counted from 1.
 STATUS: Final = -1
 
-#: The dtype as which a kernel is given a param.
+#: The dtype of a kernel's scalar, by the kind of the param that it gets.
 PARAM_DTYPE: Mapping[ParamKind, DType] = {
     ParamKind.F64: DType.F64,
     ParamKind.I64: DType.I64,
@@ -35,7 +36,7 @@ PARAM_DTYPE: Mapping[ParamKind, DType] = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One operand of a line."""
+    """One operand of a line: slot, view and role."""
 
     slot: int
     view: View | None
@@ -44,14 +45,14 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An instruction that computes.
+    """An instruction of the program that a step computes, or a part of one.
 
     Attributes:
-        form: what it does.
-        slots: on which slots.
-        first_param: where its params begin among those of the run.
-        origin: the index in the program of the instruction that it is, or is a part of.
-        part: which part.
+        form: the form of the instruction, or of the part.
+        slots: the slots of the form's operands.
+        first_param: index, among the run's params, of the line's first param.
+        origin: index of the instruction in the program.
+        part: number of the part, if the instruction is split.
     """
 
     form: Form
@@ -62,32 +63,32 @@ class Line:
 
     @property
     def accesses(self) -> tuple[Access, ...]:
-        """Its operands."""
+        """The operands of the line."""
         return tuple([Access(s, o.view, o.role) for s, o in zip(self.slots, self.form.operands, strict=True)])
 
     def reads(self) -> list[Access]:
-        """What it reads."""
+        """The operands that the line reads."""
         return [a for a in self.accesses if a.role is not Role.OUT]
 
     def writes(self) -> list[Access]:
-        """What it writes."""
+        """The operands that the line writes."""
         return [a for a in self.accesses if a.role is not Role.IN]
 
 
 def conflicts(first: Line, second: Line) -> bool:
-    """Whether two lines must stay in order: one writes a slot that the other uses."""
+    """Whether two lines must stay in order: one of them writes a slot that the other one uses."""
     a, b = {x.slot for x in first.writes()}, {x.slot for x in second.writes()}
     return bool(a & set(second.slots)) or bool(b & set(first.slots))
 
 
 def line_text(line: Line) -> str:
-    """A line as the assembly writes it."""
+    """The assembly text of a line."""
     return disassemble(Program((line.form,), (Instruction(0, line.slots),))).split("\n")[1]
 
 
 @dataclass(frozen=True, slots=True)
 class AllocStep:
-    """Memory for a slot. `zero`: somebody may read what no step writes."""
+    """Allocate memory for a slot. `zero`: the memory must be zeroed, because a later step may read bytes that no step wrote."""
 
     slot: int
     nbytes: int
@@ -96,7 +97,7 @@ class AllocStep:
 
 @dataclass(frozen=True, slots=True)
 class FreeStep:
-    """A slot ends."""
+    """Free a slot."""
 
     slot: int
 
@@ -106,9 +107,9 @@ class KernelStep:
     """Run a kernel.
 
     Attributes:
-        slots: per array of the kernel, the slot whose first bytes it is, or `STATUS`.
-        params: per scalar of the kernel, its index among the run's params.
-        lines: the instructions that it does, in the program's order.
+        slots: per array of the kernel, the slot in whose first bytes the array is, or `STATUS`.
+        params: per scalar of the kernel, the index of the run's param.
+        lines: the instructions that the kernel computes, in the program's order.
     """
 
     kernel: Kernel
@@ -119,7 +120,7 @@ class KernelStep:
 
 @dataclass(frozen=True, slots=True)
 class LibraryStep:
-    """Run an instruction through the device's library. `why`: why there is no kernel for it."""
+    """Run an instruction through the device's library. `why`: the reason why the instruction has no kernel."""
 
     line: Line
     why: str
@@ -133,12 +134,12 @@ class Plan:
     """A compiled program.
 
     Attributes:
-        program: where it came from.
-        facts: what its verifier found.
-        steps: what to do, in order.
-        removed: per instruction that nothing does, why.
-        temporaries: slots whose bytes never exist: their values stay within a kernel.
-        assumed: params that the kernels were made for, with their values; a run with others needs another plan.
+        program: the program.
+        facts: result of the program's verification.
+        steps: the steps, in order.
+        removed: per instruction that no step computes, the reason.
+        temporaries: slots that have no memory, because their values stay within a kernel.
+        assumed: params for whose values the kernels were made, with these values. A run with other values needs another plan.
     """
 
     program: Program
@@ -149,12 +150,12 @@ class Plan:
     assumed: Mapping[int, Any] = field(default_factory=dict)
 
     def fits(self, params: Sequence[Any]) -> bool:
-        """Whether the plan is for a run with these params."""
+        """Whether the plan can be used for a run with these params."""
         return all(params[k] == v for k, v in self.assumed.items())
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The different kernels, in the order of first use."""
+        """The distinct kernels of the plan, in order of first use."""
         found: dict[bytes, Kernel] = {}
         for s in self.steps:
             if isinstance(s, KernelStep):
@@ -162,14 +163,16 @@ class Plan:
         return tuple(found.values())
 
     def share(self) -> float:
-        """The part of the computing instructions that generated kernels do (those removed count as done by them)."""
+        """The fraction of computing instructions that generated kernels compute, 0 to 1. Removed instructions count for the
+        kernels.
+        """
         by_library = sum(isinstance(s, LibraryStep) for s in self.steps)
         total = len(self.removed) + by_library + sum(len(s.lines) for s in self.steps if isinstance(s, KernelStep))
         return 1 - by_library / total if total else 1.0
 
 
 def text(plan: Plan) -> str:
-    """One line per step; kernels by their names, with the instructions that they do."""
+    """The text of a plan: one line per step, and below each kernel the instructions that it computes."""
     shown: list[str] = []
     for s in plan.steps:
         match s:
@@ -211,15 +214,15 @@ def _covers(plan: Plan) -> str | None:
         found = sorted(parts.pop(k, ()))
         if _opcode(plan, k) in ("alloc", "free"):
             if found:
-                return f"instruction {k} is done, though it is about memory"
+                return f"instruction {k} is alloc or free, but a step computes it"
         elif k in plan.removed:  # or some parts of it
             if len(set(found)) != len(found):
-                return f"a part of instruction {k} is done twice"
+                return f"a part of instruction {k} is computed twice"
         elif not found:
-            return f"instruction {k} is not done"
+            return f"instruction {k} is neither computed nor removed"
         elif found != list(range(len(found))):
-            return f"a part of instruction {k} is done twice, or not at all"
-    return f"there is no instruction {min(parts)}" if parts else None
+            return f"a part of instruction {k} is computed twice, or is missing"
+    return f"a line names instruction {min(parts)}, which does not exist" if parts else None
 
 
 def _lines(plan: Plan) -> str | None:
@@ -233,26 +236,26 @@ def _lines(plan: Plan) -> str | None:
             try:
                 ends = verifier.verify_form(line.form)
             except VerifyError as e:
-                return f"{where} is done as what is no instruction: {e}"
+                return f"the line for {where} is not a valid instruction: {e}"
             if len(line.slots) != len(ends) or any(not 0 <= s < len(facts.slot_bytes) for s in line.slots):
-                return f"{where} is done on slots that there are not"
+                return f"the line for {where} has a wrong number of slots, or a slot that does not exist"
             for slot, end in zip(line.slots, ends, strict=True):
                 if end > _nbytes(facts, slot):
-                    return f"{where} reaches byte {end} of slot {slot}"
+                    return f"the line for {where} accesses byte {end} of slot {slot}, which is smaller"
             if line.form.opcode in ("alloc", "free"):
-                return f"{where} is done as {line.form.opcode}"
+                return f"the line for {where} has the opcode {line.form.opcode}"
             if line.form.opcode == "extern" and line.form.attr("name") != form.attr("name"):
-                return f"{where} is done as another call of the library"
+                return f"the line for {where} calls another library operator than the instruction"
             if kinds[line.first_param : line.first_param + len(line.form.params)] != line.form.params:
-                return f"{where} is given params of other kinds"
+                return f"the params of the line for {where} have other kinds than those of the run"
             may = {s for s, o in zip(instruction.slots, form.operands, strict=True) if o.role is not Role.IN}
             if not {a.slot for a in line.writes()} <= may:
-                return f"{where} would write what it does not write"
+                return f"the line for {where} writes a slot that the instruction does not write"
     return None
 
 
 def _nbytes(facts: ProgramFacts, slot: int) -> int:
-    """The least that a slot has."""
+    """Minimum size of a slot in bytes."""
     have = facts.slot_alloc[slot]
     return facts.slot_bytes[slot] if have is None else have
 
@@ -289,14 +292,14 @@ def _memory(plan: Plan) -> str | None:
         match step:
             case AllocStep():
                 if step.slot not in allocs or step.slot in made or step.nbytes != facts.slot_alloc[step.slot]:
-                    return f"slot {step.slot} is not allocated as the program does"
+                    return f"slot {step.slot} is allocated twice, or not as in the program"
                 live.add(step.slot)
                 made.add(step.slot)
                 if not step.zero:
                     unwritten.add(step.slot)
             case FreeStep():
                 if step.slot not in frees or step.slot not in live:
-                    return f"slot {step.slot} is freed, which the program does not do or not here"
+                    return f"slot {step.slot} is freed, but the program does not free it, or the slot has no memory"
                 live.discard(step.slot)
             case KernelStep() | LibraryStep():
                 slots = set(step.slots) - {STATUS} if isinstance(step, KernelStep) else set(step.line.slots)
@@ -310,12 +313,14 @@ def _memory(plan: Plan) -> str | None:
                         return f"slot {slot} is not zeroed, and its first user does not fill it"
                 unwritten -= slots
     if live & allocs != allocs - frees or frees - allocs & live or unwritten & live:
-        return "the slots that are left are not the program's"
+        return "after the last step, other slots have memory than after the program"
     return None
 
 
 def fills(step: Step, slot: int, nbytes: int) -> bool:
-    """Whether a step, the first to touch a slot, writes all of it: at once, or as parts of one instruction, side by side."""
+    """Whether a step writes all bytes of a slot, if the step is the slot's first user: with one view, or with adjacent parts of
+    one instruction.
+    """
     users = [(line, a) for line in _done(step) for a in line.accesses if a.slot == slot]
     first = users[0][0].origin if users else None
     views: list[View] = []
@@ -328,7 +333,7 @@ def fills(step: Step, slot: int, nbytes: int) -> bool:
 
 
 def _side_by_side(views: Sequence[View]) -> View | None:
-    """The view of what some views see together, if each goes on along one dimension where the one before it ends."""
+    """The union of views, if each view continues at the end of the previous one along one dimension; otherwise None."""
     if not views:
         return None
     first, sizes = views[0], list(views[0].sizes)
@@ -336,7 +341,7 @@ def _side_by_side(views: Sequence[View]) -> View | None:
     for v in views[1:]:
         if (v.dtype, v.strides) != (first.dtype, first.strides):
             return None
-        if along is None:  # all of one size: the second says along which they lie
+        if along is None:  # all views have one size: the second view's offset tells the dimension
             step = (v.offset - first.offset) // first.dtype.itemsize
             along = next((d for d, (n, s) in enumerate(zip(sizes, v.strides, strict=True)) if n * s == step), None)
         if along is None or v.offset != first.offset + sizes[along] * first.strides[along] * first.dtype.itemsize:
@@ -348,7 +353,7 @@ def _side_by_side(views: Sequence[View]) -> View | None:
 
 
 def _dense(view: View) -> bool:
-    """Whether a view sees each element of a stretch of memory once."""
+    """Whether a view covers a contiguous part of memory and sees each element once."""
     expected = 1
     for stride, size in sorted((s, n) for n, s in zip(view.sizes, view.strides, strict=True) if n != 1):
         if stride != expected:
@@ -364,25 +369,25 @@ def _bounds(plan: Plan) -> str | None:
             continue
         kernel = step.kernel
         if not step.lines or len(step.slots) != len(kernel.arrays) or len(step.params) != len(kernel.scalars):
-            return f"kernel {kernel.name} is given too little or too much"
+            return f"kernel {kernel.name} has no lines, or a wrong number of slots or params"
         for a, slot in zip(kernel.arrays, step.slots, strict=True):
             if slot == STATUS:
                 if a.numel != 1 or a.dtype is not DType.I32:
-                    return f"kernel {kernel.name} takes more than a word for its status"
+                    return f"the status array of kernel {kernel.name} is not one i32"
                 continue
             if not 0 <= slot < len(plan.facts.slot_bytes) or a.numel * a.dtype.itemsize > _nbytes(plan.facts, slot):
-                return f"kernel {kernel.name} reaches beyond slot {slot}"
+                return f"an array of kernel {kernel.name} is larger than slot {slot}, or the slot does not exist"
         for s, at in zip(kernel.scalars, step.params, strict=True):
             if not 0 <= at < len(kinds) or PARAM_DTYPE.get(kinds[at]) is not s.dtype:
-                return f"kernel {kernel.name} is given param {at} as {s.dtype.label}"
+                return f"kernel {kernel.name} gets param {at} as {s.dtype.label}, but the param has another dtype or is missing"
         may = {STATUS} | {a.slot for line in step.lines for a in line.writes()}
         if any(a.role is not Role.IN and slot not in may for a, slot in zip(kernel.arrays, step.slots, strict=True)):
-            return f"kernel {kernel.name} writes what its instructions do not write"
+            return f"kernel {kernel.name} writes a slot that its lines do not write"
     return None
 
 
 def peak_of(facts: ProgramFacts, steps: Sequence[Step]) -> int:
-    """Bytes that the program's own slots hold at a time while these steps run, at most."""
+    """Maximum number of bytes that the program's own slots have at the same time while these steps run."""
     held = peak = 0
     for step in steps:
         if isinstance(step, AllocStep):
@@ -394,7 +399,7 @@ def peak_of(facts: ProgramFacts, steps: Sequence[Step]) -> int:
 
 
 def peak_of_program(program: Program, facts: ProgramFacts) -> int:
-    """Bytes that a program's own slots hold at a time, at most."""
+    """Maximum number of bytes that a program's own slots have at the same time."""
     steps: list[Step] = []
     for i in program.body:
         opcode, slot = program.forms[i.form].opcode, i.slots[0] if i.slots else 0
@@ -407,7 +412,7 @@ def peak_of_program(program: Program, facts: ProgramFacts) -> int:
 
 def _peak(plan: Plan) -> str | None:
     peak, most = peak_of(plan.facts, plan.steps), peak_of_program(plan.program, plan.facts)
-    return f"it holds {peak} bytes at a time, the program {most}" if peak > most else None
+    return f"the plan holds {peak} bytes at the same time, but its program needs only {most}" if peak > most else None
 
 
 def _overlap(plan: Plan) -> str | None:
@@ -416,7 +421,7 @@ def _overlap(plan: Plan) -> str | None:
             written = {s for a, s in zip(step.kernel.arrays, step.slots, strict=True) if a.role is not Role.IN}
             for slot in written:
                 if step.slots.count(slot) > 1:
-                    return f"kernel {step.kernel.name} is given slot {slot} twice and writes it"
+                    return f"kernel {step.kernel.name} gets slot {slot} twice and writes it"
     return None
 
 
@@ -431,27 +436,27 @@ def _kernels(plan: Plan) -> str | None:
 
 def _assumed(plan: Plan) -> str | None:
     wrong = [k for k in plan.assumed if not 0 <= k < len(plan.program.param_kinds)]
-    return f"there is no param {wrong[0]}" if wrong else None
+    return f"the plan assumes param {wrong[0]}, which does not exist" if wrong else None
 
 
 PLAN_LAWS: tuple[Law[[Plan]], ...] = (
-    Law("covers", "Every instruction that computes is removed for a reason, or all its parts are done, once.", _covers),
-    Law("lines", "A line is an instruction within its slots, and writes only what the program's instruction does.", _lines),
-    Law("order", "What depends on an instruction runs in its step or later.", _ordered),
-    Law("bounds", "A kernel reaches no further than its slots, and writes only what its lines write.", _bounds),
-    Law("memory", "Slots have memory while they are used, begin clean, and what is left are the program's results.", _memory),
-    Law("peak", "A plan holds no more memory at a time than its program, which is what sessions have room for.", _peak),
-    Law("overlap", "A kernel is not given a slot twice that it writes.", _overlap),
+    Law("covers", "Every computing instruction is removed for a reason, or all its parts are computed once.", _covers),
+    Law("lines", "A line is a valid instruction within its slots and writes only slots that its instruction writes.", _lines),
+    Law("order", "A line runs in the same step as the lines that it depends on, or in a later step.", _ordered),
+    Law("bounds", "A kernel's arrays fit into their slots, and a kernel writes only slots that its lines write.", _bounds),
+    Law("memory", "Used slots have memory, which is zeroed or written before a read; the program's slots are left.", _memory),
+    Law("peak", "A plan never holds more memory than its program, because sessions reserve that much.", _peak),
+    Law("overlap", "A kernel does not get a slot twice that it writes.", _overlap),
     Law("kernels", "Every kernel obeys the laws of kernel IR.", _kernels),
-    Law("assumed", "What a plan assumes are params of a run.", _assumed),
+    Law("assumed", "A plan assumes only params that exist.", _assumed),
 )  # fmt: skip
 
 
 def verify(plan: Plan) -> None:
-    """Check a plan.
+    """Check a plan against the laws.
 
     Raises:
-        PlanError: names the law.
+        PlanError: names the broken law.
     """
     for law in PLAN_LAWS:
         complaint = law.check(plan)

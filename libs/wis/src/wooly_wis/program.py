@@ -1,4 +1,4 @@
-"""The data model of WIS: views, operands, forms, instructions, programs. Plain values; no checking beyond types."""
+"""The data model of WIS: views, operands, forms, instructions, programs. These are plain values; the verifier checks them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class View:
 
     @property
     def end(self) -> int:
-        """Bytes that the buffer must have, counted from its start; an empty view touches none, wherever it lies."""
+        """Minimum size of the buffer in bytes, counted from the buffer's start; 0 for an empty view at any offset."""
         last = 0
         for size, stride in zip(self.sizes, self.strides, strict=True):
             if size == 0:
@@ -63,14 +63,14 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class OperandRef:
-    """Stands, inside an attribute, for the form's operand at `index`."""
+    """A reference inside an attribute to operand `index` of the form."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class ParamRef:
-    """Stands, inside an attribute, for the form's param at `index`."""
+    """A reference inside an attribute to param `index` of the form."""
 
     index: int
 
@@ -84,7 +84,7 @@ class Symbol:
 
 
 class ParamKind(IntEnum):
-    """Type of a scalar that is bound per run. Each takes one 8-byte word; C128 takes two (real, imaginary)."""
+    """Type of a param, a scalar that is bound per run. A param takes one 8-byte word; C128 takes two (real, imaginary)."""
 
     F64 = 0
     I64 = 1
@@ -131,7 +131,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """Straight-line code over numbered slots. Contains no buffer ids: where its buffers lie does not change its digest."""
+    """Straight-line code over numbered slots. It has no buffer ids, so its digest does not depend on the buffers of a run."""
 
     forms: tuple[Form, ...]
     body: tuple[Instruction, ...]

@@ -1,9 +1,9 @@
-"""What a pointwise opcode computes for one element, as a small immutable tree.
+"""The computation of a pointwise opcode for one element, as a small immutable tree.
 
-Knows names and arithmetic, no dtypes and no tensors.
+The tree has names and arithmetic, but no dtypes and no tensors.
 
-A tree is made with Python's operators on `Name` leaves, printed as a formula, and evaluated by whoever brings the primitives:
-the interpreter brings its library's functions, a renderer brings functions that return text.
+Python's operators on `Name` leaves build a tree. A tree can be printed as a formula. To evaluate a tree, the caller supplies the
+primitives: the interpreter supplies functions of its library, a renderer supplies functions that return text.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any, TypeVar
 Number = bool | int | float
 T = TypeVar("T")
 
-#: Everything that a tree may apply, with its number of arguments. The meaning is C's and IEEE 754's unless said otherwise.
+#: All primitives of a tree: number of arguments and meaning. Unless the text says otherwise, the meaning is that of C and IEEE
+#: 754.
 PRIMITIVES: dict[str, tuple[int, str]] = {
     "add": (2, "a + b"),
     "sub": (2, "a - b"),
     "mul": (2, "a * b"),
     "div": (2, "a / b"),
-    "div_floor": (2, "quotient rounded down; a / 0 is that of `div` for floating point"),
+    "div_floor": (2, "quotient rounded down; a / 0 gives the same as `div` for floating point"),
     "div_trunc": (2, "quotient rounded towards zero"),
     "fmod": (2, "remainder with the sign of a"),
     "pow": (2, "a to the power b"),
     "neg": (1, "-a"),
-    "conj": (1, "complex conjugate; a itself if real"),
+    "conj": (1, "complex conjugate; a if a is real"),
     "abs": (1, "magnitude"),
     "sqrt": (1, "square root"),
     "exp": (1, "e to the power a"),
@@ -151,7 +152,7 @@ class Expr:
 
 @dataclass(frozen=True, slots=True)
 class Name(Expr):
-    """An operand or a numeric attribute of the row."""
+    """An operand, or a numeric attribute of the row."""
 
     name: str
 
@@ -160,7 +161,7 @@ class Name(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Const(Expr):
-    """A number of the formula."""
+    """A constant number."""
 
     value: Number
 
@@ -178,18 +179,18 @@ class Apply(Expr):
 
 
 def apply(primitive: str, *args: Expr | Number) -> Apply:
-    """The node for a primitive of `PRIMITIVES`.
+    """Make a node that applies a primitive of `PRIMITIVES`.
 
     Raises:
-        ValueError: no such primitive, or a wrong number of arguments.
+        ValueError: the primitive is unknown, or the number of arguments is wrong.
     """
     if primitive not in PRIMITIVES or PRIMITIVES[primitive][0] != len(args):
-        raise ValueError(f"no primitive {primitive!r} of {len(args)} arguments")
+        raise ValueError(f"primitive {primitive!r} with {len(args)} arguments does not exist; see PRIMITIVES")
     return Apply(primitive, tuple([a if isinstance(a, Expr) else Const(a) for a in args]))
 
 
 def _text(expr: Expr) -> tuple[str, int]:
-    """A node as text, with the binding strength of its outermost operator."""
+    """The text of a node, and the precedence of the node's outermost operator."""
     if isinstance(expr, Name):
         return expr.name, _ATOM
     if isinstance(expr, Const):
@@ -209,7 +210,7 @@ def _text(expr: Expr) -> tuple[str, int]:
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
-    """Every node of a tree, parents first; a node that occurs twice comes twice."""
+    """Yield every node of a tree, parents before children. A node that occurs twice is yielded twice."""
     yield expr
     if isinstance(expr, Apply):
         for a in expr.args:
@@ -217,7 +218,7 @@ def walk(expr: Expr) -> Iterator[Expr]:
 
 
 def names(expr: Expr) -> frozenset[str]:
-    """The operands and attributes that a tree reads."""
+    """The names of the operands and attributes that a tree reads."""
     return frozenset(node.name for node in walk(expr) if isinstance(node, Name))
 
 
@@ -227,13 +228,13 @@ def evaluate(
     primitives: Mapping[str, Callable[..., T]],
     constant: Callable[[Number], T],
 ) -> T:
-    """Compute a tree bottom up; equal subtrees once.
+    """Compute a tree bottom up. Equal subtrees are computed once.
 
     Args:
         expr: the tree.
-        values: what each name stands for.
+        values: the value of each name.
         primitives: an implementation per primitive.
-        constant: how a number of the formula is written.
+        constant: makes a value from a number in the tree.
 
     Raises:
         KeyError: a name or a primitive is missing.
@@ -254,7 +255,7 @@ def evaluate(
 
 
 def operations(expr: Expr) -> int:
-    """Number of different primitive applications in a tree, each counted as one operation."""
+    """Number of different primitive applications in a tree. Each counts as one operation."""
     return len({node for node in walk(expr) if isinstance(node, Apply)})
 
 
@@ -270,7 +271,7 @@ isnan, isinf = map(_unary, ("isnan", "isinf"))
 
 
 def select(condition: Expr, yes: Expr | Number, no: Expr | Number) -> Expr:
-    """`yes` where the condition holds, else `no`."""
+    """`yes` if the condition is true, else `no`."""
     return apply("select", condition, yes, no)
 
 

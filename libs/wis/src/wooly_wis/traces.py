@@ -1,6 +1,6 @@
-"""Messages of traces: spans that services and clients hand over, and what the controller tells of those that it keeps.
+"""Messages about traces: spans that services and clients send to the router, and the traces that the router returns.
 
-Everything is bounded, because clients write some of it. Times are nanoseconds since 1970.
+Every field has a limit, because clients write some of the messages. Times are nanoseconds since 1970.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from wooly_wis.messages import Message, Name, SessionId
 
-#: Spans of one message at most, and of one trace that is kept.
+#: Maximum number of spans in one message, and in one stored trace.
 MAX_SPANS: Final = 256
 MAX_TRACE_SPANS: Final = 2048
 MAX_ATTRIBUTES: Final = 32
@@ -21,14 +21,14 @@ MAX_NAME: Final = 128
 
 def _not_zero(text: str) -> str:
     if not text.strip("0"):
-        raise ValueError("zero is no id")
+        raise ValueError("a trace id or span id must not be all zeros")
     return text
 
 
 TraceId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$"), AfterValidator(_not_zero)]
 SpanId = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$"), AfterValidator(_not_zero)]
 Nanoseconds = Annotated[int, Field(ge=0, lt=1 << 63)]
-#: Printable, so that it can be shown in a terminal as it is.
+#: No control characters, so that a terminal can show the text safely.
 Printable = r"^[^\x00-\x1f\x7f-\x9f]*$"
 SpanName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME, pattern=Printable)]
 Key = Annotated[str, StringConstraints(min_length=1, max_length=64, pattern=Printable)]
@@ -41,7 +41,7 @@ Value = (
 
 
 class SpanRecord(BaseModel):
-    """One span that has ended."""
+    """One finished span."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -57,12 +57,12 @@ class SpanRecord(BaseModel):
     @model_validator(mode="after")
     def _ends_after_its_start(self) -> SpanRecord:
         if self.end_ns < self.start_ns:
-            raise ValueError("a span ends before it starts")
+            raise ValueError("end_ns must not be less than start_ns")
         return self
 
 
 class SpansRecorded(Message):
-    """Spans of a service (event). `dropped`: how many it had to drop since its message before."""
+    """Spans of a service (event). `dropped`: number of spans that the service dropped since its previous message."""
 
     service: Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*$", max_length=64)]
     dropped: int = Field(default=0, ge=0, lt=1 << 62)
@@ -70,7 +70,7 @@ class SpansRecorded(Message):
 
 
 class AddSpansRequest(Message):
-    """A client's own spans of a task of its tenant's (to the router). Those of another trace than the task's are dropped."""
+    """Spans that a client recorded for a task of its tenant (to the router). The router drops spans of other traces."""
 
     task_id: SessionId
     tenant: Name | None = None
@@ -79,7 +79,7 @@ class AddSpansRequest(Message):
 
 
 class AddSpansReply(Message):
-    """How many are going to be kept."""
+    """Number of spans that the router stores."""
 
     taken: int
 
@@ -93,7 +93,13 @@ class TracesRequest(Message):
 
 
 class TraceInfo(BaseModel):
-    """A trace in a list. `task_id`: the first task in it; `spans`: how many are kept; `error`: one of them failed."""
+    """A trace in a list.
+
+    Attributes:
+        task_id: first task of the trace.
+        spans: number of stored spans.
+        error: whether any span failed.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -113,7 +119,7 @@ class TracesReply(Message):
 
 
 class TraceRequest(Message):
-    """Ask the router for one trace, by its id or that of a task in it. `offset`: spans that are known already."""
+    """Ask the router for one trace, by trace id or by the id of one of its tasks. `offset`: number of spans to skip."""
 
     trace_id: TraceId | None = None
     task_id: SessionId | None = None
@@ -123,7 +129,7 @@ class TraceRequest(Message):
 
 
 class SpanInfo(BaseModel):
-    """A span that is kept, with who recorded it."""
+    """A stored span, with the service that recorded it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -138,7 +144,7 @@ class SpanInfo(BaseModel):
 
 
 class TraceReply(Message):
-    """A trace's spans in the order in which they began. `more`: there are further ones."""
+    """A trace's spans, ordered by start time. `more`: further spans exist."""
 
     trace_id: str
     spans: tuple[SpanInfo, ...]

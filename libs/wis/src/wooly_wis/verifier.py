@@ -1,7 +1,7 @@
-"""Checks a decoded program against the laws of WIS before anything runs. In a shared context this is the wall between tenants.
+"""Checks a decoded program against the laws of WIS before the program runs. These checks isolate tenants in a shared context.
 
-Form laws are checked once per form (and remembered), program laws once per program; what is left for each run is one comparison
-per slot: is the bound buffer as large as `ProgramFacts.slot_bytes` says.
+The laws of forms are checked once per form (the verifier remembers forms), the laws of programs once per program. Each run then
+needs one comparison per slot: whether the bound buffer has at least `ProgramFacts.slot_bytes` bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wooly_wis.program import Attr, Form, Program
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Upper bounds on what a program may ask of a reader."""
+    """Upper bounds on a program's counts."""
 
     instructions: int = MAX_INSTRUCTIONS
     forms: int = MAX_FORMS
@@ -35,12 +35,12 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class ProgramFacts:
-    """What a run must satisfy.
+    """What the verifier found out about a program. A run must satisfy `slot_bytes`.
 
     Attributes:
-        slot_bytes: bytes that the buffer bound to each slot must have.
-        slot_alloc: size in bytes if the program allocates the slot, else None.
-        slot_freed: whether the program frees the slot.
+        slot_bytes: per slot, the minimum size in bytes of the bound buffer.
+        slot_alloc: per slot, its size in bytes if the program allocates the slot, else None.
+        slot_freed: per slot, whether the program frees the slot.
         alloc_bytes: sum of all sizes that the program allocates.
         kept_bytes: the part of `alloc_bytes` that the program does not free itself.
     """
@@ -53,21 +53,21 @@ class ProgramFacts:
 
 
 class Verifier:
-    """Verifies programs, remembering the forms that it has seen.
+    """Verifies programs, and remembers the forms that it has verified.
 
     Args:
         limits: bounds on sizes and counts.
-        remember: number of forms kept.
+        remember: maximum number of remembered forms.
     """
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS, remember: int = 65536) -> None:
         self._limits = limits
         self._remember = remember
-        #: By identity: a reader that keeps decoded forms (see `codec.split_program`) has each only once.
+        #: Keyed by identity. A reader that keeps decoded forms (see `codec.split_program`) has each form only once.
         self._good: OrderedDict[int, tuple[Form, tuple[int, ...]]] = OrderedDict()
 
     def verify_form(self, form: Form, instruction: int | None = None) -> tuple[int, ...]:
-        """Bytes that each operand's buffer must have.
+        """Minimum size, in bytes, of each operand's buffer.
 
         Raises:
             VerifyError: the form breaks a law.
@@ -91,8 +91,9 @@ class Verifier:
         """Check a whole program.
 
         Args:
-            program: decoded.
-            ends: per form what `verify_form` found, from a reader that keeps forms: all are good, and no two are the same.
+            program: the decoded program.
+            ends: per form, the result of `verify_form`. A reader that keeps forms passes this; then all forms are valid and
+                different.
 
         Raises:
             VerifyError: names the instruction and the law.
@@ -116,7 +117,11 @@ class Verifier:
             mine = found[index]
             assert mine is not None
             if len(instruction.slots) != len(form.operands):
-                raise VerifyError("slots do not fit the form's operands", instruction=i, law="arity")
+                raise VerifyError(
+                    f"it has {len(instruction.slots)} slots, its form has {len(form.operands)} operands",
+                    instruction=i,
+                    law="arity",
+                )
             for slot, end in zip(instruction.slots, mine, strict=True):
                 if slot > len(need):
                     raise VerifyError(f"slot {slot} is used before slot {len(need)}", instruction=i, law="slot-order")
@@ -125,13 +130,15 @@ class Verifier:
                     alloc.append(end if form.opcode == "alloc" else None)
                     freed.append(False)
                 elif form.opcode == "alloc":
-                    raise VerifyError(f"slot {slot} is allocated again", instruction=i, law="alloc-first")
+                    raise VerifyError(
+                        f"slot {slot} is allocated, but it was used before", instruction=i, law="alloc-first"
+                    )
                 if freed[slot]:
                     raise VerifyError(f"slot {slot} is used after its free", instruction=i, law="use-after-free")
                 size = alloc[slot]
                 if size is not None and end > size:
                     raise VerifyError(
-                        f"a view reaches byte {end} of slot {slot}, which has {size}", instruction=i, law="bounds"
+                        f"a view reaches byte {end} of slot {slot}, which has {size} bytes", instruction=i, law="bounds"
                     )
                 if end > need[slot]:
                     need[slot] = end
@@ -140,7 +147,7 @@ class Verifier:
         if next_form != len(program.forms):
             raise VerifyError(f"form {next_form} is never used", law="form-used")
         if len(need) > self._limits.slots:
-            raise VerifyError(f"{len(need)} slots, at most {self._limits.slots}", law="limits")
+            raise VerifyError(f"it has {len(need)} slots, the limit is {self._limits.slots}", law="limits")
         total = sum(size for size in alloc if size is not None)
         kept = sum(s for s, gone in zip(alloc, freed, strict=True) if s is not None and not gone)
         return ProgramFacts(tuple(need), tuple(alloc), tuple(freed), total, kept)
@@ -148,9 +155,11 @@ class Verifier:
     def _check_counts(self, program: Program, *, known: bool) -> None:
         limits, forms = self._limits, program.forms
         if len(program.body) > limits.instructions:
-            raise VerifyError(f"{len(program.body)} instructions, at most {limits.instructions}", law="limits")
+            raise VerifyError(
+                f"it has {len(program.body)} instructions, the limit is {limits.instructions}", law="limits"
+            )
         if len(forms) > limits.forms:
-            raise VerifyError(f"{len(forms)} forms, at most {limits.forms}", law="limits")
+            raise VerifyError(f"it has {len(forms)} forms, the limit is {limits.forms}", law="limits")
         params = references = 0
         for i, instruction in enumerate(program.body):
             if not i & 127:
@@ -158,13 +167,16 @@ class Verifier:
             params += len(forms[instruction.form].params)
             references += len(instruction.slots)
         if params > limits.params:
-            raise VerifyError(f"more than {limits.params} params", law="limits")
+            raise VerifyError(f"it has {params} params, the limit is {limits.params}", law="limits")
         if references > limits.references:
-            raise VerifyError(f"slots are named {references} times, at most {limits.references}", law="limits")
+            raise VerifyError(f"it has {references} slot references, the limit is {limits.references}", law="limits")
         if known:
             return
         if sum([nodes_of(f) for f in forms]) > limits.nodes:
-            raise VerifyError(f"more than {limits.nodes} operands and values in all forms", law="limits")
+            raise VerifyError(
+                f"its forms have more than {limits.nodes} operands and attribute values, which is the limit",
+                law="limits",
+            )
         seen: set[bytes] = set()
         for form in forms:
             pause()
@@ -174,7 +186,7 @@ class Verifier:
 
 
 def nodes_of(form: Form) -> int:
-    """Operands and values of attributes in a form: what decoding it takes grows with them."""
+    """Number of operands and attribute values in a form. The cost of decoding the form grows with this number."""
 
     def values(value: Attr) -> int:
         return 1 + sum([values(v) for v in value]) if isinstance(value, tuple) else 1

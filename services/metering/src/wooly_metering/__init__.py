@@ -1,1 +1,1 @@
-"""Wooly Credits: what sessions used becomes entries of a ledger, sums, budgets and statements."""
+"""The metering service (Wooly Credits): turns usage of sessions into entries of a ledger, sums, budgets and statements."""

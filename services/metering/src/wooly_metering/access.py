@@ -1,7 +1,7 @@
-"""Who calls over REST, and what they may: a router knows, and is asked over NATS.
+"""Access control of REST: a router, asked over NATS, identifies each caller and the caller's rights.
 
-What it said is remembered for `REMEMBERED_S`, so that a page of figures asks once: a token that was revoked opens nothing after
-that. Where no router answers nobody is let in.
+An answer is cached for `REMEMBERED_S` seconds, so that a page with many figures asks once. A revoked token stops working after
+that time. If no router answers, all callers are refused.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from wooly_bus.web import Buckets, from_elsewhere
 from wooly_wis.messages import CheckTokenReply, CheckTokenRequest
 
 Verb = Literal["read", "write"]
-#: Seconds for which an answer of the router's holds.
+#: Seconds for which a router's answer is cached.
 REMEMBERED_S = 3.0
-#: Tokens whose answer is remembered.
+#: Maximum number of tokens in the cache.
 TOKENS = 1000
-#: Seconds that a router has for an answer.
+#: Seconds to wait for a router's answer.
 ROUTER_TIMEOUT_S = 2.0
 
 
 class Access:
-    """Lets callers in, at their rate.
+    """Admits callers, and limits their request rates.
 
     Args:
         app: the connection to NATS.
-        buckets: rates, by token and by address.
-        clock: seconds since the epoch: tokens end at one.
-        closed: why nobody is let in where the router asks for no tokens; empty: everybody is.
+        buckets: rate limits, by token and by address.
+        clock: returns seconds since the epoch, for the expiry of tokens.
+        closed: why all callers are refused if the router requires no tokens; empty: all callers are admitted then.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Access:
         self._known: OrderedDict[str, tuple[float, CheckTokenReply]] = OrderedDict()
 
     async def caller(self, secret: str, address: str) -> CheckTokenReply:
-        """Who has this secret (empty: who shows none).
+        """The owner of a token (empty: no token).
 
         Raises:
-            RefusedError: no valid token, too many requests, or no router answers.
+            RefusedError: the token is not valid, the caller sends too many requests, or no router answers.
         """
         name, now = hashlib.sha256(secret.encode()).hexdigest() if secret else "", self._clock()
         at, known = self._known.get(name, (0.0, None))
-        # Strangers share the rate of their address; whoever showed a valid token has one of their own.
+        # Callers without a known token share the rate limit of their address; a caller with a valid token has its own limit.
         whose = f"from {address}" if known is None else known.actor
         self._take(whose)
         if known is None or not 0 <= now - at < REMEMBERED_S:
@@ -64,16 +64,19 @@ class Access:
             if len(self._known) > TOKENS:
                 self._known.popitem(last=False)
         if known.auth == "open" and self._closed:
-            raise RefusedError("router.forbidden", f"the router is open, and this address is not: {self._closed}")
+            raise RefusedError(
+                "router.forbidden",
+                f"the router requires no tokens, but REST is not open at this address: {self._closed}",
+            )
         if known.until is not None and now >= known.until:
             raise RefusedError("router.unauthorized", "a valid token is needed")
         return known
 
     async def admit(self, request: Request, nbytes: int, rule: Rule) -> Known | None:
-        """Let a request in by its head; see `wooly_bus.http_front`.
+        """Admit a request by its headers; see `wooly_bus.http_front`.
 
         Raises:
-            RefusedError: see `caller`; or a page of another origin's has a browser ask.
+            RefusedError: see `caller`; or a browser sends the request for a page of another origin.
         """
         address = request.client.host if request.client else ""
         if not rule.token:
@@ -88,8 +91,10 @@ class Access:
 
     def _take(self, whose: str) -> None:
         if not self._buckets.take(whose):
-            rate = f"on average {self._buckets.rate:g} a second are answered"
-            raise RefusedError("metering.too_many", f"too many requests {whose}: {rate}; slow down", retryable=True)
+            rate = f"the limit is {self._buckets.rate:g} per second on average"
+            raise RefusedError(
+                "metering.too_many", f"too many requests {whose}: {rate}; send fewer requests", retryable=True
+            )
 
     async def _ask(self, name: str) -> CheckTokenReply:
         ask = CheckTokenRequest(secret_hash=name)
@@ -99,40 +104,40 @@ class Access:
             self._known.pop(name, None)
             raise
         except BusError as e:
-            why = f"who may read the ledger is for a router to say, and none answers: {e}"
+            why = f"the token cannot be checked, because no router answers: {e}; try again"
             raise RefusedError("metering.no_router", why, retryable=True) from e
 
 
-bearer = HTTPBearer(auto_error=False, description="An API token of a tenant's, as for the router.")
+bearer = HTTPBearer(auto_error=False, description="An API token of a tenant, the same as for the router.")
 
 
 def needs(verb: Verb, *, everybody: bool = False) -> Callable[..., Awaitable[CheckTokenReply]]:
-    """A dependency: the caller, who may do this with credits.
+    """A dependency that returns the caller, after a check of the caller's right to do `verb` with credits.
 
     Args:
-        verb: what.
-        everybody: what they ask for is about all tenants.
+        verb: the action.
+        everybody: the request is about all tenants.
     """
 
     async def check(
         request: Request, shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
     ) -> CheckTokenReply:
-        caller: CheckTokenReply = request.state.caller  # `Access.admit` let them in; `shown` is for the documentation
+        caller: CheckTokenReply = request.state.caller  # from `Access.admit`; `shown` exists only for the documentation
         if f"credits:{verb}" not in caller.may:
-            raise RefusedError("router.forbidden", f"this token may not {verb} credits")
+            raise RefusedError("router.forbidden", f"this token does not have the right to {verb} credits")
         if everybody and caller.tenant is not None:
-            raise RefusedError("router.forbidden", "this token sees the credits of its own tenant only")
+            raise RefusedError("router.forbidden", "this token can access only the credits of its own tenant")
         return caller
 
     return check
 
 
 def tenant_of(caller: CheckTokenReply, asked: str) -> str:
-    """The tenant that a request is about; empty: all.
+    """The tenant that a request is about; empty: all tenants.
 
     Raises:
-        RefusedError: it is not the caller's.
+        RefusedError: the caller may not see this tenant.
     """
     if caller.tenant is not None and asked not in ("", caller.tenant):
-        raise RefusedError("router.forbidden", "this token sees the credits of its own tenant only")
+        raise RefusedError("router.forbidden", "this token can access only the credits of its own tenant")
     return caller.tenant or asked

@@ -1,4 +1,6 @@
-"""Metering's front: books the stream, answers over NATS, tells of budgets, statements and quarantine."""
+"""Metering's front: books the stream, replies to requests over NATS, publishes events about budgets, statements and
+quarantine.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ from wooly_wis.credits import (
 )
 
 from wooly_metering.core.budgets import Budget
-from wooly_metering.enforcement import Enforcer, why_not
+from wooly_metering.enforcement import Enforcer, refusal_reason
 from wooly_metering.errors import MeteringError
 from wooly_metering.ledger.database import Database
 from wooly_metering.ledger.reader import Reader
@@ -47,15 +49,17 @@ from wooly_metering.ledger.writer import Booked, Writer
 log = logging.getLogger("wooly.metering")
 #: Seconds that a request waits for the last usage of a run.
 SETTLE_S = 2.0
-#: Rows of one reply at most: what a message carries.
+#: Maximum number of rows in one reply, so that the reply fits into a message.
 ROWS = 1000
 
 
 class MeteringActor:
-    """Answers from the ledger, which has the state; any number of these may run.
+    """Answers requests from the ledger. The ledger has all state, so any number of processes may run.
 
     Args:
-        clock: seconds since 1970.
+        app: the connection to NATS.
+        database: the ledger.
+        clock: returns seconds since 1970.
     """
 
     def __init__(self, app: ServiceApp, database: Database, clock: Callable[[], float] = time.time) -> None:
@@ -83,11 +87,11 @@ class MeteringActor:
         return int(self._clock() * 1e6)
 
     async def on_booked(self, booked: Booked) -> None:
-        """A transaction is in the ledger."""
+        """Process the result of a committed transaction."""
         self.entries += booked.entries
         self.duplicates += booked.duplicates
         self.quarantined += len(booked.quarantined)
-        self.enforcer.noted(booked.runs)
+        self.enforcer.note_runs(booked.runs)
         if any(ended for *_, ended in booked.runs):
             self._ended.set()
             self._ended = asyncio.Event()
@@ -99,7 +103,9 @@ class MeteringActor:
             )
 
     async def watch(self, every_s: float) -> None:
-        """Look at budgets of those who spent, and at all every so often, for ever. Booking does not wait for it."""
+        """Check the budgets of tenants after their usage is booked, and all budgets every `every_s`, without end. Booking does
+        not wait.
+        """
         await self.enforcer.begin(self.now_us())
         looked = time.monotonic()
         while True:
@@ -111,7 +117,7 @@ class MeteringActor:
             try:
                 await self.enforcer.look(None if everybody else frozenset(spent), self.now_us())
             except sqlalchemy.exc.SQLAlchemyError as e:
-                log.warning("budgets cannot be read: %s; trying again", e)
+                log.warning("budgets cannot be read: %s; metering tries again", e)
                 self._spent |= spent
                 await asyncio.sleep(1)
             if everybody:
@@ -120,15 +126,15 @@ class MeteringActor:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def on_credits(self, request: CreditsRequest) -> CreditsReply:
-        """What has been booked."""
+        """Booked credits."""
         if request.settled and request.session_id:
             await self._settled(request)
         return await asyncio.to_thread(self._credits, request)
 
     async def on_credits_of(self, request: CreditsRequest, tenant: str) -> CreditsReply:
-        """What has been booked for a tenant."""
+        """Booked credits of a tenant."""
         if request.tenant not in ("", "default", tenant):
-            raise RefusedError("metering.forbidden", f"these credentials are not of tenant {request.tenant}")
+            raise RefusedError("metering.forbidden", f"these credentials do not belong to tenant {request.tenant}")
         return await self.on_credits(request.model_copy(update={"tenant": tenant}))
 
     async def _settled(self, request: CreditsRequest) -> None:
@@ -139,7 +145,7 @@ class MeteringActor:
             left = until - time.monotonic()
             if (rows and rows[0].ended) or left <= 0:
                 return
-            try:  # another process may be the one that books: look again anyhow
+            try:  # check again regularly, because another process may book the usage
                 await asyncio.wait_for(ended.wait(), min(left, 0.2))
             except TimeoutError:
                 continue
@@ -168,25 +174,25 @@ class MeteringActor:
         )
 
     async def on_set_budget(self, request: SetBudgetRequest) -> BudgetState:
-        """A tenant's budget from now on; its sessions are held or let go before this is answered."""
+        """Set a tenant's budget. The tenant's sessions are held or resumed before the reply."""
         budget = Budget(request.tenant, request.period, request.soft_ucr, request.hard_ucr)
         await asyncio.to_thread(self.writer.set_budget, budget)
         await self.enforcer.look(None, self.now_us())
         return await asyncio.to_thread(self._state, budget)
 
     async def on_check_budget(self, request: CheckBudgetRequest) -> CheckBudgetReply:
-        """Whether a tenant that wants another session has credits left."""
+        """Check whether a tenant has credits left for another session."""
         return await asyncio.to_thread(self._check_budget, request.tenant)
 
     def _check_budget(self, tenant: str) -> CheckBudgetReply:
         for budget in self.reader.budgets(tenant):
             spent = self.reader.spent(budget, self.now_us())
             if budget.held(spent):
-                return CheckBudgetReply(refusal=why_not(budget, spent))
+                return CheckBudgetReply(refusal=refusal_reason(budget, spent))
         return CheckBudgetReply()
 
     async def on_add_plan(self, request: AddPlanRequest) -> PricePlan:
-        """A further price plan."""
+        """Add a price plan."""
         try:
             return await asyncio.to_thread(self.writer.add_plan, request.plan)
         except MeteringError as e:
@@ -202,7 +208,7 @@ class MeteringActor:
         return EntriesReply(entries=tuple(found), more=more)
 
     async def on_correct_entry(self, request: CorrectEntryRequest) -> LedgerEntry:
-        """Take credits back by a counter-entry."""
+        """Take back credits with a counter-entry."""
         try:
             number = await asyncio.to_thread(
                 self.writer.correct,
@@ -220,7 +226,7 @@ class MeteringActor:
         return found[0]
 
     async def on_make_statement(self, request: MakeStatementRequest) -> Statement:
-        """Bill what has no statement yet."""
+        """Make a statement of all usage that no statement covers."""
         try:
             made, new = await asyncio.to_thread(self.writer.make_statement, request.tenant, self.now_us())
         except MeteringError as e:
@@ -242,6 +248,6 @@ class MeteringActor:
         return StatementsReply(statements=tuple(found), more=more)
 
     async def on_quarantine(self, request: QuarantineRequest) -> QuarantineReply:
-        """What could not be booked."""
+        """Usage that could not be booked."""
         found, more = await asyncio.to_thread(self.reader.quarantined, request)
         return QuarantineReply(found=tuple(found), more=more)

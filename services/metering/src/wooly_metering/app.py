@@ -1,4 +1,4 @@
-"""Wires the metering process: settings, ledger, NATS, REST."""
+"""Connects the parts of the metering process: settings, ledger, NATS, REST."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from wooly_metering.rest import create_rest
 from wooly_metering.settings import MeteringSettings
 
 log = logging.getLogger("wooly.metering")
-#: Requests a second that may come from one address on average; four times as many at once.
+#: Average number of requests per second that one address may send; a burst may be four times as large.
 RATE = 100.0
 
 
 async def serve(settings: MeteringSettings, database: Database) -> None:
-    """Serve until a signal comes.
+    """Serve until the process gets a signal.
 
     Raises:
         BusConnectError: NATS does not answer.
-        OSError: the port of REST is taken.
+        OSError: the port of REST is in use.
     """
     app = ServiceApp("metering", settings.nats_url)
     actor = MeteringActor(app, database)
     async with _http(settings, app, actor) as http, app.running():
         follower = Follower(app.jetstream(), actor.writer, settings.batch_events, actor.on_booked)
-        log.info("metering books %s", settings.ledger_url.partition("@")[0])
+        log.info("metering books into %s", settings.ledger_url.partition("@")[0])
         works = http | {"follower": follower.run, "budgets": lambda: actor.watch(settings.budgets_s)}
         await run_for_ever(works, until_signalled)
 
 
 @contextlib.asynccontextmanager
 async def _http(settings: MeteringSettings, app: ServiceApp, actor: MeteringActor) -> AsyncIterator[dict[str, Work]]:
-    """REST and `/metrics` inside the block; the port is in a file. Yields what goes on for as long, by name."""
+    """Serve REST and `/metrics` inside the block, and write the port to a file. Yields the work to run, by name."""
     if settings.http_port is None:
         yield {}
         return

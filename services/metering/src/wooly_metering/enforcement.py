@@ -1,7 +1,7 @@
-"""Holds the sessions of tenants that have spent their hard limit, and lets them go on when it is raised.
+"""Suspends (holds) the sessions of tenants at their hard limit, and resumes them when the limit is raised.
 
-A hold is its own reason to be suspended: what an operator suspended stays so. Executors forget nothing of a held session; what
-its client waits for is answered with the reason, and asked again it is answered once the session goes on.
+A hold is independent of a suspension by an operator, which remains. Executors keep the state of a held session. The session's
+waiting client gets the reason; a repeated request is answered when the session is resumed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ EXECUTOR_TIMEOUT_S = 2.0
 
 
 def why(budget: Budget, spent_ucr: int) -> str:
-    """What a held session's client is told."""
+    """The message to the client of a held session."""
     return (
         f"{_used_up(budget, spent_ucr)}. The session is suspended and keeps its memory and its queue; "
-        f"raise the limit (`wooly credits budget {budget.tenant} --hard N`) and ask again"
+        f"raise the limit (`wooly credits budget {budget.tenant} --hard N`), then try again"
     )
 
 
-def why_not(budget: Budget, spent_ucr: int) -> str:
-    """Why a tenant can start nothing more."""
+def refusal_reason(budget: Budget, spent_ucr: int) -> str:
+    """Why a tenant cannot open a session or start a job."""
     return f"{_used_up(budget, spent_ucr)}, its hard limit; raise it (`wooly credits budget {budget.tenant} --hard N`)"
 
 
@@ -44,29 +44,29 @@ def _used_up(budget: Budget, spent_ucr: int) -> str:
 
 
 class Enforcer:
-    """Knows who is held, and where sessions run."""
+    """Knows which tenants are held, and where their sessions run."""
 
     def __init__(self, app: ServiceApp, reader: Reader) -> None:
         self._app, self._reader = app, reader
         self._turn = asyncio.Lock()
-        #: tenant -> (session, executor) that are open
+        #: tenant -> open (session, executor) pairs
         self._open: dict[str, set[tuple[str, str]]] = {}
         self._told: dict[str, str] = {}
         self._held: dict[str, set[tuple[str, str]]] = {}
         self._budgeted: set[str] = set()
 
     def held(self, tenant: str) -> bool:
-        """Whether a tenant's sessions are suspended."""
+        """Whether the tenant's sessions are held."""
         return self._told.get(tenant) == "hard"
 
     async def begin(self, now_us: int) -> None:
-        """Take up what the ledger knows; everybody is told again."""
+        """Load the open runs from the ledger, and steer all sessions again."""
         for session, executor, tenant in await asyncio.to_thread(self._reader.open_runs):
             self._open.setdefault(tenant, set()).add((session, executor))
         await self.look(None, now_us)
 
-    def noted(self, runs: tuple[BookedRun, ...]) -> None:
-        """There is usage of these runs."""
+    def note_runs(self, runs: tuple[BookedRun, ...]) -> None:
+        """Note the runs for which usage was booked."""
         for session, executor, tenant, ended in runs:
             known = self._open.setdefault(tenant, set())
             if ended:
@@ -78,7 +78,7 @@ class Enforcer:
                 known.add((session, executor))
 
     async def look(self, tenants: frozenset[str] | None, now_us: int) -> None:
-        """Hold and let go, of these tenants or all."""
+        """Check the budgets of these tenants, or of all tenants (None), and hold or resume their sessions."""
         if tenants is not None and not tenants & self._budgeted:
             return
         async with self._turn:
@@ -94,7 +94,7 @@ class Enforcer:
     async def _judge(self, budget: Budget, spent: int) -> None:
         tenant, reached = budget.tenant, budget.reached(spent)
         if reached and reached != self._told.get(tenant):
-            log.warning("tenant %s has reached its %s limit: %s credits", tenant, reached, text(spent))
+            log.warning("tenant %s has reached its %s limit: %s credits are spent", tenant, reached, text(spent))
             state = BudgetState(
                 tenant=tenant,
                 period=budget.period,  # type: ignore[arg-type]  # the database holds what the model allowed
@@ -113,7 +113,7 @@ class Enforcer:
             await self._tell(tenant, set(self._held.get(tenant, ())), "")
 
     async def _tell(self, tenant: str, sessions: set[tuple[str, str]], hold: str) -> None:
-        """Hold sessions, or let them go; who does not answer is asked again at the next look."""
+        """Hold sessions, or resume them. A session whose executor does not answer is tried again at the next check."""
         answers = await asyncio.gather(*[self._steer(s, e, hold) for s, e in sorted(sessions)])
         for key, done in zip(sorted(sessions), answers, strict=True):
             if done and hold:
@@ -127,10 +127,10 @@ class Enforcer:
         try:
             await self._app.request(rpc, request, timeout=EXECUTOR_TIMEOUT_S)
         except RefusedError as e:
-            log.info("session %s on %s: %s", session, executor, e)  # it is over
+            log.info("session %s on %s: %s", session, executor, e)  # the session has ended
         except NoResponderError:
             return False
         except BusError as e:
-            log.warning("session %s on %s could not be %s: %s", session, executor, "held" if hold else "let go", e)
+            log.warning("session %s on %s could not be %s: %s", session, executor, "held" if hold else "resumed", e)
             return False
         return True

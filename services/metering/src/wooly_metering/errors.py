@@ -1,17 +1,17 @@
-"""Errors of metering."""
+"""Errors of the metering service."""
 
 from __future__ import annotations
 
 
 class MeteringError(Exception):
-    """Root of what metering refuses."""
+    """Root of metering's errors."""
 
     code = "metering.error"
     retryable = False
 
 
 class OvertakenError(MeteringError):
-    """Another process booked from the stream meanwhile; begin again from where it is."""
+    """Another process booked messages of the stream in the meantime. Start again from the ledger's position."""
 
     code = "metering.overtaken"
     retryable = True
@@ -24,7 +24,7 @@ class PlanError(MeteringError):
 
 
 class CorrectionError(MeteringError):
-    """An entry cannot be corrected like this."""
+    """An entry cannot be corrected in this way."""
 
     code = "metering.correction"
 

@@ -1,9 +1,9 @@
-"""Reads the usage stream in its order and books it. The ledger itself remembers how far: there is nothing to acknowledge.
+"""Reads the usage stream in order and books it. The ledger stores the position in the stream, so there are no acknowledgements.
 
-    killed before a commit: nothing of the transaction is there, its messages come again
-    killed after it: the position is kept with the entries, and reading goes on behind them
+    a process killed before a commit: the transaction is undone, and its messages are read again
+    a process killed after a commit: the position is stored with the entries, and reading continues after it
 
-What is booked is removed from the stream.
+Booked messages are removed from the stream.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from wooly_metering.ledger.writer import Booked, Writer
 
 log = logging.getLogger("wooly.metering")
 STREAM = contracts.EXECUTOR_USAGE_RECORDED.stream_name
-#: Bytes that one transaction takes at most.
+#: Maximum number of bytes of messages in one transaction.
 BATCH_BYTES = 8 << 20
-#: Seconds between looks at whether the stream is still the same one, and between removals of what is booked.
-LOOK_S = 2.0
-TIDY_S = 30.0
+#: Seconds between two checks whether the stream was replaced, and between two removals of booked messages.
+STREAM_CHECK_S = 2.0
+PURGE_INTERVAL_S = 30.0
 RETRY_S = 1.0
-#: Sessions of one transaction whose traces are told of it.
-TRACED = 64
+#: Maximum number of sessions per transaction whose traces get a span.
+MAX_TRACED = 64
 
 
 class Follower:
-    """Books one stream, for ever.
+    """Books one stream without end.
 
     Args:
         js: JetStream.
         writer: the ledger.
-        batch: messages of one transaction at most.
+        batch: maximum number of messages in one transaction.
         on_booked: called after each transaction.
-        clock: seconds since 1970.
+        clock: returns seconds since 1970.
     """
 
     def __init__(
@@ -63,21 +63,21 @@ class Follower:
         self._tidied = time.monotonic()
 
     async def run(self) -> None:
-        """Read and book. Whatever fails is tried again from where the ledger is."""
+        """Read and book. After a failure, start again from the ledger's position."""
         while True:
             try:
                 await self._follow(await self._created())
             except OvertakenError as e:
                 log.info("%s", e)
             except (StreamError, nats.errors.Error, JetStreamError, OSError) as e:
-                log.warning("the usage stream cannot be read: %s; trying again", str(e) or type(e).__name__)
+                log.warning("the usage stream cannot be read: %s; metering tries again", str(e) or type(e).__name__)
                 await asyncio.sleep(RETRY_S)
             except sqlalchemy.exc.SQLAlchemyError as e:
-                log.warning("the ledger cannot be written: %s; trying again", e)
+                log.warning("the ledger cannot be written: %s; metering tries again", e)
                 await asyncio.sleep(RETRY_S)
 
     async def _created(self) -> str:
-        """Which stream it is: it is made where there is none."""
+        """The creation time of the stream, which identifies it. The stream is created if it does not exist."""
         try:
             info = await self._js.stream_info(STREAM)
         except NotFoundError:
@@ -86,7 +86,7 @@ class Follower:
         return str(info.created)
 
     async def _follow(self, created: str) -> None:
-        """Until the stream is another one."""
+        """Book the stream until it is replaced by another one."""
         at = await asyncio.to_thread(self._writer.position, STREAM, created)
         waiting: list[Delivery] = []
         taking: asyncio.Task[Booked] | None = None
@@ -100,18 +100,21 @@ class Follower:
                 last = kept is None or not kept.pending
                 if waiting and (last or len(waiting) >= self._batch or size > BATCH_BYTES):
                     await self._finish(taking)
-                    taking = asyncio.create_task(self._take(created, at, waiting))  # and read on meanwhile
+                    taking = asyncio.create_task(self._take(created, at, waiting))  # continue to read in the meantime
                     at, waiting, size = waiting[-1].sequence, [], 0
                 if last:
                     await self._finish(taking)
                     taking = None
                 now = time.monotonic()
-                if kept is None and now - looked > LOOK_S:
+                if kept is None and now - looked > STREAM_CHECK_S:
                     looked = now
                     if await self._created() != created:
-                        log.warning("stream %s is another one than before", STREAM)
+                        log.warning(
+                            "stream %s was replaced by another stream of the same name; metering reads the new stream",
+                            STREAM,
+                        )
                         return
-                    if now - self._tidied > TIDY_S:
+                    if now - self._tidied > PURGE_INTERVAL_S:
                         await self.tidy(at)
         finally:
             if taking is not None:
@@ -119,14 +122,14 @@ class Follower:
             await reading.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     async def _finish(self, taking: asyncio.Task[Booked] | None) -> None:
-        """Wait for a transaction, and tell of it."""
+        """Wait for a transaction, and report it."""
         if taking is not None:
             await self._on_booked(await taking)
 
     async def _take(self, created: str, at: int, waiting: list[Delivery]) -> Booked:
         now_us, begun = int(self._clock() * 1e6), time.time_ns()
         booked = await asyncio.to_thread(self._writer.take, STREAM, created, at, waiting, now_us)
-        for parent, session_id in booked.traced[:TRACED]:
+        for parent, session_id in booked.traced[:MAX_TRACED]:
             context = context_of(parent)
             if trace.get_current_span(context).get_span_context().is_valid:
                 attributes: dict[str, str | int] = {"session_id": session_id, "entries": booked.entries}
@@ -134,7 +137,7 @@ class Follower:
         return booked
 
     async def tidy(self, booked: int) -> None:
-        """Remove what is booked from the stream."""
+        """Remove booked messages from the stream."""
         self._tidied = time.monotonic()
         if booked:
             await self._js.purge_stream(STREAM, seq=booked + 1)

@@ -1,6 +1,6 @@
-"""REST under `/api/v1/credits`, and `/metrics`: the same messages as over NATS, for those whom `access` lets in.
+"""REST under `/api/v1/credits`, and `/metrics`. REST has the same messages as NATS, for callers that `access` admits.
 
-`/metrics` and `/healthz` are for whoever scrapes them: they ask for the scraper's token, if one is set, and else for nothing.
+`/metrics` and `/healthz` require the scraper's token if one is set, and otherwise no token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from wooly_metering.actor import MeteringActor
 
 log = logging.getLogger("wooly.metering")
 PREFIX = "/api/v1/credits"
-#: The status of a refusal, by its code; any other is a conflict with the state of things.
+#: HTTP status of a refusal, by error code. Other codes have the status 409 (conflict).
 _STATUS = {
     "router.unauthorized": 401,
     "router.forbidden": 403,
@@ -65,11 +65,13 @@ Count = Annotated[int, Query(ge=1, le=1000)]
 
 
 def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Access, scraper: str = "") -> FastAPI:
-    """The application. `scraper`: the token that `/metrics` and `/healthz` ask for; empty: none."""
+    """The application. `scraper`: the token that `/metrics` and `/healthz` require; empty: no token."""
 
     async def scraping(request: Request) -> None:
         if scraper and not shows(request.headers.get("authorization", ""), scraper):
-            raise RefusedError("router.unauthorized", "the scraper's token is needed")
+            raise RefusedError(
+                "router.unauthorized", "a valid bearer token is required; see WOOLY_METERING_METRICS_TOKEN"
+            )
 
     api = FastAPI(title="Wooly Credits", version="1", docs_url=None, redoc_url=None)
     api.state.access = access
@@ -98,7 +100,7 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
 
     @api.put(PREFIX + "/budgets/{tenant}")
     async def budget(caller: Writer, tenant: str, body: SetBudgetRequest) -> BudgetState:
-        """A tenant's budget from now on."""
+        """Set a tenant's budget."""
         return await actor.on_set_budget(body.model_copy(update={"tenant": tenant_of(caller, tenant)}))
 
     @api.get(PREFIX + "/plans")
@@ -108,20 +110,20 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
 
     @api.post(PREFIX + "/plans", status_code=201)
     async def add_plan(caller: Writer, body: PricePlan) -> PricePlan:
-        """A further price plan."""
+        """Add a price plan."""
         return await actor.on_add_plan(AddPlanRequest(plan=body))
 
     @api.get(PREFIX + "/entries")
     async def entries(
         caller: Reader, tenant: Of = "", session_id: Of | None = None, after: Moment = 0, limit: Count = 100
     ) -> EntriesReply:
-        """Entries of the ledger, in their order."""
+        """Entries of the ledger, ordered by number."""
         tenant = tenant_of(caller, tenant)
         return await actor.on_entries(EntriesRequest(tenant=tenant, session_id=session_id, after=after, limit=limit))
 
     @api.post(PREFIX + "/corrections", status_code=201)
     async def correct(caller: Writer, body: CorrectEntryRequest) -> LedgerEntry:
-        """Take credits back by a counter-entry."""
+        """Take back credits with a counter-entry."""
         return await actor.on_correct_entry(body)
 
     @api.get(PREFIX + "/statements/{tenant}")
@@ -131,24 +133,24 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
 
     @api.post(PREFIX + "/statements/{tenant}")
     async def make_statement(caller: Writer, tenant: str) -> Statement:
-        """Bill what has no statement yet."""
+        """Make a statement of all usage that no statement covers."""
         return await actor.on_make_statement(MakeStatementRequest(tenant=tenant_of(caller, tenant)))
 
     @api.get(PREFIX + "/quarantine")
     async def quarantine(
         caller: Overseer, after: Moment = 0, limit: Annotated[int, Query(ge=1, le=200)] = 100
     ) -> QuarantineReply:
-        """What could not be booked, and why."""
+        """Usage that could not be booked, and why."""
         return await actor.on_quarantine(QuarantineRequest(after=after, limit=limit))
 
     @api.get("/healthz", dependencies=[Depends(scraping)])
     async def healthz() -> dict[str, int]:
-        """That it lives, and what it booked since its start."""
+        """Health check: what the process booked since its start."""
         return {"entries": actor.entries, "quarantined": actor.quarantined}
 
     @api.get("/metrics", dependencies=[Depends(scraping)])
     def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     guarded, free = Rule(token=True, body=HttpSettings().body_bytes), Rule(token=False, body=0)
@@ -161,14 +163,14 @@ def create_rest(actor: MeteringActor, registry: CollectorRegistry, access: Acces
 
 
 def refusal(error: BusError) -> JSONResponse:
-    """What a refused caller is answered."""
+    """The HTTP response to a refused request."""
     status = _STATUS.get(error.code, 409) if isinstance(error, RefusedError) else 503
     headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}.get(status)
     return _error(status, error.code, str(error), headers, retryable=error.retryable)
 
 
 def _errors(api: FastAPI) -> None:
-    """One shape for every error, the router's."""
+    """Give all errors the same form as the router's errors."""
 
     @api.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -191,12 +193,14 @@ def _errors(api: FastAPI) -> None:
     @api.exception_handler(SQLAlchemyError)
     async def database_away(request: Request, error: SQLAlchemyError) -> JSONResponse:
         log.exception("REST %s", request.url.path)
-        return _error(503, "metering.database", "the ledger does not answer; see metering's log")
+        return _error(
+            503, "metering.database", "the ledger's database does not answer; see metering's log, and try again"
+        )
 
     @api.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         log.exception("REST %s", request.url.path)
-        return _error(500, "internal", f"{type(error).__name__}; see metering's log")
+        return _error(500, "internal", f"unexpected error {type(error).__name__}; see metering's log")
 
 
 def _error(status: int, code: str, message: str, headers: Any = None, *, retryable: bool | None = None) -> JSONResponse:

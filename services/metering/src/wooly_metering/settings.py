@@ -17,24 +17,28 @@ def _state_dir() -> Path:
 
 
 class MeteringSettings(BaseSettings):
-    """What metering needs to know. Times in seconds.
+    """The settings of metering. Times are in seconds.
 
     Attributes:
-        nats_url: where NATS is.
-        database_url: SQLAlchemy's URL of the ledger; empty: SQLite in `state_dir`.
-        durable: whether a commit waits for the disk, where the ledger is SQLite: what was booked survives a power cut. 0 is for
-            stacks that end with their run.
-        state_dir: where files are.
-        http_host: where REST and `/metrics` listen.
-        http_port: 0 takes any free port; empty: neither. The one taken is written to `state_dir`/metering.port.
-        metrics_token: file with what a scraper of `/metrics` and `/healthz` must show as its bearer token; empty: they ask for
-            nothing.
-        open_to_network: where the router asks nobody for a token and `http_host` is not a loopback address, this must be
-            "everyone who reaches this address is administrator", or REST refuses everybody.
+        nats_url: URL of NATS.
+        database_url: SQLAlchemy URL of the ledger; empty: SQLite in `state_dir`.
+        durable: whether a commit waits for the disk if the ledger is SQLite, so that booked usage survives a power failure. Set
+            it to 0
+            only for stacks that end with their run.
+        state_dir: folder for files.
+        http_host: address on which REST and `/metrics` listen.
+        http_port: port of REST and `/metrics`. 0: any free port; empty: neither is served. The port is written to
+            `state_dir`/metering.port.
+        metrics_token: file with the bearer token that `/metrics` and `/healthz` require; empty: they require no token.
+        open_to_network: if the router requires no tokens and `http_host` is not a loopback address, REST refuses all requests,
+            unless
+            this is "everyone who reaches this address is administrator".
         tls_cert: PEM file with the certificate of REST and `/metrics`; empty: they are not encrypted.
-        tls_key: PEM file with its private key; empty: in the same file.
-        batch_events: messages booked in one transaction at most.
-        budgets_s: how often budgets are looked at beside what is booked: a day or month may begin, an executor come back.
+        tls_key: PEM file with the private key; empty: the key is in the file of the certificate.
+        batch_events: maximum number of messages that one transaction books.
+        budgets_s: time between two checks of all budgets. Booking checks budgets, too; this check notices a new day or month, or
+            an
+            executor that is reachable again.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_METERING_")
@@ -58,14 +62,14 @@ class MeteringSettings(BaseSettings):
         return None if value == "" else value
 
     def tls(self) -> ssl.SSLContext | None:
-        """What REST shows; None: it is not encrypted.
+        """The TLS context of REST; None: REST is not encrypted.
 
         Raises:
-            ChannelTlsError: certificate and key cannot be used.
+            ChannelTlsError: the certificate or the key cannot be used.
         """
         return None if self.tls_cert is None else server_context(self.tls_cert, self.tls_key)
 
     @property
     def ledger_url(self) -> str:
-        """Where the ledger is."""
+        """SQLAlchemy URL of the ledger."""
         return self.database_url or f"sqlite:///{self.state_dir}/credits.db"

@@ -1,1 +1,1 @@
-"""Admission, policy and audit of every GPU that Wooly shares."""
+"""The scheduler: admission, policy and audit of every GPU that Wooly shares."""

@@ -1,4 +1,4 @@
-"""The scheduler's front: one reader of all journals, an actor per GPU, answers over NATS, checkpoints."""
+"""The scheduler's front: the reader of all journals, one actor per GPU, replies to requests over NATS, checkpoints."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from wooly_scheduler.settings import SchedulerSettings
 
 log = logging.getLogger("wooly.scheduler")
 BUCKET = "WOOLY_SCHEDULER"
-#: Bytes that the bucket may take: a checkpoint, and the next one while it is written.
+#: Maximum size of the bucket, in bytes: one checkpoint, and the next one while it is written.
 BUCKET_BYTES = 2 * MAX_BYTES + (1 << 20)
 OBJECT = "checkpoint"
-#: Seconds that a router has to say what a tenant may have.
+#: Seconds to wait for the router's answer about a tenant's ceilings.
 ROUTER_TIMEOUT_S = 2.0
-#: Seconds that a request waits for a scheduler that is behind with its journals.
+#: Seconds that a request waits for the replay of the journals.
 SETTLE_S = 1.0
-#: A listing is sent in pieces of about so many bytes.
+#: Approximate size, in bytes, of one piece of a listing.
 LISTING_BYTES = 600_000
 
 
@@ -53,7 +53,9 @@ class SchedulerActor:
     """Owns the actors of all GPUs.
 
     Args:
-        clock: seconds since the epoch.
+        settings: settings of the scheduler.
+        app: connection to NATS.
+        clock: returns seconds since the epoch.
     """
 
     def __init__(self, settings: SchedulerSettings, app: ServiceApp, clock: Callable[[], float] = time.time) -> None:
@@ -62,7 +64,7 @@ class SchedulerActor:
         self.read_until = 0
         self._settings, self._app, self._clock = settings, app, clock
         self._kept = -1
-        self._read_all = False  # everything that was in the stream when this one came
+        self._read_all = False  # whether all messages were read that the stream had at the start
         app.serve(contracts.SCHEDULER_SESSION_ADMIT, self.on_admit_session)
         app.serve(contracts.SCHEDULER_SESSION_STEER, self.on_steer_session)
         app.serve(contracts.SCHEDULER_GPU_LIST, self.on_gpus)
@@ -72,7 +74,7 @@ class SchedulerActor:
         app.listen(contracts.EXECUTOR_SESSION_CLOSED, self.on_session_closed)
 
     def gpu(self, executor_id: str) -> GpuActor:
-        """The actor of a GPU; a new one where there is none."""
+        """The actor of a GPU. It is created if it does not exist."""
         found = self.gpus.get(executor_id)
         if found is None:
             found = self.gpus[executor_id] = GpuActor(executor_id, self._settings, self._app, self._clock)
@@ -81,7 +83,7 @@ class SchedulerActor:
     # -- journals ----------------------------------------------------------------------------------------------------
 
     async def follow(self) -> None:
-        """Read all journals, for ever, from where the last checkpoint was made, or from the start of the stream."""
+        """Read all journals without end, from the last checkpoint or from the start of the stream."""
         first = await self._resume()
         js = self._app.jetstream()
         while True:
@@ -91,7 +93,7 @@ class SchedulerActor:
             except NotFoundError:
                 await self._make_stream()
             except (nats.errors.Error, JetStreamError, OSError) as e:
-                log.warning("JetStream does not answer: %s; trying again", str(e) or type(e).__name__)
+                log.warning("JetStream does not answer: %s; the scheduler tries again", str(e) or type(e).__name__)
                 await asyncio.sleep(1)
         async for kept in read_stream(js, contracts.EXECUTOR_DISPATCH_JOURNALED, first=first):
             if kept is not None:
@@ -103,41 +105,41 @@ class SchedulerActor:
         try:
             await ensure_stream(self._app.jetstream(), contracts.EXECUTOR_DISPATCH_JOURNALED)
         except StreamError as e:
-            log.warning("%s; trying again", e)
+            log.warning("%s; the scheduler tries again", e)
             await asyncio.sleep(1)
 
     async def forget(self) -> None:
-        """Drop GPUs of which nothing is heard any more, for ever."""
+        """Forget silent GPUs, without end."""
         silence = self._settings.silence_s
         while True:
             await asyncio.sleep(min(silence / 4, 5.0))
             now = self._clock()
             for name, gpu in list(self.gpus.items()):
                 if self._read_all and gpu.caught_up and now - max(gpu.heard, self.started) > silence:
-                    log.info("GPU %s is forgotten: nothing was heard of it for %.0f s", name, now - gpu.heard)
+                    log.info("GPU %s is forgotten, because it sent nothing for %.0f s", name, now - gpu.heard)
                     del self.gpus[name]
                     await gpu.stop()
 
     async def on_heartbeat(self, heartbeat: ExecutorHeartbeat) -> None:
-        """An executor lives, even if its journal has nothing to say."""
+        """An executor is alive, even if its journal has no new entries."""
         self.gpu(heartbeat.executor_id).hear(heartbeat)
 
     async def on_session_closed(self, event: SessionClosed) -> None:
-        """What a session was promised is free, sooner than the next heartbeat says so."""
+        """Release a session's promised memory before the next heartbeat reports it."""
         found = self.gpus.get(event.executor_id)
         if found is not None:
             found.vram.forget(event.session_id)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    async def keep(self) -> None:
-        """Keep what was folded, every so often, for ever."""
+    async def make_checkpoints(self) -> None:
+        """Make a checkpoint every `checkpoint_s`, without end."""
         while True:
             await asyncio.sleep(self._settings.checkpoint_s)
             await self.checkpoint()
 
     async def checkpoint(self) -> bool:
-        """Keep what was folded in JetStream. False if nothing is new, or if it could not be kept."""
+        """Store a checkpoint in JetStream. Returns False if nothing is new, or if the checkpoint could not be stored."""
         whole, sequence = [], self.read_until
         try:
             for name, gpu in sorted(self.gpus.items()):
@@ -147,7 +149,7 @@ class SchedulerActor:
                     sequence = min(sequence, position)
             checkpoint = encode(sequence, whole)
         except CheckpointError as e:
-            log.error("no checkpoint could be made: %s; a restart replays from the last one", e)
+            log.error("the checkpoint could not be encoded: %s; a restart replays from the previous checkpoint", e)
             return False
         if sequence == self._kept or not sequence:
             return False
@@ -163,35 +165,36 @@ class SchedulerActor:
             await store.put(OBJECT, checkpoint)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             log.warning(
-                "no checkpoint could be kept: %s; a restart replays from the last one", str(e) or type(e).__name__
+                "the checkpoint could not be stored: %s; a restart replays from the previous checkpoint",
+                str(e) or type(e).__name__,
             )
             return False
         self._kept = sequence
         return True
 
     async def _resume(self) -> int:
-        """Take up the last checkpoint. Returns the first message of the stream that is not in it."""
+        """Load the last checkpoint. Returns the number of the first message that the checkpoint does not cover."""
         try:
             store = await self._app.jetstream().object_store(BUCKET)
             size = (await store.get_info(OBJECT)).size or 0
             if size > MAX_BYTES:
-                raise CheckpointError(f"it has {size} bytes; {MAX_BYTES} are allowed")
+                raise CheckpointError(f"it has {size} bytes; the limit is {MAX_BYTES}")
             sequence, followers = decode((await store.get(OBJECT)).data or b"")
         except NotFoundError:
             return 1
         except (CheckpointError, nats.errors.Error, JetStreamError, OSError) as e:
-            log.warning("the last checkpoint cannot be used (%s); replaying the stream from its start", e)
+            log.warning("the last checkpoint cannot be used (%s); the scheduler replays the stream from its start", e)
             return 1
         for name, position, follower in followers:
-            if name in self.gpus:  # its heartbeat came first
+            if name in self.gpus:  # its heartbeat arrived first
                 await self.gpus[name].stop()
             self.gpus[name] = GpuActor(name, self._settings, self._app, self._clock, follower, position)
-        log.info("took up the checkpoint of %d GPUs at message %d", len(followers), sequence)
+        log.info("loaded the checkpoint of %d GPUs at message %d", len(followers), sequence)
         self.read_until = self._kept = sequence
         return sequence + 1
 
     async def stop(self) -> None:
-        """Keep what is known and end the GPUs' actors."""
+        """Make a last checkpoint and stop the GPUs' actors."""
         await self.checkpoint()
         for gpu in self.gpus.values():
             await gpu.stop()
@@ -199,7 +202,7 @@ class SchedulerActor:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def on_admit_session(self, request: AdmitSessionRequest) -> AdmitSessionReply:
-        """May a session run on that GPU?"""
+        """Test whether a session may run on a GPU."""
         gpu = self.gpu(request.executor_id)
         await self._settled(gpu)
         with step("scheduler", "admit", executor=request.executor_id, priority=request.priority) as span:
@@ -208,15 +211,19 @@ class SchedulerActor:
         return reply
 
     async def _settled(self, *gpus: GpuActor) -> None:
-        """Wait until the journals are replayed: a test against half of the sessions would be none."""
+        """Wait until the journals are replayed, because admission and steering need all sessions."""
         until = self._clock() + SETTLE_S
         while not self._read_all or not all(gpu.caught_up for gpu in gpus):
             if self._clock() > until:
-                raise RefusedError("scheduler.behind", "the scheduler is still replaying journals", retryable=True)
+                raise RefusedError(
+                    "scheduler.behind",
+                    "the scheduler is still replaying journals; try again in a few seconds",
+                    retryable=True,
+                )
             await asyncio.sleep(0.01)
 
     async def on_steer_session(self, request: SteerSessionRequest) -> SteerSessionReply:
-        """Another class, weight or policy for a running session, on all its GPUs; suspend or resume it."""
+        """Change the class, weight or policy of a running session on all its GPUs; suspend or resume the session."""
         await self._settled(*self.gpus.values())
         found = [gpu for gpu in self.gpus.values() if gpu.has(request.session_id)]
         if not found:
@@ -253,22 +260,25 @@ class SchedulerActor:
         return first
 
     async def on_steer_of(self, request: SteerSessionRequest, tenant: str) -> SteerSessionReply:
-        """A tenant treats a session of its own otherwise: its class, its weight, whether it is suspended."""
+        """A tenant changes its own session: class, weight, whether the session is suspended."""
         if any(value is not None for value in (request.policy, request.exclusive, request.hold)):
-            raise RefusedError("scheduler.forbidden", "these credentials set class, weight and suspension only")
+            raise RefusedError(
+                "scheduler.forbidden",
+                "a tenant's credentials may change only class, weight and suspension of a session",
+            )
         await self._settled(*self.gpus.values())
         found = [gpu.demand(request.session_id) for gpu in self.gpus.values()]
         if not any(demand is not None and demand.tenant == tenant for demand in found):
             raise RefusedError("scheduler.no_session", f"session {request.session_id} is not open on any GPU")
         if request.priority is not None or request.weight is not None:
-            await self._may(tenant, request)
+            await self._check_ceilings(tenant, request)
         return await self.on_steer_session(request)
 
-    async def _may(self, tenant: str, request: SteerSessionRequest) -> None:
-        """Refuse what is above the tenant's ceilings, which the router knows; and everything while it does not answer.
+    async def _check_ceilings(self, tenant: str, request: SteerSessionRequest) -> None:
+        """Refuse values above the tenant's ceilings, which the router knows. Without an answer of the router, refuse all values.
 
         Raises:
-            RefusedError: see above.
+            RefusedError: a value is above a ceiling, or no router answers.
         """
         ask = CheckCeilingRequest(tenant=tenant, priority=request.priority, weight=request.weight)
         try:
@@ -276,19 +286,19 @@ class SchedulerActor:
         except BusError as e:
             raise RefusedError(
                 "scheduler.router_silent",
-                f"session {request.session_id} stays as it is: no router says what tenant {tenant} may have ({e}); try again",
+                f"session {request.session_id} is unchanged: no router states the ceilings of tenant {tenant} ({e}); try again",
                 retryable=True,
             ) from e
         if reply.refusal:
             raise RefusedError("scheduler.above_ceiling", reply.refusal)
 
     async def on_gpus_of(self, request: GpusRequest, tenant: str) -> GpusReply:
-        """What every GPU does, and a tenant's own sessions there."""
+        """List every GPU, with the tenant's own sessions only."""
         reply = await self.on_gpus(request)
         return reply.model_copy(update={"gpus": tuple([g.of_tenant(tenant) for g in reply.gpus])})
 
     def _judge(self, gpu: GpuActor, request: SteerSessionRequest) -> None:
-        """Refuse what would make an admitted session late."""
+        """Refuse a change that would make an admitted session miss its objective."""
         now = gpu.demand(request.session_id)
         if now is None or request.suspended:
             return
@@ -312,7 +322,7 @@ class SchedulerActor:
             raise RefusedError("scheduler.refused", f"GPU {gpu.executor_id}: {verdict.reason}")
 
     async def on_gpus(self, request: GpusRequest) -> GpusReply:
-        """What every GPU does."""
+        """List every GPU and its sessions."""
         found: list[GpuState] = []
         size = 0
         names = sorted(name for name in self.gpus if name > request.after)

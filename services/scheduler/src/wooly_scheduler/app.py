@@ -1,4 +1,4 @@
-"""Wires the scheduler's process: settings, NATS, `/metrics`."""
+"""Connects the parts of the scheduler's process: settings, NATS, `/metrics`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger("wooly.scheduler")
 
 
 async def serve(settings: SchedulerSettings) -> None:
-    """Serve until a signal comes.
+    """Serve until the process gets a signal.
 
     Raises:
         BusConnectError: NATS does not answer.
-        OSError: the port of `/metrics` is taken.
+        OSError: the port of `/metrics` is in use.
     """
     app = ServiceApp("scheduler", settings.nats_url)
     actor = SchedulerActor(settings, app)
@@ -37,7 +37,11 @@ async def serve(settings: SchedulerSettings) -> None:
             if metrics is not None:
                 port_file.write_text(str(metrics.port))
                 log.info("scheduler: metrics on http://%s:%d/metrics", settings.metrics_host, metrics.port)
-            works: dict[str, Work] = {"follower": actor.follow, "checkpoints": actor.keep, "forgetting": actor.forget}
+            works: dict[str, Work] = {
+                "follower": actor.follow,
+                "checkpoints": actor.make_checkpoints,
+                "forgetting": actor.forget,
+            }
             if metrics is not None:
                 works["metrics"] = metrics.run
             await run_for_ever(works, until_signalled)

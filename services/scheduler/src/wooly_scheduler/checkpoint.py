@@ -1,7 +1,7 @@
-"""The scheduler's checkpoint as bytes: JSON of declared fields, versioned, checked field by field when it is read.
+"""The encoding of the scheduler's checkpoint: versioned JSON with declared fields; the reader checks every field.
 
-A checkpoint lies in a JetStream bucket that other services can reach. So reading one makes numbers, strings and the tables that
-are declared here and in the records of the books, and nothing else; a value of another type is a `CheckpointError`.
+A checkpoint is in a JetStream bucket that other services can write. So the reader creates only numbers, strings, and the tables
+that are declared here and in the record classes. A value of another type is a `CheckpointError`.
 
     whole      line of JSON: [version, position in the stream, [[executor id, position, bytes], ...]]; then each follower's bytes
     follower   zlib of: line of JSON (`FollowerRecord`), line of JSON (journal, next entry, link), line of JSON (`DispatchState`)
@@ -21,17 +21,19 @@ from wooly_dispatch.journal import Replayer
 from wooly_scheduler.core.follower import Follower, FollowerRecord
 
 VERSION = 3
-"""Of the encoding; raise it when a record's fields change. A checkpoint of another version is not read."""
+"""Version of the encoding. Increase it when a record's fields change. The reader refuses other versions."""
 MAX_FOLLOWER_BYTES = 64 << 20
-"""Bytes of one follower before compression: thirty thousand sessions of ten minutes. Bounds what damaged bytes may inflate to."""
+"""Maximum size, in bytes, of one follower before compression: about 30,000 sessions of ten minutes. It bounds decompression,
+too.
+"""
 MAX_BYTES = 256 << 20
-"""Bytes of a whole checkpoint, which a scheduler holds in memory at once when it starts."""
+"""Maximum size, in bytes, of a whole checkpoint. A starting scheduler has all of it in memory at the same time."""
 _COMPRESSION = 1
 _MAX_HEAD_BYTES = 1 << 20
 
 
 class CheckpointError(ValueError):
-    """Bytes are not a checkpoint of this version, or a follower is too large to be kept."""
+    """Bytes are not a checkpoint of this version, or a follower is too large for a checkpoint."""
 
     code = "scheduler.checkpoint"
 
@@ -58,7 +60,7 @@ class _Session(BaseModel, extra="forbid"):
 
 
 class _State(BaseModel, extra="forbid"):
-    """What `wooly_dispatch.state.snapshot` writes."""
+    """The fields that `wooly_dispatch.state.snapshot` writes."""
 
     version: Literal[2]
     config: tuple[int, int, int, int, int, int, int, bool, int, int, int, int, int]
@@ -97,34 +99,34 @@ _WHOLE = TypeAdapter(tuple[Literal[3], int, list[tuple[str, int, int]]])
 
 
 def encode_follower(follower: Follower) -> bytes:
-    """Everything that is known of one GPU, as bytes that do not change with it.
+    """Encode the whole state of one GPU. The bytes are a copy.
 
     Raises:
-        CheckpointError: more than `MAX_FOLLOWER_BYTES`, or something in it is not of its declared type.
+        CheckpointError: the result is larger than `MAX_FOLLOWER_BYTES`, or a value does not have its declared type.
     """
     try:
         books = _RECORD.dump_json(follower.record(), warnings="error")
-    except ValueError as e:  # pydantic's, or of a string that is no Unicode
-        raise CheckpointError(f"the books of {follower.executor_id} cannot be written: {e}") from e
+    except ValueError as e:  # pydantic's error, or a string is not valid Unicode
+        raise CheckpointError(f"the state of {follower.executor_id} cannot be encoded: {e}") from e
     data = books + b"\n" + follower.replayer.checkpoint()
     if len(data) > MAX_FOLLOWER_BYTES:
         raise CheckpointError(
-            f"the books of {follower.executor_id} are {len(data)} bytes; a checkpoint takes {MAX_FOLLOWER_BYTES}"
+            f"the state of {follower.executor_id} has {len(data)} bytes; the limit is {MAX_FOLLOWER_BYTES}"
         )
     return zlib.compress(data, _COMPRESSION)
 
 
 def decode_follower(data: bytes) -> Follower:
-    """The follower that `encode_follower` described.
+    """Decode the follower of one GPU.
 
     Raises:
-        CheckpointError: the bytes are damaged, larger than allowed, of other types, or contradict themselves.
+        CheckpointError: the bytes are damaged, too large, inconsistent, or have a value of another type.
     """
     try:
         inflate = zlib.decompressobj()
         plain = inflate.decompress(data, MAX_FOLLOWER_BYTES)
         if not inflate.eof:
-            raise CheckpointError(f"a follower ends too early, or is larger than {MAX_FOLLOWER_BYTES} bytes")
+            raise CheckpointError(f"a follower is incomplete, or larger than {MAX_FOLLOWER_BYTES} bytes")
         books, _, rest = plain.partition(b"\n")
         head, _, state = rest.partition(b"\n")
         record = _RECORD.validate_json(books, strict=True)
@@ -137,45 +139,47 @@ def decode_follower(data: bytes) -> Follower:
             check_state(replayer.state)
     except (zlib.error, ValidationError, ValueError, LookupError, TypeError, DispatchError, RecursionError) as e:
         reason = e.errors(include_url=False)[0]["msg"] if isinstance(e, ValidationError) else str(e)
-        raise CheckpointError(f"not a checkpoint of a follower: {reason}") from e
+        raise CheckpointError(f"a follower cannot be decoded: {reason}") from e
     return follower
 
 
 def encode(sequence: int, followers: list[tuple[str, int, bytes]]) -> bytes:
-    """A whole checkpoint.
+    """Encode a whole checkpoint.
 
     Args:
-        sequence: the last message of the journal stream that is in it.
-        followers: executor id, the last message of that executor's that is in it, `encode_follower`.
+        sequence: number of the last message of the journal stream that the checkpoint covers.
+        followers: for each executor: id, number of the executor's last message that its bytes cover, bytes of `encode_follower`.
 
     Raises:
-        CheckpointError: more than `MAX_BYTES`.
+        CheckpointError: the result is larger than `MAX_BYTES`.
     """
     head = json.dumps([VERSION, sequence, [[name, position, len(data)] for name, position, data in followers]]).encode()
     whole = head + b"\n" + b"".join(data for _, _, data in followers)
     if len(whole) > MAX_BYTES:
-        raise CheckpointError(f"it would be {len(whole)} bytes; {MAX_BYTES} are allowed")
+        raise CheckpointError(f"the checkpoint has {len(whole)} bytes; the limit is {MAX_BYTES}")
     return whole
 
 
 def decode(data: bytes) -> tuple[int, list[tuple[str, int, Follower]]]:
-    """The opposite of `encode`: the position in the stream; executor id, position, follower.
+    """Decode a whole checkpoint: the position in the stream; and per executor its id, position and follower.
 
     Raises:
-        CheckpointError: the bytes are not a checkpoint of this version, or damaged.
+        CheckpointError: the bytes are not a checkpoint of this version, or are damaged.
     """
     end = data.find(b"\n", 0, _MAX_HEAD_BYTES)
     try:
         _, sequence, names = _WHOLE.validate_json(data[: max(end, 0)], strict=True)
     except ValidationError as e:
-        raise CheckpointError("not a checkpoint of this version") from e
+        raise CheckpointError(f"the bytes are not a checkpoint of version {VERSION}") from e
     found, at = [], end + 1
     for name, position, size in names:
         follower = decode_follower(data[at : at + max(size, 0)])
         if follower.executor_id != name or position < 0:
-            raise CheckpointError(f"the books of {follower.executor_id} stand under the name {name}")
+            raise CheckpointError(f"the state of {follower.executor_id} is stored under the name {name}")
         found.append((name, position, follower))
         at += size
     if at != len(data) or sequence < 0:
-        raise CheckpointError(f"{len(data) - at} bytes are left over")
+        raise CheckpointError(
+            f"the checkpoint has a wrong length ({len(data) - at} bytes too many), or a negative position"
+        )
     return sequence, found

@@ -1,4 +1,4 @@
-"""What every GPU does in Prometheus's text, on `/metrics`."""
+"""Prometheus metrics of every GPU, on `/metrics`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from wooly_dispatch.events import PRIORITIES
 from wooly_scheduler.actor import SchedulerActor
 from wooly_scheduler.gpu import GpuActor
 
-#: Seconds for which the text of one scrape is given to others.
+#: Seconds for which a scrape's text is cached for other scrapes.
 FRESH_S = 0.5
 
 
 class GpuCollector(Collector):
-    """Reads the actors when somebody asks, in their own event loop: figures of one scrape are of one moment."""
+    """Collects the metrics of all GPU actors, in their event loop, so that all figures of one scrape are from the same moment."""
 
     def __init__(self, actor: SchedulerActor) -> None:
         self._actor = actor
@@ -36,60 +36,71 @@ class GpuCollector(Collector):
 
 
 def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
-    """All metrics of all GPUs. Ratios are 0 to 1, over the last ten seconds; counters begin anew with an executor's journal."""
+    """All metrics of all GPUs. Ratios are 0 to 1, over the last ten seconds. Counters restart with each new journal of an
+    executor.
+    """
     gauges = {
         name: GaugeMetricFamily(f"wooly_gpu_{name}", text, labels=["gpu"])
         for name, text in (
             ("utilization_ratio", "share of the time in which the device executes"),
-            ("starvation_ratio", "share of the time in which it executes while another session has work ready"),
-            ("share_error_ratio", "largest difference between a session's share and its weight's, in the worst second"),
+            ("starvation_ratio", "share of the time in which the device executes while another session has work ready"),
+            (
+                "share_error_ratio",
+                "largest difference between a session's share of GPU time and its share by weight, in the worst second",
+            ),
             ("sessions", "open sessions"),
-            ("journal_followed", "1 while its journal is replayed, 0 if entries are missing or cannot be trusted"),
-            ("journal_age_seconds", "since its last entries"),
+            ("journal_followed", "1 while the journal is replayed, 0 if entries are missing or cannot be trusted"),
+            ("journal_age_seconds", "seconds since the journal's last entries"),
         )
     }
     counters = {
         name: CounterMetricFamily(f"wooly_gpu_{name}", text, labels=["gpu"])
         for name, text in (
             ("wall_seconds", "time that the journal covers"),
-            ("executing_seconds", "of this, time in which the device executed"),
-            ("starving_seconds", "of this, time in which another session had work ready"),
-            ("journal_entries", "entries replayed of the journal"),
-            ("journal_gaps", "journals of which entries were missing"),
+            ("executing_seconds", "time in which the device executed"),
+            ("starving_seconds", "time in which the device executed while another session had work ready"),
+            ("journal_entries", "replayed entries of the journal"),
+            ("journal_gaps", "journals with missing entries"),
         )
     }
     window = GaugeMetricFamily(
-        "wooly_gpu_window_seconds", "GPU time that may be in flight, by class", labels=["gpu", "class"]
+        "wooly_gpu_window_seconds", "maximum GPU time in flight, by class", labels=["gpu", "class"]
     )
     violations = CounterMetricFamily(
-        "wooly_audit_violations", "what the audit of journals found", labels=["gpu", "law"]
+        "wooly_audit_violations", "violations that the audit of journals found", labels=["gpu", "law"]
     )
     of_session = ["gpu", "session", "tenant"]
     session_counters = {
         name: CounterMetricFamily(f"wooly_session_{name}", text, labels=of_session)
         for name, text in (
             ("run_seconds", "GPU time"),
-            ("unjust_wait_seconds", "time in which the rule says that it should have run and it did not"),
-            ("programs", "programs done"),
+            (
+                "unjust_wait_seconds",
+                "time in which the session did not run, although the rule says that it should have",
+            ),
+            ("programs", "finished programs"),
         )
     }
     session_gauges = {
         name: GaugeMetricFamily(f"wooly_session_{name}", text, labels=of_session)
         for name, text in (
-            ("objective_attainment_ratio", "programs within the declared objective, over all"),
-            ("share_ratio", "share of what all sessions ran in the last ten seconds"),
-            ("queued_programs", "programs that wait"),
-            ("response_p50_seconds", "from submission to the last kernel"),
-            ("response_p99_seconds", "from submission to the last kernel"),
+            ("objective_attainment_ratio", "share of finished programs within the declared objective"),
+            ("share_ratio", "share of the GPU time of all sessions in the last ten seconds"),
+            ("queued_programs", "queued programs"),
+            ("response_p50_seconds", "median time from a program's submission to the end of its last kernel"),
+            (
+                "response_p99_seconds",
+                "99th percentile of the time from a program's submission to the end of its last kernel",
+            ),
         )
     }
     tenant_counters = {
         name: CounterMetricFamily(f"wooly_tenant_{name}", text, labels=["gpu", "tenant"])
         for name, text in (
-            ("run_seconds", "GPU time of all its sessions, closed ones too"),
-            ("core_seconds", "cores occupied times GPU time"),
-            ("unjust_wait_seconds", "unjust wait of all its sessions"),
-            ("programs", "programs done"),
+            ("run_seconds", "GPU time of all the tenant's sessions, including closed ones"),
+            ("core_seconds", "GPU time times the number of occupied cores"),
+            ("unjust_wait_seconds", "unjust wait of all the tenant's sessions"),
+            ("programs", "finished programs"),
         )
     }
     for gpu in gpus:
@@ -137,13 +148,13 @@ def families(gpus: Iterable[GpuActor]) -> Iterator[Metric]:
 
 
 class MetricsServer:
-    """`/metrics` on a port of its own. However often it is asked, the text is made once in `FRESH_S`.
+    """Serves `/metrics` on its own port. The text is made at most once in `FRESH_S`.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
 
     Args:
-        scraper: the token that it asks for; empty: none.
+        scraper: the required bearer token; empty: no token is required.
     """
 
     def __init__(self, actor: SchedulerActor, host: str, port: int, scraper: str = "") -> None:
@@ -156,7 +167,7 @@ class MetricsServer:
         self.port: int = self._listener.getsockname()[1]
 
     async def run(self) -> None:
-        """Answer, until cancelled."""
+        """Serve until cancelled."""
         try:
             await self._server.serve(sockets=[self._listener])
         finally:
@@ -167,9 +178,13 @@ class MetricsServer:
             return
         status, text, kind = 200, b"", CONTENT_TYPE_LATEST
         if self._scraper and not shows(Headers(scope=scope).get("authorization", ""), self._scraper):
-            status, text, kind = 401, b"the scraper's token is needed\n", "text/plain"
+            status, text, kind = (
+                401,
+                b"a valid bearer token is required; see WOOLY_SCHEDULER_METRICS_TOKEN\n",
+                "text/plain",
+            )
         elif scope["path"] not in ("/metrics", "/") or scope["method"] not in ("GET", "HEAD"):
-            status, text, kind = 404, b"there is GET /metrics\n", "text/plain"
+            status, text, kind = 404, b"not found; this server has only GET /metrics\n", "text/plain"
         else:
             text = self._latest()
         headers = [(b"content-type", kind.encode()), (b"content-length", str(len(text)).encode())]

@@ -1,6 +1,6 @@
-"""The actor of one GPU: follows its journal, judges its epochs, admits and lists its sessions.
+"""The actor of one GPU: follows the GPU's journal, decides at epochs, admits and lists sessions.
 
-Batches come through a mailbox and are replayed in slices, so that requests are answered meanwhile.
+Batches arrive in a mailbox. The actor replays them in slices, so that requests are answered in between.
 """
 
 from __future__ import annotations
@@ -39,36 +39,39 @@ from wooly_scheduler.core.epochs import decide
 from wooly_scheduler.core.follower import Follower, Violation
 from wooly_scheduler.core.vram import VramBook
 from wooly_scheduler.settings import SchedulerSettings
-from wooly_scheduler.totals import messages, tell
+from wooly_scheduler.totals import messages, send_totals
 
 log = logging.getLogger("wooly.scheduler")
-#: Entries that are replayed before anybody else has a turn: some milliseconds.
+#: Entries that are replayed without a pause; they take some milliseconds.
 SLICE = 100
-#: Batches that wait for their turn; a reader that runs ahead of the replay waits too.
+#: Maximum number of batches in the mailbox. A reader that is faster than the replay waits.
 MAILBOX = 64
 EXECUTOR_TIMEOUT_S = 1.0
-#: Seconds after which an epoch that the journal does not show is taken to be lost.
+#: Seconds after which an epoch is considered lost if the journal does not show it.
 EPOCH_PATIENCE_S = 2.0
-#: Events of one batch; the others are counted.
+#: Maximum number of violation events per batch. Further violations are only counted.
 MAX_EVENTS = 16
-#: Seconds for which a gap may be closed by entries that come late.
+#: Seconds to wait for late entries that close a gap.
 GAP_PATIENCE_S = 2.0
-#: Seconds of silence after which an executor is taken to be gone, and what its journal says is told to metering.
-GONE_S = 10.0
-#: Seconds between looks at whether there is something to tell metering.
-TELL_S = 0.5
-#: Silence in which the device is still taken to do what it did.
+#: Seconds of silence after which the executor is considered gone, and the totals of its journal are sent to metering.
+EXECUTOR_GONE_S = 10.0
+#: Seconds between two checks whether totals must be sent to metering.
+TOTALS_CHECK_S = 0.5
+#: Silence, in ns, during which the recent figures remain valid.
 FRESH_NS = 2_000_000_000
 MAX_LISTED = 1000
 
 
 class GpuActor:
-    """Everything of one GPU. Its state changes in `_work` alone.
+    """All state of one GPU. Only `_work` changes it.
 
     Args:
-        follower: what was known of it before, if anything.
-        sequence: the last message of the stream that is in there.
-        clock: seconds since the epoch.
+        executor_id: the executor of the GPU.
+        settings: settings of the scheduler.
+        app: connection to NATS.
+        clock: returns seconds since the epoch.
+        follower: the state from a checkpoint, if any.
+        sequence: number of the last message of the stream that `follower` covers.
     """
 
     def __init__(
@@ -84,10 +87,10 @@ class GpuActor:
         self.follower = follower or Follower(executor_id)
         self.book = Book()
         self.vram = VramBook()
-        self.memory: MemoryState | None = None  # as its executor last said
+        self.memory: MemoryState | None = None  # from the executor's last heartbeat
         self.sequence = self._taken = sequence
-        self.heard = clock()  # of its executor, in any way
-        self.entered = 0.0  # when its last entries were kept
+        self.heard = clock()  # time of the last message of the executor, of any kind
+        self.entered = 0.0  # time at which the stream stored the journal's last entries
         self._settings, self._app, self._clock = settings, app, clock
         self._mailbox: asyncio.Queue[Kept[bytes]] = asyncio.Queue(MAILBOX)
         self._turn = asyncio.Lock()
@@ -95,28 +98,28 @@ class GpuActor:
         self._complaint = ""
         self._gap_since: float | None = None
         self._device: DeviceFacts | None = None
-        self._counted = ("", 0)  # journal and entries that metering was told of
+        self._counted = ("", 0)  # journal and number of entries whose totals metering has
         works = {"journal": self._work(), "epochs": self._epochs(), "totals": self._totals()}
         self._tasks = [start_task(work, f"{name} of {executor_id}") for name, work in works.items()]
 
     async def stop(self) -> None:
-        """End its tasks."""
+        """Stop the actor's tasks."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def take(self, kept: Kept[bytes]) -> None:
-        """A batch of its journal; waits while the mailbox is full."""
+        """Put a batch into the mailbox; wait while the mailbox is full."""
         self._taken = kept.sequence
         await self._mailbox.put(kept)
 
     @property
     def caught_up(self) -> bool:
-        """Whether everything that was read is replayed."""
+        """Whether all batches in the mailbox are replayed."""
         return self.sequence >= self._taken
 
     async def checkpoint(self) -> tuple[int, bytes]:
-        """Its follower as of a whole batch, and that batch's number in the stream."""
+        """Number of the last replayed batch in the stream, and the encoded follower after it."""
         async with self._turn:
             return self.sequence, encode_follower(self.follower)
 
@@ -128,8 +131,8 @@ class GpuActor:
             async with self._turn:
                 try:
                     await self._replay(kept)
-                except Exception:  # the next batch may be better; this one is counted by nobody else
-                    log.exception("GPU %s: a batch of its journal failed", self.executor_id)
+                except Exception:  # continue with the next batch; the log is the only trace of this error
+                    log.exception("GPU %s: a batch of the journal could not be processed", self.executor_id)
                 self.sequence = kept.sequence
 
     async def _replay(self, kept: Kept[bytes]) -> None:
@@ -144,18 +147,23 @@ class GpuActor:
         self.entered = max(self.entered, kept.at)
         self.heard = max(self.heard, kept.at)
         if follower.journal != journal:
-            log.info("GPU %s: follows journal %s", self.executor_id, follower.journal)
+            log.info("GPU %s: the scheduler follows journal %s", self.executor_id, follower.journal)
             self._told = None
         if follower.gaps > gaps:
-            self._say_gap()
+            self._log_gap()
         elif follower.lost and follower.lost != lost:
-            log.error("GPU %s: journal %s is followed no more: %s", self.executor_id, follower.journal, follower.lost)
+            log.error(
+                "GPU %s: the scheduler stopped following journal %s: %s",
+                self.executor_id,
+                follower.journal,
+                follower.lost,
+            )
         self._gap_since = (self._gap_since or self._clock()) if follower.waiting else None
         await self._report(found)
 
-    def _say_gap(self) -> None:
+    def _log_gap(self) -> None:
         log.warning(
-            "GPU %s: journal %s has a gap (%s); its sessions are not seen until its executor begins another",
+            "GPU %s: journal %s has a gap (%s); the scheduler does not see the sessions until the executor begins a new journal",
             self.executor_id,
             self.follower.journal,
             self.follower.lost,
@@ -171,34 +179,38 @@ class GpuActor:
                 law=violation.law,
                 message=violation.message,
             )
-            with contextlib.suppress(BusError):  # it is counted, and in the log
+            with contextlib.suppress(BusError):  # the violation is counted and logged
                 await self._app.publish(contracts.SCHEDULER_AUDIT_VIOLATED, event)
         if len(found) > MAX_EVENTS:
-            log.error("GPU %s: %d more violations in the same batch", self.executor_id, len(found) - MAX_EVENTS)
+            log.error("GPU %s: the same batch has %d more violations", self.executor_id, len(found) - MAX_EVENTS)
 
     # -- totals ------------------------------------------------------------------------------------------------------
 
     async def _totals(self) -> None:
         while True:
-            await asyncio.sleep(TELL_S)
+            await asyncio.sleep(TOTALS_CHECK_S)
             try:
-                await self._tell_totals()
+                await self._send_totals()
             except StreamError as e:
                 if str(e) != self._complaint:
-                    log.warning("GPU %s: metering was not told what its journal says: %s", self.executor_id, e)
+                    log.warning(
+                        "GPU %s: the totals of the journal could not be sent to metering: %s; the scheduler tries again",
+                        self.executor_id,
+                        e,
+                    )
                 self._complaint = str(e)
 
-    async def _tell_totals(self) -> None:
-        """Tell metering what journals that are over say, and this one's while nothing is heard of the executor."""
+    async def _send_totals(self) -> None:
+        """Send metering the totals of finished journals, and those of the current journal while the executor is silent."""
         follower, at_us = self.follower, int((self.entered or self._clock()) * 1e6)
         while follower.finished:
             totals = follower.finished[0]
-            await tell(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
+            await send_totals(self._app.jetstream(), messages(totals, self.executor_id, self._device, at_us))
             follower.finished = [other for other in follower.finished if other is not totals]
         now = (follower.journal, follower.entries)
-        silent = self._clock() - self.heard > min(GONE_S, self._settings.silence_s / 2)
+        silent = self._clock() - self.heard > min(EXECUTOR_GONE_S, self._settings.silence_s / 2)
         if silent and self.caught_up and follower.journal and now != self._counted:
-            await tell(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
+            await send_totals(self._app.jetstream(), messages(follower.totals(), self.executor_id, self._device, at_us))
             self._counted = now
 
     # -- epochs ------------------------------------------------------------------------------------------------------
@@ -210,23 +222,23 @@ class GpuActor:
             if self._gap_since is not None and now - self._gap_since > GAP_PATIENCE_S:
                 async with self._turn:
                     if self.follower.give_up():
-                        self._say_gap()
+                        self._log_gap()
                     self._gap_since = None
             try:
                 await self._judge(now)
             except BusError as e:
                 if str(e) != self._complaint:
-                    log.warning("GPU %s: its executor was not told of an epoch: %s", self.executor_id, e)
+                    log.warning("GPU %s: an epoch could not be sent to the executor: %s", self.executor_id, e)
                 self._complaint = str(e)
             except Exception:
-                log.exception("GPU %s: an epoch could not be judged", self.executor_id)
+                log.exception("GPU %s: an epoch could not be processed", self.executor_id)
 
     async def _judge(self, now: float) -> None:
         follower = self.follower
         if follower.lost or not self.caught_up or now - self.entered > EPOCH_PATIENCE_S:
-            return  # what is old says nothing of now
+            return  # old measurements do not describe the present
         if self._told is not None and self._told[0] == follower.meters.epochs and now < self._told[1]:
-            return  # the journal does not show the last one yet
+            return  # the journal does not show the last epoch yet
         decision = decide(follower.state, follower.meters)
         if decision is None:
             return
@@ -239,7 +251,7 @@ class GpuActor:
         )
         self._complaint = ""
         log.info(
-            "GPU %s: P0's p99 is %.2f of that alone, %.0f %% idle: windows are %s us now",
+            "GPU %s: P0's p99 is %.2f times its p99 alone, the device is %.0f %% idle: the windows are now %s us",
             self.executor_id,
             decision.slowdown_permille / 1000,
             decision.idle_permille / 10,
@@ -247,7 +259,7 @@ class GpuActor:
         )
 
     def hear(self, heartbeat: ExecutorHeartbeat) -> None:
-        """Its executor lives, and says what its memory is used for."""
+        """Take in a heartbeat: the executor is alive, and reports the use of its memory."""
         self.heard, self._device = self._clock(), heartbeat.device
         memory = self.memory = heartbeat.memory
         if memory is not None:
@@ -257,22 +269,22 @@ class GpuActor:
     # -- sessions ----------------------------------------------------------------------------------------------------
 
     def has(self, session_id: str) -> bool:
-        """Whether the session is open here, as far as the journal says, or was admitted a moment ago."""
+        """Whether the session is open on this GPU by the journal, or was admitted a moment ago."""
         return any(d.session == session_id for d in self.book.demands(self.follower, self._clock()))
 
     def demand(self, session_id: str) -> Demand | None:
-        """The session as the admission test sees it."""
+        """The session as the admission test sees it; None if it is not on this GPU."""
         demands = self.book.demands(self.follower, self._clock())
         return next((d for d in demands if d.session == session_id), None)
 
     def judge(self, candidate: Demand) -> Verdict:
-        """Whether all objectives hold with `candidate`."""
+        """Test whether all objectives hold with `candidate`."""
         state = self.follower.state
         demands = self.book.demands(self.follower, self._clock())
         return admit(candidate, demands, state.config, state.width, self._settings.error_permille)
 
     def on_admit_session(self, request: AdmitSessionRequest) -> AdmitSessionReply:
-        """The response-time test."""
+        """Admit or refuse a session by the response-time test and the memory of the GPU."""
         policy = declared(
             request.priority, request.weight, request.service_ns, request.objective_ns, request.interval_ns
         )
@@ -304,7 +316,7 @@ class GpuActor:
     # -- figures -----------------------------------------------------------------------------------------------------
 
     def listing(self) -> GpuState:
-        """What `wooly top` shows."""
+        """The figures that `wooly top` shows."""
         follower, age = self.follower, max(self._clock() - self.entered, 0.0)
         meters, state = follower.meters, follower.state
         silent = int(age * 1e9)
@@ -363,7 +375,9 @@ class GpuActor:
         )
 
     def _others(self, sessions: set[str]) -> MemoryState | None:
-        """Where its memory is; by name only who is no session of the journal's, such as what is pinned."""
+        """The state of the memory. Only entries that are not sessions of the journal, such as pinned contents, are listed by
+        name.
+        """
         if self.memory is None:
             return None
         rest = tuple([m for m in self.memory.sessions if m.session_id not in sessions])

@@ -15,18 +15,20 @@ def _state_dir() -> Path:
 
 
 class SchedulerSettings(BaseSettings):
-    """What a scheduler needs to know. Times in seconds.
+    """The settings of a scheduler. Times are in seconds.
 
     Attributes:
-        nats_url: where NATS is.
-        metrics_host: where `/metrics` listens.
-        metrics_port: 0 takes any free port; empty: no `/metrics`. The one taken is written to `state_dir`/scheduler.port.
-        metrics_token: file with what a scraper must show as its bearer token; empty: `/metrics` asks for nothing.
-        state_dir: where that file is.
-        epoch_s: how often windows are looked at.
-        checkpoint_s: how often what was folded is kept in JetStream, so that a restart need not replay all.
-        silence_s: a GPU of which nothing was heard for so long is forgotten.
-        error_permille: by how much launches are taken to overrun their estimates, in admission.
+        nats_url: URL of NATS.
+        metrics_host: address on which `/metrics` listens.
+        metrics_port: port of `/metrics`. 0: any free port; empty: no `/metrics`. The port is written to
+            `state_dir`/scheduler.port.
+        metrics_token: file with the bearer token that `/metrics` requires; empty: `/metrics` requires no token.
+        state_dir: folder of the port file.
+        epoch_s: time between two checks of the pacing windows.
+        checkpoint_s: time between two checkpoints in JetStream. A restarted scheduler replays only the entries after the
+            checkpoint.
+        silence_s: the scheduler forgets a GPU that sends nothing for this time.
+        error_permille: by how much admission assumes that launches overrun their estimates, in permille.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_SCHEDULER_")

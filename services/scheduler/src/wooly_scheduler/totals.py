@@ -1,7 +1,7 @@
-"""What sessions ran in all by a journal, told to metering when their executor is gone.
+"""Sends metering the totals of a journal: what each session ran, for the case that the executor is gone.
 
-An executor that is killed has not published what ran since its last usage record. Its journal knows: metering books what the
-ledger lacks. Telling the same again, or of an executor that lives, changes nothing in the ledger.
+A killed executor has not published the work since its last usage record. The journal has that work, and metering books the part
+that is missing in the ledger. It is safe to send totals again, or totals of a live executor: the ledger does not change.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from wooly_wis.messages import DeviceFacts
 from wooly_scheduler.core.follower import Ran, Totals
 
 RECORDS = 500
-"""Sessions of one message: 700 KB of names at their longest."""
+"""Maximum number of sessions in one message. With the longest names, these are 700 KB."""
 _ANY_CORES = (1 << 31) - 1
 
 
 def messages(totals: Totals, executor_id: str, device: DeviceFacts | None, at_us: int) -> Iterator[UsageRecorded]:
-    """A journal's totals as records of usage that are whole.
+    """Make usage records (`whole`) of a journal's totals.
 
     Args:
-        totals: of the journal.
-        executor_id: whose.
-        device: its device, where a heartbeat told; else metering takes the kind from what it booked before.
-        at_us: until when, microseconds since 1970.
+        totals: totals of the journal.
+        executor_id: the executor of the journal.
+        device: the executor's device, if a heartbeat reported it. Otherwise, metering uses the device kind of earlier entries.
+        at_us: end of the covered time, in microseconds since 1970.
     """
     for first in range(0, len(totals.ran), RECORDS):
         yield UsageRecorded(
@@ -55,13 +55,13 @@ def _record(ran: Ran, at_us: int) -> UsageRecord:
     )
 
 
-async def tell(js: JetStreamContext, told: Iterator[UsageRecorded]) -> None:
-    """Put messages into the stream of usage.
+async def send_totals(js: JetStreamContext, records: Iterator[UsageRecorded]) -> None:
+    """Publish messages on the stream of usage.
 
     Raises:
-        StreamError: not all of them could be.
+        StreamError: a message could not be published.
     """
-    for message in told:
+    for message in records:
         await ensure_stream(js, contracts.EXECUTOR_USAGE_RECORDED)
         event = contracts.EXECUTOR_USAGE_RECORDED.at(message.executor_id)
         await publish(js, event, message, id=f"{message.source}:{message.batch}")

@@ -1,4 +1,4 @@
-"""Writes kernels in order: values get their numbers as they are made, blocks are context managers.
+"""Builds kernels statement by statement. Values get their numbers at creation; blocks are context managers.
 
 k = KernelBuilder("scale", (n,))
 x, y = k.array("x", DType.F32, n), k.array("y", DType.F32, n, Role.OUT)
@@ -39,15 +39,15 @@ from wooly_wis.program import Role
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A value of the kernel under construction."""
+    """A value of the kernel that is built."""
 
     number: int
     dtype: DType
 
 
 @dataclass(slots=True)
-class Folding:
-    """A reduction under construction: give `yields` inside, read `results` after."""
+class ReduceBlock:
+    """An open reduction: set `yields` inside its block, read `results` after the block."""
 
     index: Value
     results: tuple[Value, ...]
@@ -55,8 +55,8 @@ class Folding:
 
 
 @dataclass(slots=True)
-class Looping:
-    """A sequential loop under construction: `args` hold what is carried, give `yields`, read `results` after."""
+class LoopBlock:
+    """An open sequential loop: `args` are the carried values. Set `yields` inside its block, read `results` after the block."""
 
     index: Value
     args: tuple[Value, ...]
@@ -65,8 +65,8 @@ class Looping:
 
 
 @dataclass(slots=True)
-class Choosing:
-    """An `if` under construction: both blocks give their yields, read `results` after."""
+class IfBlock:
+    """An open `if`: both blocks append their `yields`; read `results` after the block."""
 
     results: tuple[Value, ...]
     yields: list[tuple[Value, ...]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class KernelBuilder:
         self._open: list[list[Statement]] = [[]]
 
     def new_value(self, dtype: DType) -> Value:
-        """A value that no statement has defined yet."""
+        """Reserve the number of a value that a later statement defines."""
         self._next += 1
         return Value(self._next - 1, dtype)
 
@@ -101,37 +101,39 @@ class KernelBuilder:
     # -- the head ----------------------------------------------------------------------------------------------------
 
     def array(self, name: str, dtype: DType, numel: int, role: Role = Role.IN) -> Array:
-        """Memory of the launch."""
+        """Add an array to the launch."""
         self._arrays.append(Array(name, dtype, numel, role))
         return self._arrays[-1]
 
     def scalar(self, name: str, dtype: DType) -> Scalar:
-        """A number of the launch."""
+        """Add a scalar to the launch."""
         self._scalars.append(Scalar(name, dtype))
         return self._scalars[-1]
 
     def scratch(self, name: str, dtype: DType, numel: int) -> Scratch:
-        """Memory of the point."""
+        """Add scratch memory to each point."""
         self._scratch.append(Scratch(name, dtype, numel))
         return self._scratch[-1]
 
     # -- values ------------------------------------------------------------------------------------------------------
 
     def const(self, dtype: DType, value: Number) -> Value:
-        """A number, made to fit the type."""
+        """A constant, converted to the Python type of `dtype`."""
         out = self.new_value(dtype)
         fitting: Number = float(value) if dtype in FLOATS else bool(value) if dtype is DType.BOOL else int(value)
         self._emit(Const(out.number, dtype, fitting))
         return out
 
     def param(self, scalar: Scalar) -> Value:
-        """The launch's number."""
+        """The value of a scalar of the launch."""
         out = self.new_value(scalar.dtype)
         self._emit(Param(out.number, scalar.name))
         return out
 
     def apply(self, op: str, *args: Value, dtype: DType | None = None) -> Value:
-        """An operation; its result is of the last argument's type, a truth value for comparisons, or of `dtype`."""
+        """Apply an operation. The result has the last argument's type; a comparison gives a truth value; `dtype` overrides
+        both.
+        """
         if dtype is None:
             dtype = DType.BOOL if op in ("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf") else args[-1].dtype
         out = self.new_value(dtype)
@@ -139,11 +141,11 @@ class KernelBuilder:
         return out
 
     def convert(self, value: Value, dtype: DType) -> Value:
-        """The value in another type; itself if it is of that type."""
+        """Convert a value to a dtype. A value of this dtype is returned unchanged."""
         return value if value.dtype is dtype else self.apply("convert", value, dtype=dtype)
 
     def load(self, array: Array | Scratch, index: Value, mask: Value | None = None, *, checked: bool = False) -> Value:
-        """An element."""
+        """Read an element."""
         out = self.new_value(array.dtype)
         self._emit(Load(out.number, array.name, index.number, mask.number if mask is not None else None, checked))
         return out
@@ -172,7 +174,7 @@ class KernelBuilder:
         return out
 
     def each(self, *ops: str) -> Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]:
-        """A combination in which each value is combined by an operation of its own."""
+        """A combination for `reduce` that applies one operation per value."""
         return lambda left, right: [self.apply(op, a, b) for op, a, b in zip(ops, left, right, strict=True)]
 
     # -- blocks ------------------------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ class KernelBuilder:
 
     @contextmanager
     def lanes(self, extent: int) -> Iterator[Value]:
-        """Independent iterations; gives the index."""
+        """Independent iterations; the block gets the index."""
         index = self.new_value(DType.I64)
         self._open.append([])
         yield index
@@ -190,11 +192,11 @@ class KernelBuilder:
         self._emit(Lanes(index.number, extent, body))
 
     @contextmanager
-    def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[Looping]:
+    def loop(self, lower: Value, upper: Value, step: int = 1, inits: Sequence[Value] = ()) -> Iterator[LoopBlock]:
         """A sequential loop."""
         results = tuple([self.new_value(v.dtype) for v in inits])
         index = self.new_value(DType.I64)
-        made = Looping(index, tuple([self.new_value(v.dtype) for v in inits]), results)
+        made = LoopBlock(index, tuple([self.new_value(v.dtype) for v in inits]), results)
         self._open.append([])
         yield made
         body = self._close()
@@ -219,9 +221,9 @@ class KernelBuilder:
         lanes: int,
         inits: Sequence[Value],
         combine: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]],
-    ) -> Iterator[Folding]:
-        """A fold. `combine` writes how an accumulator takes in what comes to it, and gives what it becomes."""
-        made = Folding(Value(-1, DType.I64), tuple([self.new_value(v.dtype) for v in inits]))
+    ) -> Iterator[ReduceBlock]:
+        """A reduction. `combine` gets the accumulator and the new values, and returns the new accumulator."""
+        made = ReduceBlock(Value(-1, DType.I64), tuple([self.new_value(v.dtype) for v in inits]))
         made.index = self.new_value(DType.I64)
         self._open.append([])
         yield made
@@ -248,9 +250,9 @@ class KernelBuilder:
         )
 
     @contextmanager
-    def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[Choosing]:
-        """Both blocks of an `if`: call `otherwise` between them, append to `yields` at the end of each."""
-        made = Choosing(tuple([self.new_value(d) for d in dtypes]))
+    def when(self, condition: Value, dtypes: Sequence[DType] = ()) -> Iterator[IfBlock]:
+        """An `if`: call `otherwise` between the two blocks, and append to `yields` at the end of each block."""
+        made = IfBlock(tuple([self.new_value(d) for d in dtypes]))
         self._open.append([])
         depth = len(self._open)
         yield made
@@ -264,11 +266,11 @@ class KernelBuilder:
         self._emit(If(_numbers(made.results), condition.number, then, yields[0], otherwise, yields[1]))
 
     def otherwise(self) -> None:
-        """What follows belongs to the other block."""
+        """End the first block of an `if`, and begin the second block."""
         self._open.append([])
 
     def finish(self) -> Kernel:
-        """The kernel."""
+        """The finished kernel."""
         return Kernel(
             self.name,
             tuple(self._arrays),

@@ -1,12 +1,12 @@
-"""The data model of kernel IR. Plain values; `laws` says which values are valid.
+"""The data model of kernel IR. These are plain values; `laws` decides which values are valid.
 
-A kernel is run once for every point of its index space; points are independent and come in any order. Inside a point, code runs
-in order, but for three shapes of loop: `For` is sequential, `Lanes` runs its iterations in any order and at the same time,
-`Reduce` folds in a fixed order that does not depend on the chip. Lanes are what a GPU gives to the threads of one work-group
-and a CPU to the elements of a vector; the end of `Lanes` or `Reduce` is a barrier. So one kernel has both loop structures.
+A kernel runs once for every point of its index space. Points are independent and run in any order. Inside a point, code runs in
+order, with three kinds of loop: `For` is sequential. `Lanes` runs its iterations in any order and at the same time. `Reduce`
+combines values in a fixed order that does not depend on the chip. A GPU maps lanes to the threads of one work-group, a CPU maps
+them to the elements of a vector. The end of `Lanes` or `Reduce` is a barrier. So one kernel serves GPUs and CPUs.
 
-Values are numbered in the order in which the text writes them; a value is defined once. There are no pointers: an array is
-named, an index counts its elements.
+Values are numbered in the order of the text, and each value is defined once. There are no pointers: an access names an array and
+the index of an element.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Number: TypeAlias = bool | int | float
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """Memory that a launch is given.
+    """An array that a launch provides.
 
     Attributes:
-        name: as the kernel calls it.
-        dtype: of its elements.
-        numel: how many elements the launch must give at least.
-        role: whether it is read, written or both.
+        name: name in the kernel.
+        dtype: dtype of the elements.
+        numel: minimum number of elements that the launch must provide.
+        role: whether the kernel reads the array, writes it, or both.
     """
 
     name: str
@@ -40,7 +40,9 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory of one point, shared by its lanes: a GPU's shared memory, a CPU's stack. Its content is undefined at first."""
+    """Memory of one point, shared by its lanes: shared memory on a GPU, stack memory on a CPU. Its initial content is
+    undefined.
+    """
 
     name: str
     dtype: DType
@@ -49,7 +51,7 @@ class Scratch:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A number that a launch is given."""
+    """A number that a launch provides."""
 
     name: str
     dtype: DType
@@ -57,7 +59,7 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """A number of the kernel."""
+    """A constant."""
 
     out: int
     dtype: DType
@@ -66,7 +68,7 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """The launch's scalar of that name."""
+    """The value of the launch's scalar `name`."""
 
     out: int
     name: str
@@ -74,7 +76,7 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """A row of `ops.OPS`. `dtype` is that of the result."""
+    """Apply an operation of `ops.OPS`. `dtype` is the dtype of the result."""
 
     out: int
     op: str
@@ -84,7 +86,9 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An element. Where `mask` is false, or `checked` and out of range, nothing is read and the result is 0."""
+    """Read an element. If `mask` is false, or the access is `checked` and the index is out of range, the result is 0 and
+    nothing is read.
+    """
 
     out: int
     array: str
@@ -95,7 +99,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Write an element. Where `mask` is false, or `checked` and out of range, nothing is written."""
+    """Write an element. If `mask` is false, or the access is `checked` and the index is out of range, nothing is written."""
 
     array: str
     index: int
@@ -106,7 +110,9 @@ class Store:
 
 @dataclass(frozen=True, slots=True)
 class Atomic:
-    """Combine an element with a value; `kind` is of `ops.ATOMICS`. The result is what was there, 0 where nothing is done."""
+    """Combine an element with a value atomically; `kind` is one of `ops.ATOMICS`. The result is the old element, or 0 without
+    access.
+    """
 
     out: int
     kind: str
@@ -119,7 +125,10 @@ class Atomic:
 
 @dataclass(frozen=True, slots=True)
 class For:
-    """Sequential: `index` goes from `lower` to below `upper` by `step`; `args` hold `inits`, then what the body yielded last."""
+    """A sequential loop: `index` runs from `lower` up to, but not including, `upper`, by `step`.
+
+    In the first iteration, `args` have the values of `inits`; later, the values that the body yielded in the previous iteration.
+    """
 
     results: tuple[int, ...]
     index: int
@@ -134,7 +143,7 @@ class For:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """`extent` independent iterations; after them, all they wrote is seen by everyone in the point."""
+    """`extent` independent iterations. After the last one, all lanes of the point see everything that the iterations wrote."""
 
     index: int
     extent: int
@@ -143,16 +152,16 @@ class Lanes:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """A fold in a fixed order.
+    """A reduction in a fixed order.
 
-    Lane l of `lanes` starts from `inits` and combines with what the body yields for l, l + lanes, l + 2*lanes, … in this order.
-    Then lanes are combined pairwise: l with l + lanes/2, then l with l + lanes/4, …; lane 0 holds the results.
+    Lane l of `lanes` starts with `inits` and combines the values that the body yields for l, l + lanes, l + 2*lanes, …, in this
+    order. Then lanes are combined pairwise: l with l + lanes/2, then l with l + lanes/4, …. At the end, lane 0 holds the results.
 
     Attributes:
         inits: neutral elements of the combination.
-        left: the accumulator, as `combine` sees it.
-        right: what comes to it.
-        combined: what `combine` yields.
+        left: the accumulator, inside `combine`.
+        right: the value to add to the accumulator, inside `combine`.
+        combined: the new accumulator, which `combine` yields.
     """
 
     results: tuple[int, ...]
@@ -170,7 +179,7 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class If:
-    """One of two blocks; its yields are the results."""
+    """Run one of two blocks. The values that the block yields are the results."""
 
     results: tuple[int, ...]
     condition: int
@@ -190,12 +199,12 @@ class Kernel:
 
     Attributes:
         name: an identifier.
-        arrays: memory of a launch, in the order of its bindings. An array that is written overlaps no other.
-        scalars: numbers of a launch, in the order of its bindings.
+        arrays: arrays of a launch, in binding order. A written array does not overlap another array.
+        scalars: numbers of a launch, in binding order.
         scratch: memory of each point.
-        space: extent of the index space in each dimension; the last is the one along which neighbours in memory lie.
-        points: the value of each coordinate.
-        body: what is done at a point.
+        space: extent of the index space in each dimension. Neighbours along the last dimension are neighbours in memory.
+        points: the value that holds each coordinate.
+        body: code for one point.
     """
 
     name: str
@@ -220,7 +229,7 @@ def blocks(statement: Statement) -> tuple[Block, ...]:
 
 
 def walk(block: Block) -> Iterator[Statement]:
-    """Every statement, outer ones before inner ones."""
+    """Yield every statement, outer statements before inner statements."""
     for statement in block:
         yield statement
         for inner in blocks(statement):
@@ -228,5 +237,5 @@ def walk(block: Block) -> Iterator[Statement]:
 
 
 def has_lanes(kernel: Kernel) -> bool:
-    """Whether points are work-groups (some code is spread over lanes) or single elements."""
+    """Whether each point is a work-group with lanes (True) or a single element (False)."""
     return any(isinstance(s, (Lanes, Reduce)) for s in walk(kernel.body))

@@ -1,7 +1,7 @@
-"""The laws of kernel IR, as a table, and the verifier that goes through a kernel with it.
+"""The laws of kernel IR as a table, and the verifier that checks a kernel against them.
 
-The verifier walks once in program order, knowing of every value in scope its type and, for integers, its interval. Each law looks
-at one statement (or at the kernel's head) and returns a complaint or None.
+The verifier walks once through the kernel in program order. It knows the type of every value in scope, and the interval of every
+integer. Each law looks at one statement (or at the kernel's head) and returns a complaint or None.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from wooly_wis.kernel.ranges import Interval
 from wooly_wis.law import Law
 from wooly_wis.program import Role
 
-#: What a kernel may ask of a reader or of a chip.
+#: Limits that keep the cost of reading and running a kernel bounded: counts, nesting, bytes of scratch, lanes.
 MAX_STATEMENTS: Final = 65536
 MAX_DEPTH: Final = 32
 MAX_ARRAYS: Final = 128
 MAX_NUMEL: Final = 1 << 40
 MAX_SCRATCH_BYTES: Final = 48 << 10
 MAX_LANES: Final = 1024
-#: Statements that one launch may execute, at most: hours on a slow chip, but no endless loop.
+#: Maximum number of statements that one launch may execute. This takes hours on a slow chip, but it is not endless.
 MAX_WORK: Final = 1 << 50
 
 _IDENTIFIER = re.compile(r"[a-z_][a-z0-9_]{0,62}")
@@ -53,8 +53,8 @@ class KernelError(WisError):
     """A kernel breaks a law.
 
     Attributes:
-        law: the law's name.
-        statement: position of the statement in the text, counted from 0, or None for the head.
+        law: name of the law.
+        statement: position of the statement in the text, counted from 0; None for the head.
     """
 
     code = "wis.kernel"
@@ -68,11 +68,11 @@ class KernelError(WisError):
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the verifier found out.
+    """Results of the verification.
 
     Attributes:
-        types: of every value.
-        intervals: which integers a value can be; None for floating point.
+        types: type of every value.
+        intervals: interval of every integer value; None for floating point.
     """
 
     types: dict[int, DType]
@@ -81,7 +81,7 @@ class Facts:
 
 @dataclass(slots=True)
 class Scope:
-    """What is known at one statement."""
+    """The verifier's knowledge at one statement."""
 
     kernel: Kernel
     memory: dict[str, Array | Scratch]
@@ -98,18 +98,18 @@ class Scope:
     facts: Facts = field(default_factory=lambda: Facts({}, {}))
 
     def type_of(self, value: int) -> DType | None:
-        """The type of a value in scope."""
+        """The type of a value; None if the value is not in scope."""
         return self.types.get(value)
 
     def define(self, value: int, dtype: DType, interval: Interval | None = None) -> None:
-        """A value comes into scope."""
+        """Bring a value into scope."""
         self.types[value] = self.facts.types[value] = dtype
         self.intervals[value] = interval if interval is not None else ranges.of_dtype(dtype)
         self.facts.intervals[value] = self.intervals[value]
 
 
 def memory_of(kernel: Kernel) -> list[Array | Scratch]:
-    """Everything that a kernel can load from or store to."""
+    """All arrays and scratch memory that a kernel can access."""
     return [*kernel.arrays, *kernel.scratch]
 
 
@@ -120,47 +120,51 @@ def _names(kernel: Kernel) -> str | None:
     names = [m.name for m in memory_of(kernel)] + [s.name for s in kernel.scalars]
     for name in (kernel.name, *names):
         if not _IDENTIFIER.fullmatch(name):
-            return f"{name!r} is no identifier"
-    return None if len(set(names)) == len(names) else "a name is given twice"
+            return f"{name!r} is not an identifier"
+    return None if len(set(names)) == len(names) else "two arrays, scalars or scratch memories have the same name"
 
 
 def _memory(kernel: Kernel) -> str | None:
     if len(kernel.arrays) + len(kernel.scalars) > MAX_ARRAYS:
-        return f"more than {MAX_ARRAYS} arrays and scalars"
+        return f"it has more than {MAX_ARRAYS} arrays and scalars, which is the limit"
     for m in memory_of(kernel):
         if m.dtype not in STORED:
-            return f"{m.name} is {m.dtype.label}, which kernels do not know"
+            return f"{m.name} has dtype {m.dtype.label}, which kernels do not support"
         if not 0 < m.numel <= MAX_NUMEL:
-            return f"{m.name} has {m.numel} elements"
+            return f"{m.name} has {m.numel} elements, but must have 1 to {MAX_NUMEL}"
     for s in kernel.scalars:
         if s.dtype not in NUMBERS | {DType.BOOL}:
-            return f"{s.name} is {s.dtype.label}, which no launch gives"
+            return f"scalar {s.name} has dtype {s.dtype.label}, which launches do not support"
     total = sum(s.numel * s.dtype.itemsize for s in kernel.scratch)
-    return None if total <= MAX_SCRATCH_BYTES else f"{total} bytes of scratch, at most {MAX_SCRATCH_BYTES}"
+    return (
+        None
+        if total <= MAX_SCRATCH_BYTES
+        else f"it has {total} bytes of scratch memory, the limit is {MAX_SCRATCH_BYTES}"
+    )
 
 
 def _space(kernel: Kernel) -> str | None:
     total = 1
     for extent in kernel.space:
         if extent < 1:
-            return f"an extent is {extent}"
+            return f"an extent of the index space is {extent}, but must be at least 1"
         total *= extent
     if total > MAX_NUMEL:
-        return f"{total} points, at most {MAX_NUMEL}"
-    return None if kernel.points == tuple(range(len(kernel.space))) else "the coordinates are not the first values"
+        return f"it has {total} points, the limit is {MAX_NUMEL}"
+    return None if kernel.points == tuple(range(len(kernel.space))) else "the coordinates must be the first values"
 
 
 HEAD_LAWS: tuple[Law[[Kernel]], ...] = (
-    Law("names", "Names are identifiers and differ.", _names),
-    Law("memory", "Arrays and scratch have known types and sizes, within limits.", _memory),
-    Law("space", "The index space has extents of at least 1 and coordinates that are the first values.", _space),
+    Law("names", "Names are identifiers, and all names differ.", _names),
+    Law("memory", "Arrays and scratch memory have supported types, and sizes within limits.", _memory),
+    Law("space", "The extents of the index space are at least 1, and its coordinates are the first values.", _space),
 )
 
 # -- statements ----------------------------------------------------------------------------------------------------------
 
 
 def uses(s: Statement) -> tuple[int, ...]:
-    """The values that a statement reads from around it."""
+    """The values that a statement reads and does not define itself."""
     match s:
         case Apply():
             return s.args
@@ -178,7 +182,7 @@ def uses(s: Statement) -> tuple[int, ...]:
 
 
 def defines(s: Statement) -> tuple[int, ...]:
-    """The values that a statement leaves behind, then those that its blocks start with, as the text writes them."""
+    """The values that a statement defines: its results, then the values at the start of its blocks, in the order of the text."""
     match s:
         case Const() | Param() | Apply() | Load() | Atomic():
             return (s.out,)
@@ -203,7 +207,7 @@ def _in_scope(s: Statement, scope: Scope) -> str | None:
 def _numbered(s: Statement, scope: Scope) -> str | None:
     for k, value in enumerate(defines(s)):
         if value != scope.next_value + k:
-            return f"%{value} is defined where %{scope.next_value + k} is next"
+            return f"%{value} is defined, but the next number is %{scope.next_value + k}"
     return None
 
 
@@ -211,19 +215,19 @@ def _constant(s: Statement, _: Scope) -> str | None:
     if not isinstance(s, Const):
         return None
     if s.dtype is DType.BOOL:
-        return None if isinstance(s.value, bool) else f"{s.value!r} is no truth value"
+        return None if isinstance(s.value, bool) else f"the constant {s.value!r} is not a truth value"
     if s.dtype in INTS:
         if isinstance(s.value, bool) or not isinstance(s.value, int):
-            return f"{s.value!r} is no integer"
+            return f"the constant {s.value!r} is not an integer"
         low, high = bounds(s.dtype)
-        return None if low <= s.value <= high else f"{s.value} is no {s.dtype.label}"
+        return None if low <= s.value <= high else f"the constant {s.value} is out of range for {s.dtype.label}"
     if s.dtype in FLOATS:
-        return None if isinstance(s.value, float) else f"{s.value!r} is not floating point"
-    return f"there are no constants of {s.dtype.label}"
+        return None if isinstance(s.value, float) else f"the constant {s.value!r} is not a floating point number"
+    return f"constants of dtype {s.dtype.label} do not exist"
 
 
 def _scalar(s: Statement, scope: Scope) -> str | None:
-    return f"there is no scalar {s.name!r}" if isinstance(s, Param) and s.name not in scope.scalars else None
+    return f"scalar {s.name!r} does not exist" if isinstance(s, Param) and s.name not in scope.scalars else None
 
 
 def _operation(s: Statement, scope: Scope) -> str | None:
@@ -231,12 +235,12 @@ def _operation(s: Statement, scope: Scope) -> str | None:
         return None
     row = OPS.get(s.op)
     if row is None:
-        return f"there is no operation {s.op!r}"
+        return f"operation {s.op!r} does not exist"
     if len(s.args) != row.arity:
-        return f"{s.op} takes {row.arity} arguments"
+        return f"{s.op} has {len(s.args)} arguments, but needs {row.arity}"
     types = [scope.types[a] for a in s.args]
     if not row.rule(s.dtype, types):
-        return f"{s.op} of {', '.join(t.label for t in types)} gives no {s.dtype.label}; it takes {row.types}"
+        return f"{s.op} of {', '.join(t.label for t in types)} cannot give {s.dtype.label}; it needs {row.types}"
     return None
 
 
@@ -245,25 +249,25 @@ def _access(s: Statement, scope: Scope) -> str | None:
         return None
     memory = scope.memory.get(s.array)
     if memory is None:
-        return f"there is no array {s.array!r}"
+        return f"array {s.array!r} does not exist"
     if scope.types[s.index] is not DType.I64:
-        return "an index is i64"
+        return "an index must be i64"
     if s.mask is not None and scope.types[s.mask] is not DType.BOOL:
-        return "a mask is a truth value"
+        return "a mask must be a truth value"
     if isinstance(memory, Array):
         if not isinstance(s, Store) and memory.role is Role.OUT:
-            return f"{s.array} is only written"
+            return f"{s.array} is read, but has the role out"
         if not isinstance(s, Load) and memory.role is Role.IN:
-            return f"{s.array} is only read"
+            return f"{s.array} is written, but has the role in"
     if not isinstance(s, Load) and scope.types[s.value] is not memory.dtype:
-        return f"{scope.types[s.value].label} into {s.array}, which holds {memory.dtype.label}"
+        return f"a value of dtype {scope.types[s.value].label} is written to {s.array}, which has dtype {memory.dtype.label}"
     if isinstance(s, Atomic):
         if s.kind not in ATOMICS:
-            return f"there is no atomic {s.kind!r}"
+            return f"atomic operation {s.kind!r} does not exist"
         if memory.dtype not in (DType.I32, DType.U32, DType.I64, DType.U64, DType.F32, DType.F64):
-            return f"{memory.dtype.label} has no atomics"
+            return f"atomic operations do not support {memory.dtype.label}"
         if memory.dtype in FLOATS and s.kind in ("and", "or", "xor"):
-            return f"{s.kind} of floating point"
+            return f"atomic {s.kind} does not support floating point"
     return None
 
 
@@ -274,39 +278,39 @@ def _bounds(s: Statement, scope: Scope) -> str | None:
     interval = scope.intervals[s.index]
     assert interval is not None
     if interval[0] < 0 or interval[1] >= numel:
-        return f"{s.array} has {numel} elements, the index may be {interval[0]} to {interval[1]}; check the access"
+        return f"the index may be {interval[0]} to {interval[1]}, but {s.array} has {numel} elements; make the access checked"
     return None
 
 
 def _loops(s: Statement, scope: Scope) -> str | None:
     if isinstance(s, (For, Lanes, Reduce, If)) and scope.depth >= MAX_DEPTH:
-        return f"nested deeper than {MAX_DEPTH}"
+        return f"statements are nested deeper than {MAX_DEPTH} levels, which is the limit"
     if isinstance(s, For):
         if s.step < 1:
-            return "a step is at least 1"
+            return "the step of a loop must be at least 1"
         if scope.types[s.lower] is not DType.I64 or scope.types[s.upper] is not DType.I64:
-            return "bounds of a loop are i64"
+            return "the bounds of a loop must be i64"
         if not len(s.results) == len(s.args) == len(s.inits) == len(s.yields):
-            return "a loop carries as many values as it yields"
+            return "a loop must have as many results, args and inits as it yields"
     if isinstance(s, (Lanes, Reduce)) and not 0 < s.extent <= MAX_NUMEL:
-        return f"an extent is {s.extent}"
+        return f"the extent of a loop is {s.extent}, but must be 1 to {MAX_NUMEL}"
     if isinstance(s, Reduce):
         if s.lanes not in {1 << k for k in range(MAX_LANES.bit_length())}:
-            return f"{s.lanes} lanes; a power of two up to {MAX_LANES} is asked for"
+            return f"the number of lanes is {s.lanes}, but must be a power of two up to {MAX_LANES}"
         if len({len(v) for v in (s.results, s.inits, s.yields, s.left, s.right, s.combined)}) != 1 or not s.results:
-            return "a reduction yields as many values as it combines"
+            return "a reduction must yield as many values as it combines, and at least one"
     if isinstance(s, If) and not len(s.results) == len(s.then_yields) == len(s.otherwise_yields):
-        return "both blocks yield as many values as there are results"
+        return "both blocks of an if must yield as many values as the if has results"
     if isinstance(s, If) and scope.types[s.condition] is not DType.BOOL:
-        return "a condition is a truth value"
+        return "the condition of an if must be a truth value"
     return None
 
 
 def _lanes(s: Statement, scope: Scope) -> str | None:
     if isinstance(s, (Lanes, Reduce)) and scope.in_lanes:
-        return "lanes inside of lanes"
+        return "lanes or a reduction are inside of lanes"
     if scope.pure and not isinstance(s, (Const, Apply)):
-        return "a combination only computes"
+        return "a combination contains a statement other than a constant or an operation"
     if isinstance(s, (Lanes, Reduce)):
         written = {t.array for t in _walk(s.body) if isinstance(t, Store)}
         places: dict[str, set[int]] = {}
@@ -315,7 +319,7 @@ def _lanes(s: Statement, scope: Scope) -> str | None:
                 places.setdefault(t.array, set()).add(t.index)
         for name, found in places.items():
             if len(found) > 1:
-                return f"scratch {name} is written at one index and used at another by the same lanes"
+                return f"scratch memory {name} is written at one index and used at another index by the same lanes"
     return None
 
 
@@ -331,21 +335,21 @@ def _walk(block: Block) -> list[Statement]:
 def _work(s: Statement, scope: Scope) -> str | None:
     scope.work += scope.trips
     if scope.work > MAX_WORK:
-        return f"a launch would execute more than {MAX_WORK} statements"
+        return f"a launch can execute more than {MAX_WORK} statements, which is the limit"
     return None
 
 
 STATEMENT_LAWS: tuple[Law[[Statement, Scope]], ...] = (
-    Law("scope", "A value is used where it is in scope.", _in_scope),
+    Law("scope", "Every used value is in scope.", _in_scope),
     Law("numbers", "Values are numbered in the order of the text, each defined once.", _numbered),
     Law("constant", "A constant is of its type.", _constant),
-    Law("scalar", "A scalar is one of the launch's.", _scalar),
-    Law("operation", "An operation is a row of the table, and types fit it.", _operation),
-    Law("access", "Memory is read and written as its head says, by its own type, at an i64 index.", _access),
-    Law("bounds", "An index is in bounds for all iterations around it, or the access is checked.", _bounds),
-    Law("loops", "Extents, steps and carried values of a loop fit; loops nest to a limit.", _loops),
-    Law("lanes", "Lanes do not nest; one lane does not use scratch that another writes meanwhile.", _lanes),
-    Law("work", "A launch ends: the product of all trip counts has a limit.", _work),
+    Law("scalar", "Every used scalar exists.", _scalar),
+    Law("operation", "Operations are rows of the table, and types match the row.", _operation),
+    Law("access", "Accesses to memory match the memory's role and dtype, and have an i64 index.", _access),
+    Law("bounds", "An index is in bounds for all iterations of the enclosing loops, or the access is checked.", _bounds),
+    Law("loops", "Extents, steps and carried values of loops are consistent, and the nesting of loops has a limit.", _loops),
+    Law("lanes", "Lanes do not nest, and a lane does not use scratch memory that another lane writes at the same time.", _lanes),
+    Law("work", "A launch ends, because the product of all trip counts has a limit.", _work),
 )  # fmt: skip
 
 
@@ -353,7 +357,7 @@ STATEMENT_LAWS: tuple[Law[[Statement, Scope]], ...] = (
 
 
 def verify(kernel: Kernel) -> Facts:
-    """Check a kernel; what is known of its values.
+    """Check a kernel, and return the types and intervals of its values.
 
     Raises:
         KernelError: names the statement and the law.
@@ -380,13 +384,13 @@ def _fail(message: str, law: str, scope: Scope) -> KernelError:
 
 
 def _block(block: Block, scope: Scope, yields: tuple[int, ...], expected: tuple[DType, ...]) -> list[Interval | None]:
-    """Check a block; the intervals of what it yields. What it defined leaves the scope."""
+    """Check a block, and return the intervals of the yielded values. Afterwards, the block's values are out of scope."""
     outer = set(scope.types)
     scope.depth += 1
     for s in block:
         scope.statement += 1
         if scope.statement >= MAX_STATEMENTS:
-            raise _fail(f"more than {MAX_STATEMENTS} statements", "limits", scope)
+            raise _fail(f"the kernel has more than {MAX_STATEMENTS} statements, which is the limit", "limits", scope)
         for law in STATEMENT_LAWS:
             complaint = law.check(s, scope)
             if complaint is not None:
@@ -395,7 +399,7 @@ def _block(block: Block, scope: Scope, yields: tuple[int, ...], expected: tuple[
     found: list[Interval | None] = []
     for value, dtype in zip(yields, expected, strict=True):
         if scope.types.get(value) is not dtype:
-            raise _fail(f"%{value} is yielded where a {dtype.label} is asked for", "yields", scope)
+            raise _fail(f"%{value} is yielded, but a value of dtype {dtype.label} is needed", "yields", scope)
         found.append(scope.intervals[value])
     scope.depth -= 1
     for value in set(scope.types) - outer:
@@ -404,7 +408,7 @@ def _block(block: Block, scope: Scope, yields: tuple[int, ...], expected: tuple[
 
 
 def _enter(s: Statement, scope: Scope) -> None:
-    """Define what a statement defines, going through its blocks."""
+    """Define the values of a statement, and check its blocks."""
     scope.next_value += len(defines(s))
     match s:
         case Const():
@@ -473,7 +477,7 @@ def _reduce(s: Reduce, scope: Scope) -> None:
     scope.types.clear()
     for k, value in enumerate((*s.left, *s.right)):
         if value != scope.next_value + k:
-            raise _fail(f"%{value} is defined where %{scope.next_value + k} is next", "numbers", scope)
+            raise _fail(f"%{value} is defined, but the next number is %{scope.next_value + k}", "numbers", scope)
         scope.define(value, carried[k % len(carried)])
     scope.next_value += 2 * len(s.left)
     _inside(s.combine, scope, s.extent, lanes=True, pure=True, yields=s.combined, expected=carried)
@@ -495,7 +499,7 @@ def _if(s: If, scope: Scope) -> None:
 
 
 def _types_of(block: Block, yields: tuple[int, ...], scope: Scope) -> tuple[DType, ...]:
-    """The types that a block's yields will have, as far as their definitions say."""
+    """The types of the values that a block yields, if the definitions show them."""
     known: dict[int, DType] = {}
     for s in block:
         match s:

@@ -1,4 +1,4 @@
-"""What kernel IR can compute: one row per operation, over the primitives of `scalar_expr` and a few that only machines need."""
+"""The operations of kernel IR, one row each: the primitives of `scalar_expr`, and a few operations that only machines need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 from wooly_wis.dtypes import DType
 from wooly_wis.scalar_expr import PRIMITIVES
 
-#: Types that kernels know. 16-bit floats are only loaded, stored, selected and converted: arithmetic is in f32.
+#: Types of values in kernels. 16-bit floats can only be loaded, stored, selected and converted; arithmetic uses f32.
 FLOATS: Final = frozenset({DType.F32, DType.F64})
 SIGNED: Final = frozenset({DType.I8, DType.I16, DType.I32, DType.I64})
 INTS: Final = SIGNED | {DType.U8, DType.U16, DType.U32, DType.U64}
@@ -27,11 +27,11 @@ class OpRow:
     """An operation.
 
     Attributes:
-        name: as the text writes it.
+        name: name in the text.
         arity: number of arguments.
-        says: its meaning.
-        types: which types its arguments have.
-        rule: whether a result dtype and argument dtypes fit.
+        says: meaning.
+        types: description of the allowed argument types.
+        rule: checks a result dtype against argument dtypes.
     """
 
     name: str
@@ -76,8 +76,8 @@ _KINDS: dict[str, tuple[str, Rule]] = {
     "floats": ("floating point of one type", _same(FLOATS)),
     "ints": ("integers of one type", _same(INTS)),
     "bits": ("integers of one type, or truth values", _same(_BITS)),
-    "compare": ("two of one type; gives a truth value", _compare),
-    "test": ("floating point; gives a truth value", _test),
+    "compare": ("two arguments of one type; the result is a truth value", _compare),
+    "test": ("floating point; the result is a truth value", _test),
 }
 _BY_KIND: dict[str, str] = {
     "numbers": "add sub mul neg abs max min fmod",
@@ -89,34 +89,34 @@ _BY_KIND: dict[str, str] = {
     "test": "isnan isinf",
 }
 _OWN: dict[str, tuple[int, str]] = {
-    "max": (2, "the larger; not-a-number wins"),
-    "min": (2, "the smaller; not-a-number wins"),
+    "max": (2, "the larger argument; not-a-number if either argument is"),
+    "min": (2, "the smaller argument; not-a-number if either argument is"),
     "fma": (3, "a * b + c, rounded once"),
     "shl": (2, "a shifted left by b modulo its width"),
     "shr": (2, "a shifted right by b modulo its width, with the sign of signed types"),
 }
-#: Integers wrap around; a quotient or a remainder by 0 is 0.
+#: All operations by name. Integer arithmetic wraps around. An integer quotient or remainder by 0 is 0.
 OPS: Final[dict[str, OpRow]] = {
     name: OpRow(name, *(_OWN.get(name) or PRIMITIVES[name]), *_KINDS[kind])
     for kind, names in _BY_KIND.items()
     for name in names.split()
 }
-OPS["select"] = OpRow("select", *PRIMITIVES["select"], "a truth value and two of one type", _select)
+OPS["select"] = OpRow("select", *PRIMITIVES["select"], "a truth value and two arguments of one type", _select)
 OPS["convert"] = OpRow(
     "convert",
     1,
-    "a in another type: to nearest, ties to even; towards zero to integers, the nearest end if beyond them, 0 for not-a-number",
-    "any two types; 16-bit floats to and from f32 only",
+    "a in another type: rounded to nearest, ties to even; to integers: towards zero, saturated, and 0 for not-a-number",
+    "any two types; 16-bit floats only to and from f32",
     _convert,
 )
 OPS["bitcast"] = OpRow("bitcast", 1, "the same bits as another type", "two types of one size", _bitcast)
 
-#: Ways to combine an element with a value at once.
+#: Kinds of atomic operations: how to combine an array element with a value.
 ATOMICS: Final = frozenset({"add", "max", "min", "and", "or", "xor", "exchange"})
 
 
 def bounds(dtype: DType) -> tuple[int, int]:
-    """Least and greatest number of an integer type; of truth values, 0 and 1."""
+    """The least and greatest value of an integer type; (0, 1) for truth values."""
     if dtype is DType.BOOL:
         return 0, 1
     bits = 8 * dtype.itemsize
@@ -124,7 +124,7 @@ def bounds(dtype: DType) -> tuple[int, int]:
 
 
 def rounded(value: float, dtype: DType) -> float:
-    """The nearest number of a floating point type, ties to even."""
+    """The nearest value of a floating point type, ties to even."""
     if dtype is DType.F64:
         return value
     if dtype is DType.F32:

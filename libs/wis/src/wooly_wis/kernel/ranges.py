@@ -1,4 +1,4 @@
-"""Which integers a value can be: intervals, from loop extents upwards. What proves that an index is in bounds."""
+"""Intervals of integer values, computed from loop extents. The verifier uses them to prove that an index is in bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Interval: TypeAlias = tuple[int, int]
 
 
 def of_dtype(dtype: DType) -> Interval | None:
-    """Every value of a type; None for floating point."""
+    """The interval of all values of a type; None for floating point."""
     return bounds(dtype) if dtype in INTS or dtype is DType.BOOL else None
 
 
@@ -25,7 +25,7 @@ def _corners(a: Interval, b: Interval) -> Interval:
 
 
 def apply(op: str, dtype: DType, args: list[Interval | None]) -> Interval | None:
-    """The interval of a result; the whole type's where nothing better is known."""
+    """The interval of an operation's result. If nothing better is known, this is the interval of the type."""
     whole = of_dtype(dtype)
     if whole is None:
         return None
@@ -78,7 +78,7 @@ def _of(op: str, args: list[Interval]) -> Interval | None:
 
 
 def fits(op: str, dtype: DType, args: list[Interval | None]) -> bool:
-    """Whether integer arithmetic on these intervals cannot leave the type, so that nothing wraps around."""
+    """Whether integer arithmetic on these intervals stays within the type, so that no value wraps around."""
     whole = of_dtype(dtype)
     if whole is None or any(a is None for a in args):
         return False

@@ -1,4 +1,5 @@
-"""The text of a kernel. It is canonical: a kernel has one text, the text reads back into the same kernel, the digest is over it.
+"""The canonical text of a kernel. A kernel has exactly one text. Reading the text gives the same kernel. The digest covers the
+text.
 
     wooly.kernel 1
     kernel scale
@@ -59,10 +60,10 @@ _ROLES: Final = {Role.IN: "in", Role.OUT: "out", Role.INOUT: "inout"}
 
 
 class KernelTextError(WisError):
-    """A text is no kernel.
+    """A text is not a kernel.
 
     Attributes:
-        line: counted from 1.
+        line: number of the line with the fault, counted from 1.
     """
 
     code = "wis.kernel-text"
@@ -73,7 +74,7 @@ class KernelTextError(WisError):
 
 
 def digest(kernel: Kernel) -> bytes:
-    """The 32-byte name of a kernel: BLAKE2b over its text."""
+    """The 32-byte digest that names a kernel: BLAKE2b over its text."""
     return hashlib.blake2b(write(kernel).encode(), digest_size=32).digest()
 
 
@@ -187,16 +188,16 @@ _WHOLE = re.compile(r"-?\d{1,20}")
 
 
 def read(text: str) -> Kernel:
-    """The kernel that a text describes. Says nothing of whether it obeys the laws: that is `laws.verify`'s.
+    """Parse a kernel's text. `laws.verify`, not this function, checks the laws.
 
     Raises:
         KernelTextError: names the line.
     """
     if len(text) > MAX_TEXT:
-        raise KernelTextError(f"{len(text)} characters, at most {MAX_TEXT}", 1)
+        raise KernelTextError(f"the text has {len(text)} characters, the limit is {MAX_TEXT}", 1)
     kernel = _Reader(text).kernel()
     if write(kernel) != text:
-        raise KernelTextError("the text is not canonical", 1)
+        raise KernelTextError("the text is not in canonical form", 1)
     return kernel
 
 
@@ -217,13 +218,13 @@ class _Reader:
     @property
     def line(self) -> str:
         if self.at >= len(self.lines):
-            raise self.fail("the text ends early")
+            raise self.fail("the text ends within the kernel")
         return self.lines[self.at].strip(" ")
 
     def expect(self, pattern: re.Pattern[str]) -> re.Match[str]:
         found = pattern.fullmatch(self.line)
         if found is None:
-            raise self.fail(f"unexpected {self.line[:60]!r}")
+            raise self.fail(f"{self.line[:60]!r} cannot be parsed here")
         self.at += 1
         return found
 
@@ -236,12 +237,12 @@ class _Reader:
     def dtype(self, label: str) -> DType:
         found = BY_LABEL.get(label)
         if found is None:
-            raise self.fail(f"there is no dtype {label!r}")
+            raise self.fail(f"dtype {label!r} does not exist")
         return found
 
     def kernel(self) -> Kernel:
         if self.line != HEADER:
-            raise self.fail(f"a kernel starts with {HEADER!r}")
+            raise self.fail(f"a kernel must start with {HEADER!r}")
         self.at += 1
         name = self.expect(_KERNEL)[1]
         arrays: list[Array] = []
@@ -265,7 +266,7 @@ class _Reader:
         body, _ = self.block(0)
         self.expect(re.compile(r"\}"))
         if self.lines[self.at :] != [""]:
-            raise self.fail("something follows the kernel")
+            raise self.fail("extra text follows the kernel")
         return Kernel(
             name,
             tuple(arrays),
@@ -277,15 +278,15 @@ class _Reader:
         )
 
     def block(self, depth: int) -> tuple[Block, tuple[int, ...]]:
-        """Statements up to a line that starts with a closing brace, and what they yield."""
+        """Statements up to a line that starts with a closing brace, and the values that they yield."""
         if depth > MAX_DEPTH:
-            raise self.fail(f"nested deeper than {MAX_DEPTH}")
+            raise self.fail(f"blocks are nested deeper than {MAX_DEPTH} levels, which is the limit")
         made: list[Statement] = []
         while not self.line.startswith("}"):
             m = self.accept(_YIELD)
             if m is not None:
                 if not self.line.startswith("}"):
-                    raise self.fail("a yield ends a block")
+                    raise self.fail("a yield must be the last statement of a block")
                 return tuple(made), _ids(m[1])
             made.append(self.statement(depth))
         return tuple(made), ()
@@ -360,4 +361,4 @@ class _Reader:
             return float(text)
         if _WHOLE.fullmatch(text) and dtype.kind in ("int", "uint"):
             return int(text)
-        raise self.fail(f"{text[:40]!r} is no {dtype.label}")
+        raise self.fail(f"{text[:40]!r} is not a number of dtype {dtype.label}")

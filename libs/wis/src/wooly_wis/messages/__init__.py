@@ -1,6 +1,7 @@
-"""Control messages: what services and clients say to each other over NATS. Frozen, versioned, nothing extra.
+"""Control messages: the requests, replies, commands and events that services and clients send over NATS.
 
-Each module has one conversation; all of their names are here.
+Messages are frozen and versioned; unknown fields are refused. Each module has the messages of one topic; this package exports
+all.
 """
 
 from wooly_wis.messages.base import (

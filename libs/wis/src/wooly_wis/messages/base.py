@@ -1,4 +1,4 @@
-"""What every control message is made of: the base, the fields' types, and the one shape of an error."""
+"""The base of all control messages: the base class, the types of common fields, and the form of an error."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema
 
-#: A name that becomes one token of a subject.
+#: An id that can be one token of a NATS subject.
 Id = Annotated[str, StringConstraints(pattern=r"^[^.*>\s]+$", max_length=128)]
 SessionId = Annotated[str, StringConstraints(pattern=r"^[^.*>\s]+$", max_length=64)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 Host = Annotated[str, StringConstraints(max_length=255)]
 Endpoints = Annotated[tuple[Annotated[str, StringConstraints(max_length=1024)], ...], Field(max_length=32)]
 Token = Annotated[str, StringConstraints(max_length=128)]
-#: What a client shows at its data channel, signed by the router.
+#: The token that a client shows at its data channel. The router signed it.
 ChannelToken = Annotated[str, StringConstraints(max_length=4096)]
-#: BLAKE2b of 32 bytes, in hex.
+#: BLAKE2b with 32 bytes, in hex.
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-#: Bytes; what a signed 64-bit column holds.
+#: A number of bytes, and a count. The range is that of a signed 64-bit database column.
 Bytes = Annotated[int, Field(ge=0, lt=1 << 63)]
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
-#: A program's canonical bytes, or others, in base64; at most what NATS carries.
+#: Bytes in base64, for example of a program. The limit keeps the message below NATS's limit of 1 MiB.
 Base64 = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9+/]*={0,2}$", max_length=960_000)]
 
 
 def _fail_fast(schema: Any) -> None:
-    """Have lists end at their first mistake: a MiB of mistakes, each of them described, takes seconds."""
+    """Let validation of lists stop at the first error. To describe each error in a list of 1 MiB takes seconds."""
     if isinstance(schema, dict):
         if schema.get("type") in ("tuple", "list"):
             schema["fail_fast"] = True
@@ -38,7 +38,7 @@ def _fail_fast(schema: Any) -> None:
 
 
 class Message(BaseModel):
-    """Base of every control message. The first mistake in a list ends the reading of that list."""
+    """Base class of every control message. Validation of a list stops at the first error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     schema_version: Literal[1] = 1
@@ -51,7 +51,7 @@ class Message(BaseModel):
 
 
 class ErrorReply(Message):
-    """The one shape in which an error travels."""
+    """The only form in which errors travel."""
 
     code: str
     message: str

@@ -1,4 +1,4 @@
-"""Bytes in a tenant's object store, and how they get there and back in pieces."""
+"""Blobs in a tenant's object store, and their transfer in pieces."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pydantic import StringConstraints
 
 from wooly_wis.messages.base import Bytes, Count, Digest, Message, Name
 
-#: Bytes of a blob that go into one message; in base64 and with what is around them, NATS carries it.
+#: Maximum number of bytes of a blob in one message. In base64, with the other fields, they fit into one NATS message.
 PIECE_BYTES = 512 << 10
 Piece = Annotated[str, StringConstraints(max_length=PIECE_BYTES * 4 // 3 + 4)]
 
 
 class Blob(Message):
-    """Bytes in the tenant's object store, as the content of one tensor of a signature."""
+    """A named blob in the tenant's object store: the content of one tensor of a module's signature."""
 
     name: Name
     digest: Digest
 
 
 class PutBlobRequest(Message):
-    """One piece of a blob, for who has no JetStream. Said again, it changes nothing.
+    """Store one piece of a blob, for clients without JetStream. A repeated message has no further effect.
 
-    A first message without `data` asks whether the blob is there already. Pieces come in order; the one that reaches `nbytes` has
-    the router compare all of them with the digest, and keep the blob.
+    A first message without `data` asks whether the blob exists already. Pieces are sent in order. At the last piece, the router
+    compares the whole blob with the digest, and stores the blob.
 
     Attributes:
-        digest: what the blob will be called.
-        nbytes: its size.
-        upload: names this attempt; random, chosen by who sends it.
-        offset: where in the blob `data` begins.
-        after: what the reply to the piece before said.
+        digest: digest of the blob, which is its name.
+        nbytes: size of the blob in bytes.
+        upload: random id of this upload, chosen by the client.
+        offset: byte offset of `data` in the blob.
+        after: value of `after` in the reply to the previous piece.
         data: base64 of at most `PIECE_BYTES`.
     """
 
@@ -45,14 +45,16 @@ class PutBlobRequest(Message):
 
 
 class PutBlobReply(Message):
-    """`kept`: the whole blob is there. Otherwise the next piece is awaited, with this `after`."""
+    """`kept`: the whole blob is stored. Otherwise the router expects the next piece, with this value of `after`."""
 
     kept: bool
     after: Count = 0
 
 
 class GetBlobRequest(Message):
-    """The next piece of a blob, for who has no JetStream. `after`: what the reply before said."""
+    """Read the next piece of a blob, for clients without JetStream. `after`: value from the previous reply; 0 for the first
+    piece.
+    """
 
     digest: Digest
     after: Count = 0
@@ -60,7 +62,7 @@ class GetBlobRequest(Message):
 
 
 class GetBlobReply(Message):
-    """A piece of a blob of `nbytes` in all, in base64. Who has put them together compares them with the digest."""
+    """A piece of a blob in base64; the blob has `nbytes` bytes in total. The client compares the whole blob with the digest."""
 
     nbytes: Bytes
     data: str

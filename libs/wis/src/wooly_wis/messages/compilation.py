@@ -1,4 +1,4 @@
-"""Programs and kernels for the compilers, and what comes of them."""
+"""Messages between executors and compilers: requests for programs and kernels, and their results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, StringConstraints
 
 from wooly_wis.messages.base import Base64, Id, Message, Name
 
-#: Params on which a computation hangs: index, and the word's 8 bytes in hex.
+#: Params that select the computation: index of the param, and the 8 bytes of its word in hex.
 Decided = Annotated[
     tuple[tuple[int, Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]], ...], Field(max_length=65536)
 ]
@@ -16,9 +16,9 @@ JitMode = Literal["exact", "full"]
 
 
 class CompileProgramRequest(Message):
-    """Have a program compiled for a target (executor to compilers; see `wooly_wis.artifact`).
+    """Compile a program for a target (executor to compilers; see `wooly_wis.artifact`).
 
-    `rejected`: version of a compiler whose artifact turned out to be bad, so that it is made anew.
+    `rejected`: version of a compiler whose artifact was invalid, so that the compiler makes the artifact again.
     """
 
     program: Base64
@@ -29,7 +29,11 @@ class CompileProgramRequest(Message):
 
 
 class CompileProgramReply(Message):
-    """It is there, under `name` in the bucket of artifacts, made by a compiler of this version; or it is in work: ask again."""
+    """`ready`: the result is stored under `name` in the bucket of artifacts. `building`: the compiler is working; ask again
+    later.
+
+    `compiler`: version of the compiler.
+    """
 
     state: Literal["ready", "building"]
     compiler: str = Field(max_length=128)
@@ -37,18 +41,18 @@ class CompileProgramReply(Message):
 
 
 class CompileKernelRequest(Message):
-    """Have a kernel in another language compiled for a target (executor to compilers; see `wooly_wis.foreign`).
+    """Compile a foreign kernel for a target (executor to compilers; see `wooly_wis.foreign`).
 
-    The answer is a `CompileProgramReply`; what it names is a kernel's code.
+    The answer is a `CompileProgramReply`, which names the kernel's code.
 
     Attributes:
         source: bytes of the source (`encode_source`).
-        entry: the function.
-        args: per argument: ``*f32`` for a buffer of such elements, else a scalar's dtype.
-        block: threads of a group.
-        options: hints and needs.
-        target: what the code is for.
-        rejected: version of a compiler whose code turned out to be bad, so that it is made anew.
+        entry: name of the function.
+        args: per argument: ``*f32`` for a buffer of f32 elements, or the dtype of a scalar.
+        block: threads of a group along each dimension.
+        options: hints and requirements for the compiler.
+        target: target of the code.
+        rejected: version of a compiler whose code was invalid, so that the compiler makes the code again.
     """
 
     source: Base64
@@ -63,7 +67,7 @@ class CompileKernelRequest(Message):
 
 
 class ExplainProgramRequest(Message):
-    """What do the passes make of a program? An empty target is any CPU."""
+    """Show how the compiler's passes transform a program. An empty target stands for any CPU."""
 
     program: Base64
     target: str = Field(default="", max_length=256)
@@ -79,7 +83,7 @@ class ExplainProgramReply(Message):
 
 
 class ArtifactRejected(Message):
-    """An executor will not use what a compiler made (event); it goes on without."""
+    """An executor refused a compiler's artifact (event). The executor runs the program without the artifact."""
 
     executor_id: Id
     program: str = Field(max_length=128)

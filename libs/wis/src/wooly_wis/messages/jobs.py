@@ -1,4 +1,4 @@
-"""A job's way: submitted, given to an executor, ended."""
+"""Messages about a job: its submission, its start on an executor, its end."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from wooly_wis.messages.base import Bytes, Digest, Id, Message, Name, SessionId
 from wooly_wis.messages.blobs import Blob
 from wooly_wis.messages.sessions import SessionPolicy
 
-#: The id of a job, chosen by who submits it: random, for nobody else may have it.
+#: The id of a job. The submitting client chooses it at random, so that it is unique.
 JobId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{8,48}$")]
 
 
 class SubmitJob(Message):
-    """Run a module (command to the router, over JetStream: once it is acknowledged, it will be run or the reason told).
+    """Run a module (command to the router, over JetStream).
 
-    Module, constants and inputs are blobs of the tenant's. Sent again with the same `job_id`, it changes nothing.
+    After the acknowledgement, the router runs the job or reports why it cannot. Module, constants and inputs are blobs of the
+    tenant. A repeated command with the same `job_id` has no further effect.
 
     Attributes:
         module: digest of the module's bytes.
-        inputs: a blob for each input of its signature.
-        required_vram: bytes; what the module's buffers need if not given.
-        noswap: it must not be swapped out.
-        deadline_s: seconds from its submission after which it fails.
-        attempts: how often it is tried if executors are lost; None: as the cluster says.
+        inputs: a blob for each input of the module's signature.
+        required_vram: bytes of device memory; None: the size of the module's buffers.
+        noswap: the job must not be swapped out.
+        deadline_s: the job fails this many seconds after its submission.
+        attempts: maximum number of attempts if executors are lost; None: the cluster's default.
     """
 
     job_id: JobId
@@ -47,13 +48,13 @@ class SubmitJob(Message):
 
 
 class SubmitJobReply(Message):
-    """A job that is kept; once this is said, it will be run or the reason told."""
+    """The router has stored the job. It will run the job or report why it cannot."""
 
     job_id: JobId
 
 
 class JobOutput(Message):
-    """A result of a job: a dense tensor, in a blob of the tenant's. `dtype` by its label in WIS."""
+    """A result of a job: a dense tensor, in a blob of the tenant. `dtype`: the label in WIS."""
 
     name: str = Field(max_length=255)
     dtype: str
@@ -63,7 +64,7 @@ class JobOutput(Message):
 
 
 class RunJobRequest(Message):
-    """The router gives an executor a job. It is a session of its own there, called `session_id`, and ends with a `JobEnded`."""
+    """Run a job (router to executor). The job runs as the session `session_id`; a `JobEnded` reports its end."""
 
     task_id: SessionId
     attempt: int = Field(ge=1)
@@ -79,11 +80,14 @@ class RunJobRequest(Message):
 
 
 class RunJobReply(Message):
-    """The executor took it."""
+    """The executor accepted the job."""
 
 
 class JobEnded(Message):
-    """How an attempt at a job ended (event, in JetStream). `lost`: through no fault of its own; another attempt may do better."""
+    """An attempt to run a job ended (event, in JetStream).
+
+    `state` is `lost` if the cause was not the job, for example a lost executor; then another attempt may succeed.
+    """
 
     task_id: SessionId
     attempt: int = Field(ge=1)

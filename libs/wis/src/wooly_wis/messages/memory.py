@@ -1,4 +1,4 @@
-"""Where the memory of devices is, and who bears it."""
+"""Where the memory of each device is, and which session is charged for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from wooly_wis.messages.base import Bytes, Id, Message
 
 
 class SessionMemory(Message):
-    """Where the memory of one session is, in bytes.
+    """The memory of one session, in bytes.
 
-    `own` is on the device and nobody else's, `shared` its part of contents that it shares, `host` and `disk` what is swapped out;
-    `promised` what it declared to need, `swaps` how often it was swapped out. `residence`: here, leaving, away, coming. What is
-    pinned is listed as a session called `pin …`.
+    Attributes:
+        own: on the device, used by this session only.
+        shared: on the device, the session's part of contents that it shares with other sessions.
+        host: swapped out to host memory.
+        disk: swapped out to disk.
+        promised: size that the session declared.
+        swaps: how often the session was swapped out.
+        residence: here, leaving, away or coming.
+
+    Pinned contents are listed as a session called `pin …`.
     """
 
     session_id: Annotated[str, StringConstraints(max_length=320)]
@@ -32,8 +39,12 @@ class SessionMemory(Message):
 class MemoryState(Message):
     """Where every byte of a device is: `own + contents + slots + reserve + free = capacity`.
 
-    `contents` is what sessions bear in parts, `slots` lost to rounding, `reserve` the free bytes that large allocations leave.
-    `fixed`, `movable`, `largest` are promises, as in `wooly_dispatch.overcommit.Promises`. `sessions` are at most 1,000.
+    Attributes:
+        contents: contents that sessions share.
+        slots: cost of rounding.
+        reserve: safety reserve that large allocations do not use.
+        fixed: a promise, as `movable` and `largest`; see `wooly_dispatch.overcommit.Promises`.
+        sessions: at most 1,000.
     """
 
     capacity: Bytes
@@ -55,17 +66,18 @@ class MemoryState(Message):
     sessions: tuple[SessionMemory, ...] = Field(default=(), max_length=1000)
 
     def of_tenant(self, tenant: str) -> MemoryState:
-        """What a tenant may know of it: the sums, and its own sessions."""
+        """The part that a tenant may see: the sums, and the tenant's own sessions."""
         return self.model_copy(update={"sessions": tuple([s for s in self.sessions if s.tenant == tenant])})
 
 
 class MemoryBorne(Message):
-    """What one session bore of a device's memory from one moment to another (event, for metering).
+    """The device memory that one session is charged for in a span of time (event, for metering).
 
-    `run` names the executor's process, `sequence` counts 1, 2, 3, … for each session of a run, without gaps: (executor_id, run,
-    session_id, sequence) is unique however often it is delivered. Times are the executor's monotonic ns: only differences mean
-    something. `own_byte_us` and `shared_byte_us` are bytes times microseconds, exact integrals over the stretch, rounded so that
-    their sums over a session are; `own`, `shared`, `host`, `disk` are bytes at its end. Swapped out, a session bears nothing.
+    `run` names the executor's process. `sequence` counts 1, 2, 3, … without gaps, for each session of a run. So (executor_id,
+    run, session_id, sequence) identifies an event that is delivered several times. Times are monotonic ns of the executor: only
+    differences have a meaning. `own_byte_us` and `shared_byte_us` are bytes times microseconds: exact integrals over the span,
+    rounded so that the sums over a session are exact, too. `own`, `shared`, `host`, `disk` are bytes at the end of the span. A
+    session is not charged while it is swapped out.
     """
 
     executor_id: Id

@@ -1,4 +1,4 @@
-"""Executors and their devices, as they say of themselves and as the router tells others."""
+"""Messages about executors and their devices: heartbeats of executors, and the router's list of nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from wooly_wis.messages.memory import MemoryState
 
 
 class DeviceFacts(Message):
-    """One device, as its runtime describes it. Memory in bytes; `arch`: what compilers call it (sm_90, gfx942, x86_64)."""
+    """One device, as its runtime describes it. Memory is in bytes. `arch`: the compilers' name of the chip (sm_90, gfx942,
+    x86_64).
+    """
 
     name: str
     vendor: str
@@ -23,10 +25,10 @@ class DeviceFacts(Message):
 
 
 class WorkDone(Message):
-    """Who did how much since the executor began: computing instructions, and device time in nanoseconds.
+    """Work of an executor since its start: number of computing instructions, and device time in nanoseconds.
 
-    `kernel`: generated kernels; `library`: the library's calls in compiled programs; `tier0`: programs that run as they are.
-    `rejected`: compiled programs that were bad.
+    `kernel`: generated kernels. `library`: library calls in compiled programs. `tier0`: programs without a plan. `rejected`:
+    number of artifacts that the executor refused.
     """
 
     kernel_instructions: Count = 0
@@ -39,11 +41,14 @@ class WorkDone(Message):
 
 
 class ExecutorHeartbeat(Message):
-    """An executor is alive (event, every second).
+    """Heartbeat of an executor (event, every second).
 
-    `utilization` is the share of the last second, 0 to 1, in which the device executed; `weights` name contents that lie in its
-    memory and that a further session could share, the largest first, each by its content and circle
-    (`wooly_bus.contents.name_in_circle`). `ending` is empty but in the last one of a process: why it ends.
+    Attributes:
+        utilization: fraction of the last second, 0 to 1, in which the device executed.
+        weights: contents in the executor's memory that another session could share, largest first. Each is named by content and
+            circle
+            (`wooly_bus.contents.name_in_circle`).
+        ending: why the process ends, in its last heartbeat; otherwise empty.
     """
 
     executor_id: Id
@@ -65,7 +70,7 @@ class NodesRequest(Message):
 
 
 class NodeInfo(Message):
-    """One executor as the router sees it. `age_s`: since its last heartbeat; `wish`: what its operator wants of its node."""
+    """One executor as the router sees it. `age_s`: seconds since its last heartbeat. `wish`: the operator's wish for its node."""
 
     executor_id: Id
     node: Host

@@ -1,4 +1,4 @@
-"""What the scheduler is asked and tells: admission, epochs, what every GPU does, audits."""
+"""Messages of the scheduler: admission, epochs, the state of every GPU, results of audits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from wooly_wis.messages.sessions import SessionPolicy
 
 
 class EndEpochRequest(Message):
-    """What an epoch measured (from the scheduler to an executor); see `wooly_dispatch.events.EpochEndedEvent`."""
+    """The measurements of an epoch (scheduler to executor); see `wooly_dispatch.events.EpochEndedEvent`."""
 
     slowdown_permille: int = Field(default=0, ge=0, lt=1 << 31)
     idle_permille: int = Field(default=0, ge=0, le=1000)
 
 
 class EndEpochReply(Message):
-    """The windows in force now, in nanoseconds, by class."""
+    """The windows in force after the epoch, in nanoseconds, by class."""
 
     windows_ns: tuple[int, ...]
 
 
 class AdmitSessionRequest(Message):
-    """May this session run on that executor? (router to scheduler)
+    """Ask whether a session may run on an executor (router to scheduler).
 
-    `objective_ns` is the response time that it declares for one request, `service_ns` the GPU time that one takes,
-    `interval_ns` the time between two; 0 where not declared. `required_vram` in bytes; `swappable`: it may be swapped out;
-    `overcommit_vram_percent`: in force for this executor from now on (None: as it says itself).
+    Attributes:
+        objective_ns: declared response time of one request; 0: not declared.
+        service_ns: declared GPU time of one request; 0: not declared.
+        interval_ns: declared time between two requests; 0: not declared.
+        required_vram: device memory in bytes.
+        swappable: the session may be swapped out.
+        overcommit_vram_percent: overcommit of this executor from now on; None: the executor's own value.
     """
 
     session_id: SessionId
@@ -44,7 +48,7 @@ class AdmitSessionRequest(Message):
 
 
 class AdmitSessionReply(Message):
-    """Its policy, or why not: who would miss which objective, and by how much."""
+    """The session's policy, or the reason of the refusal: the session that would miss its objective, and by how much."""
 
     admitted: bool
     policy: SessionPolicy | None = None
@@ -53,15 +57,15 @@ class AdmitSessionReply(Message):
 
 
 class GpusRequest(Message):
-    """Ask the scheduler what every GPU and session does; `after`: only GPUs whose id comes after this one."""
+    """Ask the scheduler for the state of every GPU and session. `after`: only GPUs with an id after this one."""
 
     after: str = Field(default="", max_length=128)
 
 
 class GpuSession(Message):
-    """One session on one GPU, as audited from its journal. Times in nanoseconds, shares in permille.
+    """One session on one GPU, from the audit of the GPU's journal. Times are in nanoseconds, shares in permille.
 
-    `share_permille`: of what all sessions ran on the GPU in the last ten seconds; `queued`: programs.
+    `share_permille`: share of the GPU time that all sessions used in the last ten seconds. `queued`: number of queued programs.
     """
 
     session_id: SessionId
@@ -81,10 +85,14 @@ class GpuSession(Message):
 
 
 class GpuState(Message):
-    """One GPU: utilization and starvation over the last ten seconds, worst share error, windows by class, state of its audit.
+    """One GPU: utilization and starvation over the last ten seconds, worst share error, windows by class, state of the audit.
 
-    `lost` says why its journal cannot be followed (empty: it is); `gaps` counts journals of which entries were missing; `age_s`:
-    since its last entries. `sessions` are at most 1,000, those with the largest shares; `open_sessions` counts all.
+    Attributes:
+        lost: why the scheduler cannot follow the journal; empty if it can.
+        gaps: number of journals with missing entries.
+        age_s: seconds since the journal's last entries.
+        sessions: the sessions with the largest shares, at most 1,000.
+        open_sessions: number of all open sessions.
     """
 
     executor_id: Id
@@ -104,21 +112,21 @@ class GpuState(Message):
     memory: MemoryState | None = None
 
     def of_tenant(self, tenant: str) -> GpuState:
-        """What a tenant may know of it: how busy it is, and its own sessions."""
+        """The part that a tenant may see: how busy the GPU is, and the tenant's own sessions."""
         own = tuple([s for s in self.sessions if s.tenant == tenant])
         hidden = {"sessions": own, "last_violation": "", "memory": self.memory and self.memory.of_tenant(tenant)}
         return self.model_copy(update=hidden)
 
 
 class GpusReply(Message):
-    """The GPUs that the scheduler follows, by id. With `more`, ask again after the last one."""
+    """The GPUs that the scheduler follows, ordered by id. `more`: ask again with `after` set to the last id."""
 
     gpus: tuple[GpuState, ...]
     more: bool = False
 
 
 class AuditViolated(Message):
-    """A journal is not what the rule would have written, or breaks a law (event)."""
+    """A journal differs from the dispatch rule, or breaks a law (event)."""
 
     executor_id: Id
     journal: str

@@ -1,4 +1,4 @@
-"""A session's life: opened, hosted, renewed, steered, closed."""
+"""Messages about the life of a session: open, host, renew, steer, close."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from wooly_wis.messages.nodes import DeviceFacts
 
 
 class ClientFacts(Message):
-    """Who asks for a session."""
+    """The client that asks for a session."""
 
     host: Host
     pid: int
@@ -19,10 +19,10 @@ class ClientFacts(Message):
 
 
 class OpenSessionRequest(Message):
-    """A client wants devices (to the router). `required_vram` is bytes on each of them.
+    """Open a session (client to router). `required_vram`: bytes on each device.
 
-    `model`: what bills call what it runs.
-    `weight` is its share inside its class; `service_ns`, `objective_ns` and `interval_ns` as in `AdmitSessionRequest`.
+    `model`: name of the session's model, for bills. `weight`: relative share inside the class. `service_ns`, `objective_ns` and
+    `interval_ns`: as in `AdmitSessionRequest`.
     """
 
     tenant: Name = "default"
@@ -45,7 +45,9 @@ class OpenSessionRequest(Message):
 
 
 class SessionPart(Message):
-    """One device of a session: who serves it, where to connect, and what to show there; without `token`, the session's."""
+    """One device of a session: its executor, the endpoints, and the token for the data channel. Without `token`, the session's
+    token.
+    """
 
     executor_id: Id
     node: Host
@@ -55,10 +57,11 @@ class SessionPart(Message):
 
 
 class OpenSessionReply(Message):
-    """The client's session: its devices, each on an executor of its own; renew it with `token` within `lease_s` seconds.
+    """The opened session: its devices, each on another executor. The client renews the session with `token` within `lease_s`
+    seconds.
 
-    `credentials`: of NATS, for tunnels to these executors; empty where NATS asks for none. `trace_id`: the trace that is kept of
-    it; empty: none is.
+    `credentials`: NATS credentials for tunnels to these executors; empty if NATS needs none. `trace_id`: the stored trace of the
+    session; empty if the session is not traced.
     """
 
     session_id: SessionId
@@ -70,20 +73,20 @@ class OpenSessionReply(Message):
 
 
 class RenewSessionRequest(Message):
-    """The client is still there."""
+    """Renew the session's lease."""
 
     session_id: SessionId
     token: Token
 
 
 class RenewSessionReply(Message):
-    """The lease runs for another `lease_s` seconds."""
+    """The lease ends `lease_s` seconds from now."""
 
     lease_s: float = Field(gt=0)
 
 
 class CloseSessionRequest(Message):
-    """The client is done, or the router takes a session back."""
+    """Close a session: the client has finished, or the router cancels the session."""
 
     session_id: SessionId
     token: Token = ""
@@ -91,10 +94,10 @@ class CloseSessionRequest(Message):
 
 
 class CloseSessionReply(Message):
-    """Whether there was such a session.
+    """`closed`: whether the session existed.
 
-    `running_s`: an operator of the session has been on the device for so long, and cannot be stopped: the session ends there when
-    the operator does. 0: nothing of the session runs.
+    `running_s`: seconds for which an operator of the session has been running. The operator cannot be stopped, so the session
+    ends there when the operator ends. 0: nothing of the session runs.
     """
 
     closed: bool
@@ -102,9 +105,9 @@ class CloseSessionReply(Message):
 
 
 class SessionPolicy(Message):
-    """How the dispatch core treats a session; see `wooly_dispatch.events.Policy`. Times in nanoseconds.
+    """How the dispatch core treats a session; see `wooly_dispatch.events.Policy`. Times are in nanoseconds.
 
-    `rate_permille` and `burst_ns` police P0 and P1; 0 is not policed.
+    `rate_permille` and `burst_ns` are the token bucket of a P0 or P1 session; 0: no bucket of its own.
     """
 
     priority: int = Field(default=2, ge=0, le=4)
@@ -116,12 +119,17 @@ class SessionPolicy(Message):
 
 
 class HostSessionRequest(Message):
-    """The router asks an executor to take a session. Without `policy`, it is of its class and otherwise like all.
+    """Host a session (router to executor). Without `policy`, the executor uses the default policy of the class.
 
-    `swap`: it may be swapped out; `dedup`: with whom it shares equal content; `overcommit_vram_percent`: how much of its memory
-    the executor may promise beyond what it has, from now on (None: as before); `model`: what bills call what it runs.
-    `token` renews the lease. `channel_key`: who signs what clients show at the data channel, at the router's time `at` (seconds
-    since the epoch); without, they show `token`. `opaque_kernels`: whether it may launch kernels that executors cannot check.
+    Attributes:
+        token: renews the lease.
+        swap: the session may be swapped out.
+        dedup: the sharing domain, that is, the sessions with which it shares equal contents.
+        overcommit_vram_percent: memory that the executor may promise in addition to its own, from now on; None: no change.
+        model: name of the session's model, for bills.
+        channel_key: key that signs the tokens for the data channel; without it, clients show `token`.
+        at: the router's time, in seconds since the epoch.
+        opaque_kernels: the session may launch kernels that executors cannot check.
     """
 
     session_id: SessionId
@@ -141,10 +149,10 @@ class HostSessionRequest(Message):
 
 
 class SteerSessionRequest(Message):
-    """Treat a running session otherwise from now on (to an executor, or to the scheduler, which tells all its executors).
+    """Change the treatment of a running session (to an executor; or to the scheduler, which tells all executors of the session).
 
-    What is None stays as it is. `exclusive` shuts all other sessions of the device out, or lets them in again. `hold` suspends
-    the session for a reason of its own, which its client is told; empty: that reason is gone.
+    None leaves a value unchanged. `exclusive`: whether the session has the device for itself. `hold`: suspend the session for
+    this reason, which its client gets; empty: remove the reason.
     """
 
     session_id: SessionId
@@ -157,7 +165,7 @@ class SteerSessionRequest(Message):
 
 
 class SteerSessionReply(Message):
-    """How the session is treated now."""
+    """The treatment of the session after the change."""
 
     policy: SessionPolicy
     suspended: bool
@@ -165,15 +173,15 @@ class SteerSessionReply(Message):
 
 
 class HostSessionReply(Message):
-    """The executor took it."""
+    """The executor accepted the session."""
 
     endpoints: Endpoints
 
 
 class SessionClosed(Message):
-    """A session ended on its executor (event). An empty reason: its client closed it, in order.
+    """A session ended on its executor (event). `reason` is empty if the client closed the session normally.
 
-    `contents` are the largest that it shared while it lived, named as `ExecutorHeartbeat.weights`.
+    `contents`: the largest contents that the session shared, named as in `ExecutorHeartbeat.weights`.
     """
 
     session_id: SessionId

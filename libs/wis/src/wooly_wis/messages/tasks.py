@@ -1,4 +1,4 @@
-"""Sessions and jobs alike, as tasks: their state, their story, lists of them."""
+"""Messages about tasks (sessions and jobs): state, history, lists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ TaskState = Literal["pending", "started", "completed", "failed", "cancelled"]
 
 
 class TaskChanged(Message):
-    """One step of a task's story (event, in JetStream). `number` counts its steps from 1; `at`: seconds since the epoch."""
+    """One step in the history of a task (event, in JetStream). `number` counts the steps from 1. `at`: seconds since the
+    epoch.
+    """
 
     task_id: SessionId
     tenant: Name
@@ -27,9 +29,9 @@ class TaskChanged(Message):
 
 
 class TaskInfo(Message):
-    """A session or a job. Times in seconds since the epoch.
+    """A task: a session or a job. Times are in seconds since the epoch.
 
-    `placement` says why it is where it is, or why it waits; see `wooly_router.core.placement`.
+    `placement`: why the task runs where it runs, or why it waits; see `wooly_router.core.placement`.
     """
 
     task_id: SessionId
@@ -57,7 +59,7 @@ class TaskInfo(Message):
 
 
 class TaskStep(Message):
-    """One step of a task's story."""
+    """One step in the history of a task."""
 
     number: int
     at: float
@@ -66,7 +68,7 @@ class TaskStep(Message):
 
 
 class TasksRequest(Message):
-    """Ask the router for tasks, newest first. `after`: the cursor of the page before."""
+    """Ask the router for tasks, newest first. `after`: the cursor `next` of the previous page."""
 
     tenant: Name | None = None
     credential: str = Field(default="", max_length=65536)
@@ -80,14 +82,14 @@ class TasksRequest(Message):
 
 
 class TasksReply(Message):
-    """A page of tasks. With a `next`, there is more."""
+    """A page of tasks. `next`: cursor of the next page; empty at the end."""
 
     tasks: tuple[TaskInfo, ...]
     next: str = ""
 
 
 class TaskRequest(Message):
-    """One task: tell of it, or cancel it."""
+    """Show or cancel one task."""
 
     task_id: SessionId
     tenant: Name | None = None
@@ -96,14 +98,14 @@ class TaskRequest(Message):
 
 
 class TaskReply(Message):
-    """A task and its story."""
+    """A task and its history."""
 
     task: TaskInfo
     story: tuple[TaskStep, ...] = ()
 
 
 class PrioritizeTaskRequest(Message):
-    """Give a task another class, in the queue and on its devices."""
+    """Change the class of a task, in the queue and on its devices."""
 
     task_id: SessionId
     tenant: Name | None = None

@@ -1,4 +1,4 @@
-"""Tenants: what each is allowed, told to and changed by administrators; whether a service may grant what a tenant asks for."""
+"""Messages about tenants: their limits, which administrators read and change, and checks against these limits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from wooly_wis.messages.base import Message, Name
 class TenantInfo(Message):
     """A tenant, with the limits in force.
 
-    `class_ceiling`: the highest class that its sessions and jobs may have (0 is the highest of all, 4 the lowest);
-    `weight_ceiling`: their largest weight; `exclusive`: they may have a device to themselves; `opaque_kernels`: they may launch
-    kernels that executors cannot check. `created_at`: seconds since the epoch.
+    Attributes:
+        class_ceiling: highest class that its sessions and jobs may have (0 is the highest class, 4 the lowest).
+        weight_ceiling: largest weight that its sessions and jobs may have.
+        exclusive: its sessions may have a device for themselves.
+        opaque_kernels: its sessions may launch kernels that executors cannot check.
+        created_at: seconds since the epoch.
     """
 
     name: Name
@@ -26,19 +29,19 @@ class TenantInfo(Message):
 
 
 class TenantsRequest(Message):
-    """All tenants (administrator to router)."""
+    """List all tenants (administrator to router)."""
 
     credential: str = Field(default="", max_length=65536)
 
 
 class TenantsReply(Message):
-    """All tenants, by name."""
+    """All tenants, ordered by name."""
 
     tenants: tuple[TenantInfo, ...]
 
 
 class SetTenantRequest(Message):
-    """Make a tenant, or change one (administrator to router). What is None stays as it is; see `TenantInfo`."""
+    """Create or change a tenant (administrator to router). None leaves a value unchanged; see `TenantInfo`."""
 
     tenant: Name
     credential: str = Field(default="", max_length=65536)
@@ -51,7 +54,7 @@ class SetTenantRequest(Message):
 
 
 class CheckCeilingRequest(Message):
-    """May a tenant have this class and this weight? (service to router). None: not asked for."""
+    """Check whether a tenant may have a class and a weight (service to router). None: no check of this value."""
 
     tenant: Name
     priority: int | None = Field(default=None, ge=0, le=4)
@@ -59,6 +62,6 @@ class CheckCeilingRequest(Message):
 
 
 class CheckCeilingReply(Message):
-    """Why not, with who can change it; empty: it may."""
+    """`refusal`: why the tenant may not have them, and who can change the limit; empty if the tenant may."""
 
     refusal: str = Field(default="", max_length=4096)

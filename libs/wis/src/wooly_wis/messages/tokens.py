@@ -1,4 +1,4 @@
-"""Who shows an API token, and what they may."""
+"""Messages about API tokens: the owner of a token, and the token's rights."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from wooly_wis.messages.base import Message
 
 
 class CheckTokenRequest(Message):
-    """Who shows this token? (service to router). `secret_hash`: its SHA-256 in hex; empty: none was shown."""
+    """Check an API token (service to router). `secret_hash`: the token's SHA-256 in hex; empty: the caller showed no token."""
 
     secret_hash: str = Field(default="", pattern=r"^([0-9a-f]{64})?$")
 
 
 class CheckTokenReply(Message):
-    """Who it is, and what they may; the router refuses tokens that are nobody's, or have ended.
+    """The owner and the rights of a token. The router refuses unknown and expired tokens.
 
-    `actor`: for logs; `tenant`: whose things they see (None: everybody's); `may`: scopes, as `credits:read`; `until`: when it
-    ends by itself, in seconds since the epoch; `auth`: "open" where nobody is asked for a token.
+    Attributes:
+        actor: name of the owner, for logs.
+        tenant: the tenant whose data the token may read; None: all tenants.
+        may: scopes, such as `credits:read`.
+        until: expiry, in seconds since the epoch; None: no expiry.
+        auth: "open" if the router requires no tokens.
     """
 
     actor: str

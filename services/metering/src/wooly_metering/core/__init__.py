@@ -1,1 +1,1 @@
-"""Metering's arithmetic and judgement: integers in, integers out. No clock, no database, no NATS."""
+"""Metering's arithmetic and checks. The code is pure and uses integers: no clock, no database, no NATS."""

@@ -1,7 +1,7 @@
-"""From messages of the usage stream to entries, sums and quarantine: `book` says what to write, and writes nothing.
+"""Turns messages of the usage stream into entries, sums and quarantine. `book` decides what to write, and writes nothing itself.
 
-Each source numbers its batches. A batch that is not the next one of its source was either booked before, or batches before it
-were lost, which is shown in the quarantine.
+Each source numbers its batches. A batch with an unexpected number was booked before, or batches before it were lost. Lost batches
+are listed in the quarantine.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from wooly_metering.core.rating import Tariff, price
 
 HOUR_US = 3_600_000_000
 USAGE, CORRECTION = 0, 1
-#: The reason that an entry gives which was booked by a journal.
+#: The reason in an entry that was booked from a journal.
 BY_JOURNAL = "by the dispatch journal: no usage record came for it"
-#: Characters kept of a message that cannot be read.
+#: Maximum number of stored characters of a message that cannot be decoded.
 PAYLOAD_KEPT = 64 << 10
 
 
@@ -108,12 +108,12 @@ class HourKey(NamedTuple):
     priority: int
 
 
-#: session, executor
+#: (session, executor)
 RunKey = tuple[str, str]
 
 
 class Source(NamedTuple):
-    """A source of usage: its number in the ledger, and the last of its batches that is booked."""
+    """A source of usage: its number in the ledger, and its last booked batch."""
 
     number: int
     batch: int
@@ -121,7 +121,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A message of the stream: its number there, and its bytes."""
+    """A message of the stream: its number in the stream, and its bytes."""
 
     sequence: int
     data: bytes
@@ -129,7 +129,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """Something that is not booked, and why. `batch` and `item` are 0 where nothing is known of them."""
+    """Usage that is not booked, and why. `batch` and `item` are 0 if they are unknown."""
 
     sequence: int
     source: str
@@ -141,7 +141,7 @@ class Quarantined:
 
 @dataclass(slots=True)
 class RunSum:
-    """What a run adds up to, and what is known of it."""
+    """The sums and the facts of a run."""
 
     tenant: str
     model: str
@@ -169,15 +169,15 @@ class LastUsage(NamedTuple):
 
 
 @dataclass(slots=True)
-class RunKnown:
-    """What is known of a run on an executor while it is booked.
+class RunState:
+    """The state of a run on one executor during booking.
 
     Attributes:
-        gpu_ns: booked so far; of runs whose totals a journal tells.
-        core_ns: likewise.
-        ahead_gpu_ns: what of that stands for usage records that have not come.
-        ahead_core_ns: likewise.
-        last: what its last usage entry says; None: the run has no entry.
+        gpu_ns: device time booked so far. It is known only for runs whose totals a journal states.
+        core_ns: core time booked so far. It is known for the same runs.
+        ahead_gpu_ns: the part of `gpu_ns` that was booked from a journal, and whose usage records have not arrived.
+        ahead_core_ns: the same part of `core_ns`.
+        last: facts from the run's last usage entry; None: the run has no entry.
     """
 
     gpu_ns: int = 0
@@ -187,7 +187,7 @@ class RunKnown:
     last: LastUsage | None = None
 
     def take(self, record: UsageRecord) -> UsageRecord:
-        """A record less what was booked ahead for it."""
+        """The record, less the usage that was booked from a journal already."""
         gpu, core = min(record.gpu_ns, self.ahead_gpu_ns), min(record.core_ns, self.ahead_core_ns)
         self.ahead_gpu_ns -= gpu
         self.ahead_core_ns -= core
@@ -195,8 +195,10 @@ class RunKnown:
             return record
         return record.model_copy(update={"gpu_ns": record.gpu_ns - gpu, "core_ns": record.core_ns - core})
 
-    def lacking(self, whole: UsageRecord) -> UsageRecord | None:
-        """What a journal's total has beyond what is booked, as a record; None: nothing. From now on it is booked ahead."""
+    def missing_part(self, whole: UsageRecord) -> UsageRecord | None:
+        """The part of a journal's total that is not booked, as a record; None if nothing is missing. The part counts as booked
+        ahead.
+        """
         gpu, core = max(whole.gpu_ns - self.gpu_ns, 0), whole.core_ns - self.core_ns
         if core <= 0:
             return None
@@ -210,16 +212,17 @@ class RunKnown:
 
 @dataclass(slots=True)
 class Booking:
-    """What to write.
+    """Everything to write.
 
     Attributes:
         entries: rows.
-        runs: what runs gain.
-        hours: what hours gain.
-        sources: those that had anything new.
-        new_sources: those that were not known.
-        duplicates: batches that had been booked before.
-        tenants: whose entries there are.
+        runs: additions to runs.
+        hours: additions to hours.
+        quarantined: usage for the quarantine.
+        sources: sources with new batches.
+        new_sources: sources that the ledger does not have yet.
+        duplicates: number of batches that were booked before.
+        tenants: tenants of the entries.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -232,12 +235,12 @@ class Booking:
 
     @property
     def tenants(self) -> set[str]:
-        """Whose entries there are."""
+        """Tenants of the entries."""
         return {key.tenant for key in self.hours}
 
 
 def read(deliveries: Iterable[Delivery]) -> tuple[list[tuple[Delivery, UsageRecorded]], list[Quarantined]]:
-    """Messages as events; what is none is for the quarantine."""
+    """Decode messages to events. Messages that cannot be decoded go to the quarantine."""
     events: list[tuple[Delivery, UsageRecorded]] = []
     bad: list[Quarantined] = []
     for delivery in deliveries:
@@ -246,7 +249,7 @@ def read(deliveries: Iterable[Delivery]) -> tuple[list[tuple[Delivery, UsageReco
         except ValidationError as e:
             first = e.errors(include_input=False, include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"]) or "message"
-            reason = f"not a UsageRecorded: {where}: {first['msg']}"
+            reason = f"the message is not a UsageRecorded: {where}: {first['msg']}"
             bad.append(Quarantined(delivery.sequence, "", 0, 0, reason[:1024], _shown(delivery.data)))
     return events, bad
 
@@ -269,20 +272,20 @@ def book(
     next_source: int,
     tariff: Tariff,
     now_us: int,
-    known_runs: dict[RunKey, RunKnown] | None = None,
+    known_runs: dict[RunKey, RunState] | None = None,
 ) -> Booking:
-    """What to write for messages in the order of the stream.
+    """Decide what to write for messages in the order of the stream.
 
     Args:
-        sources: those of the messages' sources that are known.
-        known_runs: those among them whose totals a journal tells, or told; they are kept up to date.
-        next_entry: the first entry's id.
-        next_source: the number of the first source that is not known.
+        sources: known sources among the messages' sources.
+        known_runs: runs among them whose totals a journal states, or stated before. The function updates their state.
+        next_entry: id of the first entry.
+        next_source: number of the first new source.
     """
     out = Booking(quarantined=list(bad), sources={})
     known, watched = dict(sources), known_runs or {}
     entry_id = next_entry
-    #: What each run gains in each hour.
+    #: Additions to each run in each hour.
     gained: dict[tuple[HourKey, RunKey], RunSum] = {}
     for delivery, event in events:
         found = known.get(event.source)
@@ -295,7 +298,7 @@ def book(
             continue
         expected = found.batch + 1
         if event.batch > expected and not event.whole:
-            lost = f"batches {expected} to {event.batch - 1} of this source are missing: nothing is booked for them"
+            lost = f"batches {expected} to {event.batch - 1} of this source are missing, so their usage is not booked"
             out.quarantined.append(Quarantined(delivery.sequence, event.source, expected, 0, lost, ""))
         known[event.source] = out.sources[event.source] = Source(found.number, event.batch)
         executor = event.executor_id
@@ -303,10 +306,10 @@ def book(
             record, run, kind = told, watched.get((told.session_id, executor)), event.device_kind
             why = impossible(record, event, now_us)
             if not why and run is not None:
-                found_lacking = run.lacking(record) if event.whole else run.take(record)
-                if found_lacking is None:
+                found_part = run.missing_part(record) if event.whole else run.take(record)
+                if found_part is None:
                     continue
-                record = found_lacking
+                record = found_part
                 kind = kind or (run.last.device_kind if run.last else "")
                 run.gpu_ns += record.gpu_ns
                 run.core_ns += record.core_ns
@@ -316,7 +319,7 @@ def book(
                 plan = tariff.plan(kind, record.priority, begin)
                 core, vram = price(record, plan)
                 if core > LARGEST or vram > LARGEST:
-                    why = "its price is astronomical"
+                    why = "its price does not fit into 64 bits"
             if why:
                 shown = record.model_dump_json()[:PAYLOAD_KEPT]
                 out.quarantined.append(Quarantined(delivery.sequence, event.source, event.batch, item, why, shown))
@@ -366,7 +369,7 @@ def book(
 
 
 def add_run(out: Booking, key: RunKey, gain: RunSum) -> None:
-    """Add to what a run gains."""
+    """Add a gain to a run."""
     run = out.runs.get(key)
     if run is None:
         out.runs[key] = run = RunSum(gain.tenant, gain.model, gain.began_us, gain.until_us, gain.ended)
@@ -375,5 +378,5 @@ def add_run(out: Booking, key: RunKey, gain: RunSum) -> None:
 
 
 def add_hour(out: Booking, key: HourKey, sums: Sums) -> None:
-    """Add to what an hour gains. Usage is counted in the hour in which it began."""
+    """Add sums to an hour. Usage counts in the hour in which it began."""
     out.hours.setdefault(key, Sums()).add(sums)

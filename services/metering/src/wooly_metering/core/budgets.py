@@ -1,4 +1,4 @@
-"""When a tenant has spent what it may, and what then holds."""
+"""Budgets: when a tenant has reached a limit, and where a budget's period begins."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ DAY_US = 86_400_000_000
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a tenant may spend in a period, in micro-credits: `soft` is told, `hard` stops its sessions. None: no such limit.
+    """Limits of a tenant's spending in a period, in micro-credits. None: no such limit.
 
-    `period`: `day` and `month` are those of UTC's calendar, `total` is all time.
+    At the `soft` limit, an event is published. At the `hard` limit, the tenant's sessions are suspended. `period`: `day` and
+    `month` are those of the UTC calendar, `total` is all time.
     """
 
     tenant: str
@@ -21,18 +22,18 @@ class Budget:
     hard_ucr: int | None = None
 
     def held(self, spent_ucr: int) -> bool:
-        """Whether its sessions must stop."""
+        """Whether the tenant's sessions must be suspended."""
         return self.hard_ucr is not None and spent_ucr >= self.hard_ucr
 
     def reached(self, spent_ucr: int) -> str:
-        """The highest limit that is reached: hard, soft, or none."""
+        """The highest reached limit: "hard", "soft" or ""."""
         if self.held(spent_ucr):
             return "hard"
         return "soft" if self.soft_ucr is not None and spent_ucr >= self.soft_ucr else ""
 
 
 def period_begin_us(period: str, now_us: int) -> int:
-    """Where a budget's period began, in microseconds since 1970."""
+    """Start of a budget's current period, in microseconds since 1970."""
     if period == "day":
         return now_us - now_us % DAY_US
     if period == "month":

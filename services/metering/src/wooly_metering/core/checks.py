@@ -1,20 +1,20 @@
-"""Which numbers cannot be: a device has so many cores and bytes, and a second has a second of time.
+"""Checks for impossible usage: a device has a limited number of cores and bytes, and usage cannot be longer than its time span.
 
-What fails here is put in quarantine: shown, and neither booked nor dropped.
+A record that fails a check is put into quarantine: it is visible there, and it is neither booked nor dropped.
 """
 
 from __future__ import annotations
 
 from wooly_wis.credits import UsageRecord, UsageRecorded
 
-#: Clocks of different kinds are compared: a share, and so much more.
+#: Tolerance for the comparison of different clocks: a percentage, plus an absolute time in microseconds.
 SLACK_PERCENT = 2
 SLACK_US = 20_000
-#: How far an executor's clock may be ahead of ours, and the time before which there was no Wooly (2020).
-AHEAD_US = 300_000_000
+#: Maximum time, in microseconds, by which an executor's clock may be ahead; and the earliest possible time (2020).
+MAX_CLOCK_AHEAD_US = 300_000_000
 EARLIEST_US = 1_577_836_800_000_000
 LARGEST = (1 << 63) - 1
-#: How much faster than the one that is priced in full a core may be.
+#: Maximum pace, in millionths: a core at most 100 times as fast as a core that is priced in full.
 FASTEST_PPM = 100_000_000
 _QUANTITIES = (
     "span_us",
@@ -40,29 +40,31 @@ def impossible(record: UsageRecord, event: UsageRecorded, now_us: int) -> str:
         if value < 0 or value > LARGEST:
             return f"{name} is {_shown(value)}"
     if not 0 < record.pace_ppm <= FASTEST_PPM:
-        return f"a pace of {_shown(record.pace_ppm)} millionths"
+        return f"pace_ppm is {_shown(record.pace_ppm)}"
     if not 0 <= record.priority <= 4:
-        return f"there is no class {record.priority}"
+        return f"class {record.priority} does not exist"
     if not record.session_id or len(record.session_id) > 64 or not _FORBIDDEN.isdisjoint(record.session_id):
-        return "that is no session's id"
+        return "the session id is not valid"
     if not record.tenant or len(record.tenant) > 128 or len(record.model) > 256:
-        return "no tenant is named, or names are too long"
+        return "the tenant is empty, or a name is too long"
     if "\0" in record.tenant or "\0" in record.model or "\0" in record.session_id:
-        return "a name has a zero byte"
-    if record.at_us > now_us + AHEAD_US:
-        return f"it is {(record.at_us - now_us) // 1_000_000} s from the future"
+        return "a name contains a zero byte"
+    if record.at_us > now_us + MAX_CLOCK_AHEAD_US:
+        return f"its time is {(record.at_us - now_us) // 1_000_000} s in the future"
     if record.at_us - record.span_us < EARLIEST_US:
-        return "it began before there was anything to use"
+        return "it began before 2020"
     span_us = record.span_us + record.span_us * SLACK_PERCENT // 100 + SLACK_US
     if record.gpu_ns > span_us * 1000:
-        return f"{record.gpu_ns} ns of device time in {record.span_us} us"
+        return f"it has {record.gpu_ns} ns of device time in only {record.span_us} us"
     gpu_us = record.gpu_ns // 1000
     gpu_us += gpu_us * SLACK_PERCENT // 100 + SLACK_US
-    if record.core_ns > (gpu_us * event.cores + span_us) * 1000:  # a core may have decoded what the client sent
-        return f"{record.core_ns} core-ns in {record.span_us} us and {record.gpu_ns} ns of a device with {event.cores} cores"
+    if record.core_ns > (gpu_us * event.cores + span_us) * 1000:  # one more core may have decoded the client's data
+        return f"it has {record.core_ns} core-ns in {record.span_us} us, {record.gpu_ns} ns of a device with {event.cores} cores"
     memory_mib = -(-event.memory >> 20)
     if record.resident_mib_us > gpu_us * memory_mib:
-        return f"{record.resident_mib_us} MiB-us resident in {record.gpu_ns} ns of a device with {memory_mib} MiB"
+        return (
+            f"it has {record.resident_mib_us} resident MiB-us in {record.gpu_ns} ns of a device with {memory_mib} MiB"
+        )
     if record.resident_mib_us + record.idle_mib_us > span_us * memory_mib:
-        return f"more MiB-us resident than {memory_mib} MiB have in {record.span_us} us"
+        return f"it has more resident MiB-us than a device with {memory_mib} MiB can have in {record.span_us} us"
     return ""

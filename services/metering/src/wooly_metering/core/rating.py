@@ -1,12 +1,12 @@
-"""What usage costs. Integers alone: an amount is in micro-credits (UCR), a rate in millionths of a credit.
+"""The price of usage. Integers only: amounts are in micro-credits (UCR), rates in millionths of a credit.
 
     core credits = sum of cores * milliseconds * pace * core rate
     VRAM credits = sum of MiB * seconds * pace * VRAM rate while the session executes
                  + sum of MiB * seconds * idle rate while it does not
 
-A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second: at a rate of one credit and
-full pace a quantity is its own amount in micro-credits. Each entry is rounded down to a whole micro-credit, once for each of its
-two amounts.
+A core-nanosecond is a millionth of a core-millisecond, a MiB-microsecond a millionth of a MiB-second. So at a rate of one credit
+and at full pace, a quantity equals its amount in micro-credits. Each of an entry's two amounts is rounded down once, to a whole
+micro-credit.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-#: Micro-credits in a credit, and the rate of one credit per core-millisecond or MiB-second.
+#: Micro-credits per credit; also the rate of one credit per core-millisecond or MiB-second.
 UNIT = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TariffPlan:
-    """Prices on a kind of device and in a class, from a moment on.
+    """Prices for a kind of device and a class, for a span of time.
 
     Attributes:
-        device_kind: empty: any.
+        device_kind: empty: any kind.
         priority: None: any class.
-        valid_from_us: the first microsecond since 1970 at which it holds.
-        valid_until_us: the first at which it does not any more; None: it holds on.
-        core_rate: per core-millisecond.
-        vram_rate: per MiB-second while the session executes.
-        idle_rate: per MiB-second while it does not.
+        valid_from_us: first microsecond since 1970 at which the plan is valid.
+        valid_until_us: first microsecond at which the plan is no longer valid; None: no end.
+        core_rate: price per core-millisecond.
+        vram_rate: price per MiB-second while the session executes.
+        idle_rate: price per MiB-second while the session does not execute.
     """
 
     id: int
@@ -44,36 +44,38 @@ class TariffPlan:
     idle_rate: int = 0
 
 
-#: Where no plan fits: every credit at its plain price.
+#: The plan for usage without a matching plan: all rates are one credit.
 PLAIN = TariffPlan(0, "plain")
 
 
 class Usage(Protocol):
-    """What is priced."""
+    """The quantities of usage that have a price."""
 
     @property
     def core_ns(self) -> int:
-        """Cores times nanoseconds."""
+        """Device time in nanoseconds times the number of occupied cores."""
         ...
 
     @property
     def pace_ppm(self) -> int:
-        """How fast the cores were, in millionths."""
+        """Speed of the cores, in millionths."""
         ...
 
     @property
     def resident_mib_us(self) -> int:
-        """MiB times microseconds of its own device time."""
+        """Resident MiB times microseconds of the session's own device time."""
         ...
 
     @property
     def idle_mib_us(self) -> int:
-        """MiB times other microseconds."""
+        """Resident MiB times all other microseconds."""
         ...
 
 
 class Tariff:
-    """All plans. What names most of kind and class holds; of two such, what began last, then what was added last."""
+    """All plans. The plan with the most specific kind and class is used; among these the latest start; among these the last
+    added.
+    """
 
     def __init__(self, plans: Iterable[TariffPlan]) -> None:
         self.plans = sorted(
@@ -84,7 +86,7 @@ class Tariff:
         self._found: dict[tuple[str, int], list[TariffPlan]] = {}
 
     def plan(self, device_kind: str, priority: int, at_us: int) -> TariffPlan:
-        """The plan that holds for usage that began then."""
+        """The plan for usage that began at `at_us`."""
         key = device_kind, priority
         fitting = self._found.get(key)
         if fitting is None:
@@ -97,7 +99,7 @@ class Tariff:
 
 
 def price(usage: Usage, plan: TariffPlan) -> tuple[int, int]:
-    """Core and VRAM credits of a usage, in micro-credits."""
+    """Core and VRAM credits for usage, in micro-credits."""
     core = usage.core_ns * usage.pace_ppm * plan.core_rate // (UNIT * UNIT)
     resident = usage.resident_mib_us * usage.pace_ppm * plan.vram_rate
     vram = (resident + usage.idle_mib_us * plan.idle_rate * UNIT) // (UNIT * UNIT)
@@ -105,6 +107,6 @@ def price(usage: Usage, plan: TariffPlan) -> tuple[int, int]:
 
 
 def text(ucr: int) -> str:
-    """An amount for people and files: credits with all six decimals."""
+    """An amount as text: credits with six decimals."""
     sign, ucr = ("-", -ucr) if ucr < 0 else ("", ucr)
     return f"{sign}{ucr // UNIT}.{ucr % UNIT:06d}"

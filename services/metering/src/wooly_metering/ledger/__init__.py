@@ -1,1 +1,1 @@
-"""The ledger in a database: SQLite where everything is on one machine, PostgreSQL in production."""
+"""The ledger in a database: SQLite for a stack on one machine, PostgreSQL in production."""

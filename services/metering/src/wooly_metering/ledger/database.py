@@ -1,4 +1,4 @@
-"""The connection to the database, its schema, and its one writer at a time."""
+"""The database: connections, schema, and the lock that allows one writer at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Engine, create_engine, event, make_url, text
 
-#: The key of PostgreSQL's advisory lock around migrations and every write ("credit").
+#: Key of PostgreSQL's advisory lock for migrations and all writes ("credit" in ASCII).
 WRITE_LOCK = 0x637265646974
-#: Seconds that a writer waits for another one (SQLite has one at a time).
+#: Seconds that a writer waits for another writer (SQLite allows one at a time).
 BUSY_S = 30.0
 
 
@@ -25,19 +25,22 @@ def _config(url: str) -> Config:
 
 
 def migrate(url: str, revision: str = "head") -> None:
-    """Bring the database at `url` up to a schema, the newest by default. Several processes may do so at once."""
+    """Migrate the database at `url` to a schema, by default the newest. Several processes may do so at the same time."""
     command.upgrade(_config(url), revision)
 
 
 def revert(url: str, revision: str) -> None:
-    """Bring the database at `url` back to an earlier schema."""
+    """Migrate the database at `url` back to an earlier schema."""
     command.downgrade(_config(url), revision)
 
 
 def connect(url: str, begin: str = "BEGIN IMMEDIATE", *, durable: bool = True) -> Engine:
-    """A pool of connections. On SQLite, transactions begin with `begin`, unless an option `wooly_begin` says otherwise.
+    """A pool of connections.
 
-    Where it is `durable`, their commits wait for the disk.
+    Args:
+        url: SQLAlchemy URL.
+        begin: statement that begins a transaction on SQLite, unless the execution option `wooly_begin` says otherwise.
+        durable: whether commits on SQLite wait for the disk.
     """
     if make_url(url).get_backend_name() != "sqlite":
         return create_engine(url, pool_pre_ping=True)
@@ -55,11 +58,11 @@ def connect(url: str, begin: str = "BEGIN IMMEDIATE", *, durable: bool = True) -
 
 
 class Database:
-    """A pool of connections; from any thread.
+    """A pool of connections, usable from any thread.
 
     Args:
-        url: SQLAlchemy's (`sqlite:///…`, `postgresql+psycopg://…`).
-        durable: whether a commit waits for SQLite's disk.
+        url: SQLAlchemy URL (`sqlite:///…`, `postgresql+psycopg://…`).
+        durable: whether commits on SQLite wait for the disk.
     """
 
     def __init__(self, url: str, *, durable: bool = True) -> None:
@@ -69,14 +72,16 @@ class Database:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that changes nothing, and sees one moment."""
+        """A read-only transaction that sees one state of the database."""
         isolation: dict[str, Any] = {} if self.sqlite else {"isolation_level": "REPEATABLE READ"}
         with self._engine.connect().execution_options(**isolation) as connection, connection.begin():
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[Connection]:
-        """A transaction that is committed at the end of the block or undone where the block raises; one in all processes."""
+        """A writing transaction: committed at the end of the block, rolled back if the block raises. Only one runs at a time,
+        in all processes.
+        """
         with self._writer.begin() as connection:
             if not self.sqlite:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": WRITE_LOCK})
@@ -88,7 +93,7 @@ class Database:
 
 
 def _tune_sqlite(connection: Any, synchronous: str) -> None:
-    """Transactions begin where we say, not at the first write."""
+    """Configure a connection. Transactions begin at explicit statements, not at the first write."""
     connection.isolation_level = None
     cursor = connection.cursor()
     cursor.execute(f"PRAGMA synchronous={synchronous}")

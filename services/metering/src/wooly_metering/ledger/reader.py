@@ -1,4 +1,4 @@
-"""Everything that is asked of the ledger and changes nothing."""
+"""All queries of the ledger. They change nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wooly_metering.ledger.tables import budgets, entries, hours, plans, quarant
 
 _QUANTITIES = SUMS[1:]
 _SHOWN = tuple(name for name in COLUMNS if name not in ("source_id", "batch", "item", "kind"))
-#: Statements are told in pieces of about so many bytes.
+#: Approximate size, in bytes, of the statements in one reply.
 STATEMENT_BYTES = 600_000
 
 
@@ -36,7 +36,7 @@ class Reader:
     # -- credits -----------------------------------------------------------------------------------------------------
 
     def totals(self, tenant: str = "") -> tuple[int, int]:
-        """All core and VRAM credits that were booked, of a tenant or of all."""
+        """All booked core and VRAM credits, of a tenant or of all tenants."""
         query = select(func.sum(hours.c.core_ucr), func.sum(hours.c.vram_ucr))
         if tenant:
             query = query.where(hours.c.tenant == tenant)
@@ -45,13 +45,13 @@ class Reader:
         return int(core or 0), int(vram or 0)
 
     def by_tenant(self) -> dict[str, dict[str, int]]:
-        """All sums per tenant."""
+        """All sums, per tenant."""
         query = select(hours.c.tenant, *[func.sum(hours.c[n]).label(n) for n in SUMS]).group_by(hours.c.tenant)
         with self._db.reading() as c:
             return {row.tenant: {n: int(getattr(row, n)) for n in SUMS} for row in c.execute(query)}
 
     def rows(self, request: CreditsRequest) -> tuple[list[CreditsRow], bool]:
-        """Rows of a request, and whether there are further ones."""
+        """The rows of a request, and whether further rows exist."""
         query = self._by_run(request) if request.by == "run" or request.session_id else self._by_hour(request)
         query = query.offset(request.offset).limit(request.limit + 1)
         with self._db.reading() as c:
@@ -59,7 +59,7 @@ class Reader:
         return found[: request.limit], len(found) > request.limit
 
     def _by_run(self, request: CreditsRequest) -> Select[Any]:
-        """A run may be on several executors: it is over when all of them say so."""
+        """One row per run. A run may use several executors; it has ended when it has ended on all of them."""
         began, until = func.min(runs.c.began_us), func.max(runs.c.until_us)
         keys = runs.c.session_id, runs.c.tenant, runs.c.model
         query = (
@@ -109,7 +109,7 @@ class Reader:
         return query
 
     def open_runs(self) -> list[tuple[str, str, str]]:
-        """Session, executor and tenant of runs whose last record has not come."""
+        """(session, executor, tenant) of runs whose last record is not booked."""
         with self._db.reading() as c:
             query = select(runs.c.session_id, runs.c.executor_id, runs.c.tenant).where(runs.c.ended.is_(False))
             return [(row.session_id, row.executor_id, row.tenant) for row in c.execute(query)]
@@ -125,7 +125,7 @@ class Reader:
             return [Budget(**row._mapping) for row in c.execute(query)]
 
     def spent(self, budget: Budget, now_us: int) -> int:
-        """What the tenant spent in the budget's period, core and VRAM together."""
+        """The tenant's spending in the budget's current period: core and VRAM credits together."""
         query = (
             select(func.sum(hours.c.core_ucr), func.sum(hours.c.vram_ucr))
             .where(hours.c.tenant == budget.tenant)
@@ -143,7 +143,7 @@ class Reader:
     # -- entries, statements, quarantine -----------------------------------------------------------------------------
 
     def entries(self, request: EntriesRequest) -> tuple[list[LedgerEntry], bool]:
-        """Entries in their order, and whether there are further ones."""
+        """Entries, ordered by number, and whether further entries exist."""
         query = select(entries).where(entries.c.id > request.after).order_by(entries.c.id).limit(request.limit + 1)
         if request.tenant:
             query = query.where(entries.c.tenant == request.tenant)
@@ -157,7 +157,7 @@ class Reader:
         return found[: request.limit], len(found) > request.limit
 
     def statements(self, tenant: str, after: int = 0) -> tuple[list[Statement], bool]:
-        """A tenant's statements as they were made, as many as a message carries, and whether there are further ones."""
+        """A tenant's statements, as many as fit into one message, and whether further statements exist."""
         query = (
             select(statements.c.body)
             .where(statements.c.tenant == tenant)
@@ -175,7 +175,7 @@ class Reader:
         return found, False
 
     def quarantined(self, request: QuarantineRequest) -> tuple[list[QuarantinedUsage], bool]:
-        """What is in quarantine, and whether there is more of it."""
+        """Quarantined usage, and whether there is more."""
         query = (
             select(quarantine).where(quarantine.c.id > request.after).order_by(quarantine.c.id).limit(request.limit + 1)
         )
@@ -190,7 +190,7 @@ class Reader:
         return found, False
 
     def quarantine_count(self) -> int:
-        """How many there are in quarantine."""
+        """Number of records and messages in quarantine."""
         with self._db.reading() as c:
             return int(c.scalar(select(func.count()).select_from(quarantine)) or 0)
 

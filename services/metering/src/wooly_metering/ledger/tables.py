@@ -1,6 +1,6 @@
-"""The tables. Times are microseconds since 1970, amounts micro-credits, quantities as in `wooly_wis.credits.UsageRecord`.
+"""The tables. Times are microseconds since 1970, amounts are micro-credits, quantities are as in `wooly_wis.credits.UsageRecord`.
 
-Entries and statements are added and never changed: triggers refuse it.
+Entries and statements are only added: triggers refuse changes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _big(name: str) -> Column[int]:
     return Column(name, BigInteger, nullable=False)
 
 
-#: Who published usage: a life of an executor, or a request for a correction. `batch`: the last one that was booked.
+#: Sources of usage: a process of an executor, or a request for a correction. `batch`: the last booked batch.
 sources = Table(
     "sources",
     metadata,
@@ -38,7 +38,7 @@ sources = Table(
     _big("batch"),
 )
 
-#: How far a stream is booked. `created` tells a stream from another one of its name.
+#: The booked position in each stream. `created` distinguishes streams of the same name.
 positions = Table(
     "positions",
     metadata,
@@ -95,7 +95,7 @@ entries = Table(
     _big("core_ucr"),
     _big("vram_ucr"),
     Column("reason", String(1024), nullable=False),
-    # What makes an entry the only one of its event, whatever was delivered how often.
+    # Makes sure that each event has one entry, even if the event is delivered several times.
     UniqueConstraint("source_id", "batch", "item"),
     Index("ix_entries_session", "session_id", "id"),
     Index("ix_entries_tenant", "tenant", "id"),
@@ -117,7 +117,7 @@ runs = Table(
     Index("ix_runs_ended", "ended"),
 )
 
-#: What journals had booked for a run before its usage records came: records that come later are booked less this.
+#: Usage that was booked from a journal before its usage records arrived. Late records are booked less this usage.
 ahead = Table(
     "ahead",
     metadata,

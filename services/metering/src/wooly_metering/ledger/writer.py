@@ -1,4 +1,4 @@
-"""Everything that changes the ledger: booking from the stream, corrections, budgets, plans, statements."""
+"""All changes of the ledger: booking from the stream, corrections, budgets, plans, statements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from wooly_metering.core.booking import (
     LastUsage,
     Quarantined,
     RunKey,
-    RunKnown,
+    RunState,
     RunSum,
     Source,
     Sums,
@@ -51,11 +51,11 @@ from wooly_metering.ledger.tables import (
     statements,
 )
 
-#: Microseconds for which what a journal had booked is remembered: usage stays in its stream no longer.
+#: Microseconds for which usage booked from a journal is remembered. Usage records stay in their stream no longer than that.
 AHEAD_KEPT_US = int((USAGE_AGE_S + 86_400) * 1e6)
-#: Lines of a statement; runs beyond are summed in one.
+#: Maximum number of lines of a statement. Further runs are summed up in one line.
 LINES = 1000
-#: Both have ON CONFLICT, and no type in common that says so.
+#: Both functions support ON CONFLICT, but they have no common type with it.
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 _QUANTITIES = SUMS[1:]
 
@@ -71,17 +71,17 @@ class BookedRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Booked:
-    """What one transaction did.
+    """The result of one transaction.
 
     Attributes:
-        entries: how many were added.
-        duplicates: batches that had been booked before.
-        tenants: whose.
-        runs: those of which there were entries.
+        entries: number of added entries.
+        duplicates: number of batches that were booked before.
+        tenants: tenants of the entries.
+        runs: runs of the entries.
         quarantined: ids and reasons.
-        core_ucr: credits booked.
-        vram_ucr: credits booked.
-        traced: (traceparent, session) of traced sessions whose last record is among them.
+        core_ucr: booked core credits.
+        vram_ucr: booked VRAM credits.
+        traced: (traceparent, session) of traced sessions whose last record was booked.
     """
 
     entries: int
@@ -95,9 +95,10 @@ class Booked:
 
 
 class Writer:
-    """Writes to one database. Each method is one transaction; a process that dies in one leaves nothing of it.
+    """Writes to one database. Each method is one transaction; a process that dies in a transaction leaves no part of it.
 
-    Booking takes from the stream in its order and keeps the stream's position with the entries: what is delivered again is known.
+    Booking follows the order of the stream and stores the position with the entries. So messages that are delivered again are
+    recognized.
     """
 
     def __init__(self, database: Database) -> None:
@@ -108,16 +109,16 @@ class Writer:
     # -- the stream --------------------------------------------------------------------------------------------------
 
     def position(self, stream: str, created: str) -> int:
-        """The last message of a stream that is booked; 0: none is."""
+        """Number of the last booked message of a stream; 0: none is booked."""
         with self._db.reading() as c:
             row = c.execute(select(positions).where(positions.c.stream == stream)).first()
         return row.sequence if row is not None and row.created == created else 0
 
     def take(self, stream: str, created: str, after: int, deliveries: Sequence[Delivery], now_us: int) -> Booked:
-        """Book messages, which are those of the stream after number `after`, in order.
+        """Book messages: the stream's messages after number `after`, in order.
 
         Raises:
-            OvertakenError: what is after `after` was booked by somebody else meanwhile.
+            OvertakenError: another process booked these messages in the meantime.
         """
         events, bad = read(deliveries)
         with self._db.writing() as c:
@@ -155,7 +156,9 @@ class Writer:
             c.execute(insert(positions).values(stream=stream, created=created, sequence=until))
             return
         if (row.sequence if row.created == created else 0) != after:
-            raise OvertakenError(f"stream {stream} is booked up to {row.sequence}, not {after}")
+            raise OvertakenError(
+                f"another process has booked stream {stream} up to message {row.sequence}; this process continues after it"
+            )
         c.execute(update(positions).where(positions.c.stream == stream).values(created=created, sequence=until))
 
     def _prices(self, c: Connection) -> Tariff:
@@ -189,13 +192,13 @@ class Writer:
     def correct(
         self, request_id: str, entry: int, core_ucr: int | None, vram_ucr: int | None, reason: str, now_us: int
     ) -> int:
-        """Take credits of an entry back by a counter-entry; all that is left of it where no amounts are given.
+        """Take back credits of an entry with a counter-entry. Without amounts, take back all remaining credits.
 
         Returns:
-            The counter-entry's number: the one of before, where the same request was done already.
+            Number of the counter-entry. A repeated request returns the number of its first counter-entry.
 
         Raises:
-            CorrectionError: there is no such entry, it is a correction itself, or more would be taken back than it has.
+            CorrectionError: the entry does not exist, is a correction itself, or has fewer credits than requested.
         """
         name = f"correction/{request_id}"
         with self._db.writing() as c:
@@ -204,9 +207,9 @@ class Writer:
                 return int(c.scalars(select(entries.c.id).where(entries.c.source_id == known.number)).one())
             found = c.execute(select(entries).where(entries.c.id == entry)).first()
             if found is None:
-                raise CorrectionError(f"there is no entry {entry}")
+                raise CorrectionError(f"entry {entry} does not exist")
             if found.kind != USAGE:
-                raise CorrectionError(f"entry {entry} is a correction itself; correct entry {found.corrects} again")
+                raise CorrectionError(f"entry {entry} is a correction; correct entry {found.corrects} again instead")
             core_taken, vram_taken = c.execute(
                 select(func.coalesce(func.sum(entries.c.core_ucr), 0), func.coalesce(func.sum(entries.c.vram_ucr), 0))
                 .where(entries.c.session_id == found.session_id)
@@ -217,10 +220,12 @@ class Writer:
             vram_back = vram_left if vram_ucr is None else vram_ucr
             if core_back > core_left or vram_back > vram_left:
                 raise CorrectionError(
-                    f"of entry {entry}, {core_left} core and {vram_left} VRAM micro-credits are left; that is more"
+                    f"the correction exceeds the rest of entry {entry}: {core_left} core and {vram_left} VRAM micro-credits"
                 )
             if core_back == 0 and vram_back == 0:
-                raise CorrectionError(f"nothing of entry {entry} would be taken back")
+                raise CorrectionError(
+                    f"the correction of entry {entry} is empty: the amounts are 0, or the entry has no credits left"
+                )
             number, source = _next_entry(c), (c.scalar(select(func.max(sources.c.id))) or 0) + 1
             c.execute(insert(sources).values(id=source, name=name, batch=0))
             row = Entry(
@@ -263,23 +268,25 @@ class Writer:
     # -- plans and budgets -------------------------------------------------------------------------------------------
 
     def add_plan(self, plan: PricePlan) -> PricePlan:
-        """Add a plan. What is booked keeps its price.
+        """Add a price plan. Booked entries keep their price.
 
         Raises:
-            PlanError: the name is taken, or it would never hold.
+            PlanError: the name is in use, or the plan ends before it begins.
         """
         if plan.valid_until_us is not None and plan.valid_until_us <= plan.valid_from_us:
             raise PlanError(f"plan {plan.name} ends before it begins")
         with self._db.writing() as c:
             if c.scalar(select(plans.c.id).where(plans.c.name == plan.name)) is not None:
-                raise PlanError(f"there is a plan {plan.name}; a new price is a new plan")
+                raise PlanError(
+                    f"plan {plan.name} exists already, and plans cannot change; add a plan with another name"
+                )
             number = (c.scalar(select(func.max(plans.c.id))) or PLAIN.id) + 1
             made = plan.model_copy(update={"id": number})
             c.execute(insert(plans).values(**made.model_dump(exclude={"schema_version"})))
         return made
 
     def set_budget(self, budget: Budget) -> None:
-        """A tenant's budget from now on."""
+        """Set a tenant's budget."""
         values = asdict(budget)
         with self._db.writing() as c:
             statement = _INSERT[c.dialect.name](budgets).values(**values)
@@ -288,10 +295,10 @@ class Writer:
     # -- statements --------------------------------------------------------------------------------------------------
 
     def make_statement(self, tenant: str, now_us: int) -> tuple[Statement, bool]:
-        """Bill the tenant's entries that no statement has yet. Returns the statement, and whether it is new.
+        """Make a statement of all the tenant's entries that no statement covers. Returns the statement, and whether it is new.
 
         Raises:
-            StatementError: the tenant has no entry at all.
+            StatementError: the tenant has no entry.
         """
         with self._db.writing() as c:
             last = c.execute(
@@ -302,7 +309,7 @@ class Writer:
             until = c.scalar(select(func.max(entries.c.id)).where(mine))
             if until is None:
                 if last is None:
-                    raise StatementError(f"nothing was ever booked for tenant {tenant}")
+                    raise StatementError(f"tenant {tenant} has no booked usage, so there is no statement")
                 return Statement.model_validate_json(last.body), False
             sums = [func.sum(entries.c[name]).label(name) for name in _QUANTITIES]
             of_run = [entries.c.session_id, entries.c.model]
@@ -350,7 +357,7 @@ class Writer:
 
 
 def digest_of(statement: Statement) -> str:
-    """SHA-256 over a statement without its digest, in hex."""
+    """SHA-256, in hex, over all fields of a statement except its digest."""
     return hashlib.sha256(statement.model_dump_json(exclude={"digest"}).encode()).hexdigest()
 
 
@@ -373,7 +380,7 @@ def _rest(tenant: str, lines: list[CreditsRow]) -> CreditsRow:
 
 
 def _next_entry(c: Connection) -> int:
-    """Numbers are given under the writer's lock, so that they have no gaps and no entry appears below another."""
+    """The next entry's number. The writer's lock protects it, so numbers have no gaps, and later entries have higher numbers."""
     return (c.scalar(select(func.max(entries.c.id))) or 0) + 1
 
 
@@ -386,8 +393,8 @@ def _known_sources(c: Connection, names: Iterable[str]) -> dict[str, Source]:
     return found
 
 
-def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunKnown]:
-    """The runs among them whose totals a journal tells now, or told before."""
+def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, RunState]:
+    """The runs of these events whose totals a journal states now, or stated before."""
     by_journal = {(r.session_id, event.executor_id) for event in events if event.whole for r in event.records}
     told = {}
     if by_journal or c.execute(select(ahead.c.at_us).limit(1)).first() is not None:
@@ -407,7 +414,7 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
             .limit(1)
         ).first()
         before = told.get((session, executor))
-        run = watched[session, executor] = RunKnown()
+        run = watched[session, executor] = RunState()
         if booked is not None:
             run.gpu_ns, run.core_ns = int(booked.gpu_ns), int(booked.core_ns)
         if before is not None:
@@ -417,8 +424,8 @@ def _watched(c: Connection, events: Sequence[UsageRecorded]) -> dict[RunKey, Run
     return watched
 
 
-def _write_ahead(c: Connection, watched: dict[RunKey, RunKnown], now_us: int) -> None:
-    """Keep what was booked ahead, for as long as a record may still come."""
+def _write_ahead(c: Connection, watched: dict[RunKey, RunState], now_us: int) -> None:
+    """Store the usage that was booked from journals, for as long as its usage records may still arrive."""
     rows = [
         {"session_id": s, "executor_id": e, "gpu_ns": run.ahead_gpu_ns, "core_ns": run.ahead_core_ns, "at_us": now_us}
         for (s, e), run in sorted(watched.items())
@@ -453,7 +460,7 @@ def _write_quarantine(c: Connection, found: Iterable[Quarantined], now_us: int) 
 
 
 def _copy(c: Connection, rows: list[Entry]) -> None:
-    """PostgreSQL's way for many rows."""
+    """Insert many rows with PostgreSQL's COPY."""
     driver: Any = c.connection.driver_connection
     with driver.cursor() as cursor, cursor.copy(f"COPY entries ({', '.join(COLUMNS)}) FROM STDIN") as copy:
         for row in rows:
@@ -461,7 +468,7 @@ def _copy(c: Connection, rows: list[Entry]) -> None:
 
 
 def _add(c: Connection, table: Table, rows: list[dict[str, Any]], is_sqlite: bool) -> None:
-    """Add to sums, or begin them. What is known of a run is put together."""
+    """Insert sums, or add them to existing rows. The facts of a run are merged."""
     statement = _INSERT[c.dialect.name](table)
     new = statement.excluded
     changes: dict[str, Any] = {name: table.c[name] + new[name] for name in SUMS}

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the URL that the caller configured."""
+"""Alembic's entry point: runs migrations on the URL that the caller configured."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from wooly_metering.ledger.tables import metadata
 
 
 def run() -> None:
-    """Migrate in one transaction: who is killed in it leaves the schema of before. Processes that start together take turns."""
+    """Migrate in one transaction. A killed process leaves the old schema. Processes that start at the same time take turns."""
     url = context.config.get_main_option("sqlalchemy.url") or ""
     engine = connect(url)
-    if engine.dialect.name == "sqlite":  # kept in the file: readers do not wait for the writer
+    if engine.dialect.name == "sqlite":  # the database file keeps this setting: readers do not wait for the writer
         raw = engine.raw_connection()
         raw.cursor().execute("PRAGMA journal_mode=WAL")
         raw.close()

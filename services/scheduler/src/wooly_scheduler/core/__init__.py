@@ -1,1 +1,1 @@
-"""What the scheduler decides and knows: pure, no asyncio, clock or NATS."""
+"""The scheduler's decisions and state. The code is pure: no asyncio, no clock, no NATS."""

@@ -1,14 +1,16 @@
-"""May this session run there? A response-time test of all P0 and P1 sessions of a GPU that declare an objective.
+"""The admission test: a response-time test of all P0 and P1 sessions of a GPU that declare an objective.
 
-In the worst case a request of a session of class c with service time C waits for
+In the worst case, a request of a session of class c with service time C waits for:
 
-- *blocking*: what lower classes have in flight when it comes, at most max((1 + e) * W, K): W the widest window of a lower class
-  as it will be, K the longest launch seen of a lower class (a kernel cannot be interrupted);
-- what higher classes may run meanwhile: token buckets hold them to burst + rate * t over any time t;
-- its own class: what their buckets hold, or, if the session is done before its own next request, what fair shares give them while
-  it runs for C (weights w and w_g): (C + piece) * w_g / w and a launch each.
+- *blocking*: work of lower classes in flight at the arrival, at most max((1 + e) * W, K). W is the widest window of a lower class
+  after the admission. K is the longest launch of a lower class so far (a kernel cannot be interrupted);
+- higher classes: their token buckets limit them to burst + rate * t in any time t;
+- its own class: the limit of the class's buckets; or, if the session finishes a request before its next one, the fair shares of
+  the
+  other sessions while the session runs for C (weights w and w_g): (C + piece) * w_g / w, and one launch each.
 
-The response time is the least t that covers all of it, by the better of the two. Integers only, in ns, rounded up.
+The response time is the smallest t that covers all of this, with the smaller limit for its own class. Integers only, in ns,
+rounded up.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from wooly_dispatch.windows import PROTECTED, WIDTH, windows
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One session, as the test sees it. Times in ns.
+    """One session as the test sees it. Times are in ns.
 
     Attributes:
-        session: its id.
-        tenant: who pays.
-        policy: class, weight, service, objective, and the bucket that bounds it.
-        longest_ns: its longest launch seen; 0: none yet.
-        suspended: it takes nothing meanwhile.
+        session: id.
+        tenant: tenant that pays.
+        policy: class, weight, service time, objective, and the bucket that limits the session.
+        longest_ns: the session's longest launch so far; 0: none yet.
+        suspended: the session is suspended and takes no time.
     """
 
     session: str
@@ -42,7 +44,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A session that would be late: `response_ns` is None where nothing bounds it, and `why` says what is missing then."""
+    """A session that would miss its objective. `response_ns` is None if its response time has no bound; then `why` says why."""
 
     demand: Demand
     response_ns: int | None
@@ -50,21 +52,21 @@ class Miss:
 
     @property
     def by_ns(self) -> int:
-        """By how much; 0 where nothing bounds it."""
+        """Time in ns by which the session exceeds its objective; 0 if its response time has no bound."""
         return 0 if self.response_ns is None else self.response_ns - self.demand.policy.objective_ns
 
     def __str__(self) -> str:
         policy = self.demand.policy
-        who = f"P{policy.priority} session {self.demand.session} ({self.demand.tenant})"
+        session = f"P{policy.priority} session {self.demand.session} ({self.demand.tenant})"
         objective = f"objective of {_ms(policy.objective_ns)}"
         if self.response_ns is None:
-            return f"{who} could miss its {objective} by any time: {self.why}"
-        return f"{who} would answer in {_ms(self.response_ns)}, {_ms(self.by_ns)} beyond its {objective}"
+            return f"{session} could exceed its {objective} without limit: {self.why}"
+        return f"{session} would answer in {_ms(self.response_ns)}, {_ms(self.by_ns)} beyond its {objective}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Who would miss an objective, worst first; nobody: admitted."""
+    """The sessions that would miss their objectives, worst first. Without such a session, the candidate is admitted."""
 
     misses: tuple[Miss, ...] = ()
 
@@ -78,7 +80,7 @@ class Verdict:
 
     @property
     def reason(self) -> str:
-        """A sentence, with the three worst."""
+        """A sentence about the three worst misses."""
         more = f"; and {len(self.misses) - 3} more" if len(self.misses) > 3 else ""
         return "; ".join(str(miss) for miss in self.misses[:3]) + more
 
@@ -90,9 +92,10 @@ def admit(
     width: int = WIDTH,
     error_permille: int = 100,
 ) -> Verdict:
-    """Whether all P0 and P1 sessions with an objective keep it, if `candidate` joins (or takes the place of its former self).
+    """Test whether all P0 and P1 sessions with an objective keep it after the admission of `candidate`.
 
-    A session that would miss its objective without the candidate already is no reason to refuse one that does not add to it.
+    If `candidate` is open already, it replaces itself. A session that misses its objective even without the candidate is not a
+    reason for a refusal, unless the candidate makes its response time longer.
     """
     config = config or Config()
     present = [d for d in others if d.session != candidate.session and not d.suspended]
@@ -116,7 +119,7 @@ def admit(
 def response_ns(
     demand: Demand, everybody: Sequence[Demand], config: Config, width: int = WIDTH, error_permille: int = 100
 ) -> int | None:
-    """The worst response time of one request of `demand` among `everybody` (itself included); None: nothing bounds it."""
+    """The worst response time of one request of `demand` among `everybody` (including itself); None: it has no bound."""
     return _response(demand, everybody, config, width, error_permille)[0]
 
 
@@ -142,9 +145,9 @@ def _response(
     if rate < FULL:
         window = _up(found[policy.priority] * (FULL + error_permille), FULL) if config.max_flights > 1 and peers else 0
         shares = sum(_share(demand, own, d, config, window * error_permille // FULL) for d in peers)
-        # What higher classes left undone when the request came is the work of the time that they were blocked themselves.
+        # While the request was blocked, higher classes were blocked, too; their work of that time is still to do.
         response = _up((base + window + shares) * FULL + rate * blocking, FULL - rate)
-        # The shares hold for one request; if the next one comes before it is done, only the buckets do.
+        # The fair shares limit one request. If the next request arrives before the end, only the buckets limit the class.
         if response * policy.rate_permille <= own * FULL:
             answers.append(response)
     theirs = _buckets(peers, config)
@@ -156,34 +159,36 @@ def _response(
     if theirs is None:
         return None, _unbounded(peers)
     taken = (total + policy.rate_permille) / 10
-    return None, f"the P0 and P1 sessions that go before it or share with it may take {taken:.0f} % of the device"
+    return None, f"the P0 and P1 sessions of its class and of higher classes may use {taken:.0f} % of the device"
 
 
 def _buckets(demands: Sequence[Demand], config: Config) -> tuple[int, int] | None:
-    """What P0 and P1 sessions may take in their classes, at most: permille of the device and burst. None: nothing bounds it."""
+    """Limits of P0 and P1 sessions in their classes: permille of the device, and burst in ns. None: there is no limit."""
     rate = sum(d.policy.rate_permille for d in demands)
     burst = sum(d.policy.burst_ns for d in demands if d.policy.rate_permille)
     if all(d.policy.rate_permille for d in demands):
         return rate, burst
     if config.undeclared_permille >= FULL:
         return None
-    return rate + config.undeclared_permille, burst + undeclared_burst_ns(config)  # one bucket, however many share it
+    return rate + config.undeclared_permille, burst + undeclared_burst_ns(
+        config
+    )  # all undeclared sessions share one bucket
 
 
 def _share(demand: Demand, own: int, peer: Demand, config: Config, slack: int) -> int:
-    """What one peer gets at most while `demand` runs for `own`: the fairness bound of the dispatch rule."""
+    """Maximum time that one peer gets while `demand` runs for `own`: the fairness bound of the dispatch rule."""
     mine, its = demand.policy.weight, peer.policy.weight
     piece = max(demand.longest_ns, config.piece_ns)
     return _up((own + piece) * its, mine) + max(peer.longest_ns, config.piece_ns) + _up(2 * slack * its, min(mine, its))
 
 
 def _blocking(demand: Demand, everybody: Sequence[Demand], window: int, error_permille: int, config: Config) -> int:
-    """What lower classes have in flight at most; the window counts whether they are there now or not."""
+    """Maximum time that lower classes have in flight. The window counts even if no lower session is open now."""
     longest = [
         d.longest_ns
         for d in everybody
         if d.session != demand.session
-        # What P0 and P1 sessions submit beyond their buckets runs in a lower class.
+        # Work of P0 and P1 sessions beyond their buckets runs in a lower class.
         and (d.policy.priority > demand.policy.priority or (d.policy.priority < PROTECTED and _policed(d, config)))
     ]
     return max(_up(window * (FULL + error_permille), FULL), *longest, 0)
@@ -196,8 +201,8 @@ def _policed(demand: Demand, config: Config) -> bool:
 def _unbounded(demands: Sequence[Demand]) -> str:
     demand = next(d for d in demands if not d.policy.rate_permille)
     return (
-        f"P{demand.policy.priority} session {demand.session} declares no service time and interval, so nothing bounds what it "
-        "takes (WOOLYAI_SERVICE_MS, WOOLYAI_INTERVAL_MS)"
+        f"P{demand.policy.priority} session {demand.session} declares no service time and interval, so its GPU time has no "
+        "limit; declare them with WOOLYAI_SERVICE_MS and WOOLYAI_INTERVAL_MS"
     )
 
 

@@ -1,4 +1,4 @@
-"""Who is on a GPU: what its journal shows, and whom this scheduler admitted a moment ago."""
+"""The sessions of a GPU: those in its journal, and those that this scheduler admitted a moment ago."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from wooly_scheduler.core.admission import Demand
 from wooly_scheduler.core.follower import Follower
 
 PENDING_S = 15.0
-"""How long an admitted session may take until its journal shows it; then it is taken to have gone elsewhere."""
+"""Seconds in which an admitted session must appear in the journal. After that, the scheduler assumes that the session runs
+elsewhere.
+"""
 
 
 class Book:
-    """Sessions of one GPU. Times in seconds of the caller's clock."""
+    """The sessions of one GPU. Times are in seconds of the caller's clock."""
 
     def __init__(self) -> None:
         self._pending: dict[str, tuple[float, Demand]] = {}
 
     def promise(self, demand: Demand, now: float) -> None:
-        """A session was admitted; it counts from now on."""
+        """Count an admitted session from now on."""
         self._pending[demand.session] = (now + PENDING_S, demand)
 
     def demands(self, follower: Follower, now: float) -> list[Demand]:
-        """All sessions, in order of their names."""
+        """All sessions, ordered by name."""
         sessions = follower.state.sessions if not follower.lost else {}
         found = {
             name: Demand(name, s.tenant, s.policy, follower.meters.longest.get(name, 0), s.suspended)

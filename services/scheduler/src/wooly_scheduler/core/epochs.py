@@ -1,4 +1,6 @@
-"""The policy of an epoch: how P0 fares, how idle the device is, and whether saying so would move the windows."""
+"""The policy of an epoch: how much P0 is slowed down, how idle the device is, and whether the executor must change its
+windows.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,18 @@ from wooly_scheduler.core.meters import ENOUGH, GpuMeters
 
 @dataclass(frozen=True, slots=True)
 class EndEpochDecision:
-    """Tell the executor what was measured; fields as in `wooly_dispatch.events.EpochEndedEvent`."""
+    """Send these measurements to the executor; fields as in `wooly_dispatch.events.EpochEndedEvent`."""
 
     slowdown_permille: int
     idle_permille: int
 
 
 def slowdown_permille(state: DispatchState, meters: GpuMeters) -> int:
-    """The worst P0 session's p99 over its p99 alone (the least seen, or its declared service time); 0: not measured.
+    """The worst ratio of a P0 session's p99 to its p99 alone, in permille; 0: not measured.
 
-    Never more than lower classes account for by what they ran meanwhile: windows mend nothing else, and a host that is busy with
-    other things would narrow them to nothing.
+    The p99 alone is the lowest p99 so far, or the session's declared service time. The slowdown is limited to the work that lower
+    classes ran at the same time. Windows affect only that work; without this limit, other load on the host would narrow the
+    windows to nothing.
     """
     worst = 0
     for name, pace in meters.paces.items():
@@ -37,7 +40,7 @@ def slowdown_permille(state: DispatchState, meters: GpuMeters) -> int:
 
 
 def decide(state: DispatchState, meters: GpuMeters) -> EndEpochDecision | None:
-    """What to tell the executor now; None while too little was measured, or while it would change no window."""
+    """The measurements to send to the executor; None if there are too few, or if no window would change."""
     slowdown = slowdown_permille(state, meters)
     if not slowdown:
         return None
@@ -46,7 +49,7 @@ def decide(state: DispatchState, meters: GpuMeters) -> EndEpochDecision | None:
     if width == state.width:
         for pace in meters.paces.values():
             if pace.recent.count >= 8 * ENOUGH:
-                pace.judged()  # what was long ago says nothing of now
+                pace.restart_measurements()  # old measurements do not describe the present
         return None
     live = [
         (s.policy.priority, s.policy.service_ns)

@@ -1,7 +1,7 @@
-"""Follows one executor's journals: replays every entry, audits it, folds it. Bytes in, violations out.
+"""Follows the journals of one executor: replays, audits and sums up every entry. The input is bytes, the output is violations.
 
-A violation is no exception here: it is what an audit finds. After one that breaks the chain nothing of that journal can be
-trusted any more; the follower waits for the executor's next one and says so (`lost`).
+A violation is not an exception, because it is a normal result of an audit. After a violation that breaks the hash chain, no later
+entry of the journal can be trusted. Then the follower sets `lost` and waits for the executor's next journal.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from wooly_dispatch.state import DispatchState
 from wooly_scheduler.core.meters import GpuMeters, GpuMetersRecord
 
 MAX_FINISHED = 16
-"""Journals whose totals may wait to be told: an executor that restarts in a circle does not fill memory."""
+"""Maximum number of finished journals whose totals wait for metering. It bounds memory if an executor restarts again and
+again.
+"""
 MAX_EARLY = 64
-"""Batches that may wait for one before them; then it is taken to be gone for good."""
+"""Maximum number of batches that wait for an earlier batch. Beyond it, the earlier batch is considered lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A journal is not what the rule would have written, or breaks a law."""
+    """A journal differs from the dispatch rule, or breaks a law."""
 
     journal: str
     entry: int
@@ -35,7 +37,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a session ran in all by a journal, in ns of the device and of its cores; its class at the end."""
+    """A session's totals in a journal: device time and core time in ns; `priority` is its class at the end."""
 
     session: str
     tenant: str
@@ -46,7 +48,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What all sessions ran in a journal's first `entries` entries. Of a later number they are the same or more."""
+    """The totals of all sessions in a journal's first `entries` entries. With more entries, totals never decrease."""
 
     journal: str
     entries: int
@@ -55,7 +57,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class FollowerRecord:
-    """A `Follower` as plain data, by the names of its attributes; `early`: batches, a character per byte."""
+    """A `Follower` as plain data, with the same attribute names. `early`: batches as text, with one character per byte."""
 
     executor_id: str
     journal: str
@@ -71,15 +73,15 @@ class FollowerRecord:
 
 
 class Follower:
-    """What is known of one executor from its journals.
+    """Everything that is known of one executor from its journals.
 
     Attributes:
-        journal: the one that is followed now.
-        lost: why it cannot be followed any more; "" while it is.
-        gaps: journals of which entries were missing.
-        counts: violations by law, over all journals.
+        journal: name of the current journal.
+        lost: why the journal cannot be followed any more; "" while it is followed.
+        gaps: number of journals with missing entries.
+        counts: number of violations by law, over all journals.
         last: the latest violation.
-        finished: of journals that another one followed, until somebody took note; the newest `MAX_FINISHED`.
+        finished: totals of the journals before the current one that metering does not have yet; the newest `MAX_FINISHED`.
     """
 
     def __init__(self, executor_id: str) -> None:
@@ -103,16 +105,16 @@ class Follower:
 
     @property
     def state(self) -> DispatchState:
-        """The executor's dispatch state, as of the last entry replayed."""
+        """The executor's dispatch state after the last replayed entry."""
         return self.replayer.state
 
     @property
     def entries(self) -> int:
-        """Entries replayed of this journal."""
+        """Number of replayed entries of the current journal."""
         return self.replayer.next - 1
 
     def feed(self, data: bytes) -> Iterator[Violation | None]:
-        """Take a batch in. Yields after every entry: None, or what is wrong with it. Run it to its end."""
+        """Take in a batch. Yields after every entry: None, or the violation. The caller must run the iterator to its end."""
         try:
             batch = Batch.decode(data)
         except JournalError as e:
@@ -120,9 +122,11 @@ class Follower:
             return
         if batch.journal != self.journal:
             if batch.journal in self._past:
-                return  # it came late: that run is over
+                return  # the batch arrived late: its journal has ended
             if not batch.journal.startswith(f"{self.executor_id}/"):
-                yield self._violated(batch.first, "name", f"journal {batch.journal} is not one of {self.executor_id}")
+                yield self._violated(
+                    batch.first, "name", f"journal {batch.journal} does not belong to executor {self.executor_id}"
+                )
                 return
             self._past[self.journal] = None
             for old in list(self._past)[:-16]:
@@ -139,7 +143,7 @@ class Follower:
             self._lose(GapError(self.replayer.next, min(self._early)))
 
     def totals(self) -> Totals:
-        """What the sessions of this journal ran so far: those that are open, and those that ended in its last ten minutes."""
+        """The totals of this journal: of open sessions, and of sessions that closed in the last ten minutes."""
         sessions = self.state.sessions
         ran = [
             Ran(name, m.tenant, sessions[name].policy.priority if name in sessions else 2, m.paid_ns, m.core_ns)
@@ -168,12 +172,12 @@ class Follower:
         except DispatchError as e:
             self.lost = str(e)
             yield self._violated(self.entries + 1, e.code, str(e))
-        except Exception as e:  # entries that the rule would never write: the books, or the core, trip over them
-            self.lost = f"entry {self.entries} cannot be booked"
+        except Exception as e:  # the core or the ledger cannot process an entry that the rule would never write
+            self.lost = f"entry {self.entries} cannot be processed"
             yield self._violated(self.entries, "books", f"{type(e).__name__}: {e}")
 
     def give_up(self) -> bool:
-        """Whoever fetches has nothing more: entries that are missing will not come. True if there are some."""
+        """Give up waiting for missing entries, because the reader has no more batches. Returns whether entries are missing."""
         if self.lost or not self._early:
             return False
         self._lose(GapError(self.replayer.next, min(self._early)))
@@ -186,7 +190,7 @@ class Follower:
 
     @property
     def waiting(self) -> bool:
-        """Whether batches wait for one before them."""
+        """Whether batches wait for an earlier batch."""
         return bool(self._early)
 
     def _violated(self, entry: int, law: str, message: str) -> Violation:
@@ -197,7 +201,9 @@ class Follower:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def record(self) -> FollowerRecord:
-        """All of it but `replayer` as plain data. The record shares tables with this object: encode it before the next batch."""
+        """All state except `replayer` as plain data. The record shares tables with this object: encode the record before the
+        next batch.
+        """
         return FollowerRecord(
             self.executor_id, self.journal, self.lost, self.gaps, dict(self.counts), self.last, list(self._past),
             [batch.encode().decode("latin-1") for batch in self._early.values()],
@@ -210,18 +216,18 @@ class Follower:
         """The follower that a record and its replayer's checkpoint describe.
 
         Raises:
-            LookupError: the record contradicts itself, or is of another journal or entry than the replayer.
-            JournalError: a batch that waits is damaged.
+            LookupError: the record is inconsistent, or does not match the replayer's journal and entry.
+            JournalError: a waiting batch is damaged.
         """
         found = Follower(record.executor_id)
         books = {record.meters.metrics.ledger.entry, record.auditor.ledger.entry}
         if replayer.name != record.journal or (not record.lost and books != {replayer.next - 1}):
-            raise LookupError(f"the books are of another entry than {replayer.next - 1} of journal {replayer.name}")
+            raise LookupError(f"the record does not match entry {replayer.next - 1} of journal {replayer.name}")
         found.journal, found.lost, found.gaps = record.journal, record.lost, record.gaps
         found.counts, found.last = Counter(record.counts), record.last
         found._past, found.finished = dict.fromkeys(record.past), record.finished
         found._early = {b.first: b for b in (Batch.decode(text.encode("latin-1")) for text in record.early)}
         found.replayer = replayer
-        found.meters.take_up_gpu(record.meters)
-        found.auditor.take_up_auditor(record.auditor)
+        found.meters.load_gpu_record(record.meters)
+        found.auditor.load_auditor_record(record.auditor)
         return found

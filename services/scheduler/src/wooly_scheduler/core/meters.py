@@ -1,6 +1,6 @@
-"""What is told of one GPU beyond the core's own metrics: recent figures, response times alone and beside others.
+"""Figures of one GPU in addition to the core's metrics: recent figures, and response times alone and beside other sessions.
 
-All of it is a fold over the journal, in the journal's time, so that whoever folds the same entries tells the same.
+All figures are computed from the journal, in the journal's time. So the same entries always give the same figures.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from dataclasses import dataclass, field
 
 from wooly_dispatch.decisions import Decision
 from wooly_dispatch.events import EpochEndedEvent, Event, LaunchDoneEvent, SessionClosedEvent
-from wooly_dispatch.ledger import Account, Airborne, Work
+from wooly_dispatch.ledger import Account, LaunchInFlight, Work
 from wooly_dispatch.metrics import Histogram, Meter, Metrics, MetricsRecord
 
 SAMPLE_NS = 1_000_000_000
 SAMPLES = 10
-"""Recent is the last ten seconds."""
+"""Number of samples, one per second: "recent" means the last ten seconds."""
 KEEP_CLOSED_NS = 600_000_000_000
-"""How long a closed session has a meter of its own; its tenant's sums keep it."""
+"""Time, in ns, for which a closed session keeps its own meter. Its tenant's sums keep its values afterwards."""
 ENOUGH = 32
-"""Responses that make a p99."""
+"""Minimum number of responses for a p99."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Responses of one P0 or P1 session whose programs came while it had nothing else to do. Times in ns.
+    """Response times of one P0 or P1 session, for programs that arrived while the session had no other work. Times are in ns.
 
     Attributes:
-        alone: those during which nobody else had anything to run.
-        best_ns: the least p99 of 32 of them; 0: not seen yet.
-        recent: all of them since the windows were last judged.
-        suffered: what lower classes ran meanwhile, of the same.
+        alone: responses during which no other session had work.
+        best_ns: the lowest p99 of 32 responses in `alone`; 0: not measured yet.
+        recent: all responses since the last decision about the windows.
+        suffered: work of lower classes during the responses in `recent`.
     """
 
     alone: Histogram = field(default_factory=Histogram)
@@ -39,14 +39,14 @@ class Pace:
     recent: Histogram = field(default_factory=Histogram)
     suffered: Histogram = field(default_factory=Histogram)
 
-    def judged(self) -> None:
-        """What comes now is measured under other windows."""
+    def restart_measurements(self) -> None:
+        """Start new measurements, because the windows may change now."""
         self.recent, self.suffered = Histogram(), Histogram()
 
 
 @dataclass(slots=True)
 class Sample:
-    """Sums at one moment. `now` is the journal's time; the others as in `Metrics`."""
+    """Sums at one moment. `now` is the journal's time; the other fields are as in `Metrics`."""
 
     now: int
     wall: int
@@ -57,7 +57,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GpuMetersRecord:
-    """`GpuMeters` as plain data, by the names of its attributes."""
+    """`GpuMeters` as plain data, with the same attribute names."""
 
     metrics: MetricsRecord
     longest: dict[str, int]
@@ -73,39 +73,39 @@ class GpuMetersRecord:
 
 
 class GpuMeters(Metrics):
-    """`Metrics`, and what the scheduler adds. Epochs of the share error are seconds here, whatever the journal's are."""
+    """`Metrics` with the scheduler's additions. The share error is measured per second, not per epoch of the journal."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.longest: dict[str, int] = {}  # the longest launch of each open session
+        self.longest: dict[str, int] = {}  # longest launch of each open session
         self.paces: dict[str, Pace] = {}
-        self.retired: dict[str, Meter] = {}  # sums of sessions whose meters are gone, by tenant
+        self.retired: dict[str, Meter] = {}  # sums of sessions whose meters were removed, by tenant
         self.epochs = 0
         self.samples: deque[Sample] = deque([Sample(0, 0, 0, 0, {})], SAMPLES + 1)
         self._closed: deque[tuple[int, str]] = deque()
         self._shared_until = 0
-        self._lower = [0, 0]  # what classes below P0, and below P1, ran
+        self._lower = [0, 0]  # time that the classes below P0, and below P1, ran
         self._arrivals: dict[str, dict[int, int]] = {}
         self._judged = (0, 0)
 
     # -- records -----------------------------------------------------------------------------------------------------
 
     def gpu_record(self) -> GpuMetersRecord:
-        """All of it as plain data. The record shares tables with this object: encode it before the next event."""
+        """All state as plain data. The record shares tables with this object: encode the record before the next event."""
         return GpuMetersRecord(
             self.metrics_record(), self.longest, self.paces, self.retired, self.epochs, list(self.samples),
             list(self._closed), self._shared_until, self._lower, self._arrivals, self._judged,
         )  # fmt: skip
 
-    def take_up_gpu(self, record: GpuMetersRecord) -> None:
-        """Be what `record` describes.
+    def load_gpu_record(self, record: GpuMetersRecord) -> None:
+        """Replace the state by that of `record`.
 
         Raises:
-            LookupError: the record contradicts itself.
+            LookupError: the record is inconsistent.
         """
-        self.take_up_metrics(record.metrics)
+        self.load_metrics_record(record.metrics)
         if not record.samples or len(record.lower) != len(self._lower):
-            raise LookupError("the record of the meters contradicts itself")
+            raise LookupError("the record of the meters has no samples, or a wrong number of classes")
         self.longest, self.paces, self.retired = record.longest, record.paces, record.retired
         self.epochs, self._shared_until, self._lower = record.epochs, record.shared_until, record.lower
         self.samples = deque(record.samples, SAMPLES + 1)
@@ -114,7 +114,7 @@ class GpuMeters(Metrics):
     # -- asked by the actor ------------------------------------------------------------------------------------------
 
     def recent(self, idle_ns: int = 0) -> Sample:
-        """The last ten seconds, as differences; `idle_ns` of silence since the last entry counts too."""
+        """Figures of the last ten seconds. `idle_ns`: silence since the last entry, which counts as idle time."""
         first = self._ten_seconds_ago()
         run = {
             name: meter.run_ns - first.run.get(name, 0)
@@ -131,7 +131,9 @@ class GpuMeters(Metrics):
         )
 
     def _ten_seconds_ago(self) -> Sample:
-        """The sums then, between two samples in proportion: exact where nothing happened, as it is in long gaps."""
+        """The sums ten seconds ago, interpolated between two samples. This is exact if nothing happened between them, as in
+        long gaps.
+        """
         wanted = self.now - SAMPLES * SAMPLE_NS
         before = self.samples[0]
         for after in self.samples:
@@ -158,15 +160,15 @@ class GpuMeters(Metrics):
         return found
 
     def idle_permille(self) -> int:
-        """Share of the time since the windows were last judged in which nothing executed."""
+        """Share of the time since the last decision about the windows in which nothing executed."""
         wall, executing = self.wall_ns - self._judged[0], self.executing_ns - self._judged[1]
         return 1000 - executing * 1000 // wall if wall else 0
 
-    def judged(self) -> None:
-        """What comes now is measured under other windows."""
+    def restart_measurements(self) -> None:
+        """Start new measurements, because the windows may change now."""
         self._judged = (self.wall_ns, self.executing_ns)
         for pace in self.paces.values():
-            pace.judged()
+            pace.restart_measurements()
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
@@ -192,7 +194,7 @@ class GpuMeters(Metrics):
 
     def observe(self, event: Event, decisions: Sequence[Decision]) -> None:
         if not self.entry:
-            self.now = self._epoch_began = event.at  # the executor's clock began long before its journal
+            self.now = self._epoch_began = event.at  # the executor's clock started long before its journal
         super().observe(event, decisions)
         if isinstance(event, SessionClosedEvent):
             name = event.session
@@ -208,9 +210,9 @@ class GpuMeters(Metrics):
 
     def on_epoch(self, event: EpochEndedEvent) -> None:
         self.epochs += 1
-        self.judged()
+        self.restart_measurements()
 
-    def on_done(self, flight: Airborne, event: LaunchDoneEvent) -> None:
+    def on_done(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> None:
         super().on_done(flight, event)
         name = flight.account.id
         for priority in range(min(flight.decision.priority, 2)):
@@ -218,8 +220,10 @@ class GpuMeters(Metrics):
         if name in self.accounts:
             self.longest[name] = max(self.longest.get(name, 0), self._unbroken_ns(flight, event))
 
-    def _unbroken_ns(self, flight: Airborne, event: LaunchDoneEvent) -> int:
-        """How long the launch kept a higher class waiting at most: all of it, or its longest kernel if it can be stopped."""
+    def _unbroken_ns(self, flight: LaunchInFlight, event: LaunchDoneEvent) -> int:
+        """How long the launch blocked a higher class: its whole time, or the time of its longest kernel if the launch can be
+        stopped.
+        """
         first, last = flight.decision.first, flight.decision.last if event.last < 0 else event.last
         if not self.stoppable or last - first < 2:
             return event.gpu_ns

@@ -1,4 +1,4 @@
-"""The book of reserved and overcommitted memory of one GPU: what its executor says, and what was admitted a moment ago."""
+"""The promised memory of one GPU: the executor's report, and the sessions that this scheduler admitted a moment ago."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_scheduler.core.book import PENDING_S
 
 
 class VramBook:
-    """Memory in bytes, times in seconds of the caller's clock. Before the executor has spoken, nothing is refused."""
+    """Memory is in bytes, times are in seconds of the caller's clock. Before the executor's first report, nothing is refused."""
 
     def __init__(self) -> None:
         self.capacity = 0
@@ -19,24 +19,24 @@ class VramBook:
         self._pending: dict[str, tuple[float, Commitment]] = {}
 
     def hear(self, capacity: int, percent: int, known: Iterable[Commitment]) -> None:
-        """What the executor has promised."""
+        """Take in the executor's report of its promises."""
         self.capacity, self.percent = capacity, percent
         self._known = {c.session: c for c in known}
         for name in self._known:
             self._pending.pop(name, None)
 
     def forget(self, session: str) -> None:
-        """A session ended."""
+        """Remove a session that has ended."""
         self._known.pop(session, None)
         self._pending.pop(session, None)
 
     def promise(self, commitment: Commitment, now: float) -> None:
-        """A session was admitted: it counts until its executor says so, or until it is taken to have gone elsewhere."""
+        """Count an admitted session until the executor reports it, or until `PENDING_S` have passed."""
         if commitment.session not in self._known:
             self._pending[commitment.session] = (now + PENDING_S, commitment)
 
     def commitments(self, now: float) -> list[Commitment]:
-        """All sessions, in order of their names."""
+        """All sessions, ordered by name."""
         for name, (until, _) in list(self._pending.items()):
             if now > until:
                 del self._pending[name]
@@ -44,7 +44,9 @@ class VramBook:
         return [found[name] for name in sorted(found)]
 
     def refusal(self, asked: Commitment, percent: int | None, now: float) -> str:
-        """Why a session may not come, with the numbers; "" if it may. `percent`: the overcommit that is about to be in force."""
+        """Why a session does not fit, with the numbers; "" if the session fits. `percent`: the overcommit from now on; None:
+        no change.
+        """
         if not self.capacity:
             return ""
         others = [c for c in self.commitments(now) if c.session != asked.session]
@@ -57,5 +59,5 @@ class VramBook:
         )
 
     def headroom(self, swappable: bool, now: float) -> int:
-        """The most that one more session may ask for."""
+        """Maximum memory, in bytes, that one more session may ask for."""
         return max(0, headroom(promises(self.commitments(now)), self.capacity, self.percent, swappable))

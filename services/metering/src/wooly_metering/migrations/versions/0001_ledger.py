@@ -1,4 +1,4 @@
-"""The ledger: entries that nothing changes, their sums, budgets, plans, statements, quarantine.
+"""The first schema of the ledger: entries that never change, their sums, budgets, plans, statements, quarantine.
 
 Revision ID: 0001
 """
@@ -34,7 +34,7 @@ def _sums() -> list[sa.Column[int]]:
 
 
 def upgrade() -> None:
-    """Make the tables, and refuse changes of what is final."""
+    """Create the tables, and triggers that refuse changes of entries and statements."""
     op.create_table(
         "sources",
         sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
@@ -150,7 +150,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Drop everything."""
+    """Drop all tables and triggers."""
     postgres = op.get_bind().dialect.name == "postgresql"
     for table in _FINAL:
         for name in (f"{table}_final",) if postgres else (f"{table}_no_update", f"{table}_no_delete"):

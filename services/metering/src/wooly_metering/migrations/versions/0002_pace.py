@@ -1,4 +1,4 @@
-"""Entries know how fast the device's cores were.
+"""Add the speed of the device's cores to entries.
 
 Revision ID: 0002
 """
@@ -13,10 +13,10 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """What is booked was priced in full."""
+    """Add the column. Existing entries were priced at full speed."""
     op.add_column("entries", sa.Column("pace_ppm", sa.BigInteger, nullable=False, server_default="1000000"))
 
 
 def downgrade() -> None:
-    """Forget it."""
+    """Drop the column."""
     op.drop_column("entries", "pace_ppm")

@@ -1,4 +1,4 @@
-"""What journals had booked for runs whose last usage records never came, or come late.
+"""Add a table of usage that was booked from journals, for runs whose last usage records are late or lost.
 
 Revision ID: 0003
 """
@@ -13,7 +13,7 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Nothing was booked by a journal yet."""
+    """Create the table, empty."""
     op.create_table(
         "ahead",
         sa.Column("session_id", sa.String(64), primary_key=True),
@@ -26,5 +26,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Forget it: records that come late are booked in full."""
+    """Drop the table. Late usage records are then booked in full."""
     op.drop_table("ahead")
