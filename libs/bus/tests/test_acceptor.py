@@ -272,7 +272,7 @@ def test_stranger_has_one_deadline_for_handshake_and_hello(tmp_path, silent):
     running.strangers(1)
     clock.now = 110
     running.acceptor._wake()
-    assert told(sock) == "channel.timeout: no valid hello within 10 s"
+    assert told(sock) == "channel.timeout: received no valid hello within 10 s"
     running.close()
 
 

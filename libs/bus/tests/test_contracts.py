@@ -105,7 +105,7 @@ def test_event_decodes_model_but_not_bytes():
 
 
 def test_event_without_stream_name_raises():
-    with pytest.raises(ValueError, match="no stream keeps the events of wooly"):
+    with pytest.raises(ValueError, match="no stream stores the events of wooly"):
         _ = contracts.EXECUTOR_NODE_HEARTBEAT.stream_name
 
 

@@ -166,7 +166,11 @@ def test_library_thread_failing_during_shutdown_is_only_logged():
     return 7
     """
     status, _, log = ran(body)
-    assert status == 7 and "WARNING thread worker ended while the tester stops" in log and "Traceback" in log
+    assert (
+        status == 7
+        and "WARNING thread worker ended with an error during the shutdown of the tester" in log
+        and "Traceback" in log
+    )
 
 
 def test_errand_failing_is_only_logged():
@@ -201,13 +205,13 @@ def test_thread_failing_outside_service_is_only_logged():
 
 # -- all use of supervision -------------------------------------------------------------------------------------------
 
-#: What starts a thread or a task of which nobody might hear that it ended.
+#: Calls that start a thread or a task, whose end may stay undetected.
 STARTERS = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
-#: Files that may, with the number of places, and why.
+#: Files that may have such calls: their number, and the reason.
 REASONED = {
-    "libs/bus/src/wooly_bus/supervision.py": (6, "is what starts all others"),
-    "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log what they raise"),
-    "deploy/operator/src/wooly_operator/app.py": (2, "knows no bus; both tasks are waited for, and the first to end ends it"),
+    "libs/bus/src/wooly_bus/supervision.py": (6, "starts all other threads and tasks"),
+    "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log their errors"),
+    "deploy/operator/src/wooly_operator/app.py": (2, "imports no bus; waits for both tasks, and ends with the first"),
     "services/compiler/src/wooly_compiler/actor.py": (2, "whoever asked takes the result"),
     "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: what they raise ends the supervised task around it"),
     "services/router/src/wooly_router/modules.py": (1, "whoever submitted the module takes the result"),

@@ -95,6 +95,6 @@ def main() -> int:
             return 2
         asyncio.run(serve(settings))
     except (ValidationError, kopf.LoginError, OSError) as e:
-        log.error("the operator cannot run: %s", e)
+        log.error("the operator ends: %s", e)
         return 1
     return 0

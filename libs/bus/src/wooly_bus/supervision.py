@@ -122,7 +122,7 @@ def supervised(
             try:
                 status = main(*args, **kwargs)
             except expected as e:
-                log.error("the %s cannot run: %s", service, e)
+                log.error("the %s ends: %s", service, e)
                 status = 1
             except Exception as e:
                 if failure() is None:
