@@ -149,7 +149,7 @@ async def running(kmock, interval):
     )  # fmt: skip
     stop = threading.Event()
     server = str(kmock.url)
-    # In a loop of its own: kopf ends only when nothing else is left in its loop.
+    # kopf gets its own event loop, because it ends only when its loop has no other tasks.
     operator = asyncio.to_thread(lambda: asyncio.run(serve(settings, lambda: kopf.ConnectionInfo(server=server), stop)))
     task = asyncio.create_task(operator)
     result = Running(task, kmock, controller, f"http://127.0.0.1:{hook}", f"http://127.0.0.1:{health}/healthz")
@@ -192,7 +192,7 @@ async def test_operator_applies_and_reverts_policies(running):
 @pytest.mark.connected
 @pytest.mark.parametrize("interval", [3600.0])
 async def test_operator_cluster_change_triggers_reconciliation(running):
-    async with aiohttp.ClientSession() as session:  # by the API, so that the watch hears of it
+    async with aiohttp.ClientSession() as session:  # change the object through the API, so that the watch gets an event
         change = {"metadata": {"labels": {names.OVERCOMMIT_LABEL: "120"}}}
         await session.patch(f"{running.cluster.url}/api/v1/nodes/n1", json=change)
     await running.until(lambda: running.controller.own == {"n1": 120})

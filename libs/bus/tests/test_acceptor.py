@@ -140,7 +140,7 @@ def test_acceptor_flood_of_resets_leaves_no_connection(host, files):
     hello = tls_client_hello(files)
     for n in range(storm):
         sock = running.knock()
-        with contextlib.suppress(OSError):  # turned away already
+        with contextlib.suppress(OSError):  # the connection is already refused
             sock.sendall((b"", hello[:5], hello[:100], hello)[n % 4])
         reset(sock)
         if n % 100 == 0:
@@ -319,7 +319,7 @@ def test_garbage_instead_of_tls_ends_only_its_connection(host, files, said):
     running = host()
     sock = running.knock()
     sock.sendall(said)
-    with contextlib.suppress(OSError):  # closed already
+    with contextlib.suppress(OSError):  # the connection is already closed
         sock.shutdown(socket.SHUT_WR)
     told(sock)
     client = connect(running.endpoint, client_context(files.authority))
@@ -451,7 +451,7 @@ def in_a_process(work):
 def low_limit(more):
     """Let this process open this many further descriptors."""
     taken = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - free_descriptors()
-    # The numbers in use may have holes: those below the limit are free, too.
+    # The descriptor numbers in use may have gaps: unused numbers below the limit are free, too.
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return taken
 
@@ -496,7 +496,7 @@ def test_strangers_leave_spare_descriptors(tmp_path):
         inside = connect(running.endpoint)
         assert echoes(inside), "before"
         low_limit(60)
-        attacker = os.fork()  # with a table of its own
+        attacker = os.fork()  # a separate process has its own descriptor table
         if not attacker:
             held = []
             with contextlib.suppress(OSError):
@@ -505,11 +505,11 @@ def test_strangers_leave_spare_descriptors(tmp_path):
             signal.pause()
         try:
             eventually(lambda: running.acceptor.accepted > 60)
-            files = [os.dup(0) for _ in range(16)]  # what sessions need
+            files = [os.dup(0) for _ in range(16)]  # the files of sessions
             assert echoes(inside), "while strangers hold what they can"
             for fd in files:
                 os.close(fd)
-            client = connect(running.endpoint)  # strangers make place for it
+            client = connect(running.endpoint)  # strangers are evicted for this client
             assert echoes(client), "a newcomer"
         finally:
             os.kill(attacker, signal.SIGKILL)
@@ -569,7 +569,7 @@ def test_server_connection_error_does_not_leave_poll(way, fault):
         ends.append((ChannelClient(near), far))
     conns = {e.admitted: e.conn for e in server.poll(5)}
     ends[0][1].fault = fault
-    ends[0][0]._sent = ends[1][0]._sent = 1  # their hello
+    ends[0][0]._sent = ends[1][0]._sent = 1  # frame 1 is the hello
     if way == "reading":
         ends[0][0].send(ECHO, b"x")
     else:

@@ -139,7 +139,7 @@ def test_sending_client_gets_reason_of_close(echo):
     with pytest.raises(ChannelClosedError, match=r"^enough is enough$"):
         while time.monotonic() < deadline:
             client.send(ECHO, b"more")
-            time.sleep(0.001)  # a flood would keep the server's thread of this process from its turn
+            time.sleep(0.001)  # without a pause, the server's thread of this process would not run
     assert expected.done and expected.other is None
     with pytest.raises(ChannelClosedError):
         client.send(ECHO, b"more")
@@ -236,12 +236,12 @@ def test_hostile_client_is_closed_and_does_not_affect_others(echo, hostile):
     bad = socket.socket(socket.AF_UNIX) if address.scheme == "unix" else socket.socket()
     bad.connect(address.path if address.scheme == "unix" else (address.host, address.port))
     bad.sendall(HEADER.pack(0, HELLO, 0, 0, 1) + hostile)
-    with contextlib.suppress(OSError):  # already refused and closed
+    with contextlib.suppress(OSError):  # the connection is already refused and closed
         bad.shutdown(socket.SHUT_WR)
     bad.settimeout(5)
     try:
         while said := bad.recv(4096):
-            assert said[4] in (ACK, END)  # of the hello; why
+            assert said[4] in (ACK, END)  # the acknowledgement of the hello, or the reason
     except ConnectionResetError:
         bad.close()
     deadline = time.monotonic() + 5

@@ -318,7 +318,7 @@ async def test_reply_to_service_or_other_tenant_is_dropped(url, authority, issue
         for target in (contracts.EXECUTOR_NODE_HEARTBEAT.subject, others.inbox + ".x", "_INBOX.x", "$JS.API.INFO"):
             await client.publish(subject, body, reply=target)
         await client.flush()
-        right = await client.request(subject, body, timeout=5)  # answered after those before it
+        right = await client.request(subject, body, timeout=5)  # answered after the earlier requests
         assert TasksReply.model_validate_json(right.data).next == "acme"
         await ears.flush()
         replies = [s for s in heard if s != subject]
@@ -351,7 +351,7 @@ class Source:
         return self.made[-1]
 
 
-#: Seconds that credentials hold whose end is waited for. Their end is a whole second: it may come up to one second earlier.
+#: Validity in seconds of credentials whose expiry a test waits for. The expiry is a whole second, so it may be up to 1 s earlier.
 SHORT_S = 3
 
 
@@ -359,9 +359,9 @@ class Slept:
     """Clients whose credentials expired while they slept. All sleep at the same time, because the wait takes seconds.
 
     Attributes:
-        client: a client whose next credentials are `source`'s.
+        client: a client that gets its next credentials from `source`.
         filed: a client whose credentials are in the file `path`.
-        away: a client whose server ended, and whose next credentials are `away_source`'s; `away_port` was its server's.
+        away: a client of a server that ended; it gets its next credentials from `away_source`. `away_port` was the server's port.
     """
 
     def __init__(self, url, authority, folder):
@@ -397,7 +397,9 @@ def slept(url, authority, tmp_path_factory):
     """A machine that slept, so that no credentials were renewed in time."""
 
     async def never(self):
-        self.asleep = asyncio.Event()  # somebody must hold what a task waits for, or both are garbage
+        self.asleep = (
+            asyncio.Event()
+        )  # hold a reference: a task and the event that it waits for are garbage without one
         await self.asleep.wait()
 
     with pytest.MonkeyPatch.context() as patched:
@@ -418,7 +420,7 @@ async def test_client_after_sleep_reports_failed_renewal_and_recovers(url, autho
         slept.source.closed = False
         replies = await asyncio.gather(*[asyncio.to_thread(ask) for _ in range(4)])
         assert [reply.next for reply in replies] == ["acme"] * 4
-        assert len(slept.source.made) == 2  # one connection for all of them
+        assert len(slept.source.made) == 2  # one connection for all requests
 
 
 async def test_client_with_expired_file_gets_remedy(url, authority, issuer, monkeypatch, slept):
@@ -453,7 +455,7 @@ async def test_client_renews_credentials_before_expiry(url, authority, issuer, m
 
     def use(client, publish):
         with client.hearing(event) as heard:
-            for number in range(3):  # the first credentials have ended before the last round
+            for number in range(3):  # the first credentials expire before the last round
                 until = time.monotonic() + 20
                 while len(source.made) <= number or client._held is not source.made[-1]:
                     assert client.request(contracts.ROUTER_TASK_LIST, TasksRequest()).next == "acme"

@@ -19,7 +19,7 @@ from wooly_testkit.certificates import make_certificates
 
 TENANTS = {"alice": "alice", "bob": "bob", "root": None}
 PATIENCE_S = 20
-#: Clients' ends of connections; closed with their server.
+#: The clients' ends of connections. They are closed with the server.
 WRITERS = []
 
 
@@ -208,7 +208,7 @@ async def test_tenant_at_connection_limit_does_not_affect_others():
         held[0][1].close()
         async with asyncio.timeout(PATIENCE_S):
             status = 0
-            while status != 200:  # what is gone counts no more
+            while status != 200:  # closed connections do not count
                 reader, _ = await asked(address, head(token="bob", content_length=0))
                 status, _ = await answer(reader)
 

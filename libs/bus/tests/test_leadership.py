@@ -41,7 +41,7 @@ async def test_leadership_of_three_one_leads_and_releases():
         async with candidates(url, "a", "b", "c") as three:
             tasks = [asyncio.create_task(x.run()) for x in three]
             await until(lambda: any(x.held for x in three))
-            for _ in range(3):  # longer than the lease
+            for _ in range(3):  # together longer than the lease
                 await asyncio.sleep(TTL_S / 2)
                 assert sum(x.held for x in three) == 1
             (first,) = [i for i, x in enumerate(three) if x.held]
@@ -58,7 +58,7 @@ async def test_leadership_dead_leader_is_replaced_after_lease():
             await a.step()
             await b.step()
             assert a.held and not b.held
-            await until_steps(b)  # a steps no more
+            await until_steps(b)  # `a` makes no further steps
             await a.step()
             assert b.held and not a.held
 

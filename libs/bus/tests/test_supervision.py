@@ -11,7 +11,7 @@ import pytest
 from wooly_bus.supervision import BROKEN
 
 ROOT = Path(__file__).parents[3]
-#: Seconds beyond those of a quiet machine.
+#: Extra seconds for a busy machine.
 PATIENCE_S = 20.0
 HEAD = """
 import asyncio, ctypes, logging, os, threading, time
@@ -34,7 +34,7 @@ async def for_ever():
 """
 
 
-#: Of a process whose time for last words is not what is shown: seconds, in place of `GRACE_S` and `STUCK_S`.
+#: Replaces `GRACE_S` and `STUCK_S`, in seconds, in tests that do not measure the time until the end of the process.
 SOON = HEAD + "supervision.GRACE_S, supervision.STUCK_S = 0.1, 0.5\n"
 
 
@@ -212,12 +212,12 @@ REASONED = {
     "libs/bus/src/wooly_bus/supervision.py": (6, "starts all other threads and tasks"),
     "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log their errors"),
     "deploy/operator/src/wooly_operator/app.py": (2, "imports no bus; waits for both tasks, and ends with the first"),
-    "services/compiler/src/wooly_compiler/actor.py": (2, "whoever asked takes the result"),
-    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: what they raise ends the supervised task around it"),
-    "services/router/src/wooly_router/modules.py": (1, "whoever submitted the module takes the result"),
-    "services/metering/src/wooly_metering/app.py": (1, "uvicorn, which a supervised task waits for"),
+    "services/compiler/src/wooly_compiler/actor.py": (2, "the caller takes the result"),
+    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: an error ends the supervised task around it"),
+    "services/router/src/wooly_router/modules.py": (1, "the task that submitted the module takes the result"),
+    "services/metering/src/wooly_metering/app.py": (1, "uvicorn; a supervised task waits for it"),
     "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),
-    "services/router/src/wooly_router/app.py": (1, "uvicorn, which a supervised task waits for"),
+    "services/router/src/wooly_router/app.py": (1, "uvicorn; a supervised task waits for it"),
 }  # fmt: skip
 
 
