@@ -57,7 +57,7 @@ async def test_get_blob_with_wrong_digest_raises(nats_server):
         store = BlobStore(js, "liar")
         name = await store.put(b"honest")
         await store._store.put(name, b"forged")
-        with pytest.raises(BlobCorruptError):
+        with pytest.raises(BlobCorruptError, match=f"the bytes of blob {name[:16]}… do not match its digest"):
             await store.get(name, 100)
 
 

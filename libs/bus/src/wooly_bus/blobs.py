@@ -208,7 +208,7 @@ class BlobStore:
             h.update(last)
             at += len(last)
         if h.hexdigest() != name or at != size:
-            raise BlobCorruptError(*f"the bytes of blob {name[:16]}… do not match its digest")
+            raise BlobCorruptError(f"the bytes of blob {name[:16]}… do not match its digest")
         if last:
             yield last
 
@@ -530,5 +530,5 @@ class AskedBlobs:
             if len(found) >= reply.nbytes or not data:
                 break
         if len(found) != reply.nbytes or name_of(found) != name:
-            raise BlobCorruptError(*f"the bytes of blob {name[:16]}… do not match its digest")
+            raise BlobCorruptError(f"the bytes of blob {name[:16]}… do not match its digest")
         return found

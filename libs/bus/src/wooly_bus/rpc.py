@@ -191,9 +191,9 @@ class ControlClient:
                     )
                 self._hold(held)  # the credentials were not renewed yet
                 return
-            before_hears = [subscription for _, subscription in self._subscriptions.values()]
+            old_subscriptions = [subscription for _, subscription in self._subscriptions.values()]
             connection = await self._connect(held)
-            await _unsubscribe(self._nc, before_hears)
+            await _unsubscribe(self._nc, old_subscriptions)
             old, self._nc = self._nc, connection
             self._hold(held)
             self._ended.clear()
