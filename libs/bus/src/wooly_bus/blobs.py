@@ -184,8 +184,8 @@ class BlobStore:
             info = await (await self._open()).get_info(name)
         except NotFoundError as e:
             raise BlobMissingError(
-                f"this tenant has no blob {name[:16]}…; blobs are removed {KEPT_S / 86400:.0f} days after the upload; upload "
-                "it again"
+                f"this tenant has no blob {name[:16]}…; blobs are removed {KEPT_S / 86400:.0f} days after the "
+                "upload; upload it again"
             ) from e
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e

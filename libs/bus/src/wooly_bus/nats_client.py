@@ -25,6 +25,5 @@ class NatsClient(Client):
         if initial_connection and server is not None and server.uri.scheme == "tls" and not info.get("tls_required"):
             raise PlainTextError(
                 f"tls://{server.uri.hostname}:{server.uri.port} does not offer TLS, so nothing was sent to it; add a tls "
-                "block to "
-                "the configuration of the server; if it has one, an attacker between client and server may suppress TLS"
+                "block to the configuration of the server; if it has one, an attacker between client and server may suppress TLS"
             )

@@ -70,8 +70,7 @@ class TunnelPlaces:
             if self._of_sessions[session] >= limits.per_session:
                 return (
                     f"session {session} has {self._of_sessions[session]} open tunnels on this executor; the limit for one "
-                    "session is "
-                    f"{limits.per_session}; close one of them, or open another session"
+                    f"session is {limits.per_session}; close one of them, or open another session"
                 )
             if own >= limits.per_tenant:
                 return (
@@ -81,9 +80,8 @@ class TunnelPlaces:
             if own and limits.total - self.taken <= kept:
                 return (
                     f"{self.taken} of {limits.total} tunnels (WOOLY_EXECUTOR_TUNNELS) are open on this executor; the last "
-                    f"{kept} are "
-                    f"reserved for tenants without a tunnel, and tenant {tenant} has {own}; end a session that uses a tunnel, "
-                    "or try again later"
+                    f"{kept} are reserved for tenants without a tunnel, and tenant {tenant} has {own}; end a session that uses "
+                    "a tunnel, or try again later"
                 )
         if self.taken >= limits.total:
             return (
