@@ -478,7 +478,7 @@ def test_blobs_of_another_are_not_read_put_or_used(alice, bob, her_job, classifi
     job = SubmitJob(job_id=f"job-{time.time_ns()}", module=secret)
     bob.ask(contracts.ROUTER_JOB_SUBMIT, job)
     found = bob.ask(contracts.ROUTER_TASK_GET, TaskRequest(task_id=job.job_id)).task
-    assert found.state == "failed" and "there is no blob" in found.reason
+    assert found.state == "failed" and "has no blob" in found.reason
 
 
 def test_blob_is_kept_if_it_is_what_its_name_says_and_not_too_large(cluster):
@@ -587,7 +587,7 @@ def test_scopes_of_a_token_are_those_of_its_credentials(cluster):
     try:
         control.request(contracts.ROUTER_TASK_LIST, TasksRequest())
         request = OpenSessionRequest(client=ClientFacts(host="h", pid=1, program="p"))
-        with pytest.raises(RefusedError, match="these credentials may not"):
+        with pytest.raises(RefusedError, match="these credentials do not permit the request"):
             control.request(contracts.ROUTER_SESSION_OPEN, request)
     finally:
         control.close()

@@ -124,7 +124,7 @@ def test_tunnels_of_one_tenant_leave_places_for_others(alice, bob):
         with pytest.raises(ChannelError) as refused:
             tunnel(bob, opened_by(bob))
         said = str(refused.value)
-        assert "tenant bob has 4 tunnels here, and 4 is the limit for one tenant" in said
+        assert "tenant bob has 4 open tunnels on this executor; the limit for one tenant is 4" in said
         assert "WOOLY_EXECUTOR_TUNNELS_PER_TENANT" in said and "end sessions that use a tunnel" in said
         innocent = enter(alice, opened_by(alice))
         ends.callback(innocent.close)
@@ -138,7 +138,7 @@ def test_session_opens_no_third_tunnel(bob):
         ends.callback(bob.close, opened)
         ends.callback(enter(bob, opened).close)
         ends.callback(tunnel(bob, opened).close)
-        with pytest.raises(ChannelError, match="has 2 tunnels here, and 2 is the limit for one session"):
+        with pytest.raises(ChannelError, match="has 2 open tunnels on this executor; the limit for one session is 2"):
             tunnel(bob, opened)
 
 

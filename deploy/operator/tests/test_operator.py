@@ -1,4 +1,4 @@
-"""The operator as a whole, against an API server and a controller that only this test made."""
+"""The whole operator, against a simulated API server and a simulated controller."""
 
 import asyncio
 import base64
@@ -84,7 +84,7 @@ class Running:
         return self.cluster.objects["v1/nodes", None, "n1"].last.raw
 
     async def until(self, condition):
-        """Wait for it; the test's own limit ends what never comes."""
+        """Wait for a condition, until the timeout of the test."""
         while True:
             if self.task.done():
                 self.task.result()
@@ -94,7 +94,7 @@ class Running:
             await asyncio.sleep(0.02)
 
     async def review(self, handler, pod, operation="CREATE", old=None):
-        """What the API server would be told about a pod."""
+        """The answer to the API server's admission request for a pod."""
         request = {
             "uid": "u", "operation": operation, "object": pod, "oldObject": old, "userInfo": {"username": "x"},
             "kind": {"group": "", "version": "v1", "kind": "Pod"}, "dryRun": False,
@@ -149,7 +149,7 @@ async def running(kmock, interval):
     )  # fmt: skip
     stop = threading.Event()
     server = str(kmock.url)
-    # In a loop of its own: kopf ends only when nothing else is left in its loop.
+    # kopf gets its own event loop, because it ends only when its loop has no other tasks.
     operator = asyncio.to_thread(lambda: asyncio.run(serve(settings, lambda: kopf.ConnectionInfo(server=server), stop)))
     task = asyncio.create_task(operator)
     result = Running(task, kmock, controller, f"http://127.0.0.1:{hook}", f"http://127.0.0.1:{health}/healthz")
@@ -175,7 +175,7 @@ async def test_operator_labels_nodes_and_writes_their_status(running):
 
 
 @pytest.mark.connected
-async def test_policies_reach_the_controller_and_go_with_their_objects(running):
+async def test_operator_applies_and_reverts_policies(running):
     objects = running.cluster.objects
     objects[f"{GROUP}/clustergpupolicies", None, "default"] = {
         "metadata": {"name": "default"}, "spec": {"defaultVramOvercommitPercent": 50}
@@ -191,15 +191,15 @@ async def test_policies_reach_the_controller_and_go_with_their_objects(running):
 
 @pytest.mark.connected
 @pytest.mark.parametrize("interval", [3600.0])
-async def test_change_in_the_cluster_is_taken_up_at_once(running):
-    async with aiohttp.ClientSession() as session:  # by the API, so that the watch hears of it
+async def test_operator_cluster_change_triggers_reconciliation(running):
+    async with aiohttp.ClientSession() as session:  # change the object through the API, so that the watch gets an event
         change = {"metadata": {"labels": {names.OVERCOMMIT_LABEL: "120"}}}
         await session.patch(f"{running.cluster.url}/api/v1/nodes/n1", json=change)
     await running.until(lambda: running.controller.own == {"n1": 120})
 
 
 @pytest.mark.connected
-async def test_controller_that_is_away_changes_nothing_and_is_asked_again(running):
+async def test_operator_unreachable_controller_is_retried(running):
     running.controller.down = True
     running.cluster.objects[f"{GROUP}/clustergpupolicies", None, "default"] = {
         "metadata": {"name": "default"}, "spec": {"defaultVramOvercommitPercent": 50}
@@ -211,7 +211,7 @@ async def test_controller_that_is_away_changes_nothing_and_is_asked_again(runnin
 
 
 @pytest.mark.connected
-async def test_admission_turns_annotations_into_environment_and_placement(running):
+async def test_admission_sets_environment_and_placement(running):
     asked = pod({names.POD_VRAM: "8Gi", names.GPU_CLASS: "big", names.SWAP: "false"})
     response = await running.review("mutate-pod", asked)
     assert response["allowed"]
@@ -233,22 +233,22 @@ async def test_admission_turns_annotations_into_environment_and_placement(runnin
     ("annotations", "spec", "word"),
     [
         ({names.PRIORITY: "9"}, {}, "0 (highest) to 4"),
-        ({names.POD_VRAM: "49Gi"}, {}, "more than any GPU"),
-        ({names.GPU_CLASS: "none"}, {}, "no GPUClass"),
+        ({names.POD_VRAM: "49Gi"}, {}, "but the largest GPU"),
+        ({names.GPU_CLASS: "none"}, {}, "does not exist; existing classes"),
         (
             {names.PRIORITY: "1"},
             {"containers": [{"name": "c", "env": [{"name": "WOOLYAI_PRIORITY", "value": "2"}]}]},
-            "keep one",
+            "remove one of them",
         ),
     ],
 )
-async def test_pod_without_sense_is_refused_with_the_reason(running, annotations, spec, word):
+async def test_admission_invalid_pod_is_refused_with_reason(running, annotations, spec, word):
     response = await running.review("validate-pod", pod(annotations, **spec))
     assert not response["allowed"] and word in response["status"]["message"] and response["status"]["code"] == 422
 
 
 @pytest.mark.connected
-async def test_wishes_of_a_pod_that_exists_do_not_change(running):
+async def test_admission_changed_annotation_of_pod_is_refused(running):
     old, new = pod({names.PRIORITY: "1"}), pod({names.PRIORITY: "2"})
     response = await running.review("validate-pod", new, "UPDATE", old)
     assert not response["allowed"] and names.PRIORITY in response["status"]["message"]
@@ -256,12 +256,12 @@ async def test_wishes_of_a_pod_that_exists_do_not_change(running):
 
 
 @pytest.mark.connected
-async def test_unknown_annotation_of_ours_is_a_warning(running):
+async def test_admission_unknown_annotation_is_a_warning(running):
     response = await running.review("validate-pod", pod({"woolyai.com/pod-vrm": "1Gi"}))
     assert response["allowed"] and "pod-vrm" in response["warnings"][0]
 
 
 @pytest.mark.connected
-async def test_health_is_answered(running):
+async def test_operator_serves_health(running):
     async with aiohttp.ClientSession() as session, session.get(running.health) as answer:
         assert answer.status == 200

@@ -1,4 +1,4 @@
-"""Reconciliation as a difference."""
+"""Plans of reconciliation, and the free capacity of nodes."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def in_force(device, own, cluster):
 
 
 def settle(world, own=None):
-    """The world and the nodes' own percentages after all actions of plans until none is left; at most three plans."""
+    """The world and the nodes' own percentages after all plans are carried out, until a plan is empty; at most three plans."""
     own = dict(own or {})
     for _ in range(4):
         todo = plan(world)
@@ -67,7 +67,7 @@ def settle(world, own=None):
     raise AssertionError(f"plans do not end: {todo.actions}")
 
 
-def test_quiet_cluster_needs_inventory_and_status_then_nothing():
+def test_plan_new_cluster_writes_inventory_and_status_once():
     world, own = settle(World(nodes=[NODE], devices=[GPU]))
     labels = world.nodes[0].labels
     assert labels["disk"] == "ssd" and labels[names.GPU_COUNT] == "1" and labels[names.VRAM_FIT] == "24576"
@@ -75,7 +75,7 @@ def test_quiet_cluster_needs_inventory_and_status_then_nothing():
     assert world.statuses["n1"]["overcommitSource"] == "cluster" and own == {}
 
 
-def test_node_label_wins_over_policy_wins_over_cluster():
+def test_plan_node_label_precedes_policy_precedes_cluster():
     policies = [NodePolicy("b", (), 50), NodePolicy("a", (Requirement("disk", "In", ("ssd",)),), 30)]
     assert overcommit_of(NODE, policies).percent == 30
     assert overcommit_of(KubernetesNode("n2"), policies).percent == 50
@@ -86,45 +86,45 @@ def test_node_label_wins_over_policy_wins_over_cluster():
     assert own == {"n1": 200} and settled.cluster_percent == 10
 
 
-def test_percentage_that_is_no_longer_said_goes_back_to_the_cluster():
+def test_plan_removed_percentage_returns_to_cluster():
     world, own = settle(World(nodes=[NODE], devices=[GPU], node_policies=[NodePolicy("p", (), 70)]))
     assert own == {"n1": 70}
     world, own = settle(replace(world, node_policies=()), own)
     assert own == {"n1": None} and world.devices[0].overcommit == 0
 
 
-def test_controllers_own_number_stays_where_kubernetes_says_nothing():
+def test_plan_unmanaged_percentage_stays():
     world, own = settle(World(nodes=[NODE], devices=[in_force(GPU, 40, 0)]), {"n1": 40})
     assert own == {"n1": 40} and world.statuses["n1"]["vramOvercommitPercent"] == 40
 
 
 @pytest.mark.parametrize("text", ["", "-1", "1001", "ten", "1e2", "٣"])
-def test_label_without_sense_is_a_complaint_and_changes_nothing(text):
+def test_plan_invalid_label_warns_and_changes_nothing(text):
     world = World(nodes=[KubernetesNode("n1", {names.OVERCOMMIT_LABEL: text})], devices=[in_force(GPU, 40, 0)])
     todo = plan(world)
-    assert names.OVERCOMMIT_LABEL in todo.complaints[0]
+    assert names.OVERCOMMIT_LABEL in todo.warnings[0]
     assert not [a for a in todo.actions if isinstance(a, SetNodeOvercommit)]
 
 
-def test_second_cluster_policy_is_a_complaint():
+def test_plan_second_cluster_policy_warns():
     todo = plan(World(cluster_policies=[ClusterPolicy("b", 20), ClusterPolicy("a", 10), ClusterPolicy("0", None)]))
     assert todo.actions == (SetClusterOvercommit(10),)
-    assert todo.complaints == ("several ClusterGPUPolicies: a counts, b do not",)
+    assert todo.warnings == ("several ClusterGPUPolicies set a percentage: using a, ignoring b; remove those",)
 
 
-def test_node_without_executors_loses_inventory_and_status_but_not_its_own_labels():
+def test_plan_node_without_executors_loses_inventory_and_status():
     world, _ = settle(World(nodes=[NODE], devices=[GPU]))
     world, _ = settle(replace(world, devices=()))
     assert world.nodes[0].labels == {"disk": "ssd"} and world.statuses == {}
 
 
-def test_lost_executor_leaves_the_inventory_and_stays_in_the_status():
+def test_plan_lost_executor_leaves_inventory_not_status():
     world, _ = settle(World(nodes=[NODE], devices=[replace(GPU, alive=False)]))
     assert world.nodes[0].labels == {"disk": "ssd"}
     assert world.statuses["n1"]["gpus"][0]["state"] == "lost" and not world.statuses["n1"]["acceptsClients"]
 
 
-def test_full_node_takes_no_more_clients():
+def test_plan_full_node_accepts_no_clients():
     policies = [
         NodePolicy("a", (), max_clients_per_gpu=2),
         NodePolicy("b", (), max_clients_per_gpu=9, max_clients_per_node=3),
@@ -137,14 +137,14 @@ def test_full_node_takes_no_more_clients():
     assert world.nodes[0].labels[names.ACCEPTS] == "false"
 
 
-def test_sessions_from_elsewhere_count_as_clients():
+def test_plan_sessions_outside_kubernetes_count_as_clients():
     world, _ = settle(
         World(nodes=[NODE], devices=[replace(GPU, sessions=2)], node_policies=[NodePolicy("a", (), None, 2)])
     )
     assert world.nodes[0].labels[names.ACCEPTS] == "false"
 
 
-def test_classes_become_labels():
+def test_plan_classes_become_labels():
     classes = [GpuClass("big", min_vram=20 * GIB), GpuClass("amd", vendor="amd")]
     world, _ = settle(World(nodes=[NODE], devices=[GPU], classes=classes))
     assert "woolyai.com/class.big" in world.nodes[0].labels and "woolyai.com/class.amd" not in world.nodes[0].labels
@@ -152,7 +152,7 @@ def test_classes_become_labels():
     assert "woolyai.com/class.big" not in world.nodes[0].labels
 
 
-def test_room_with_overcommit():
+def test_room_with_overcommit_fits_expected_bytes():
     pods = [Pod("a", "n1", 20 * GIB), Pod("b", "n1", 10 * GIB)]
     assert room_on([GPU], pods, 0).fit == 0
     assert room_on([GPU], pods, 100).fit == 18 * GIB
@@ -232,7 +232,7 @@ WORLDS = st.builds(
 
 
 @given(WORLDS)
-def test_any_cluster_settles_and_foreign_labels_stay(world):
+def test_plan_any_cluster_converges_and_keeps_foreign_labels(world):
     world = replace(world, devices=[in_force(d, None, world.cluster_percent) for d in world.devices])
     settled, own = settle(world)
     by_name = {node.name: node for node in settled.nodes}
@@ -253,7 +253,7 @@ def test_any_cluster_settles_and_foreign_labels_stay(world):
 
 
 @given(DEVICES, PODS, st.integers(0, 1000))
-def test_room_is_never_more_than_a_device_and_never_grows_by_a_pod(devices, pods, percent):
+def test_room_is_at_most_a_device_and_shrinks_with_pods(devices, pods, percent):
     room = room_on(devices, pods, percent)
     assert 0 <= room.fit <= max((d.total for d in devices), default=0)
     assert 0 <= room.idle <= len(devices)
@@ -262,7 +262,7 @@ def test_room_is_never_more_than_a_device_and_never_grows_by_a_pod(devices, pods
 
 
 @given(st.text(max_size=100))
-def test_label_value_is_one_that_kubernetes_takes(text):
+def test_label_value_of_any_text_is_valid(text):
     value = label_value(text)
     assert len(value) <= 63 and value.isascii()
     assert not value or (value[0].isalnum() and value[-1].isalnum())

@@ -1,4 +1,4 @@
-"""What annotations become."""
+"""Annotations of pods: parsing, variables, placement, errors."""
 
 import copy
 
@@ -13,9 +13,9 @@ ALL = {names.POD_VRAM: "8Gi", names.PRIORITY: "0", names.EXCLUSIVE: "true", name
 BIG = GpuClass("big", vendor="nvidia", min_vram=40 * GIB, node_groups=("a", "b"), annotations={names.PRIORITY: "1"})
 
 
-def test_annotations_become_the_clients_variables():
-    wishes = pods.wishes_of(ALL, {})
-    assert pods.environment(wishes, "nats://n:4222") == {
+def test_environment_has_variables_of_annotations():
+    request = pods.pod_request_of(ALL, {})
+    assert pods.environment(request, "nats://n:4222") == {
         "WOOLYAI_CONTROLLER_URL": "nats://n:4222",
         "WOOLYAI_REQUIRED_VRAM": str(8 * GIB),
         "WOOLYAI_PRIORITY": "0",
@@ -24,13 +24,13 @@ def test_annotations_become_the_clients_variables():
     }
 
 
-def test_no_annotations_become_nothing():
-    assert pods.environment(pods.wishes_of({}, {})) == {}
+def test_environment_without_annotations_is_empty():
+    assert pods.environment(pods.pod_request_of({}, {})) == {}
 
 
-def test_variables_are_the_clients_own(monkeypatch):
+def test_environment_variables_are_settings_of_client(monkeypatch):
     settings = pytest.importorskip("wooly.settings")
-    env = pods.environment(pods.wishes_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}), "nats://n:4222")
+    env = pods.environment(pods.pod_request_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}), "nats://n:4222")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     found = settings.Settings()
@@ -38,9 +38,9 @@ def test_variables_are_the_clients_own(monkeypatch):
     assert (found.gpu_mode, found.swap_from_vram, found.node_groups) == ("exclusive", False, ("a", "b"))
 
 
-def test_class_gives_defaults_and_the_pod_overrides_them():
-    assert pods.wishes_of({names.GPU_CLASS: "big"}, {"big": BIG}).priority == 1
-    assert pods.wishes_of({names.GPU_CLASS: "big", names.PRIORITY: "4"}, {"big": BIG}).priority == 4
+def test_pod_request_overrides_class_defaults():
+    assert pods.pod_request_of({names.GPU_CLASS: "big"}, {"big": BIG}).priority == 1
+    assert pods.pod_request_of({names.GPU_CLASS: "big", names.PRIORITY: "4"}, {"big": BIG}).priority == 4
 
 
 @pytest.mark.parametrize(
@@ -54,39 +54,41 @@ def test_class_gives_defaults_and_the_pod_overrides_them():
         (names.GPU_CLASS, "absent"),
     ],
 )
-def test_annotation_without_sense_is_refused_by_its_name(name, value):
-    with pytest.raises(pods.WishError, match=name):
-        pods.wishes_of({name: value}, {})
+def test_invalid_annotation_raises_with_its_name(name, value):
+    with pytest.raises(pods.AnnotationError, match=name):
+        pods.pod_request_of({name: value}, {})
 
 
-def test_pod_is_only_placed_where_it_fits():
-    terms = pods.placement_terms(pods.wishes_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}))
+def test_placement_terms_require_fitting_nodes():
+    terms = pods.placement_terms(pods.pod_request_of({**ALL, names.GPU_CLASS: "big"}, {"big": BIG}))
     assert {"key": names.VRAM_FIT, "operator": "Gt", "values": ["8191"]} in terms
     assert {"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]} in terms
     assert {"key": "woolyai.com/class.big", "operator": "In", "values": ["true"]} in terms
 
 
-def test_requirement_holds_beside_each_of_the_pods_own_alternatives():
+def test_changes_add_terms_to_each_node_selector_term():
     own = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [z]}]} for z in "ab"]
     spec = {
         "containers": [{"name": "c"}],
         "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": own}}},
     }
     before = copy.deepcopy(spec)
-    affinity = pods.changes(spec, pods.wishes_of(ALL, {}), "require")["affinity"]
+    affinity = pods.changes(spec, pods.pod_request_of(ALL, {}), "require")["affinity"]
     after = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
     assert [t["matchExpressions"][0] for t in after] == [t["matchExpressions"][0] for t in own]
-    assert all(term in t["matchExpressions"] for t in after for term in pods.placement_terms(pods.wishes_of(ALL, {})))
+    assert all(
+        term in t["matchExpressions"] for t in after for term in pods.placement_terms(pods.pod_request_of(ALL, {}))
+    )
     assert spec == before
 
 
-def test_containers_own_variable_stays_and_is_a_contradiction():
+def test_own_variable_of_container_stays_and_contradicts():
     spec = {"containers": [{"name": "c", "env": [{"name": "WOOLYAI_PRIORITY", "value": "3"}]}]}
-    wishes = pods.wishes_of(ALL, {})
-    env = pods.changes(spec, wishes, "off")["containers"][0]["env"]
+    request = pods.pod_request_of(ALL, {})
+    env = pods.changes(spec, request, "off")["containers"][0]["env"]
     assert env[0] == {"name": "WOOLYAI_PRIORITY", "value": "3"}
     assert len([e for e in env if e["name"] == "WOOLYAI_PRIORITY"]) == 1
-    assert ["WOOLYAI_PRIORITY is 3" in text for text in pods.contradictions(spec, wishes)] == [True]
+    assert ["WOOLYAI_PRIORITY is 3" in text for text in pods.contradictions(spec, request)] == [True]
 
 
 ENV = st.lists(
@@ -128,32 +130,32 @@ ANNOTATIONS = st.fixed_dictionaries(
 
 
 @given(SPECS, ANNOTATIONS, st.sampled_from(["require", "prefer", "off"]), st.sampled_from(["", "nats://n"]))
-def test_changing_twice_changes_nothing_more(spec, annotations, placement, url):
-    wishes = pods.wishes_of(annotations, {})
+def test_changes_twice_are_idempotent(spec, annotations, placement, url):
+    request = pods.pod_request_of(annotations, {})
     before = copy.deepcopy(spec)
-    changed = pods.changes(spec, wishes, placement, url)
+    changed = pods.changes(spec, request, placement, url)
     assert spec == before
     after = {**copy.deepcopy(spec), **copy.deepcopy(changed)}
-    assert pods.changes(after, wishes, placement, url) == {}
+    assert pods.changes(after, request, placement, url) == {}
     for part in ("containers", "initContainers"):
         for old, new in zip(spec.get(part, []), after.get(part, []), strict=True):
             assert new.get("env", [])[: len(old.get("env", []))] == old.get("env", [])
             said = {e["name"]: e["value"] for e in new.get("env", [])}
-            assert set(pods.environment(wishes, url)) <= set(said)
+            assert set(pods.environment(request, url)) <= set(said)
 
 
-def test_more_than_any_gpu_has_is_impossible_whatever_the_overcommit():
+def test_impossible_request_larger_than_any_gpu():
     devices = [FleetDevice("g0", "n", 24 * GIB, overcommit=1000), FleetDevice("g1", "n", 48 * GIB, vendor="nvidia")]
-    assert not pods.impossible(pods.Wishes(vram=48 * GIB), devices, {})
-    assert "overcommit does not help" in pods.impossible(pods.Wishes(vram=48 * GIB + 1), devices, {})
-    assert not pods.impossible(pods.Wishes(vram=1 << 60), [], {})
+    assert not pods.impossible(pods.PodRequest(vram=48 * GIB), devices, {})
+    assert "overcommit does not help" in pods.impossible(pods.PodRequest(vram=48 * GIB + 1), devices, {})
+    assert not pods.impossible(pods.PodRequest(vram=1 << 60), [], {})
 
 
-def test_class_bounds_what_is_possible():
+def test_impossible_request_larger_than_class():
     devices = [FleetDevice("g0", "n", 80 * GIB, vendor="amd"), FleetDevice("g1", "n", 48 * GIB, vendor="nvidia")]
-    assert "of class big" in pods.impossible(pods.Wishes(vram=60 * GIB, gpu_class="big"), devices, {"big": BIG})
+    assert "of class big" in pods.impossible(pods.PodRequest(vram=60 * GIB, gpu_class="big"), devices, {"big": BIG})
 
 
-def test_slips_of_the_pen_are_seen():
+def test_unknown_and_changed_annotations_are_found():
     assert pods.unknown_annotations([*ALL, "woolyai.com/pod-vrm", "other/x"]) == ["woolyai.com/pod-vrm"]
-    assert pods.changed_wishes(ALL, {**ALL, names.PRIORITY: "2"}) == [names.PRIORITY]
+    assert pods.changed_annotations(ALL, {**ALL, names.PRIORITY: "2"}) == [names.PRIORITY]

@@ -1,4 +1,4 @@
-"""Amounts of memory as Kubernetes writes them."""
+"""Memory quantities of Kubernetes."""
 
 import contextlib
 
@@ -20,24 +20,24 @@ from wooly_operator.core.quantity import LIMIT, parse_bytes
         (" 2Ti ", 2 << 40),
     ],
 )
-def test_quantity_of_kubernetes_is_bytes(text, nbytes):
+def test_parse_bytes_quantity_returns_bytes(text, nbytes):
     assert parse_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize(
     "text", ["", "0", "-1", "8GB", "8gi", "1e3", "Gi", "1.2.3", "９", "0.0Gi", "9" * 20 + "Ei", "8 Gi"]
 )
-def test_quantity_that_is_none_is_refused(text):
+def test_parse_bytes_invalid_text_raises(text):
     with pytest.raises(ValueError, match=r"memory|between"):
         parse_bytes(text)
 
 
 @given(st.integers(1, LIMIT - 1))
-def test_bytes_read_back(nbytes):
+def test_parse_bytes_round_trips(nbytes):
     assert parse_bytes(str(nbytes)) == nbytes
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_an_amount_or_a_value_error(text):
+def test_parse_bytes_any_text_returns_or_raises_value_error(text):
     with contextlib.suppress(ValueError):
         assert 0 < parse_bytes(text) < LIMIT

@@ -1,4 +1,4 @@
-"""Strangers at the acceptor: storms, half-open connections, slow writers, garbage, no descriptors. Whoever is in goes on."""
+"""Strangers at the acceptor: floods, half-open connections, slow writers, garbage, no descriptors. Guests are not affected."""
 
 import contextlib
 import logging
@@ -41,7 +41,7 @@ RST_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 class Host:
-    """An acceptor, and a server in a thread that echoes."""
+    """An acceptor, and a server in a thread that echoes frames."""
 
     def __init__(self, endpoint, tls=None, **options):
         self.server = ChannelServer()
@@ -69,7 +69,7 @@ class Host:
         self.thread.join()
 
     def knock(self):
-        """A connection that says nothing yet."""
+        """A connection without a hello."""
         unix = self.endpoint.scheme == "unix"
         sock = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
         sock.settimeout(30)
@@ -77,7 +77,7 @@ class Host:
         return sock
 
     def strangers(self, n):
-        """Wait until so many are there."""
+        """Wait until there are this many."""
         eventually(lambda: len(self.acceptor._strangers) == n)
 
 
@@ -88,7 +88,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture
 def host(request, files):
-    """Behind TLS, unless the test asks for another scheme."""
+    """A host behind TLS, unless the test asks for another scheme."""
     made = []
 
     def make(scheme="tls", **limits):
@@ -114,7 +114,7 @@ def echoes(client, data=b"still here"):
 
 
 def told(sock):
-    """What a stranger hears before its connection ends."""
+    """The bytes that a stranger receives before its connection ends."""
     said = b""
     with contextlib.suppress(ConnectionResetError):
         while part := sock.recv(4096):
@@ -128,11 +128,11 @@ def reset(sock):
     sock.close()
 
 
-# -- storms ------------------------------------------------------------------------------------------------------------
+# -- floods ------------------------------------------------------------------------------------------------------------
 
 
-def test_storm_of_resets_leaves_the_thread_alive_and_nothing_behind(host, files):
-    """At every point of a handshake: at once, inside the first message, after it. The slow run tries each point more often."""
+def test_acceptor_flood_of_resets_leaves_no_connection(host, files):
+    """Resets at each point of a handshake: at once, inside the first message, after it. The slow run repeats each more often."""
     storm = examples(1_000, 10_000)
     running = host()
     inside = connect(running.endpoint, client_context(files.authority))
@@ -140,7 +140,7 @@ def test_storm_of_resets_leaves_the_thread_alive_and_nothing_behind(host, files)
     hello = tls_client_hello(files)
     for n in range(storm):
         sock = running.knock()
-        with contextlib.suppress(OSError):  # turned away already
+        with contextlib.suppress(OSError):  # the connection is already refused
             sock.sendall((b"", hello[:5], hello[:100], hello)[n % 4])
         reset(sock)
         if n % 100 == 0:
@@ -163,8 +163,8 @@ def tls_client_hello(files):
     return outgoing.read()
 
 
-def test_connection_reset_before_it_is_accepted_is_closed_without_a_trace(host, monkeypatch):
-    """`wrap_socket` raises for such a connection: the fault that once ended the thread."""
+def test_connection_reset_before_accept_is_closed_without_log(host, monkeypatch):
+    """`wrap_socket` raises for such a connection. This error once ended the thread."""
     running = host()
 
     def wrap(self, sock, **options):
@@ -179,12 +179,12 @@ def test_connection_reset_before_it_is_accepted_is_closed_without_a_trace(host, 
         running.strangers(1)
 
 
-def test_half_open_connections_of_one_peer_lose_their_oldest(host, files):
+def test_half_open_connections_above_peer_limit_evict_oldest(host, files):
     running = host(per_peer=8)
     held = [running.knock() for _ in range(20)]
     eventually(lambda: running.acceptor.accepted == 20)
     running.strangers(8)
-    assert [told(sock) for sock in held[:12]] == [""] * 12  # inside the handshake nothing can be told
+    assert [told(sock) for sock in held[:12]] == [""] * 12  # no reason can be sent during the handshake
     client = connect(running.endpoint, client_context(files.authority))
     assert echoes(client)
     client.close()
@@ -192,7 +192,7 @@ def test_half_open_connections_of_one_peer_lose_their_oldest(host, files):
         sock.close()
 
 
-def test_where_all_places_are_taken_the_largest_group_gives_one_up(tmp_path):
+def test_acceptor_full_evicts_from_largest_group(tmp_path):
     running = Host(f"unix://{tmp_path}/s", limits=StrangerLimits(total=6, per_peer=100))
     held = [running.knock() for _ in range(5)]
     running.strangers(5)
@@ -201,10 +201,10 @@ def test_where_all_places_are_taken_the_largest_group_gives_one_up(tmp_path):
         running.acceptor.adopt(far, f"tunnel {n}", f"tunnels of {n}")
     eventually(lambda: len(running.acceptor._groups) == 4)
     assert [told(sock) for sock in held[:2]] == [
-        "channel.busy: 6 connections wait to be welcomed here, no more may, and this one is the oldest"
+        "channel.busy: 6 connections have not sent a valid hello, which is the limit; this one is the oldest, so it was closed"
     ] * 2
     running.strangers(6)
-    for _, near in pairs:  # who is alone in its group keeps its place, and comes in
+    for _, near in pairs:  # a stranger that is alone in its group keeps its place and is accepted
         client = ChannelClient(near)
         client.send(HELLO)
         assert echoes(client)
@@ -214,7 +214,7 @@ def test_where_all_places_are_taken_the_largest_group_gives_one_up(tmp_path):
     running.close()
 
 
-def test_client_gets_in_while_another_opens_connections_without_end(host, files):
+def test_client_connects_during_flood_of_connections(host, files):
     running = host(total=8, per_peer=4)
     over = threading.Event()
 
@@ -238,7 +238,7 @@ def test_client_gets_in_while_another_opens_connections_without_end(host, files)
 
 
 def assert_gets_in(running, files):
-    """Of one address with the attacker: it may be the oldest for once, and tries again."""
+    """The client has the address of the attacker: it may be the oldest stranger once, and retries."""
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(ChannelError):
@@ -260,7 +260,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("silent", [True, False], ids=["silent", "byte by byte"])
-def test_deadline_is_one_for_all_that_a_stranger_does(tmp_path, silent):
+def test_stranger_has_one_deadline_for_handshake_and_hello(tmp_path, silent):
     clock = Clock()
     running = Host(f"unix://{tmp_path}/s", limits=StrangerLimits(hello_s=10), clock=clock)
     sock = running.knock()
@@ -272,11 +272,11 @@ def test_deadline_is_one_for_all_that_a_stranger_does(tmp_path, silent):
     running.strangers(1)
     clock.now = 110
     running.acceptor._wake()
-    assert told(sock) == "channel.timeout: no valid hello within 10 s"
+    assert told(sock) == "channel.timeout: received no valid hello within 10 s"
     running.close()
 
 
-def test_hello_that_comes_byte_by_byte_in_time_is_taken(host):
+def test_hello_byte_by_byte_within_deadline_is_accepted(host):
     running = host("tcp")
     sock = running.knock()
     for byte in HEADER.pack(3, HELLO, 0, 0, 1) + b"abc":
@@ -291,16 +291,19 @@ def test_hello_that_comes_byte_by_byte_in_time_is_taken(host):
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (HEADER.pack(MAX_HELLO + 1, HELLO, 0, 0, 1), f"HELLO of {MAX_HELLO + 1} bytes, at most {MAX_HELLO}"),
-        (HEADER.pack(MAX_FRAME + 1, HELLO, 0, 0, 1), f"frame of {MAX_FRAME + 1} bytes"),
+        (
+            HEADER.pack(MAX_HELLO + 1, HELLO, 0, 0, 1),
+            f"the HELLO frame has {MAX_HELLO + 1} bytes; the limit is {MAX_HELLO}",
+        ),
+        (HEADER.pack(MAX_FRAME + 1, HELLO, 0, 0, 1), f"the frame has {MAX_FRAME + 1} bytes"),
         (HEADER.pack(0, ECHO, 0, 0, 1), "the first frame must be HELLO"),
-        (HEADER.pack(0, HELLO, 0, 0, 2), "frame 2 came where 1 was due"),
+        (HEADER.pack(0, HELLO, 0, 0, 2), "received frame 2, but expected frame 1"),
         (HEADER.pack(0, HELLO, 1, 0, 1), "reserved header bits"),
         (b"GET / HTTP/1.1\r\n", "reserved header bits"),
     ],
     ids=["oversize", "larger than any frame", "other frame", "other number", "flags", "http"],
 )
-def test_frame_that_is_no_hello_is_answered_with_the_rule(host, said, why):
+def test_first_frame_not_hello_is_answered_with_reason(host, said, why):
     running = host("tcp")
     sock = running.knock()
     sock.sendall(said)
@@ -312,11 +315,11 @@ def test_frame_that_is_no_hello_is_answered_with_the_rule(host, said, why):
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03", os.urandom(4096), HEADER.pack(0, HELLO, 0, 0, 1)])
-def test_other_words_than_tls_end_the_connection_alone(host, files, said):
+def test_garbage_instead_of_tls_ends_only_its_connection(host, files, said):
     running = host()
     sock = running.knock()
     sock.sendall(said)
-    with contextlib.suppress(OSError):  # closed already
+    with contextlib.suppress(OSError):  # the connection is already closed
         sock.shutdown(socket.SHUT_WR)
     told(sock)
     client = connect(running.endpoint, client_context(files.authority))
@@ -324,7 +327,7 @@ def test_other_words_than_tls_end_the_connection_alone(host, files, said):
     client.close()
 
 
-def test_frames_behind_the_hello_in_one_tls_record_are_not_lost(host, files):
+def test_frames_after_hello_in_one_tls_record_are_not_lost(host, files):
     running = host()
     sock = client_context(files.authority).wrap_socket(running.knock(), server_hostname="localhost")
     sock.sendall(HEADER.pack(0, HELLO, 0, 0, 1) + HEADER.pack(2, ECHO, 0, 0, 2) + b"xy")
@@ -335,7 +338,7 @@ def test_frames_behind_the_hello_in_one_tls_record_are_not_lost(host, files):
 
 
 @pytest.mark.parametrize("error", [ValueError("a"), RecursionError("b"), MemoryError("c"), KeyError("d")])
-def test_error_of_the_check_is_that_strangers_alone(tmp_path, error):
+def test_check_error_ends_only_its_stranger(tmp_path, error):
     def check(payload):
         if payload:
             raise error
@@ -358,17 +361,17 @@ def test_error_of_the_check_is_that_strangers_alone(tmp_path, error):
     acceptor.close()
 
 
-def test_refusals_fill_no_log(host, caplog):
+def test_refusals_are_logged_with_rate_limit(host, caplog):
     running = host("tcp")
     with caplog.at_level(logging.WARNING, "wooly.channel"):
         for _ in range(300):
             sock = running.knock()
             sock.sendall(b"x" * HEADER.size)
             told(sock)
-    assert len(caplog.records) == 10 and "is turned away: " in caplog.text
+    assert len(caplog.records) == 10 and "refused the connection of " in caplog.text
 
 
-def test_connection_that_says_nothing_and_goes_is_no_matter_for_the_log(host, caplog):
+def test_connection_closed_without_hello_is_not_logged(host, caplog):
     running = host("tcp")
     for _ in range(5):
         running.knock().close()
@@ -380,7 +383,7 @@ def test_connection_that_says_nothing_and_goes_is_no_matter_for_the_log(host, ca
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
-def test_unexpected_end_of_the_thread_is_supervised_and_lets_nobody_in(tmp_path, monkeypatch, caplog):
+def test_acceptor_thread_failure_is_reported_and_closes_strangers(tmp_path, monkeypatch, caplog):
     server = ChannelServer()
     acceptor = acceptor_of(server)
     endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
@@ -393,7 +396,7 @@ def test_unexpected_end_of_the_thread_is_supervised_and_lets_nobody_in(tmp_path,
     server.close()
 
 
-def test_strangers_and_guests_are_closed_with_their_ends(tmp_path):
+def test_close_of_acceptor_closes_strangers_and_of_server_guests(tmp_path):
     running = Host(f"unix://{tmp_path}/s")
     stranger, guest = running.knock(), connect(running.endpoint)
     assert echoes(guest)
@@ -409,7 +412,7 @@ def test_strangers_and_guests_are_closed_with_their_ends(tmp_path):
         sock.close()
 
 
-def test_guest_that_comes_when_the_server_is_closed_is_told(tmp_path):
+def test_guest_after_server_close_gets_reason(tmp_path):
     server = ChannelServer()
     acceptor = acceptor_of(server)
     endpoint = acceptor.listen(Endpoint.parse(f"unix://{tmp_path}/s"))
@@ -425,7 +428,7 @@ def test_guest_that_comes_when_the_server_is_closed_is_told(tmp_path):
 
 
 def in_a_process(work):
-    """Run `work` in a forked process; what it raises fails the test."""
+    """Run `work` in a forked process; an error in it fails the test."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -446,15 +449,15 @@ def in_a_process(work):
 
 
 def low_limit(more):
-    """Let this process open so many descriptors more."""
+    """Let this process open this many further descriptors."""
     taken = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - free_descriptors()
-    # The numbers in use may have holes: those below the limit are free, too.
+    # The descriptor numbers in use may have gaps: unused numbers below the limit are free, too.
     resource.setrlimit(resource.RLIMIT_NOFILE, (taken + more, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     return taken
 
 
-def test_exhausted_table_neither_spins_nor_ends_those_who_are_in(tmp_path):
-    """All descriptors are gone, and somebody knocks: few turns, no accepts; sessions go on; with room again, all come in."""
+def test_acceptor_without_descriptors_does_not_spin_or_close_guests(tmp_path):
+    """Without a free descriptor, new connections cause few turns and no accepts; guests continue. Later, all are accepted."""
 
     def work():
         running = Host(f"unix://{tmp_path}/s", limits=StrangerLimits(spare_descriptors=4))
@@ -487,13 +490,13 @@ def test_exhausted_table_neither_spins_nor_ends_those_who_are_in(tmp_path):
     in_a_process(work)
 
 
-def test_strangers_never_take_the_last_descriptors(tmp_path):
+def test_strangers_leave_spare_descriptors(tmp_path):
     def work():
         running = Host(f"unix://{tmp_path}/s", limits=StrangerLimits(spare_descriptors=16, per_peer=1000))
         inside = connect(running.endpoint)
         assert echoes(inside), "before"
         low_limit(60)
-        attacker = os.fork()  # with a table of its own
+        attacker = os.fork()  # a separate process has its own descriptor table
         if not attacker:
             held = []
             with contextlib.suppress(OSError):
@@ -502,11 +505,11 @@ def test_strangers_never_take_the_last_descriptors(tmp_path):
             signal.pause()
         try:
             eventually(lambda: running.acceptor.accepted > 60)
-            files = [os.dup(0) for _ in range(16)]  # what sessions need
+            files = [os.dup(0) for _ in range(16)]  # the files of sessions
             assert echoes(inside), "while strangers hold what they can"
             for fd in files:
                 os.close(fd)
-            client = connect(running.endpoint)  # strangers make place for it
+            client = connect(running.endpoint)  # strangers are evicted for this client
             assert echoes(client), "a newcomer"
         finally:
             os.kill(attacker, signal.SIGKILL)
@@ -515,18 +518,18 @@ def test_strangers_never_take_the_last_descriptors(tmp_path):
     in_a_process(work)
 
 
-def test_free_descriptors_are_counted():
+def test_free_descriptors_counts_open_files():
     before = free_descriptors()
     with socket.socket():
         assert free_descriptors() == before - 1
     assert free_descriptors() == before
 
 
-# -- the server behind it ----------------------------------------------------------------------------------------------------
+# -- the channel server ----------------------------------------------------------------------------------------------------
 
 
 class Faulty(socket.socket):
-    """Raises what it is told, from its next use on."""
+    """A socket that raises the given error from its next use on."""
 
     fault = None
 
@@ -542,7 +545,7 @@ class Faulty(socket.socket):
 
 
 def polled(server, kind):
-    """The next event of a kind; what came with it is polled again by the next call."""
+    """The next event of a kind; the other events of the same poll are returned by the next call."""
     for _ in range(100):
         found = [event for event in server.poll(1) if isinstance(event, kind)]
         server._events[:0] = found[1:]
@@ -555,7 +558,7 @@ def polled(server, kind):
 @pytest.mark.parametrize(
     "fault", [ValueError("v"), MemoryError("m"), ssl.SSLError("s"), OverflowError("o"), OSError("e")]
 )
-def test_no_fault_of_a_connection_leaves_poll(way, fault):
+def test_server_connection_error_does_not_leave_poll(way, fault):
     server = ChannelServer()
     ends = []
     for n in range(2):
@@ -566,7 +569,7 @@ def test_no_fault_of_a_connection_leaves_poll(way, fault):
         ends.append((ChannelClient(near), far))
     conns = {e.admitted: e.conn for e in server.poll(5)}
     ends[0][1].fault = fault
-    ends[0][0]._sent = ends[1][0]._sent = 1  # their hello
+    ends[0][0]._sent = ends[1][0]._sent = 1  # frame 1 is the hello
     if way == "reading":
         ends[0][0].send(ECHO, b"x")
     else:
@@ -580,7 +583,7 @@ def test_no_fault_of_a_connection_leaves_poll(way, fault):
     server.close()
 
 
-def test_fault_of_the_sink_is_one_connections_unless_it_is_fatal():
+def test_server_sink_error_closes_connection_unless_fatal():
     class Lost(Exception):
         pass
 

@@ -34,7 +34,7 @@ async def jetstream(url):
 
 
 @pytest.mark.parametrize("size", [0, 1, 100_000, 128 << 10, 20 << 20])
-async def test_blob_comes_back_under_its_digest(nats_server, size):
+async def test_blob_round_trips_under_its_digest(nats_server, size):
     data = os.urandom(size)
     async with jetstream(nats_server) as js:
         name = await BlobStore(js, f"t{size}").put(memoryview(data))
@@ -43,21 +43,21 @@ async def test_blob_comes_back_under_its_digest(nats_server, size):
         assert await again.size(name) == size and await again.get(name, size) == data
 
 
-async def test_blobs_of_another_tenant_are_not_there(nats_server):
+async def test_get_blob_of_other_tenant_raises(nats_server):
     async with jetstream(nats_server) as js:
         a, b = await put_all(BlobStore(js, "mine"), [b"a", b"b"])
         with pytest.raises(BlobMissingError, match="no blob"):
             await BlobStore(js, "yours").get(a, 10)
-        with pytest.raises(BlobCorruptError, match="at most 0"):
+        with pytest.raises(BlobCorruptError, match="the limit is 0"):
             await BlobStore(js, "mine").get(b, 0)
 
 
-async def test_content_that_its_name_does_not_stand_for_is_refused(nats_server):
+async def test_get_blob_with_wrong_digest_raises(nats_server):
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "liar")
         name = await store.put(b"honest")
         await store._store.put(name, b"forged")
-        with pytest.raises(BlobCorruptError):
+        with pytest.raises(BlobCorruptError, match=f"the bytes of blob {name[:16]}… do not match its digest"):
             await store.get(name, 100)
 
 
@@ -70,7 +70,7 @@ async def send(stores, upload, parts):
     return after
 
 
-async def test_blob_in_pieces_is_one_like_any_other(nats_server):
+async def test_upload_in_pieces_becomes_blob(nats_server):
     parts = [os.urandom(512 << 10), os.urandom(512 << 10), os.urandom(77)]
     whole = b"".join(parts)
     name = name_of(whole)
@@ -80,9 +80,11 @@ async def test_blob_in_pieces_is_one_like_any_other(nats_server):
         assert not await store.has(name, len(whole))  # not before it is verified
         await store.finish(name, "u" * 32, len(whole))
         assert await store.has(name, len(whole)) and await store.get(name, len(whole)) == whole
-        assert (await (await js.object_store(store.bucket)).get(name)).data == whole  # its own digest is right, too
+        assert (
+            await (await js.object_store(store.bucket)).get(name)
+        ).data == whole  # the SHA-256 of the object store is correct, too
         assert (await store.held())[0] >= len(whole)
-        for kept in (name, await store.put(whole[:300_000])):  # ours are larger than those of the object store
+        for kept in (name, await store.put(whole[:300_000])):  # our pieces are larger than those of the object store
             found, after, size = b"", 0, None
             while size is None or len(found) < size:
                 size, data, after = await store.piece(kept, after)
@@ -91,13 +93,13 @@ async def test_blob_in_pieces_is_one_like_any_other(nats_server):
             assert name_of(found) == kept
 
 
-async def test_piece_that_is_sent_again_or_out_of_order_changes_nothing(nats_server):
+async def test_append_repeated_or_out_of_order_changes_nothing(nats_server):
     parts = [b"a" * 1000, b"b" * 1000, b"c" * 10]
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "again")
         first = await store.append("u" * 32, 0, parts[0], 0)
         assert first == await store.append("u" * 32, 0, parts[0], 0)  # its answer was lost
-        with pytest.raises(UploadError, match="begin again"):
+        with pytest.raises(UploadError, match="begin the upload again"):
             await store.append("u" * 32, 2000, parts[2], first + 1)
         second = await store.append("u" * 32, 1000, parts[1], first)
         with pytest.raises(UploadError):
@@ -108,17 +110,17 @@ async def test_piece_that_is_sent_again_or_out_of_order_changes_nothing(nats_ser
         assert await store.get(name_of(whole), len(whole)) == whole
 
 
-async def test_pieces_that_are_not_what_the_name_says_are_removed(nats_server):
+async def test_finish_wrong_digest_removes_pieces(nats_server):
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "forger")
         name = name_of(b"honest")
         await send([store], "u" * 32, [b"for", b"ged"])
-        with pytest.raises(BlobCorruptError, match="not what"):
+        with pytest.raises(BlobCorruptError, match="do not match the digest"):
             await store.finish(name, "u" * 32, 6)
         assert not await store.has(name, 6) and (await store.held())[0] == 0
 
 
-async def test_upload_that_was_given_up_is_removed_and_nothing_else(nats_server):
+async def test_drop_uploads_removes_only_idle_uploads(nats_server):
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "idler")
         parts = [b"a" * 1000, b"b" * 1000]
@@ -127,31 +129,33 @@ async def test_upload_that_was_given_up_is_removed_and_nothing_else(nats_server)
         await store.finish(name, "u" * 32, 2000)
         other = await store.put(b"c" * 3000)
         before = (await store.held())[0]
-        assert await store.drop_uploads(0.0) == 0 and (await store.held())[0] == before  # blobs are no uploads
+        assert await store.drop_uploads(0.0) == 0 and (await store.held())[0] == before  # blobs are not uploads
         after = await send([store], "v" * 32, [b"d" * 5000])
         await send([store], "w" * 32, parts)
-        assert await store.drop_uploads(3600.0) == 2 and (await store.held())[0] > before + 7000  # they may go on
+        assert (
+            await store.drop_uploads(3600.0) == 2 and (await store.held())[0] > before + 7000
+        )  # these uploads may continue
         assert await store.drop_uploads(0.0) == 0 and (await store.held())[0] == before
         assert await store.get(name, 2000) == b"".join(parts) and await store.get(other, 3000) == b"c" * 3000
-        with pytest.raises(UploadError, match="begin again"):
+        with pytest.raises(UploadError, match="begin the upload again"):
             await store.append("v" * 32, 5000, b"e", after)
         assert store.bucket in await buckets(js)
 
 
-async def test_bucket_of_uploads_alone_becomes_empty(nats_server):
+async def test_drop_uploads_without_blobs_empties_bucket(nats_server):
     async with jetstream(nats_server) as js:
         store = BlobStore(js, "only uploads")
         await send([store], "u" * 32, [b"a" * 1000])
         assert await store.drop_uploads(0.0) == 0 and (await store.held())[0] == 0
 
 
-def test_tenants_of_any_names_have_buckets_of_their_own():
+def test_bucket_of_any_tenant_name_is_unique():
     names = ["a", "a b", "a.b", "a-b", "a_b", "ü", "A" * 65, "A" * 64, "WOOLY", ""]
     assert len({bucket_of(n) for n in names}) == len(names)
     assert bucket_of("default") == "WOOLY_BLOBS_default"
 
 
-async def test_queue_gives_each_message_until_it_is_done_and_refuses_what_is_too_much():
+async def test_work_queue_redelivers_until_done_and_refuses_when_full():
     with start_nats_server() as url:
         async with jetstream(url) as js:
             queue = Event("test.queue", bytes, stream=WorkQueue("WOOLY_CMD_TEST", max_bytes=2000))

@@ -1,4 +1,4 @@
-"""The data channel over real sockets: both ends, flow control, bulk, hostile peers, dead peers."""
+"""The data channel over real sockets: both ends, flow control, bulk frames, hostile peers, dead peers."""
 
 import contextlib
 import os
@@ -90,7 +90,7 @@ def echo(request, tmp_path):
     server.stop()
 
 
-def test_frames_come_back_in_order(echo):
+def test_channel_frames_return_in_order(echo):
     client = connect(echo.endpoint)
     for n in (0, 1, 100, 70_000):
         client.send(ECHO, b"a" * n, b"", b"b" * 3)
@@ -101,7 +101,7 @@ def test_frames_come_back_in_order(echo):
 
 @given(sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=20))
 @settings(max_examples=25, deadline=None)
-def test_any_sizes_are_echoed(sizes):
+def test_channel_frames_of_any_size_are_echoed(sizes):
     path = f"/tmp/wooly-test-{os.getpid()}-{random.random()}"
     server = EchoServer(f"unix://{path}")
     try:
@@ -116,7 +116,7 @@ def test_any_sizes_are_echoed(sizes):
 
 
 @pytest.mark.parametrize("why", ["enough is enough", "ü" * MAX_REASON])
-def test_who_waits_is_told_why_the_other_end_closed(echo, why):
+def test_waiting_client_gets_reason_of_close(echo, why):
     client = connect(echo.endpoint)
     client.send(ECHO, b"before")
     client.send(BYE, why.encode())
@@ -127,8 +127,8 @@ def test_who_waits_is_told_why_the_other_end_closed(echo, why):
     client.close()
 
 
-def test_who_sends_is_told_why_the_other_end_closed(echo):
-    """What was on its way before the reason is taken in: acknowledgements, data that is expected, an answer nobody waits for."""
+def test_sending_client_gets_reason_of_close(echo):
+    """Frames before the END frame are processed: acknowledgements, expected data, an unexpected answer."""
     client = connect(echo.endpoint)
     into = bytearray(100)
     expected = client.expect(memoryview(into), DATA)
@@ -139,14 +139,14 @@ def test_who_sends_is_told_why_the_other_end_closed(echo):
     with pytest.raises(ChannelClosedError, match=r"^enough is enough$"):
         while time.monotonic() < deadline:
             client.send(ECHO, b"more")
-            time.sleep(0.001)  # a flood would keep the server's thread of this process from its turn
+            time.sleep(0.001)  # without a pause, the server's thread of this process would not run
     assert expected.done and expected.other is None
     with pytest.raises(ChannelClosedError):
         client.send(ECHO, b"more")
     client.close()
 
 
-def test_bulk_lands_in_place_and_comes_back_in_place(echo):
+def test_bulk_data_arrives_in_place_both_ways(echo):
     client = connect(echo.endpoint)
     data = os.urandom(5 << 20)
     for at in range(0, len(data), 1 << 20):
@@ -158,7 +158,7 @@ def test_bulk_lands_in_place_and_comes_back_in_place(echo):
     client.close()
 
 
-def test_expected_data_is_taken_in_by_whatever_receives_next(echo):
+def test_expected_data_is_filled_by_next_receive(echo):
     client = connect(echo.endpoint)
     data = os.urandom(3 << 20)
     client.send(BULK, (0).to_bytes(8, "little"), data)
@@ -186,7 +186,7 @@ def test_expected_data_is_taken_in_by_whatever_receives_next(echo):
     client.close()
 
 
-def test_bulk_waits_until_its_owner_is_ready(echo):
+def test_bulk_frame_waits_until_sink_is_ready(echo):
     echo.put_off = 2
     client = connect(echo.endpoint)
     client.send(BULK, (0).to_bytes(8, "little"), b"later")
@@ -195,7 +195,7 @@ def test_bulk_waits_until_its_owner_is_ready(echo):
     client.close()
 
 
-def test_client_stops_at_its_window_without_acknowledgements(echo):
+def test_client_without_acknowledgements_stops_at_window(echo):
     client = connect(echo.endpoint)
     client.window = 100_000
     client.send(HOLD)
@@ -230,18 +230,18 @@ def test_client_stops_at_its_window_without_acknowledgements(echo):
     ],
     ids=["garbage", "oversize", "flags", "sequence", "ack-with-payload", "bulk-too-short", "truncated"],
 )
-def test_hostile_peer_is_closed_and_harms_nobody(echo, hostile):
+def test_hostile_client_is_closed_and_does_not_affect_others(echo, hostile):
     good = connect(echo.endpoint)
     address = echo.endpoint
     bad = socket.socket(socket.AF_UNIX) if address.scheme == "unix" else socket.socket()
     bad.connect(address.path if address.scheme == "unix" else (address.host, address.port))
     bad.sendall(HEADER.pack(0, HELLO, 0, 0, 1) + hostile)
-    with contextlib.suppress(OSError):  # already refused and closed
+    with contextlib.suppress(OSError):  # the connection is already refused and closed
         bad.shutdown(socket.SHUT_WR)
     bad.settimeout(5)
     try:
         while said := bad.recv(4096):
-            assert said[4] in (ACK, END)  # of the hello; why
+            assert said[4] in (ACK, END)  # the acknowledgement of the hello, or the reason
     except ConnectionResetError:
         bad.close()
     deadline = time.monotonic() + 5
@@ -254,7 +254,7 @@ def test_hostile_peer_is_closed_and_harms_nobody(echo, hostile):
     bad.close()
 
 
-def test_dead_server_is_noticed_at_once(echo):
+def test_dead_server_is_detected_at_once(echo):
     client = connect(echo.endpoint)
     client.send(ECHO, b"x")
     client.recv(5)
@@ -266,12 +266,12 @@ def test_dead_server_is_noticed_at_once(echo):
     client.close()
 
 
-def test_nobody_listening_is_a_clear_error(tmp_path):
+def test_connect_without_listener_raises(tmp_path):
     with pytest.raises(ChannelClosedError, match="No such file"):
         ChannelClient.connect(Endpoint.parse(f"unix://{tmp_path}/nothing"))
 
 
-def test_oversize_frame_is_not_sent():
+def test_send_oversize_frame_raises():
     near, far = socket.socketpair()
     with near, far, pytest.raises(ProtocolError):
         ChannelClient(near).send(ECHO, b"x" * (MAX_FRAME + 1))
@@ -280,13 +280,13 @@ def test_oversize_frame_is_not_sent():
 @pytest.mark.parametrize(
     "text", ["unix:///a/b", "tcp://127.0.0.1:80", "tls://h:1", "nats://h:4222#wooly.x", "tcp://[::1]:9"]
 )
-def test_endpoint_round_trips(text):
+def test_endpoint_text_round_trips(text):
     assert str(Endpoint.parse(text)) == text
 
 
 @pytest.mark.parametrize(
     "text", ["", "http://x:1", "unix://host/x", "tcp://h", "tcp://h:99999", "nats://h:1", "tcp://h:1#x"]
 )
-def test_endpoint_refuses_other_forms(text):
+def test_endpoint_of_other_form_is_refused(text):
     with pytest.raises(EndpointError):
         Endpoint.parse(text)

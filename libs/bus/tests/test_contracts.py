@@ -1,4 +1,4 @@
-"""The table of contracts: all lines have one form, and each contract is in use."""
+"""The table of contracts: consistent form, and each contract is in use."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ SOURCES = [p for d in ("libs", "services", "deploy") for p in (ROOT / d).glob("*
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_contract_has_a_subject_of_the_grammar_that_names_it(name):
+def test_contract_name_matches_its_subject(name):
     contract = TABLE[name]
     assert GRAMMAR.fullmatch(contract.template)
     kind, *rest = contract.template.split(".")[2:6]
@@ -31,7 +31,7 @@ def test_contract_has_a_subject_of_the_grammar_that_names_it(name):
 
 
 @pytest.mark.parametrize("name", [n for n, c in TABLE.items() if isinstance(c, AddressedRpc | AddressedEvent)])
-def test_address_takes_the_place_of_the_parameter(name):
+def test_contract_at_replaces_parameter(name):
     contract = TABLE[name]
     subject = contract.at("host-0").subject
     assert subjects.matches(contract.pattern, subject) and "{" not in subject
@@ -41,14 +41,14 @@ def test_address_takes_the_place_of_the_parameter(name):
 
 
 @pytest.mark.parametrize("name", contracts.RPCS)
-def test_message_of_a_contract_is_a_control_message(name):
+def test_contract_models_are_control_messages(name):
     rpc = contracts.RPCS[name]
     assert issubclass(rpc.request, Message) and issubclass(rpc.reply, Message)
     assert rpc.request is not rpc.reply
     assert not rpc.tenants_only or rpc.scope is not None
 
 
-def test_stream_is_named_by_kind_and_service_and_keeps_one_event():
+def test_stream_name_has_kind_and_service_and_one_event():
     streams = [event.stream for event in contracts.EVENTS.values() if event.stream is not None]
     names = [stream.name for stream in streams]
     assert len(names) == 6 and len(set(names)) == len(names)
@@ -56,7 +56,7 @@ def test_stream_is_named_by_kind_and_service_and_keeps_one_event():
     assert {type(stream) for stream in streams} == {Log, WorkQueue}
 
 
-def test_subject_strings_live_in_the_table_only():
+def test_subject_strings_are_only_in_table():
     assert len(SOURCES) > 20
     offenders = [
         str(p)
@@ -67,8 +67,8 @@ def test_subject_strings_live_in_the_table_only():
     assert offenders == []
 
 
-def test_every_contract_is_served_or_used_as_it_says():
-    """A contract that no service serves, publishes or hears is left over."""
+def test_every_contract_is_used_as_declared():
+    """A contract that no service serves, publishes or subscribes to is obsolete."""
     text = "\n".join(p.read_text() for p in SOURCES if p.name != "contracts.py")
     for name, contract in TABLE.items():
         served = re.findall(rf"\.serve(?:_tenants)?\(\s*contracts\.{name}\b", text)
@@ -82,19 +82,19 @@ def test_every_contract_is_served_or_used_as_it_says():
             assert used and not served, name
 
 
-def test_event_of_all_services_is_heard_by_one_pattern():
+def test_event_of_all_services_has_one_pattern():
     assert contracts.SERVICE_SPAN_RECORDED.pattern == "wooly.v1.evt.*.span.recorded"
     subject = contracts.SERVICE_SPAN_RECORDED.at("router").subject
     assert subject == "wooly.v1.evt.router.span.recorded"
     assert contracts.SERVICE_SPAN_RECORDED.address_of(subject) == "router"
 
 
-def test_address_of_a_subject_is_what_was_put_there():
+def test_address_of_subject_returns_address():
     event = contracts.EXECUTOR_DISPATCH_JOURNALED
     assert event.address_of(event.at("host-0").subject) == "host-0"
 
 
-def test_event_of_bytes_is_not_decoded_and_event_of_a_model_is():
+def test_event_decodes_model_but_not_bytes():
     journaled = contracts.EXECUTOR_DISPATCH_JOURNALED.at("x")
     assert journaled.decoded(journaled.encoded(b"\x00\xff")) == b"\x00\xff"
     event = Event("wooly.v1.evt.test.thing.happened", CloseSessionRequest)
@@ -104,21 +104,21 @@ def test_event_of_bytes_is_not_decoded_and_event_of_a_model_is():
         event.decoded(b"{}")
 
 
-def test_event_without_a_stream_has_no_stream_name():
-    with pytest.raises(ValueError, match="no stream keeps the events of wooly"):
+def test_event_without_stream_name_raises():
+    with pytest.raises(ValueError, match="no stream stores the events of wooly"):
         _ = contracts.EXECUTOR_NODE_HEARTBEAT.stream_name
 
 
-def test_contract_without_a_scope_is_not_served_to_tenants_and_one_for_tenants_only_to_nobody_else():
+def test_serve_checks_scope_and_tenants_only():
     async def handler(*_):
         return CloseSessionReply(closed=True)
 
     app = ServiceApp("test", "nats://127.0.0.1:9")
     subject = "wooly.v1.rpc.test.thing.ask"
-    with pytest.raises(ValueError, match="names no scope"):
+    with pytest.raises(ValueError, match="has no scope"):
         app.serve_tenants(Rpc(subject, CloseSessionRequest, CloseSessionReply), handler)
     only = Rpc(subject, CloseSessionRequest, CloseSessionReply, scope="tasks:write", tenants_only=True)
-    with pytest.raises(ValueError, match="tenants' clients only"):
+    with pytest.raises(ValueError, match="only tenants' clients"):
         app.serve(only, handler)
 
 
@@ -128,7 +128,7 @@ def spelled_out(text):
     return [f"{found[1]}{one.strip()}{found[3]}" for one in found[2].split(",")] if found else [text]
 
 
-def test_subject_in_a_readme_or_decision_is_in_the_table():
+def test_subjects_in_documentation_are_in_table():
     known = {contract.pattern for contract in TABLE.values()}
     known |= {f"{rpc.pattern}.*" for rpc in contracts.RPCS.values() if rpc.scope is not None}
     pages = [*ROOT.glob("*/*/README.md"), *ROOT.glob("docs/**/*.md"), ROOT / "ARCHITECTURE.md", ROOT / "CHANGELOG.md"]

@@ -1,4 +1,4 @@
-"""The control side over a real nats-server: requests, errors, actors, events."""
+"""The control plane over a real nats-server: requests, errors, actors."""
 
 import asyncio
 import threading
@@ -56,13 +56,13 @@ def service(nats_server):
     thread.join(10)
 
 
-def test_request_and_reply(service, nats_server):
+def test_request_returns_reply(service, nats_server):
     client = ControlClient(nats_server)
     assert client.request(CLOSE, CloseSessionRequest(session_id="a")).closed
     client.close()
 
 
-def test_errors_travel_in_one_shape(service, nats_server, caplog):
+def test_request_errors_become_refused_error(service, nats_server, caplog):
     client = ControlClient(nats_server)
     with pytest.raises(RefusedError, match="not today") as refused:
         client.request(CLOSE, CloseSessionRequest(session_id="a", reason="refuse"))
@@ -93,8 +93,8 @@ def test_actor_handles_one_message_at_a_time(service, nats_server):
         c.close()
 
 
-def test_nobody_serving_is_said_at_once(nats_server):
+def test_request_without_responder_raises(nats_server):
     client = ControlClient(nats_server)
-    with pytest.raises(NoResponderError, match="nobody answers"):
+    with pytest.raises(NoResponderError, match="no service answers"):
         client.request(Rpc("wooly.v1.rpc.test.no.body", NodesRequest, CloseSessionReply), NodesRequest())
     client.close()

@@ -1,4 +1,4 @@
-"""The envelope: bytes and back, limits, errors that say what is wrong, trace context."""
+"""Encoding and decoding of messages: round trips, limits, errors, trace context."""
 
 import pytest
 from hypothesis import given
@@ -12,14 +12,14 @@ texts = st.text(st.characters(codec="utf-8"), max_size=200)
 
 
 @given(st.from_regex(r"\A[^.*>\s]{1,64}\Z"), texts)
-def test_message_survives_the_envelope(session_id, reason):
+def test_message_round_trips(session_id, reason):
     message = CloseSessionRequest(session_id=session_id, reason=reason)
     data, headers = encode(message)
     assert decode(data, CloseSessionRequest) == message and headers[KIND_HEADER] == "CloseSessionRequest"
 
 
 @given(texts, texts, st.booleans())
-def test_error_survives_the_envelope(code, message, retryable):
+def test_error_reply_round_trips(code, message, retryable):
     data, headers = encode(ErrorReply(code=code, message=message, retryable=retryable))
     with pytest.raises(RefusedError) as caught:
         decode_reply(data, headers, CloseSessionReply)
@@ -28,7 +28,7 @@ def test_error_survives_the_envelope(code, message, retryable):
 
 
 @given(st.binary(max_size=300))
-def test_garbage_is_an_envelope_error_and_nothing_else(data):
+def test_decode_garbage_raises_envelope_error(data):
     with pytest.raises(EnvelopeError):
         decode(data, CloseSessionRequest)
 
@@ -39,14 +39,14 @@ def test_decode_names_the_field_but_not_its_value():
     assert "se.cret" not in str(caught.value)
 
 
-def test_size_is_limited_both_ways():
-    with pytest.raises(EnvelopeError, match="at most"):
+def test_encode_and_decode_too_large_raise():
+    with pytest.raises(EnvelopeError, match="the limit is"):
         decode(b" " * (MAX_PAYLOAD + 1), NodesRequest)
-    with pytest.raises(EnvelopeError, match="NATS carries at most"):
+    with pytest.raises(EnvelopeError, match="the limit of NATS is"):
         encode(ErrorReply(code="a", message="m" * MAX_PAYLOAD))
 
 
-def test_sender_s_trace_context_rides_in_the_headers():
+def test_encode_adds_trace_context_of_sender():
     assert "traceparent" not in encode(NodesRequest())[1]
     with TracerProvider(shutdown_on_exit=False).get_tracer("t").start_as_current_span("s") as span:
         headers = encode(NodesRequest())[1]

@@ -1,4 +1,4 @@
-"""`/livez` and `/readyz`: honest at every moment, deaf to nonsense."""
+"""`/livez` and `/readyz`: correct answers at every moment; malformed requests have no effect."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ async def asked(port, path, method="GET"):
     return answer.status_code, answer.text
 
 
-async def test_health_says_what_fails_and_when_it_is_mended():
+async def test_health_reports_failed_checks_and_recovery():
     state = {"device": True, "nats": False}
     live, ready = {"device": lambda: state["device"]}, {"nats": lambda: state["nats"]}
     async with serve_health(HealthSettings(port=0), live, ready) as port:
@@ -32,7 +32,7 @@ async def test_health_says_what_fails_and_when_it_is_mended():
 
 
 @pytest.mark.parametrize("noise", [b"", b"\r\n\r\n", b"\x00" * 100 + b"\r\n\r\n", b"GET " + b"x" * 20000])
-async def test_noise_ends_one_connection_and_no_more(noise):
+async def test_health_malformed_request_ends_only_its_connection(noise):
     async with serve_health(HealthSettings(port=0), {}, {}) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(noise)
@@ -42,14 +42,14 @@ async def test_noise_ends_one_connection_and_no_more(noise):
         assert await asked(port, "/livez") == (200, "ok\n")
 
 
-async def test_health_is_off_unless_configured(monkeypatch):
+async def test_health_without_port_is_off(monkeypatch):
     monkeypatch.setenv("WOOLY_HEALTH_PORT", "")
     async with serve_health(HealthSettings(), {}, {}) as port:
         assert port is None
 
 
 @pytest.mark.connected
-async def test_service_is_not_ready_while_nats_is_away_and_lives(monkeypatch):
+async def test_health_without_nats_is_live_and_not_ready(monkeypatch):
     monkeypatch.setenv("WOOLY_HEALTH_PORT", "0")
     with contextlib.ExitStack() as servers:
         app = ServiceApp("test", servers.enter_context(start_nats_server()), patience_s=10)

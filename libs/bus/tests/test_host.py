@@ -1,4 +1,4 @@
-"""What a container was given is what its processes take for the machine. The trees are those of Docker and Kubernetes."""
+"""Limits of control groups replace the size of the machine. The folder trees are those of Docker and Kubernetes."""
 
 import os
 
@@ -27,23 +27,23 @@ def files(groups, **limits):
     return {"proc/self/cgroup": groups} | {f"sys/fs/cgroup/{name}": text for name, text in limits.items()}
 
 
-def test_a_machine_without_limits_is_all_there_is(machine):
+def test_host_without_limits_is_whole_machine(machine):
     assert host.memory(machine()) == PHYSICAL and host.cores(machine()) == CORES
     root = machine(**files("0::/user.slice", **{"user.slice/memory.max": "max", "user.slice/cpu.max": "max 100000"}))
     assert host.memory(root) == PHYSICAL and host.cores(root) == CORES
 
 
-def test_limits_of_a_container_that_sees_its_own_group_at_the_top(machine):
+def test_host_group_at_top_limits(machine):
     root = machine(**files("0::/", **{"memory.max": "1073741824", "cpu.max": "50000 100000"}))
     assert host.memory(root) == 1 << 30 and host.cores(root) == 1
 
 
-def test_the_tightest_of_all_groups_counts(machine):
+def test_host_nested_groups_smallest_limit_counts(machine):
     limits = {"memory.max": "max", "kubepods/memory.max": str(1 << 28), "kubepods/pod1/memory.max": str(1 << 30)}
     assert host.memory(machine(**files("0::/kubepods/pod1", **limits))) == 1 << 28
 
 
-def test_groups_of_the_first_version(machine):
+def test_host_cgroup_version_1_limits(machine):
     groups = "9:name=systemd:/\n5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/"
     endless = {
         "memory/memory.limit_in_bytes": "9223372036854771712",
@@ -57,13 +57,13 @@ def test_groups_of_the_first_version(machine):
     assert host.memory(root) == 1 << 29 and host.cores(root) == min(2, CORES)
 
 
-def test_a_container_whose_group_has_the_name_that_the_machine_gave_it(machine):
+def test_host_group_with_machine_path_limits(machine):
     root = machine(**files("4:memory:/docker/abc", **{"memory/memory.limit_in_bytes": str(1 << 29)}))
     assert host.memory(root) == 1 << 29
     root = machine(**files("0::/../../other", **{"memory.max": str(1 << 27)}))
     assert host.memory(root) == 1 << 27
 
 
-def test_what_cannot_be_read_limits_nothing(machine):
+def test_host_malformed_limits_are_ignored(machine):
     root = machine(**files("0::/", **{"memory.max": "much", "cpu.max": "0 0"}))
     assert host.memory(root) == PHYSICAL and host.cores(root) == CORES

@@ -1,4 +1,4 @@
-"""What a stranger may take of an HTTP port, and that whoever has a token gets in beside any number of strangers."""
+"""Limits of strangers on an HTTP port. Clients with a token are served beside any number of strangers."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from wooly_testkit.certificates import make_certificates
 
 TENANTS = {"alice": "alice", "bob": "bob", "root": None}
 PATIENCE_S = 20
-#: Clients' ends of connections; closed with their server.
+#: The clients' ends of connections. They are closed with the server.
 WRITERS = []
 
 
@@ -28,7 +28,7 @@ def refuse(error):
 
 
 class Service:
-    """An application behind the listener, and what it was called with."""
+    """An application behind the listener that records its calls."""
 
     def __init__(self):
         self.bodies, self.release = [], asyncio.Event()
@@ -65,7 +65,7 @@ class Service:
 
 @contextlib.asynccontextmanager
 async def serving(tls=None, **limits):
-    """Yields the service, its server, and its address."""
+    """Yields the service, its server and its address."""
     service = Service()
     server = HttpServer(service.front, "test", tls=tls, settings=HttpSettings(**limits))
     listener = socket.create_server(("127.0.0.1", 0))
@@ -91,7 +91,7 @@ def head(path="/", token="", **headers):
 
 
 async def answer(reader):
-    """(status, body) of the next answer."""
+    """Status and body of the next answer."""
     async with asyncio.timeout(PATIENCE_S):
         raw = await reader.readuntil(b"\r\n\r\n")
         fields = dict(line.split(b": ", 1) for line in raw.split(b"\r\n")[1:-2])
@@ -107,7 +107,7 @@ async def asked(address, data):
 
 
 async def ended(reader):
-    """Whether the connection ends; whatever it still says."""
+    """Whether the connection ends, after any further bytes."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             await reader.read()
@@ -116,7 +116,7 @@ async def ended(reader):
     return True
 
 
-async def test_stranger_is_refused_before_the_body_is_sent():
+async def test_request_without_token_is_refused_before_body():
     async with serving() as (service, _, address):
         reader, _ = await asked(address, head(content_length=200 << 20))
         assert (await answer(reader))[0] == 401
@@ -125,7 +125,7 @@ async def test_stranger_is_refused_before_the_body_is_sent():
         assert service.bodies == []
 
 
-async def test_body_of_a_refused_request_is_read_for_a_moment_and_then_the_connection_ends():
+async def test_refused_request_body_is_read_briefly_then_closed():
     async with serving() as (_, _, address):
         reader, writer = await asked(address, head(content_length=200 << 20))
         for _ in range(64):
@@ -135,7 +135,7 @@ async def test_body_of_a_refused_request_is_read_for_a_moment_and_then_the_conne
         assert await ended(reader)
 
 
-async def test_body_beyond_the_limit_is_refused_by_its_length_and_by_what_comes():
+async def test_body_too_large_is_refused_by_header_and_by_bytes():
     async with serving() as (service, _, address):
         reader, _ = await asked(address, head(token="alice", content_length=1025))
         assert await answer(reader) == (413, b'{"code":"test.too_large"}')
@@ -148,13 +148,13 @@ async def test_body_beyond_the_limit_is_refused_by_its_length_and_by_what_comes(
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nhost:", head(token="alice", content_length=9) + b"123"])
-async def test_request_that_does_not_come_ends_its_connection(sent):
+async def test_request_incomplete_at_deadline_is_closed(sent):
     async with serving(header_s=0.2, body_s=0.2) as (_, server, address):
         reader, _ = await asked(address, sent)
         assert await ended(reader) and len(server.table) == 0
 
 
-async def test_answer_that_nobody_reads_ends_its_connection():
+async def test_answer_not_read_at_deadline_is_closed():
     async with serving(body_s=0.3) as (_, server, address):
         await asked(address, head("/large", token="alice", content_length=0))
         while not len(server.table):
@@ -164,7 +164,7 @@ async def test_answer_that_nobody_reads_ends_its_connection():
                 await asyncio.sleep(0.05)
 
 
-async def test_flood_of_idle_connections_ends_the_oldest_and_shuts_no_holder_of_a_token_out():
+async def test_flood_of_idle_connections_does_not_block_token_holder():
     async with serving(peer_connections=4) as (_, server, address):
         inside = await asked(address, head(token="alice", content_length=0))
         assert (await answer(inside[0]))[0] == 200
@@ -178,7 +178,7 @@ async def test_flood_of_idle_connections_ends_the_oldest_and_shuts_no_holder_of_
         assert len(server.table) <= 2 + 4
 
 
-async def test_full_table_is_shed_of_strangers_first_and_then_refuses():
+async def test_full_table_closes_strangers_first_then_refuses():
     async with serving(connections=128, peer_connections=500, tenant_connections=500) as (service, server, address):
         strangers = [await asked(address, b"") for _ in range(128)]
         busy = [await asked(address, head("/wait", token="root", content_length=0)) for _ in range(128)]
@@ -193,7 +193,7 @@ async def test_full_table_is_shed_of_strangers_first_and_then_refuses():
         assert (await answer(busy[0][0]))[0] == 200
 
 
-async def test_tenant_has_so_many_connections_and_its_neighbour_and_operators_others():
+async def test_tenant_at_connection_limit_does_not_affect_others():
     async with serving(tenant_connections=2) as (service, _, address):
         held = [await asked(address, head("/wait", token="bob", content_length=0)) for _ in range(2)]
         async with asyncio.timeout(PATIENCE_S):
@@ -208,12 +208,12 @@ async def test_tenant_has_so_many_connections_and_its_neighbour_and_operators_ot
         held[0][1].close()
         async with asyncio.timeout(PATIENCE_S):
             status = 0
-            while status != 200:  # what is gone counts no more
+            while status != 200:  # closed connections do not count
                 reader, _ = await asked(address, head(token="bob", content_length=0))
                 status, _ = await answer(reader)
 
 
-async def test_tenants_leave_connections_to_operators():
+async def test_tenants_leave_reserved_connections_to_operators():
     async with serving(connections=128, tenant_connections=500) as (service, _, address):
         [await asked(address, head("/wait", token=("alice", "bob")[i % 2], content_length=0)) for i in range(64)]
         async with asyncio.timeout(PATIENCE_S):
@@ -225,8 +225,8 @@ async def test_tenants_leave_connections_to_operators():
         assert (await answer(reader))[0] == 200
 
 
-async def test_accept_is_tried_only_where_somebody_waits(monkeypatch):
-    """With no descriptor left, accept fails even if no connection waits, and the listener would close one for nothing."""
+async def test_accept_is_called_only_if_connection_waits(monkeypatch):
+    """Without a free descriptor, accept fails even if no connection waits, and the listener would close a victim needlessly."""
     loop = asyncio.get_running_loop()
     accept, waited = loop.sock_accept, []
 
@@ -242,7 +242,7 @@ async def test_accept_is_tried_only_where_somebody_waits(monkeypatch):
     assert waited == [True] * 3
 
 
-async def test_full_table_of_descriptors_ends_a_stranger_and_accepting_goes_on(monkeypatch):
+async def test_no_free_descriptor_closes_stranger_and_continues(monkeypatch):
     loop = asyncio.get_running_loop()
     accept, full = loop.sock_accept, [2]
 
@@ -262,7 +262,7 @@ async def test_full_table_of_descriptors_ends_a_stranger_and_accepting_goes_on(m
         assert await ended(first[0]) and full == [0]
 
 
-async def test_tls_handshake_that_does_not_come_ends_its_connection(tmp_path):
+async def test_tls_handshake_missing_at_deadline_is_closed(tmp_path):
     made = make_certificates(tmp_path, "127.0.0.1")
     tls = server_context(made.certificate, made.key)
     async with serving(tls, header_s=0.2) as (_, _server, address):

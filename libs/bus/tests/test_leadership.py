@@ -1,4 +1,4 @@
-"""Leadership over a real nats-server: one at a time, handed over, taken over, and what happens without JetStream."""
+"""Leader election over a real nats-server: one leader at a time, release, take-over, and no JetStream."""
 
 import asyncio
 import contextlib
@@ -36,12 +36,12 @@ async def until(condition):
     raise AssertionError
 
 
-async def test_of_three_one_leads_and_hands_over_at_its_end():
+async def test_leadership_of_three_one_leads_and_releases():
     with start_nats_server() as url:
         async with candidates(url, "a", "b", "c") as three:
             tasks = [asyncio.create_task(x.run()) for x in three]
             await until(lambda: any(x.held for x in three))
-            for _ in range(3):  # longer than the lease
+            for _ in range(3):  # together longer than the lease
                 await asyncio.sleep(TTL_S / 2)
                 assert sum(x.held for x in three) == 1
             (first,) = [i for i, x in enumerate(three) if x.held]
@@ -52,19 +52,19 @@ async def test_of_three_one_leads_and_hands_over_at_its_end():
             await stop(*tasks)
 
 
-async def test_leader_that_dies_is_followed_after_its_lease():
+async def test_leadership_dead_leader_is_replaced_after_lease():
     with start_nats_server() as url:
         async with candidates(url, "a", "b") as (a, b):
             await a.step()
             await b.step()
             assert a.held and not b.held
-            await until_steps(b)  # a steps no more
+            await until_steps(b)  # `a` makes no further steps
             await a.step()
             assert b.held and not a.held
 
 
 async def stop(*tasks):
-    """Cancel until they end: Python 3.11 loses a cancellation that comes together with an answer."""
+    """Cancel the tasks until they end: Python 3.11 loses a cancellation that coincides with an answer."""
     while not all(t.done() for t in tasks):
         for task in tasks:
             task.cancel()
@@ -80,7 +80,7 @@ async def until_steps(leadership):
     raise AssertionError
 
 
-async def test_leader_that_cannot_renew_stops_in_time(monkeypatch):
+async def test_leadership_without_renewal_ends_in_time(monkeypatch):
     with start_nats_server() as url:
         now = [0.0]
         async with candidates(url, "a") as (a,):
@@ -93,7 +93,7 @@ async def test_leader_that_cannot_renew_stops_in_time(monkeypatch):
             assert not a.held
 
 
-async def test_without_jetstream_everybody_leads(tmp_path):
+async def test_leadership_without_jetstream_all_lead(tmp_path):
     ports = tmp_path / "ports"
     ports.mkdir()
     binary = Path(sys.prefix) / "bin" / "nats-server"

@@ -1,4 +1,4 @@
-"""NATS behind TLS: services, clients and tunnels trust the authority that they are told to trust, and no other."""
+"""NATS behind TLS: services, clients and tunnels trust only the configured authority."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,7 @@ def trusted(files, authority, monkeypatch):
     monkeypatch.setenv("WOOLY_NATS_CREDS", str(authority.service_creds))
 
 
-async def test_service_client_and_tunnel_meet_over_tls(url, files, authority, trusted):
+async def test_tls_service_client_and_tunnel_connect(url, files, authority, trusted):
     app, issuer = ServiceApp("router", url), authority.issuer()
 
     async def nodes(request, tenant):
@@ -74,16 +74,16 @@ async def test_service_client_and_tunnel_meet_over_tls(url, files, authority, tr
         far.close()
 
 
-def test_authority_that_is_not_trusted_is_named_as_the_cause(url, tmp_path):
+def test_tls_untrusted_authority_is_refused(url, tmp_path):
     other = make_certificates(tmp_path, "localhost")
     with pytest.raises(BusConnectError, match="certificate verify failed"):
         ControlClient(Access(url, None, other.authority), timeout=1)
-    with pytest.raises(ChannelTlsError, match="certificate that is not trusted"):
+    with pytest.raises(ChannelTlsError, match=r"the certificate of NATS at .* is not trusted"):
         open_tunnel(Access(url, None, other.authority), contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=5)
 
 
-async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():
-    """Somebody in between answers that TLS is not needed; user and password must not follow."""
+async def test_tls_server_without_tls_gets_no_credentials():
+    """An attacker answers that TLS is not required. The service must not send user and password."""
     heard = []
 
     async def answer(reader, writer):
@@ -96,7 +96,7 @@ async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():
     async with server:
         port = server.sockets[0].getsockname()[1]
         app = ServiceApp("router", f"tls://user:password@localhost:{port}", patience_s=0.5)
-        with pytest.raises(BusConnectError, match="does not offer TLS, and nothing is sent to it in plain text"):
+        with pytest.raises(BusConnectError, match="does not offer TLS, so nothing was sent to it"):
             async with app.running():
                 pass
         while not heard:
@@ -104,7 +104,7 @@ async def test_service_on_tls_shows_nothing_to_a_server_that_says_no_tls():
     assert set(heard) == {b""}
 
 
-def test_authorities_that_cannot_be_read_are_named(url, tmp_path, monkeypatch):
+def test_tls_unreadable_authorities_are_named(url, tmp_path, monkeypatch):
     with pytest.raises(BusConnectError, match=r"cannot read .*missing\.pem"):
         ControlClient(Access(url, None, tmp_path / "missing.pem"))
     monkeypatch.setenv("WOOLY_NATS_TLS_CA", str(tmp_path / "missing.pem"))

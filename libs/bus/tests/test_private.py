@@ -1,4 +1,4 @@
-"""State folders that only their user may read, and services that are open to the network only if that was said."""
+"""Private state folders; services without authentication on the network need explicit permission."""
 
 import os
 import stat
@@ -19,7 +19,7 @@ def mode(path):
     return stat.S_IMODE(path.lstat().st_mode)
 
 
-def test_state_folder_is_made_private_with_all_that_comes_into_it(tmp_path):
+def test_keep_private_new_folder_and_files_are_private(tmp_path):
     folder = tmp_path / "a" / "state"
     keep_private(folder)
     (folder / "sub").mkdir()
@@ -27,7 +27,7 @@ def test_state_folder_is_made_private_with_all_that_comes_into_it(tmp_path):
     assert [mode(p) for p in (folder, folder / "sub", folder / "sub" / "file")] == [0o700, 0o700, 0o600]
 
 
-def test_what_an_earlier_version_left_open_is_taken_back_and_nothing_else(tmp_path):
+def test_keep_private_tightens_only_own_files(tmp_path):
     logs, other, outside = tmp_path / "logs", tmp_path / "other.txt", tmp_path / "outside"
     logs.mkdir(mode=0o755)
     for path in (logs / "x.log", tmp_path / "a.db", tmp_path / "a.db-wal", other, outside):
@@ -39,27 +39,27 @@ def test_what_an_earlier_version_left_open_is_taken_back_and_nothing_else(tmp_pa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes folders of another user's")
-def test_state_folder_of_another_user_is_refused(tmp_path):
+def test_keep_private_folder_of_other_user_is_refused(tmp_path):
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 65534, 65534)
-    with pytest.raises(PermissionError, match="belongs to user 65534, who could put files of theirs in it"):
+    with pytest.raises(PermissionError, match="belongs to user 65534, who could replace the files in it"):
         keep_private(tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
-def test_loopback_needs_no_words(host):
+def test_refuse_open_loopback_is_allowed(host):
     assert is_loopback(host) and refuse_open("ROUTER", host, "") == ""
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "::", "", "10.1.2.3", "localhost.example.org", "gpu7", "fe80::1", "127.0.0.1.nip.io"]
 )
-def test_address_on_the_network_needs_the_words(host):
+def test_refuse_open_network_needs_setting(host):
     assert "WOOLY_ROUTER_OPEN_TO_NETWORK" in refuse_open("ROUTER", host, "true")
     assert refuse_open("ROUTER", host, OPEN) == ""
 
 
-def test_scrapers_token_is_compared_whole():
+def test_shows_compares_whole_token():
     assert shows("Bearer secret", "secret")
     assert not any(
         shows(header, "secret")

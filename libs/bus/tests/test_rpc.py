@@ -1,4 +1,4 @@
-"""ControlClient where things go wrong: closed, gone and returned servers, nonsense addresses, silence."""
+"""ControlClient and failures: closed clients, lost and restarted servers, invalid addresses, silence."""
 
 import socket
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.connected
 NOBODY = Rpc("wooly.v1.rpc.test.no.body", NodesRequest, CloseSessionReply)
 
 
-def test_closed_client_says_so_and_leaves_no_thread(nats_server):
+def test_closed_client_raises_and_leaves_no_thread(nats_server):
     before = threading.active_count()
     client = ControlClient(nats_server)
     client.close()
@@ -27,7 +27,7 @@ def test_closed_client_says_so_and_leaves_no_thread(nats_server):
         client.request(NOBODY, NodesRequest())
 
 
-def test_client_that_is_closed_while_a_thread_waits_ends_its_wait(nats_server):
+def test_close_ends_waiting_request_of_other_thread(nats_server):
     rpc, found = Rpc("wooly.v1.rpc.test.silent.body", NodesRequest, CloseSessionReply), []
 
     def ask():
@@ -50,7 +50,7 @@ def test_client_that_is_closed_while_a_thread_waits_ends_its_wait(nats_server):
 @pytest.mark.parametrize(
     "url", ["nats://no-such-host.invalid:4222", "nats://127.0.0.1:9", "nonsense://x", "nats://[::"]
 )
-def test_address_without_a_server_fails_in_time_and_names_it(url):
+def test_connect_without_server_fails_in_time_and_names_address(url):
     before, started = threading.active_count(), time.monotonic()
     with pytest.raises(BusConnectError) as caught:
         ControlClient(url, timeout=0.3)
@@ -58,12 +58,12 @@ def test_address_without_a_server_fails_in_time_and_names_it(url):
     assert time.monotonic() - started < 4 and threading.active_count() == before
 
 
-def test_server_that_says_nothing_fails_in_time():
+def test_connect_silent_server_fails_in_time():
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(BusConnectError, match="no NATS server answers"):
         ControlClient(f"nats://127.0.0.1:{mute.getsockname()[1]}", timeout=0.3)
 
 
-def test_client_comes_back_when_the_server_does():
+def test_client_reconnects_when_server_returns():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with start_nats_server("-p", port) as url:
@@ -84,7 +84,7 @@ def test_client_comes_back_when_the_server_does():
     client.close()
 
 
-def test_program_that_forgets_to_close_ends_without_noise_and_has_not_imported_faststream(nats_server):
+def test_program_without_close_ends_silently_and_does_not_import_faststream(nats_server):
     code = (
         f"import sys; from wooly_bus.rpc import ControlClient; c = ControlClient({nats_server!r}); "
         "sys.exit('faststream' in sys.modules or 'opentelemetry.sdk' in sys.modules)"
@@ -93,7 +93,7 @@ def test_program_that_forgets_to_close_ends_without_noise_and_has_not_imported_f
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_messages_do_not_hold_passwords(nats_server):
+def test_connect_error_has_no_password(nats_server):
     with pytest.raises(BusConnectError) as caught:
         ControlClient("nats://user:secret@127.0.0.1:1,nats://user:secret@127.0.0.1:2", timeout=0.3)
     assert "secret" not in str(caught.value) and "127.0.0.1:1" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Streams on real nats-servers: as many copies as are asked for, or a refusal that says what is missing."""
+"""Streams on real nats-servers: the configured number of copies, or an error that names the missing servers."""
 
 import asyncio
 import contextlib
@@ -19,12 +19,12 @@ LIMITS = {"max_age_s": 60.0, "max_bytes": 1 << 20}
 COPIES = Event("copies.>", bytes, stream=Log("COPIES", **LIMITS))
 
 
-async def test_copies_that_the_cluster_has_no_servers_for_are_refused_with_the_cure(nats_server, monkeypatch):
+async def test_streams_too_many_replicas_are_refused_with_remedy(nats_server, monkeypatch):
     monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
     app = ServiceApp("test", nats_server)
     async with app.running():
         js = app.jetstream()
-        cure = "WOOLY_NATS_REPLICAS asks for 3 copies, and the NATS cluster has fewer servers"
+        cure = "too few servers with JetStream and free storage for 3 copies.*lower WOOLY_NATS_REPLICAS"
         for work in (
             ensure_stream(js, COPIES),
             ensure_stream(js, Event("copiesq.>", bytes, stream=WorkQueue("COPIES_Q", max_bytes=1 << 20))),
@@ -71,7 +71,7 @@ def three_servers(tmp_path):
 
 
 @pytest.mark.slow
-async def test_streams_of_a_cluster_have_their_copies_on_three_servers(three_servers, monkeypatch):
+async def test_streams_on_cluster_have_three_replicas(three_servers, monkeypatch):
     app = ServiceApp("test", three_servers)
     async with app.running():
         js = app.jetstream()
@@ -83,11 +83,11 @@ async def test_streams_of_a_cluster_have_their_copies_on_three_servers(three_ser
                 except StreamError:
                     await asyncio.sleep(0.2)
             monkeypatch.setenv("WOOLY_NATS_REPLICAS", "3")
-            await ensure_stream(js, COPIES)  # what is there is given them
+            await ensure_stream(js, COPIES)  # existing streams get the copies, too
             store = BlobStore(js, "copies")
             name = await store.put(b"kept")
             for stream in ("COPIES", f"OBJ_{store.bucket}"):
-                while True:  # a copy is there once another server has it
+                while True:  # wait until the other servers have a copy
                     info = await js.stream_info(stream)
                     assert info.config.num_replicas == 3
                     if len(info.cluster.replicas or ()) == 2:

@@ -1,4 +1,4 @@
-"""Subjects: one form, one table."""
+"""Syntax of subjects and inboxes."""
 
 import re
 from pathlib import Path
@@ -11,12 +11,12 @@ GRAMMAR = re.compile(r"wooly\.v1\.(rpc|cmd|evt)\.[a-z]+\.[a-z]+\.[a-z]+(\.[^.*>\
 
 
 @pytest.mark.parametrize("bad", ["", "a.b", "*", ">", "a b", "a\n", "a\u2003b"])
-def test_id_that_would_change_the_subject_is_refused(bad):
+def test_id_token_invalid_is_refused(bad):
     with pytest.raises(ValueError, match="subject"):
         contracts.EXECUTOR_SESSION_OPEN.at(bad)
 
 
-def test_inbox_is_an_inbox_and_nothing_else():
+def test_inbox_of_other_form_is_refused():
     assert subjects.inbox("_INBOX.aB3.x_-") == "_INBOX.aB3.x_-"
     for bad in (
         "",
@@ -32,14 +32,14 @@ def test_inbox_is_an_inbox_and_nothing_else():
             subjects.inbox(bad)
 
 
-def test_tenant_of_any_name_has_one_token_of_its_own():
+def test_tenant_token_of_any_name_is_unique():
     names = ["a", "a.b", "a*", ">", "a b", "%", "a%2Eb", "ü\n"]
     subjects_ = {contracts.ROUTER_TASK_CHANGED.at(n).subject for n in names}
     assert len(subjects_) == len(names) and all(GRAMMAR.fullmatch(s) for s in subjects_)
 
 
 @pytest.mark.parametrize("tenant", ["acme", "a.b", "ü *>", "%2E", "a b"])
-def test_tenant_has_subjects_and_inboxes_of_its_own(tenant):
+def test_tenant_subjects_and_inboxes_are_separate(tenant):
     subject = contracts.ROUTER_TASK_LIST.for_tenant(tenant)
     head, _, token = subject.rpartition(".")
     assert head == contracts.ROUTER_TASK_LIST.subject and subjects.tenant_of(token) == tenant
@@ -52,7 +52,7 @@ def test_tenant_has_subjects_and_inboxes_of_its_own(tenant):
     assert tunnel != subjects.tunnel_inbox(subjects.client_inbox(tenant, "u2"))
 
 
-def test_tunnel_has_no_inbox_without_a_user():
+def test_tunnel_inbox_without_user_raises():
     for wrong in ("_INBOX.x", "_INBOX.tunnel.x", "wooly.v1.rpc", "_INBOX." + "a" * 32):
-        with pytest.raises(ValueError, match="no user's inbox"):
+        with pytest.raises(ValueError, match="not an inbox of a tenant's user"):
             subjects.tunnel_inbox(wrong)

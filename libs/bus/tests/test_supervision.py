@@ -1,4 +1,4 @@
-"""A service of which a thread or task ends unexpectedly is gone within a second, whatever its other threads do."""
+"""If a thread or task of a service ends unexpectedly, the process ends within a second, whatever its other threads do."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from wooly_bus.supervision import BROKEN
 
 ROOT = Path(__file__).parents[3]
-#: Seconds beyond those of a quiet machine.
+#: Extra seconds for a busy machine.
 PATIENCE_S = 20.0
 HEAD = """
 import asyncio, ctypes, logging, os, threading, time
@@ -34,12 +34,12 @@ async def for_ever():
 """
 
 
-#: Of a process whose time for last words is not what is shown: seconds, in place of `GRACE_S` and `STUCK_S`.
+#: Replaces `GRACE_S` and `STUCK_S`, in seconds, in tests that do not measure the time until the end of the process.
 SOON = HEAD + "supervision.GRACE_S, supervision.STUCK_S = 0.1, 0.5\n"
 
 
 def ran(body, head=SOON):
-    """What a service's process does whose `main` is `body`: its status, what it printed, and what it logged."""
+    """Run a service whose `main` is `body`. Returns its exit status, its output, and its log."""
     main = f"@supervised('tester')\ndef main() -> int:\n{textwrap.indent(textwrap.dedent(body), '    ')}\nreal_exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", head + main], capture_output=True, text=True, timeout=60 + PATIENCE_S, check=False
@@ -71,7 +71,7 @@ def ran(body, head=SOON):
             "the main thread",
             """
             async def works():
-                asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)  # which the end of a loop waits for
+                asyncio.get_running_loop().run_in_executor(None, time.sleep, 60)  # the end of a loop waits for this thread
                 fail()
             run(works())
             """,
@@ -79,7 +79,7 @@ def ran(body, head=SOON):
     ],
     ids=["thread", "thread of a library", "thread that exits", "task", "task beside a loop that hangs", "main"],
 )
-def test_unexpected_end_ends_the_process_within_a_second(what, body, request):
+def test_unexpected_end_of_part_ends_process_within_a_second(what, body, request):
     status, out, log = ran(body, HEAD if request.node.callspec.id == "main" else SOON)
     assert status == BROKEN
     assert f"CRITICAL {what} ended unexpectedly: " in log and "the tester's process ends with status 4" in log
@@ -87,12 +87,12 @@ def test_unexpected_end_ends_the_process_within_a_second(what, body, request):
     assert float(out) < 1 + PATIENCE_S / 10
 
 
-def test_task_that_returns_has_failed_as_well():
+def test_task_that_returns_is_a_failure():
     status, _, log = ran("asyncio.run(run_for_ever({'reader': lambda: asyncio.sleep(0)}, for_ever))\nreturn 0")
     assert status == BROKEN and "task reader ended unexpectedly: it returned" in log
 
 
-def test_process_ends_even_where_a_library_holds_the_interpreter():
+def test_failure_while_library_holds_interpreter_ends_process():
     begun = time.monotonic()
     status, _, log = ran(
         """
@@ -105,11 +105,11 @@ def test_process_ends_even_where_a_library_holds_the_interpreter():
     assert status == 1 and "Timeout" in log and time.monotonic() - begun < PATIENCE_S
 
 
-def test_process_that_was_told_to_end_returns_its_own_status():
+def test_requested_end_returns_status_of_main():
     assert ran("asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))\nreturn 7")[0] == 7
 
 
-def test_cancelled_work_ends_although_what_it_waits_for_is_done_in_the_same_turn():
+def test_cancellation_in_same_turn_as_result_is_not_lost():
     body = """
     async def reader():
         while True:
@@ -137,7 +137,7 @@ def test_cancelled_work_ends_although_what_it_waits_for_is_done_in_the_same_turn
     assert ran(body)[0] == 7
 
 
-def test_service_that_does_not_end_when_told_to_is_ended_and_says_where_it_stands():
+def test_service_not_ending_in_time_is_ended_with_log():
     body = """
     supervision.END_S = 0.2
     broken.append(time.monotonic())
@@ -153,10 +153,10 @@ def test_service_that_does_not_end_when_told_to_is_ended_and_says_where_it_stand
     return 7
     """
     status, _, log = ran(body)
-    assert status == BROKEN and "0.2 s are over; left: task reader" in log
+    assert status == BROKEN and "not complete after 0.2 s; still running: task reader" in log
 
 
-def test_thread_of_a_library_that_fails_while_the_service_stops_is_logged_alone():
+def test_library_thread_failing_during_shutdown_is_only_logged():
     body = """
     asyncio.run(run_for_ever({'reader': for_ever}, lambda: asyncio.sleep(0)))
     thread = threading.Thread(target=fail, name='worker')
@@ -166,10 +166,14 @@ def test_thread_of_a_library_that_fails_while_the_service_stops_is_logged_alone(
     return 7
     """
     status, _, log = ran(body)
-    assert status == 7 and "WARNING thread worker ended while the tester stops" in log and "Traceback" in log
+    assert (
+        status == 7
+        and "WARNING thread worker ended with an error during the shutdown of the tester" in log
+        and "Traceback" in log
+    )
 
 
-def test_errand_that_fails_is_logged_and_ends_nothing():
+def test_errand_failing_is_only_logged():
     status, _, log = ran(
         """
         async def works():
@@ -182,7 +186,7 @@ def test_errand_that_fails_is_logged_and_ends_nothing():
     assert status == 7 and "ERROR the closing of s failed: KeyError: 'left'" in log and "Traceback" in log
 
 
-def test_call_in_a_thread_gives_its_result_or_its_error():
+def test_start_call_returns_result_or_error():
     body = """
     assert start_call(lambda: 5, 'sum').result(9) == 5
     try:
@@ -193,31 +197,31 @@ def test_call_in_a_thread_gives_its_result_or_its_error():
     assert ran(body)[0] == 7
 
 
-def test_thread_of_a_process_that_is_no_service_is_logged_alone():
+def test_thread_failing_outside_service_is_only_logged():
     script = HEAD + "thread = start_thread(fail, 'worker')\nthread.join()\ntime.sleep(0.1)\nprint('goes on')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert "goes on" in done.stdout and "ERROR thread worker ended unexpectedly: KeyError: 'left'" in done.stderr
 
 
-# -- all of ours are started so ----------------------------------------------------------------------------------------
+# -- all use of supervision -------------------------------------------------------------------------------------------
 
-#: What starts a thread or a task of which nobody might hear that it ended.
+#: Calls that start a thread or a task, whose end may stay undetected.
 STARTERS = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
-#: Files that may, with the number of places, and why.
+#: Files that may have such calls: their number, and the reason.
 REASONED = {
-    "libs/bus/src/wooly_bus/supervision.py": (6, "is what starts all others"),
-    "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log what they raise"),
-    "deploy/operator/src/wooly_operator/app.py": (2, "knows no bus; both tasks are waited for, and the first to end ends it"),
-    "services/compiler/src/wooly_compiler/actor.py": (2, "whoever asked takes the result"),
-    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: what they raise ends the supervised task around it"),
-    "services/router/src/wooly_router/modules.py": (1, "whoever submitted the module takes the result"),
-    "services/metering/src/wooly_metering/app.py": (1, "uvicorn, which a supervised task waits for"),
+    "libs/bus/src/wooly_bus/supervision.py": (6, "starts all other threads and tasks"),
+    "libs/bus/src/wooly_bus/http_listener.py": (2, "a failed listener ends the server; connections log their errors"),
+    "deploy/operator/src/wooly_operator/app.py": (2, "imports no bus; waits for both tasks, and ends with the first"),
+    "services/compiler/src/wooly_compiler/actor.py": (2, "the caller takes the result"),
+    "services/executor/src/wooly_executor/compilation.py": (2, "a TaskGroup: an error ends the supervised task around it"),
+    "services/router/src/wooly_router/modules.py": (1, "the task that submitted the module takes the result"),
+    "services/metering/src/wooly_metering/app.py": (1, "uvicorn; a supervised task waits for it"),
     "services/metering/src/wooly_metering/follower.py": (1, "the supervised task around it takes the result"),
-    "services/router/src/wooly_router/app.py": (1, "uvicorn, which a supervised task waits for"),
+    "services/router/src/wooly_router/app.py": (1, "uvicorn; a supervised task waits for it"),
 }  # fmt: skip
 
 
-def test_every_service_is_supervised():
+def test_every_service_main_is_supervised():
     services = [p for p in ROOT.glob("services/*/src/*/app.py") if "intercept" not in p.parts]
     assert len(services) == 5
     for path in services:
@@ -225,7 +229,7 @@ def test_every_service_is_supervised():
         assert [getattr(getattr(d, "func", None), "id", "") for d in main.decorator_list] == ["supervised"], path
 
 
-def test_threads_and_tasks_are_started_by_supervision_alone():
+def test_threads_and_tasks_are_started_by_supervision():
     found = {}
     for path in sorted(p for part in ("libs", "services", "deploy") for p in ROOT.glob(f"{part}/*/src/**/*.py")):
         name = path.relative_to(ROOT).as_posix()

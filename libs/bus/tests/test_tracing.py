@@ -1,4 +1,4 @@
-"""Spans of a process: which are recorded, how they travel to the router, what is dropped, what a collector gets."""
+"""Spans of a process: recording, publishing to the router, dropped spans, export to a collector."""
 
 import http.server
 import threading
@@ -36,7 +36,7 @@ def spans(queue):
     return {s.name: s for s in found}
 
 
-def test_step_is_a_child_of_what_is_current_and_begins_no_trace_of_its_own(queue):
+def test_step_joins_current_trace_and_begins_none(queue):
     with step("router", "place") as span:
         assert not span.is_recording()
     with step("router", "outer", PARENT, task_id="t", nothing=None), step("router", "inner"):
@@ -48,7 +48,7 @@ def test_step_is_a_child_of_what_is_current_and_begins_no_trace_of_its_own(queue
     assert found["router.outer"].attributes == {"task_id": "t"} and not found["router.outer"].error
 
 
-def test_step_that_raises_is_marked_failed(queue):
+def test_step_raising_is_marked_failed(queue):
     with pytest.raises(ZeroDivisionError), step("router", "outer", PARENT):
         raise ZeroDivisionError
     assert spans(queue)["router.outer"].error
@@ -57,20 +57,20 @@ def test_step_that_raises_is_marked_failed(queue):
 @pytest.mark.parametrize(
     "text", ["", "nonsense", f"00-{'0' * 32}-{'b' * 16}-01", f"00-{'a' * 32}-{'b' * 16}", "x" * 9999]
 )
-def test_what_is_no_traceparent_is_no_trace(queue, text):
+def test_step_invalid_traceparent_records_nothing(queue, text):
     assert not trace.get_current_span(context_of(text)).get_span_context().is_valid
     with step("router", "place", text):
         pass
     assert not len(queue)
 
 
-def test_trace_that_its_asker_does_not_sample_is_not_recorded(queue):
+def test_step_unsampled_parent_records_nothing(queue):
     with step("router", "place", PARENT[:-1] + "0") as span:
         assert not span.is_recording() and traceparent(span) == ""
     assert not len(queue)
 
 
-def test_queue_that_is_full_drops_and_counts(queue):
+def test_span_queue_full_drops_and_counts(queue):
     small = SpanQueue(3)
     provider = provider_of("test", small, None)
     for i in range(5):
@@ -78,7 +78,7 @@ def test_queue_that_is_full_drops_and_counts(queue):
     assert small.dropped == 2 and [s.name for s in small.take()] == ["s0", "s1", "s2"] and len(small) == 0
 
 
-def test_span_is_cut_to_what_may_travel(queue):
+def test_record_of_large_span_is_truncated(queue):
     many = {f"k{i}\x1b": "v" * 1000 for i in range(100)}
     provider = provider_of("test", queue, None)
     span = provider.get_tracer("t").start_span(
@@ -90,7 +90,7 @@ def test_span_is_cut_to_what_may_travel(queue):
     assert all(len(v) <= 256 and "\x1b" not in k for k, v in record.attributes.items())
 
 
-def test_batch_fits_a_message_and_the_rest_waits(queue):
+def test_span_queue_take_fits_one_message(queue):
     tracer = provider_of("test", queue, None).get_tracer("t")
     for i in range(300):
         tracer.start_span("s", attributes={f"k{k}": "ä" * 256 for k in range(30)} if i < 100 else {}).end()
@@ -104,7 +104,7 @@ def test_batch_fits_a_message_and_the_rest_waits(queue):
 
 
 @pytest.mark.connected
-async def test_service_hands_its_spans_over_and_says_what_it_dropped(nats_server, queue, monkeypatch):
+async def test_service_publishes_spans_and_dropped_count(nats_server, queue, monkeypatch):
     monkeypatch.setattr(service_app, "handing_over", lambda: queue)
     monkeypatch.setattr(service_app, "SPANS_EVERY_S", 0.01)
     heard = []
@@ -122,7 +122,7 @@ async def test_service_hands_its_spans_over_and_says_what_it_dropped(nats_server
     queue.dropped = 7
     request = CloseSessionRequest(session_id="a")
     async with router.running(), service.running():
-        await router.request(rpc, request, timeout=5)  # of no trace: no span
+        await router.request(rpc, request, timeout=5)  # without a trace: no span
         with step("router", "asking", PARENT):
             await router.request(rpc, request, timeout=5)
         while sum(len(m.spans) for m in heard) < 2:
@@ -130,12 +130,12 @@ async def test_service_hands_its_spans_over_and_says_what_it_dropped(nats_server
     found = {s.name: s for m in heard for s in m.spans}
     assert set(found) == {"router.asking", f"{rpc.subject} process"}
     assert found[f"{rpc.subject} process"].parent_id == found["router.asking"].span_id
-    # both apps of this process share the queue: each tells what was dropped since its own message before
+    # both apps of this process share the queue: each reports the spans dropped since its own previous message
     by_service = {name: sum(m.dropped for m in heard if m.service == name) for name in {m.service for m in heard}}
     assert set(by_service.values()) == {7}
 
 
-def test_otlp_is_off_where_opentelemetry_s_variables_say_so(monkeypatch):
+def test_otlp_exporter_disabled_by_variables_is_off(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     assert tracing.otlp_exporter() is None
@@ -147,7 +147,7 @@ def test_otlp_is_off_where_opentelemetry_s_variables_say_so(monkeypatch):
         tracing.otlp_exporter()
 
 
-def test_collector_gets_the_same_spans(monkeypatch):
+def test_collector_receives_same_spans_as_queue(monkeypatch):
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 

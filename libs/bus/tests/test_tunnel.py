@@ -1,4 +1,4 @@
-"""Tunnels through a real nats-server: what the channel does on a socket it does here, and every kind of end is told."""
+"""Tunnels through a real nats-server: a channel works as on a socket, and both ends learn why a tunnel ended."""
 
 import asyncio
 import contextlib
@@ -152,14 +152,14 @@ def eventually(condition):
 
 
 def broken(client):
-    """What the client is told at the end of its stream."""
+    """The error that the client gets at the end of its stream."""
     with pytest.raises(ChannelClosedError) as caught:
         client.recv(60)
     client.close()
     return str(caught.value)
 
 
-def test_frames_of_all_sizes_come_back_in_order(host):
+def test_tunnel_frames_of_all_sizes_return_in_order(host):
     client = host.dial()
     sizes = [0, 1, 17, 4095, CHUNK - 17, CHUNK - 16, CHUNK, CHUNK + 1, 3 * CHUNK, MB, 15 * MB]
     for n in sizes:
@@ -174,7 +174,7 @@ def test_frames_of_all_sizes_come_back_in_order(host):
     assert host.gone.get(timeout=60) == ""
 
 
-def test_five_windows_arrive_exactly_both_ways(host):
+def test_tunnel_five_windows_arrive_both_ways(host):
     client, data = host.dial(), os.urandom(len(host.memory))
     for at in range(0, len(data), 4 * MB):
         client.send(BULK, at.to_bytes(8, "little"), memoryview(data)[at : at + 4 * MB])
@@ -188,7 +188,7 @@ def test_five_windows_arrive_exactly_both_ways(host):
     client.close()
 
 
-def test_chunks_fit_the_server_s_limit(tmp_path):
+def test_tunnel_chunks_fit_server_limit(tmp_path):
     config = tmp_path / "nats.conf"
     config.write_text("max_payload: 4096\n")
     with start_nats_server("-c", str(config)) as url, contextlib.closing(Host(url, "small")) as host:
@@ -198,7 +198,7 @@ def test_chunks_fit_the_server_s_limit(tmp_path):
         client.close()
 
 
-def test_two_tunnels_at_once_keep_their_bytes_apart(host):
+def test_two_tunnels_do_not_mix_bytes(host):
     failures = []
 
     def work(mark):
@@ -217,7 +217,7 @@ def test_two_tunnels_at_once_keep_their_bytes_apart(host):
     assert failures == [] and [host.gone.get(timeout=60), host.gone.get(timeout=60)] == ["", ""]
 
 
-def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
+def test_tunnel_paused_reader_blocks_sender_without_loss(host):
     sock = open_tunnel(host.url, host.rpc)
     client = greeted(ChannelClient(sock))
     client.window = 1 << 40
@@ -235,7 +235,7 @@ def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
     thread.start()
     eventually(lambda: len(accepted) * MB >= WINDOW)
     assert not done.wait(0.5)
-    # In nobody's hands but these: the window, four sockets' buffers, one frame that is half in.
+    # At most these hold data: the window, the buffers of four sockets, one frame that is half received.
     assert len(accepted) * MB <= WINDOW + 5 * tunnels.SOCKET_BUFFER
     host.call(lambda: host.held.resume())
     thread.join()
@@ -245,7 +245,7 @@ def test_reader_that_stops_stops_the_sender_and_nothing_is_lost(host):
     client.close()
 
 
-def test_closing_leaves_no_thread_socket_or_subscription(host):
+def test_tunnel_close_leaves_no_thread_socket_or_subscription(host):
     process = psutil.Process()
     host.dial().close()
     eventually(lambda: host.listener.open == 0)
@@ -262,48 +262,49 @@ def test_closing_leaves_no_thread_socket_or_subscription(host):
     eventually(lambda: host.listener.open == 0 and process.num_fds() <= before)
 
 
-def test_server_that_closes_is_an_orderly_end(host):
+def test_tunnel_closed_by_server_ends_normally(host):
     client = host.dial()
     client.send(BYE)
-    assert broken(client) == "the other end closed the connection"
+    assert broken(client) == "the executor closed the connection"
 
 
-# -- who is not there --------------------------------------------------------------------------------------------------
+# -- missing peers -----------------------------------------------------------------------------------------------------
 
 
-def test_nobody_serving_the_subject_is_a_clear_error(nats_server):
-    with pytest.raises(ChannelClosedError, match="nobody answers"):
+def test_open_tunnel_without_responder_raises(nats_server):
+    with pytest.raises(ChannelClosedError, match="no service answers"):
         open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("nobody"))
     assert "wooly-tunnel" not in {t.name for t in threading.enumerate()}
 
 
-def test_no_nats_server_is_a_clear_error_without_the_password():
-    with pytest.raises(ChannelClosedError, match=r"no NATS server .*nats://127\.0\.0\.1:9") as caught:
+def test_open_tunnel_without_nats_server_hides_password():
+    with pytest.raises(ChannelClosedError, match=r"cannot connect to NATS at nats://127\.0\.0\.1:9") as caught:
         open_tunnel("nats://user:secret@127.0.0.1:9", contracts.EXECUTOR_TUNNEL_OPEN.at("x"))
     assert "secret" not in str(caught.value)
 
 
-def test_server_that_says_nothing_is_a_timeout():
+def test_open_tunnel_silent_server_times_out():
     with socket.create_server(("127.0.0.1", 0)) as mute, pytest.raises(ChannelTimeoutError, match=r"within 0\.3 s"):
         open_tunnel(f"nats://127.0.0.1:{mute.getsockname()[1]}", contracts.EXECUTOR_TUNNEL_OPEN.at("x"), timeout=0.3)
 
 
-async def test_executor_that_does_not_answer_is_a_timeout(nats_server):
+async def test_open_tunnel_silent_executor_times_out(nats_server):
     client = Client()
     await client.connect(nats_server)
     await client.subscribe(contracts.EXECUTOR_TUNNEL_OPEN.at("mute").subject)
     await client.flush()
     await client.flush()
-    with pytest.raises(ChannelTimeoutError, match="no answer from the tunnel's other end"):
+    with pytest.raises(ChannelTimeoutError, match=r"cannot open a tunnel to .*no answer within"):
         await asyncio.to_thread(open_tunnel, nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("mute"), timeout=0.3)
     await client.close()
 
 
-def test_too_many_tunnels_are_refused(nats_server):
+def test_open_tunnel_above_limit_is_refused(nats_server):
     with contextlib.closing(Host(nats_server, "narrow", limits=TunnelLimits(total=1))) as host:
         first = host.dial()
         with pytest.raises(
-            ChannelError, match=r"refused: 1 tunnels are open here, and 1 is the limit \(WOOLY_EXECUTOR_TUNNELS\)"
+            ChannelError,
+            match=r"refused the tunnel: 1 tunnels are open on this executor; the limit is 1 \(WOOLY_EXECUTOR_TUNNELS\)",
         ):
             host.dial()
         first.close()
@@ -311,7 +312,7 @@ def test_too_many_tunnels_are_refused(nats_server):
         host.dial().close()
 
 
-def test_peer_may_name_only_an_inbox(host):
+def test_open_tunnel_subject_is_not_inbox_is_refused(host):
     client = ControlClient(host.url)
     for bad in ("wooly.v1.cmd.router.job.submit", "_INBOX.>", ""):
         request = OpenTunnelRequest.model_construct(inbox=bad, key="0" * 16, window=WINDOW)
@@ -331,20 +332,20 @@ def test_peer_may_name_only_an_inbox(host):
         ("tls://[::1]:4222", "nats://[::1]:4222#"),
     ],
 )
-def test_endpoint_of_a_tunnel_names_the_server_and_no_secret(url, endpoint):
+def test_tunnel_endpoint_has_server_and_no_password(url, endpoint):
     assert str(tunnel_endpoint(url, "gpu-0")) == endpoint + contracts.EXECUTOR_TUNNEL_OPEN.at("gpu-0").subject
 
 
-def test_endpoint_needs_a_url():
+def test_tunnel_endpoint_without_host_raises():
     with pytest.raises(EndpointError):
         tunnel_endpoint("nats://", "gpu-0")
 
 
-# -- who speaks out of turn --------------------------------------------------------------------------------------------
+# -- protocol violations -----------------------------------------------------------------------------------------------
 
 
 class Spy:
-    """Hears everything on a server, and can speak in the tunnel's name."""
+    """Receives all messages of a server, and can publish messages with the key of the tunnel."""
 
     def __init__(self, client):
         self.client, self.request, self.reply, self.ends = client, None, None, queue.SimpleQueue()
@@ -368,7 +369,7 @@ class Spy:
             self.ends.put(message.data[HEAD.size :].decode())
 
     async def tunnel(self, host):
-        """A client that is welcome: one message went each way."""
+        """A connected client, after one message in each direction."""
         client = await asyncio.to_thread(host.dial)
         while self.reply is None or not client.acked:
             client.poll_acks()
@@ -387,7 +388,7 @@ def private_host():
         yield running
 
 
-async def test_messages_of_strangers_change_nothing(private_host):
+async def test_tunnel_messages_without_key_are_ignored(private_host):
     spy = await Spy.start(private_host.url)
     client = await spy.tunnel(private_host)
     for inbox in (spy.request.inbox, spy.reply.inbox):
@@ -406,48 +407,48 @@ async def test_messages_of_strangers_change_nothing(private_host):
 @pytest.mark.parametrize(
     ("kind", "number", "data", "words"),
     [
-        (DATA, 9, b"later", "message 9 came where 2 was due"),
-        (DATA, 2, b"", "no leave"),
-        (BEAT, 3, b"", "3 messages were sent, 1 came"),
-        (END, 3, b"", "3 messages were sent, 1 came"),
-        (CREDIT, 1 << 40, b"", "never sent"),
+        (DATA, 9, b"later", "received message 9, but expected message 2"),
+        (DATA, 2, b"", "without credit"),
+        (BEAT, 3, b"", "3 messages were sent, 1 were received"),
+        (END, 3, b"", "3 messages were sent, 1 were received"),
+        (CREDIT, 1 << 40, b"", "credit for"),
         (99, 0, b"", "kind 99"),
-        (END, 1, b"the peer's own words", "the peer's own words"),
+        (END, 1, b"the peer's own reason", "the peer's own reason"),
     ],
 )
-async def test_broken_rules_end_the_tunnel_with_the_rule(private_host, side, kind, number, data, words):
+async def test_tunnel_protocol_violation_ends_with_reason(private_host, side, kind, number, data, words):
     spy = await Spy.start(private_host.url)
     client = await spy.tunnel(private_host)
     await spy.say(spy.request.inbox if side == "client" else spy.reply.inbox, kind, number, data)
-    if (kind, data) == (END, b"the peer's own words") and side == "server":
+    if (kind, data) == (END, b"the peer's own reason") and side == "server":
         assert words in await asyncio.to_thread(private_host.gone.get, timeout=60)
         await asyncio.to_thread(client.close)
     else:
-        # The end that noticed tells the other one.
+        # The end that detects the violation sends the reason to the other end.
         assert words in await asyncio.to_thread(broken, client)
         if kind != END or number != 1:
             assert words in await asyncio.to_thread(private_host.gone.get, timeout=60)
     await spy.client.close()
 
 
-async def test_more_than_the_window_is_not_taken(private_host):
+async def test_tunnel_data_beyond_window_is_refused(private_host):
     spy = await Spy.start(private_host.url)
     spy.request = OpenTunnelRequest(inbox=spy.client.new_inbox(), key="0123456789abcdef", window=WINDOW)
     data, headers = encode(spy.request)
     answer = await spy.client.request(private_host.rpc.subject, data, timeout=5, headers=headers)
     inbox = OpenTunnelReply.model_validate_json(answer.data).inbox
     await spy.say(inbox, DATA, 1, HEADER.pack(0, 2, 0, 0, 1) + HEADER.pack(0, HOLD, 0, 0, 2))
-    await asyncio.to_thread(eventually, lambda: private_host.held is not None)  # what follows is no frame
+    await asyncio.to_thread(eventually, lambda: private_host.held is not None)  # the data after this is not a frame
     chunk = bytes(500_000)
     for n in range(2, (WINDOW + 5 * tunnels.SOCKET_BUFFER) // len(chunk) + 2):
         await spy.say(inbox, DATA, n, chunk)
     await asyncio.to_thread(eventually, lambda: private_host.listener.open == 0)
     private_host.call(lambda: private_host.held.resume())
-    assert "no leave" in await asyncio.to_thread(spy.ends.get, timeout=60)
+    assert "without credit" in await asyncio.to_thread(spy.ends.get, timeout=60)
     await spy.client.close()
 
 
-# -- who dies ----------------------------------------------------------------------------------------------------------
+# -- dead peers --------------------------------------------------------------------------------------------------------
 
 HOST_PROCESS = """
 import importlib.util, signal, sys
@@ -474,7 +475,7 @@ time.sleep(600)
 
 @pytest.fixture
 def process(tmp_path):
-    """Starts a process of a text; it is ready when this returns."""
+    """Starts a process that runs a text, and waits until it is ready."""
     with contextlib.ExitStack() as stack:
 
         def start(code, *args):
@@ -488,16 +489,16 @@ def process(tmp_path):
         yield start
 
 
-def test_killed_listener_is_noticed(nats_server, process):
+def test_tunnel_killed_listener_is_detected(nats_server, process):
     other = process(HOST_PROCESS, __file__, nats_server)
     client = greeted(ChannelClient(open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("other"))))
     client.send(ECHO, b"x")
     client.recv(60)
     other.kill()
-    assert "the other end of the tunnel is gone" in broken(client)
+    assert "the other end closed its NATS connection" in broken(client)
 
 
-def test_frozen_listener_is_noticed_while_sending(nats_server, process, monkeypatch):
+def test_tunnel_frozen_listener_is_detected_while_sending(nats_server, process, monkeypatch):
     other = process(HOST_PROCESS, __file__, nats_server)
     client = greeted(ChannelClient(open_tunnel(nats_server, contracts.EXECUTOR_TUNNEL_OPEN.at("other"))))
     client.window = 1 << 40
@@ -509,19 +510,19 @@ def test_frozen_listener_is_noticed_while_sending(nats_server, process, monkeypa
     client.close()
 
 
-def test_killed_client_is_noticed(host, process):
+def test_tunnel_killed_client_is_detected(host, process):
     other = process(CLIENT_PROCESS, host.url, host.rpc.subject)
     other.kill()
-    assert "the other end of the tunnel is gone" in host.gone.get(timeout=60)
+    assert "the other end closed its NATS connection" in host.gone.get(timeout=60)
 
 
-def test_listener_that_stops_says_so(host):
+def test_tunnel_stopping_listener_sends_reason(host):
     client = host.dial()
     host.stop_listening()
     assert "the executor is stopping" in broken(client)
 
 
-def test_dead_nats_server_is_told_to_both_ends():
+def test_tunnel_dead_nats_server_ends_both_ends():
     with contextlib.ExitStack() as server:
         host = Host(server.enter_context(start_nats_server()), "orphan")
         client = host.dial()

@@ -1,4 +1,4 @@
-"""The wire of running installations: all subjects, what each kind of credentials permits, all streams."""
+"""Compatibility with running installations: subjects, queue groups, permissions of credentials, streams."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ TENANT = "a.b c"
 SCOPES = ("blobs:read", "blobs:write", "nodes:read", "tasks:read", "tasks:write")
 
 
-def test_subjects_are_those_of_running_installations():
+def test_subjects_match_running_installations():
     table = [*contracts.RPCS.values(), *contracts.EVENTS.values()]
     assert sorted({contract.pattern for contract in table}) == WIRE["subjects"]
 
 
-def test_queue_groups_are_those_of_running_installations():
-    """Two versions of a service share their requests only where both have the same group."""
+def test_queue_groups_match_running_installations():
+    """Two versions of a service share requests only if both have the same queue group."""
     found = {}
     for rpc in contracts.RPCS.values():
         found |= {} if rpc.tenants_only else {rpc.pattern: rpc.queue}
@@ -45,7 +45,7 @@ def allowed(credentials, patterns):
     return None if patterns is None else [p.replace(credentials.user_id, "USER") for p in patterns]
 
 
-def test_credentials_permit_what_they_permit_in_running_installations():
+def test_permissions_match_running_installations():
     found = {
         who: {
             "publish": allowed(credentials, credentials.permissions.publish),
@@ -57,7 +57,7 @@ def test_credentials_permit_what_they_permit_in_running_installations():
 
 
 class NoStreams:
-    """JetStream that has no stream yet, and notes what is made."""
+    """JetStream without streams; it records the streams that are created."""
 
     def __init__(self):
         self.made = {}
@@ -74,7 +74,7 @@ def js():
     return NoStreams()
 
 
-async def test_streams_are_those_of_running_installations(js):
+async def test_streams_match_running_installations(js):
     for event in contracts.EVENTS.values():
         if event.stream is not None:
             await ensure_stream(js, event)

@@ -1,4 +1,4 @@
-"""Forks are as processes that were started anew: what they are given, what they say, how they end."""
+"""A fork behaves as a new process: arguments, environment, output, exit status."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ sys.exit(int(sys.argv[1]))
 
 @pytest.fixture
 def module(tmp_path):
-    """Makes a module of a text; gives what it is started with."""
+    """Creates a module from a text. Returns the options to start it."""
 
     def make(text, **env):
         (tmp_path / "forked_module.py").write_text(text)
@@ -28,7 +28,7 @@ def module(tmp_path):
     return make
 
 
-def test_fork_has_what_it_was_given_and_its_end_is_known(module, tmp_path):
+def test_fork_gets_arguments_and_environment_and_reports_status(module, tmp_path):
     options = module(SAYS, MINE="4")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with Forked("forked_module", "7", "x", text=True, **pipes, **options) as process:
@@ -37,7 +37,7 @@ def test_fork_has_what_it_was_given_and_its_end_is_known(module, tmp_path):
     assert process.returncode == 7 == process.wait()
 
 
-def test_forks_are_killed_and_stopped_as_others(module, tmp_path):
+def test_fork_can_be_killed_and_terminated(module, tmp_path):
     options = module("import time; print('up', flush=True); time.sleep(60)")
     with Forked("forked_module", stdout=subprocess.PIPE, **options) as process:
         assert process.stdout.readline() == b"up\n" and process.poll() is None
@@ -48,7 +48,7 @@ def test_forks_are_killed_and_stopped_as_others(module, tmp_path):
         assert process.wait(30) == -signal.SIGKILL
 
 
-def test_forks_from_many_threads_end_each_with_its_own_status(module):
+def test_forks_from_many_threads_report_their_own_status(module):
     options, codes = module("import sys; sys.exit(int(sys.argv[1]))"), {}
 
     def one(n):
@@ -62,12 +62,12 @@ def test_forks_from_many_threads_end_each_with_its_own_status(module):
     assert codes == {n: n for n in range(20)}
 
 
-def test_what_a_module_raises_is_printed_and_the_status_is_1(module):
+def test_fork_raising_prints_traceback_and_status_is_1(module):
     done = forks.run("forked_module", timeout=30, **module("raise KeyError('mine')"))
     assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
 
 
-def test_given_descriptors_stay_open(module, tmp_path):
+def test_fork_keeps_given_descriptors_open(module, tmp_path):
     with (tmp_path / "log").open("ab") as log:
         for _ in range(2):
             with Forked("forked_module", stdout=log, stderr=log, **module("print('here')")) as process:

@@ -1,4 +1,4 @@
-"""mypy rejects each wrong call of `wooly_testkit.seams` once its `type: ignore` is gone, and no right one."""
+"""Without the `type: ignore` comments, mypy rejects exactly the wrong calls of `wooly_testkit.seams`."""
 
 import re
 import subprocess
@@ -12,9 +12,9 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)  # seconds: without a cache mypy reads pydantic, NATS and FastStream first
-def test_every_wrong_call_over_a_contract_is_an_error_and_no_right_one(tmp_path):
-    """Slow where mypy has no cache of the packages: `make lint` checks the same file."""
+@pytest.mark.timeout(1200)  # seconds: without a cache, mypy first reads pydantic, NATS and FastStream
+def test_mypy_rejects_exactly_the_wrong_calls(tmp_path):
+    """This test is slow without mypy's cache. `make lint` checks the same file."""
     source = Path(wooly_testkit.seams.__file__).read_text()
     wrong = [n for n, line in enumerate(source.splitlines(), 1) if "# type: ignore" in line]
     assert len(wrong) > 15

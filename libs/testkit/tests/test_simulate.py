@@ -1,4 +1,4 @@
-"""The simulator: same numbers whatever runs beside it, and the figures that the rule promises."""
+"""The simulator: reproducible results, and the guarantees of the dispatch rule."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -29,7 +29,7 @@ def figures(policy, tenants, seconds=2, **values):
     return p99, result.outcomes["behind"].run_ns / (result.wall_ns - outcome.run_ns), result
 
 
-def test_p0_beside_a_saturating_background_keeps_its_latency_where_others_do_not():
+def test_p0_beside_background_keeps_latency_only_under_wooly():
     tenants = [front(), Tenant("behind", Policy(4), BEHIND)]
     found = {policy: figures(policy, tenants) for policy in POLICIES}
     assert found["wooly"][0] <= 1.10 and found["wooly"][1] >= 0.90
@@ -38,12 +38,12 @@ def test_p0_beside_a_saturating_background_keeps_its_latency_where_others_do_not
 
 
 POLICED = Config(undeclared_permille=200)
-"""As executors have it."""
+"""The configuration of executors."""
 
 
 @pytest.mark.parametrize("fronts", [1, 3])
-def test_neighbour_keeps_its_fair_share_beside_saturating_undeclared_p0(fronts):
-    """A fifth of the device is P0's; the rest is shared by all in P2, P0's excess among them."""
+def test_p2_beside_undeclared_p0_keeps_fair_share(fronts):
+    """P0 gets a fifth of the device. All tenants in P2 share the rest, including the excess of P0."""
     tenants = [Tenant(f"front{n}", Policy(0), FRONT) for n in range(fronts)]
     tenants.append(Tenant("behind", Policy(2), BEHIND))
     starved = SimulatedDevice(tenants).run(1_000 * MS).outcomes["behind"].run_ns
@@ -53,14 +53,14 @@ def test_neighbour_keeps_its_fair_share_beside_saturating_undeclared_p0(fronts):
     assert starved == 0 and result.outcomes["behind"].run_ns >= 0.98 * fair
 
 
-def test_weight_of_undeclared_p0_counts_in_p2_and_takes_nothing_more():
+def test_undeclared_p0_excess_gets_share_of_its_weight_in_p2():
     tenants = [Tenant("front", Policy(0, weight=3), FRONT), Tenant("behind", Policy(2), BEHIND)]
     result = SimulatedDevice(tenants, config=POLICED).run(1_000 * MS)
     fair = (result.run_ns - result.wall_ns / 5 - undeclared_burst_ns(POLICED)) / 4
     assert result.outcomes["behind"].run_ns >= 0.98 * fair
 
 
-def test_declared_p0_that_saturates_is_held_to_its_declaration():
+def test_declared_p0_saturating_is_limited_to_declaration():
     policy = declared(0, 1, FRONT.total_ns, 0, 4 * FRONT.total_ns)
     tenants = [Tenant("front", policy, FRONT), Tenant("behind", Policy(2), BEHIND)]
     result = SimulatedDevice(tenants, audit=True).run(1_000 * MS)
@@ -69,8 +69,8 @@ def test_declared_p0_that_saturates_is_held_to_its_declaration():
     assert result.outcomes["behind"].run_ns >= 0.98 * fair
 
 
-def test_policies_see_the_same_arrivals_and_durations():
-    """Common random numbers: an open arrival's response alone depends on the tenant only."""
+def test_policies_get_same_arrivals_and_durations():
+    """Common random numbers: the response time alone of a Poisson tenant does not depend on the policy."""
     tenants = [
         Tenant(
             "front", Policy(0, service_ns=FRONT.total_ns), FRONT, interval_ns=4 * FRONT.total_ns, noise_permille=100
@@ -83,21 +83,23 @@ def test_policies_see_the_same_arrivals_and_durations():
     assert all(alone[:shortest] == found[0][:shortest] for alone in found)
 
 
-def test_trace_is_followed():
+def test_tenant_with_trace_arrives_at_its_times():
     tenant = Tenant("front", Policy(0), FRONT, trace=(5 * MS, MS, 40 * MS), noise_permille=0)
     outcome = SimulatedDevice([tenant]).run(100 * MS).outcomes["front"]
     assert outcome.programs == 3
-    assert outcome.responses[0] == 10_040 * US  # two dispatches: its first kernel alone, unproven, then all
+    assert (
+        outcome.responses[0] == 10_040 * US
+    )  # two launches: the first kernel alone, because its estimate is unproven, then the others
 
 
-def test_audited_device_reports_no_violation_and_its_sums_agree():
+def test_audited_device_has_no_violation_and_consistent_sums():
     tenants = [front(), Tenant("behind", Policy(4), BEHIND), Tenant("other", Policy(4, weight=2), BEHIND)]
     result = SimulatedDevice(tenants, audit=True).run(1_000 * MS)
     assert result.violations == 0 and result.metrics.unjust_ns == 0
     assert result.metrics.run_ns == result.run_ns == sum(o.run_ns for o in result.outcomes.values())
 
 
-def test_liar_and_30ms_kernels_violate_no_bound():
+def test_understated_estimates_and_30ms_kernels_violate_no_bound():
     tenants = [
         front(),
         Tenant("behind", Policy(4), BEHIND, understated=50),
@@ -106,7 +108,7 @@ def test_liar_and_30ms_kernels_violate_no_bound():
     assert SimulatedDevice(tenants, audit=True).run(1_000 * MS).violations == 0
 
 
-def test_two_tenants_share_by_weight_within_two_percent():
+def test_shares_of_two_tenants_match_weights_within_two_percent():
     profiles = [FRONT, BEHIND]
     for weights in ((1, 1), (3, 1)):
         rows = study.shares(profiles, study.Options(seconds=1.0, audit=True), weights)
@@ -114,14 +116,14 @@ def test_two_tenants_share_by_weight_within_two_percent():
         assert all(row["share_error"] <= 0.02 and row["violations"] == 0 for row in rows)
 
 
-def test_cluster_is_the_same_in_one_process_and_in_two():
+def test_cluster_result_is_independent_of_processes():
     profiles = synthetic_profiles()
     rows = [study.cluster(profiles, study.Options(seconds=0.2, processes=n), 4, 22, 500) for n in (1, 2)]
     assert rows[0] == rows[1]
     assert rows[0][-1]["tenants"] == 22 and rows[0][-1]["launches"] > 0
 
 
-def test_command_prints_rows_and_draws_them(tmp_path, capsys):
+def test_command_prints_and_plots_rows(tmp_path, capsys):
     path = tmp_path / "profiles.json"
     model = {"seq": [[100.5, 10, 1], [20, 4, 0]] * 30}
     path.write_text(
@@ -139,7 +141,7 @@ def test_command_prints_rows_and_draws_them(tmp_path, capsys):
     assert "reclaimed" in capsys.readouterr().out
 
 
-def test_command_runs_tenants_of_a_file(tmp_path, capsys):
+def test_command_device_reads_tenants_of_file(tmp_path, capsys):
     path = tmp_path / "tenants.json"
     entries = [
         {"id": "web", "profile": "small_infer", "priority": 0, "trace": [MS, 9 * MS, 30 * MS]},
@@ -150,11 +152,11 @@ def test_command_runs_tenants_of_a_file(tmp_path, capsys):
     web, batch = json.loads(capsys.readouterr().out)
     assert (web["programs"], web["violations"]) == (3, 0) and batch["gpu_share"] > 0.8
     path.write_text(json.dumps([{"id": "web", "profile": "none"}]))
-    with pytest.raises(ValueError, match="web: 'none'; profiles are small_infer"):
+    with pytest.raises(ValueError, match="web: 'none'; existing profiles: small_infer"):
         main(["device", str(path)])
 
 
-def test_command_with_an_unknown_policy_says_which_there_are(capsys):
+def test_command_unknown_policy_lists_policies(capsys):
     with pytest.raises(SystemExit):
         main(["pairs", "--policies", "best"])
     assert "slices" in capsys.readouterr().err
@@ -162,7 +164,7 @@ def test_command_with_an_unknown_policy_says_which_there_are(capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_million_decisions_over_all_pairs_violate_nothing():
+def test_million_decisions_over_all_pairs_violate_no_invariant():
     profiles = synthetic_profiles()
     rows = study.pairs(profiles, study.Options(seconds=8.0, audit=True), background=1)
     rows += study.pairs(profiles, study.Options(seconds=6.0, audit=True), background=4)
@@ -173,6 +175,6 @@ def test_million_decisions_over_all_pairs_violate_nothing():
     for row in rows:
         if "front" in row and row["longest_share"] <= 0.05:
             assert row["p99"] <= 1.10, row
-            # a request of 2 ms allows a window of two dispatch latencies: waiting for dispatch is then a tenth of the time
+            # a request of 2 ms permits a window of two dispatch latencies: a tenth of the time is then spent on dispatch
             assert row["reclaimed"] >= (0.85 if row["front"] == "small_infer" else 0.90), row
         assert row.get("share_error", 0) <= 0.02, row

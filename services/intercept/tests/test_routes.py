@@ -122,7 +122,7 @@ def test_server_without_tls_behind_a_tls_endpoint_ends_the_attempt(files):
         listening(lambda sock: None) as (plain, seen),
     ):
         said = attach(f"tls://localhost:{secure}", f"tcp://localhost:{plain}", tls_ca=files.authority)
-    assert "no TLS there" in said and not seen
+    assert "the executor does not speak TLS" in said and not seen
 
 
 def test_tls_that_does_not_answer_leads_to_no_plain_text_over_a_network(files, monkeypatch):
@@ -196,7 +196,7 @@ def test_nats_on_tls_is_told_nothing_in_plain_text(files):
 
     with (
         listening(greeting(False, listen)) as (port, _),
-        pytest.raises(ControlError, match="does not offer TLS, and nothing is sent to it in plain text"),
+        pytest.raises(ControlError, match="does not offer TLS, so nothing was sent to it"),
     ):
         Controller(Access(f"tls://user:password@localhost:{port}", None, files.authority))
     assert heard == [b""]

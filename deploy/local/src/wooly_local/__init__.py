@@ -1,1 +1,1 @@
-"""The embedded stack: nats-server and services as supervised processes."""
+"""The local stack: nats-server and Wooly's services as supervised processes."""

@@ -1,7 +1,7 @@
 """One supervised child process: start, log file, restart with back-off, stop. Children die with their supervisor.
 
-Services in Python are forks of the supervisor, which has loaded what they share: most of what a service does to start is
-importing. The supervisor has one thread, and runs none of their code itself.
+Python services are forks of the supervisor, which has imported the modules that they share, because imports take most of the
+start time of a service. The supervisor has one thread and runs no code of the services.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from wooly_local.python_private import finish
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
+#: Maximum back-off before a service is restarted, in seconds.
 MAX_BACKOFF_S = 10.0
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 def die_with_parent() -> None:
-    """Ask Linux to end this process when its parent dies, however that happens. Elsewhere this does nothing."""
+    """Ask Linux to end this process when its parent dies for any reason. On other systems this does nothing."""
     try:
         libc = ctypes.CDLL(None, use_errno=True)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -40,7 +41,7 @@ def die_with_parent() -> None:
 
 
 class Child(Protocol):
-    """What `subprocess.Popen` and `Forked` have in common."""
+    """The common interface of `subprocess.Popen` and `Forked`."""
 
     pid: int
 
@@ -51,36 +52,36 @@ class Child(Protocol):
 
 
 def preload(modules: Iterable[str]) -> None:
-    """Import what services that are forked from now on have in common. What is not installed here, they do without."""
+    """Import modules that later forks share. Modules that are not installed are skipped."""
     for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # the collector of a fork need not write to what it shares with others
+    gc.freeze()  # the garbage collector of a fork must not write to the shared memory pages
 
 
 class Forked:
-    """A process that runs `python -m module` in a fork of this one.
+    """A fork of this process that runs `python -m module`.
 
     Args:
-        module: what it runs.
-        env: variables that it has besides ours.
-        log: where its output goes.
-        name: for lists of processes.
+        module: the module.
+        env: environment variables in addition to those of this process.
+        log: file for the output.
+        name: name in process lists.
     """
 
     def __init__(self, module: str, env: dict[str, str], log: Path, name: str) -> None:
         self.returncode: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until they mean the fork itself
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # until the fork has its own handlers
         self.pid = os.fork()
         if self.pid:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
         else:
             code = 1
             try:
-                code = _become(module, env, log, name)
+                code = _run_in_fork(module, env, log, name)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -90,7 +91,7 @@ class Forked:
                 os._exit(code)
 
     def poll(self) -> int | None:
-        """Its exit status once it has ended; negative: the signal."""
+        """The exit status, or None while the process runs. A negative status is the number of a signal."""
         if self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -101,10 +102,10 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end.
+        """Wait for the end of the process, and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it goes on.
+            subprocess.TimeoutExpired: the process still runs after `timeout` seconds.
         """
         until = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -114,11 +115,11 @@ class Forked:
         return code
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL."""
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
@@ -126,13 +127,13 @@ class Forked:
             os.kill(self.pid, number)
 
 
-def _become(module: str, env: dict[str, str], log: Path, name: str) -> int:
-    """Be that module's process, in a fork. Returns its exit status."""
+def _run_in_fork(module: str, env: dict[str, str], log: Path, name: str) -> int:
+    """Run a module in this fork. Returns the exit status."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
     die_with_parent()
-    call_it(name)
+    set_process_name(name)
     os.environ.update(env)
     ours = [os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)]
     for there, here in ((0, ours[0]), (1, ours[1]), (2, ours[1])):
@@ -143,7 +144,7 @@ def _become(module: str, env: dict[str, str], log: Path, name: str) -> int:
 
 
 def run_as_main(module: str, arguments: list[str]) -> int:
-    """Do what `python -m module arguments` does, in a fork, until its end. Returns its exit status."""
+    """Do in a fork what `python -m module arguments` does. Returns the exit status."""
     sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -159,21 +160,25 @@ def run_as_main(module: str, arguments: list[str]) -> int:
     return code
 
 
-def call_it(name: str) -> None:
-    """What lists of processes call this one, where the system has such names."""
+def set_process_name(name: str) -> None:
+    """Set the name of this process in process lists, on Linux."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, f"wooly-{name}".encode()[:15])
 
 
 @dataclass
 class Service:
-    """A child to be kept running.
+    """A child process that is restarted when it ends.
 
     Attributes:
-        name: for logs and status.
-        argv: command line; or a module's name, which is run in a fork.
-        env: variables added to the supervisor's own.
-        log: where its output goes.
+        name: name for logs and status.
+        argv: command line; or the name of a module that runs in a fork.
+        env: environment variables in addition to those of the supervisor.
+        log: file for the output.
+        process: the current process; None before the first start.
+        started_at: time of the last start, in monotonic seconds.
+        failures: number of recent failures, which determines the back-off.
+        not_before: earliest time of the next restart, in monotonic seconds; 0: not set.
     """
 
     name: str
@@ -186,12 +191,12 @@ class Service:
     not_before: float = field(default=0.0)
 
     def start(self) -> None:
-        """Start it now."""
+        """Start the process."""
         self.started_at = time.monotonic()
         if isinstance(self.argv, str):
             self.process = Forked(self.argv, self.env, self.log, self.name)
             return
-        with self.log.open("ab") as out:  # private: the supervisor's umask
+        with self.log.open("ab") as out:  # the umask of the supervisor makes the file private
             self.process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
@@ -203,11 +208,11 @@ class Service:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id; None if the process does not run."""
         return self.process.pid if self.process is not None and self.process.poll() is None else None
 
     def keep_alive(self, now: float) -> bool:
-        """Restart it if it has died and its back-off is over. True if it was restarted."""
+        """Restart the process if it has ended and its back-off is over. Returns whether it was restarted."""
         if self.pid is not None:
             if self.failures and now - self.started_at > 30:
                 self.failures = 0
@@ -222,17 +227,17 @@ class Service:
         return True
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End it: SIGTERM, and SIGKILL if it does not listen."""
+        """Send SIGTERM, and SIGKILL if the process still runs after `timeout` seconds."""
         self.ask_to_end()
-        self.see_it_end(timeout)
+        self.wait_for_end(timeout)
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM, and wait for nothing."""
+        """Send SIGTERM without waiting."""
         if self.process is not None and self.process.poll() is None:
             self.process.terminate()
 
-    def see_it_end(self, timeout: float = 5.0) -> None:
-        """Wait for its end, and make one after `timeout` seconds."""
+    def wait_for_end(self, timeout: float = 5.0) -> None:
+        """Wait for the end of the process. Send SIGKILL after `timeout` seconds."""
         process = self.process
         if process is None or process.poll() is not None:
             return
@@ -242,8 +247,8 @@ class Service:
             process.kill()
             process.wait()
 
-    def last_words(self, lines: int = 12) -> str:
-        """The end of its log."""
+    def log_tail(self, lines: int = 12) -> str:
+        """The last lines of the log."""
         try:
             return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
         except OSError:

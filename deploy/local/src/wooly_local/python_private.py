@@ -1,4 +1,4 @@
-"""The private names of CPython that the local stack uses. They are in one file so that a new Python release is checked here.
+"""The private names of CPython that the local stack uses, in one file, so that they can be checked for a new Python release.
 
 Checked against Python 3.11 and 3.12.
 """
@@ -10,6 +10,6 @@ import threading
 
 
 def finish() -> None:
-    """Wait for all threads, then run the exit functions. The interpreter does both at its end; a fork never gets there."""
+    """Wait for all threads, then run the exit functions. The interpreter does both at its end, which a fork never reaches."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -1,4 +1,4 @@
-"""Start, find and stop a local stack. The stack itself lives in its supervisor's process."""
+"""Start, find and stop a local stack. The stack itself runs in its supervisor process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from wooly_bus.authority import Authority
 from wooly_bus.credentials import Credentials
 from wooly_bus.private import refuse_foreign
 
+#: Longest start of a stack, in seconds.
 START_TIMEOUT_S = 90.0
+#: Seconds after which the processes of a stack that still run get SIGKILL.
 STOP_TIMEOUT_S = 15.0
-#: Seconds that its router has for an answer of REST.
+#: Timeout of a request to the router's REST, in seconds.
 REST_TIMEOUT_S = 10.0
-#: What a stack makes in its folder; earlier versions let others read some of it.
+#: Name patterns of the files of a stack. Earlier versions let other users read some of them; their modes are corrected.
 OURS = (
     "stack.json*",
     "*.token",
@@ -46,7 +48,7 @@ OURS = (
 
 
 class StackError(RuntimeError):
-    """The local stack cannot be started or stopped; the message says why."""
+    """The local stack cannot be started; the message has the reason."""
 
     code = "local.stack"
     retryable = False
@@ -57,11 +59,11 @@ class Stack:
     """A running local stack.
 
     Attributes:
-        state_dir: its files.
-        nats_url: where its NATS is.
-        rest_url: where its router's REST is.
-        services: process id per service.
-        ephemeral: it ends with this process, and its files too.
+        state_dir: directory of its files.
+        nats_url: URL of its NATS server.
+        rest_url: URL of its router's REST.
+        services: process id of each service.
+        ephemeral: the stack ends with this process, and its files are removed.
     """
 
     state_dir: Path
@@ -73,26 +75,26 @@ class Stack:
 
     @property
     def token(self) -> str:
-        """What its owner shows its REST, and whatever scrapes its metrics."""
+        """The owner's token for REST and for `/metrics`."""
         return owner_token(self.state_dir).read_text().strip()
 
     def request(self, method: str, path: str, body: object = None) -> Any:
-        """Ask its REST, `/api/v1/<path>`, as its owner. Returns the answer's JSON.
+        """Send a request to `/api/v1/<path>` of the router's REST with the owner's token. Returns the JSON of the answer.
 
         Raises:
-            OSError: it does not answer, or refuses (`urllib.error.HTTPError`).
+            OSError: the router does not answer, or refuses (`urllib.error.HTTPError`).
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
         asked = urllib.request.Request(f"{self.rest_url}/api/v1/{path}", data, headers, method=method)
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy is to see the token
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy must not see the token
         with direct.open(asked, timeout=REST_TIMEOUT_S) as answer:
             return json.loads(answer.read() or b"null")
 
     def ui_url(self) -> str:
-        """The address of its pages with a code that lets one browser in, once; without, if REST does not answer.
+        """The URL of the web UI with a login code that is valid once. If REST does not answer, the URL has no code.
 
-        The code stands after the `#`: browsers send that to nobody.
+        The code is after the `#`, which browsers do not send.
         """
         try:
             return f"{self.rest_url}/ui/#/login/{self.request('POST', 'login/code')['code']}"
@@ -101,20 +103,20 @@ class Stack:
 
     @property
     def creds(self) -> Path:
-        """What its owner shows its NATS."""
+        """The owner's credentials for NATS."""
         return keys_of(self.state_dir).admin_creds
 
     def access(self) -> Access:
-        """Its owner's way into its NATS."""
+        """The owner's access to NATS."""
         return Access(self.nats_url, lambda: Credentials.load(self.creds))
 
     @property
     def client_env(self) -> dict[str, str]:
-        """Variables by which clients find it, and may do what its owner may."""
+        """Environment variables with which clients find the stack and have the owner's permissions."""
         return {"WOOLYAI_CONTROLLER_URL": self.nats_url, "WOOLYAI_NATS_CREDS": str(self.creds)}
 
     def stop(self) -> None:
-        """Stop it and wait until it is gone."""
+        """Stop the stack, and wait for its end."""
         stop_stack(self.state_dir)
         if self._process is not None:
             if self._process.stdin is not None:
@@ -125,17 +127,17 @@ class Stack:
 
 
 def keys_of(state_dir: Path) -> Authority:
-    """The keys of a stack; only its user may read them."""
+    """The keys of a stack. Only its user may read the files."""
     return Authority(state_dir / "keys")
 
 
 def owner_token(state_dir: Path) -> Path:
-    """The file with the token of a stack's owner; only its user may read it."""
+    """The file with the token of a stack's owner. Only its user may read the file."""
     return state_dir / "owner.token"
 
 
 def make_owner_token(state_dir: Path) -> None:
-    """Make the token of a stack's owner, if there is none yet."""
+    """Create the token of a stack's owner if it does not exist."""
     with os.fdopen(os.open(owner_token(state_dir), os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         if not file.read().strip():
             file.write(f"wooly_{secrets.token_urlsafe(32)}")
@@ -151,7 +153,7 @@ def default_state_dir() -> Path:
 
 
 def _alive(identity: dict[str, Any]) -> psutil.Process | None:
-    """The process of an identity, unless it has ended and its number has gone to another."""
+    """The process with this process id and creation time; None if it has ended, even if its process id was reused."""
     try:
         process = psutil.Process(int(identity["pid"]))
         if abs(process.create_time() - float(identity["created"])) > 1 or process.status() == psutil.STATUS_ZOMBIE:
@@ -170,7 +172,7 @@ def _read(state_dir: Path) -> dict[str, Any] | None:
 
 
 def read_stack(state_dir: Path) -> Stack | None:
-    """The stack that runs in `state_dir`, if one does."""
+    """The stack that runs in `state_dir`; None if no stack runs there."""
     content = _read(state_dir)
     if content is None or content.get("state") != "ready" or _alive(content.get("supervisor", {})) is None:
         return None
@@ -179,7 +181,7 @@ def read_stack(state_dir: Path) -> Stack | None:
 
 
 def is_starting(state_dir: Path) -> bool:
-    """Whether a stack is on its way up in `state_dir`."""
+    """Whether a stack is being started in `state_dir`."""
     content = _read(state_dir) or {}
     return content.get("state") == "starting" and _alive(content.get("supervisor", {})) is not None
 
@@ -189,8 +191,8 @@ class StartingStack:
     """A stack whose supervisor was started.
 
     Attributes:
-        state_dir: its files.
-        ephemeral: it ends with this process, and its files too.
+        state_dir: directory of its files.
+        ephemeral: the stack ends with this process, and its files are removed.
     """
 
     state_dir: Path
@@ -198,10 +200,10 @@ class StartingStack:
     _process: subprocess.Popen[bytes]
 
     def wait(self) -> Stack:
-        """Wait until it serves.
+        """Wait until the stack can serve clients.
 
         Raises:
-            StackError: it did not come up.
+            StackError: the stack did not start.
         """
         process = self._process
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -215,16 +217,16 @@ class StartingStack:
                 if process.poll() is not None:
                     break
                 time.sleep(0.02)
-        except BaseException:  # Ctrl-C: nobody would stop what comes up then
+        except BaseException:  # after Ctrl-C, nothing else would stop the starting stack
             self.cancel()
             raise
         process.kill()
         words = _log(self.state_dir).read_text(errors="replace").strip()
         self.cancel()
-        raise StackError(words or "the local stack did not come up")
+        raise StackError(words or f"the local stack did not start; its log is {_log(self.state_dir)}")
 
     def cancel(self) -> None:
-        """Have it end, as far as it has come, and wait until it is gone."""
+        """Stop the starting stack, and wait for its end."""
         self._process.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
@@ -233,33 +235,33 @@ class StartingStack:
             self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        stop_stack(self.state_dir)  # what a killed one left
+        stop_stack(self.state_dir)  # stops services that a killed supervisor left behind
         if self.ephemeral:
             shutil.rmtree(self.state_dir, ignore_errors=True)
 
 
 def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> StartingStack:
-    """Start a stack, and do not wait for it.
+    """Start a stack without waiting until it is ready.
 
     Args:
-        state_dir: its directory; a temporary one for an ephemeral stack if None.
-        ephemeral: end it when this process ends, however that happens.
-        gpus: executors to start; each serves one device.
+        state_dir: state directory; None: the default one, or a temporary one for an ephemeral stack.
+        ephemeral: end the stack when this process ends for any reason.
+        gpus: number of executors; each serves one device.
 
     Raises:
-        StackError: one runs there already.
+        StackError: a stack already runs in the directory, or another user owns the directory.
     """
     if state_dir is None:
         state_dir = Path(tempfile.mkdtemp(prefix="wooly-")) if ephemeral else default_state_dir()
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
-        refuse_foreign(state_dir)  # before anything in it is believed, or written through a link of theirs
+        refuse_foreign(state_dir)  # check first: a foreign user could have put files or links in it
     except PermissionError as e:
-        raise StackError(f"{e}; name another one (WOOLYAI_STATE_DIR)") from e
+        raise StackError(f"{e} (WOOLYAI_STATE_DIR)") from e
     if read_stack(state_dir) is not None:
-        raise StackError(f"a stack runs in {state_dir} already; `wooly status` shows it, `wooly down` stops it")
+        raise StackError(f"a stack already runs in {state_dir}; `wooly status` shows it, `wooly down` stops it")
     if is_starting(state_dir):
-        raise StackError(f"a stack is being started in {state_dir} already; wait for it, or stop it with `wooly down`")
+        raise StackError(f"a stack is already being started in {state_dir}; wait for it, or stop it with `wooly down`")
     stop_stack(state_dir)
     argv = [sys.executable, "-m", "wooly_local.supervisor", "--state-dir", str(state_dir), "--gpus", str(gpus)]
     with os.fdopen(os.open(_log(state_dir), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log:
@@ -274,10 +276,10 @@ def begin_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus:
 
 
 def start_stack(state_dir: Path | None = None, *, ephemeral: bool = False, gpus: int = 1) -> Stack:
-    """Start a stack as `begin_stack` does, and wait until it serves.
+    """Start a stack as `begin_stack` does, and wait until it can serve clients.
 
     Raises:
-        StackError: one runs there already, or it did not come up.
+        StackError: as `begin_stack`; or the stack did not start.
     """
     return begin_stack(state_dir, ephemeral=ephemeral, gpus=gpus).wait()
 
@@ -287,7 +289,7 @@ def _log(state_dir: Path) -> Path:
 
 
 def stop_stack(state_dir: Path, timeout: float = STOP_TIMEOUT_S) -> bool:
-    """Stop whatever runs in `state_dir`, also what a killed supervisor left behind. False if nothing did."""
+    """Stop the stack in `state_dir`, including services of a killed supervisor. Returns whether any process ran."""
     content = _read(state_dir)
     if content is None:
         return False

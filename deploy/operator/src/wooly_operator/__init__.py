@@ -1,1 +1,1 @@
-"""Wooly on Kubernetes: policies become the controller's settings, annotations become environment and placement."""
+"""Wooly on Kubernetes: applies policies to the controller, and turns annotations of pods into variables and placement."""

@@ -1,4 +1,4 @@
-"""Wires the operator's process: settings, credentials, kopf, the reconciler."""
+"""Connects the parts of the operator's process: settings, credentials, kopf, the reconciler."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Login = Callable[[], kopf.ConnectionInfo]
 
 
 def login() -> kopf.ConnectionInfo:
-    """The pod's service account, else a kubeconfig.
+    """Credentials for the API server, from the pod's service account or a kubeconfig.
 
     Raises:
-        kopf.LoginError: there is neither.
+        kopf.LoginError: there is neither a service account nor a kubeconfig.
     """
     settings = kopf.OperatorSettings()
     found = kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(settings=settings)
     if found is None:
-        raise kopf.LoginError("there is neither a service account nor a kubeconfig")
+        raise kopf.LoginError("no credentials for the API server: found neither a service account nor a kubeconfig")
     return found
 
 
 async def serve(settings: OperatorSettings, login: Login = login, stop: threading.Event | None = None) -> None:
-    """Run until a signal comes, or `stop` is set."""
+    """Run until a signal arrives, or `stop` is set."""
     registry = kopf.OperatorRegistry()
     headers = {"Authorization": f"Bearer {settings.token}"} if settings.token else {}
 
@@ -71,7 +71,7 @@ async def serve(settings: OperatorSettings, login: Login = login, stop: threadin
         )
         tasks = [asyncio.create_task(watching), asyncio.create_task(reconciler.run())]
         try:
-            # Each is of no use without the other: the first one to end ends the process.
+            # Neither task works without the other: the first one to end ends the process.
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -83,13 +83,14 @@ async def serve(settings: OperatorSettings, login: Login = login, stop: threadin
 
 
 def main() -> int:
-    """Run until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
     try:
         settings = OperatorSettings()
         if settings.webhook_port and (settings.tls_cert is None or settings.tls_key is None):
             log.error(
-                "WOOLY_OPERATOR_TLS_CERT and WOOLY_OPERATOR_TLS_KEY are needed: the API server asks over TLS only"
+                "cannot serve admission without TLS, which the API server requires; set WOOLY_OPERATOR_TLS_CERT and "
+                "WOOLY_OPERATOR_TLS_KEY, or turn admission off (WOOLY_OPERATOR_WEBHOOK_PORT=0)"
             )
             return 2
         asyncio.run(serve(settings))

@@ -1,4 +1,4 @@
-"""The controller's REST, as much of it as the operator needs."""
+"""A client of the controller's REST, with the requests that the operator needs."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from wooly_operator.core.fleet import FleetDevice
 from wooly_operator.errors import UnreachableError
 
+#: Timeout of a request, in seconds.
 TIMEOUT_S = 10.0
 
 
 class _Answer(BaseModel):
-    """What an answer must hold; a newer controller may say more."""
+    """Base of the answers: declares required fields; further fields of a newer controller are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -58,8 +59,8 @@ class Controller:
     """A client of the router's REST.
 
     Args:
-        session: with or without a header for authorization.
-        url: where it is.
+        session: HTTP session, which may have an authorization header.
+        url: base URL of the router's REST.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
@@ -69,7 +70,7 @@ class Controller:
         """All devices that the controller knows.
 
         Raises:
-            UnreachableError: no answer, or one that cannot be understood.
+            UnreachableError: the controller does not answer, refuses, or gives a malformed answer.
         """
         answer = _parsed(_Nodes, await self._ask("GET", "/api/v1/nodes"))
         return [
@@ -91,26 +92,26 @@ class Controller:
         ]
 
     async def cluster_percent(self) -> int:
-        """`default_vram_overcommit_percent`, in force.
+        """The current `default_vram_overcommit_percent` of the controller.
 
         Raises:
-            UnreachableError: as above.
+            UnreachableError: as `devices`.
         """
         return _parsed(_Config, await self._ask("GET", "/api/v1/config")).default_vram_overcommit_percent
 
     async def set_cluster_percent(self, percent: int) -> None:
-        """Change it.
+        """Set `default_vram_overcommit_percent`.
 
         Raises:
-            UnreachableError: as above.
+            UnreachableError: as `devices`.
         """
         await self._ask("PUT", "/api/v1/config", {"default_vram_overcommit_percent": percent})
 
     async def set_node_percent(self, node: str, percent: int | None) -> None:
-        """Change a node's own percentage; None: the cluster's again.
+        """Set the overcommit percentage of a node; None: use the percentage of the cluster.
 
         Raises:
-            UnreachableError: as above.
+            UnreachableError: as `devices`.
         """
         body = {"overcommit_vram_percent": percent}
         await self._ask("PUT", f"/api/v1/nodes/{quote(node, safe='')}/config", body)
@@ -132,4 +133,4 @@ def _parsed(model: type[A], answer: Any) -> A:
     try:
         return model.model_validate(answer)
     except ValidationError as e:
-        raise UnreachableError(f"the controller's answer is not understood: {e.errors()[0]['msg']}") from e
+        raise UnreachableError(f"the controller gave a malformed answer: {e.errors()[0]['msg']}") from e

@@ -1,4 +1,4 @@
-"""What can go wrong with the operator's neighbours."""
+"""Errors of the operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class OperatorError(Exception):
 
 
 class UnreachableError(OperatorError):
-    """The controller or the API server gave no usable answer; it may later."""
+    """The controller or the API server did not answer, refused, or gave a malformed answer. A retry may succeed."""
 
     code = "operator.unreachable"
     retryable = True

@@ -1,4 +1,4 @@
-"""What kopf calls: admission of pods, and a nudge whenever something that matters changed. All that is decided is in `core`."""
+"""Handlers that kopf calls: admission of pods, and triggers for the reconciler. All decisions are in `core`."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from typing import Any
 import kopf
 
 from wooly_operator.core import names, pods
-from wooly_operator.core.objects import Sight
+from wooly_operator.core.objects import ClusterView
 from wooly_operator.errors import UnreachableError
 from wooly_operator.reconciler import Reconciler
 from wooly_operator.settings import OperatorSettings
 
-#: Seconds that an admission waits for the operator's first look at the cluster; the API server waits ten.
+#: Seconds that an admission waits for the first list of cluster objects. The API server's own timeout is 10 s.
 PATIENCE_S = 5.0
+#: Labels of the pods that the operator handles.
 OURS = {names.RUNTIME_LABEL: names.RUNTIME}
 
 
 def register(registry: kopf.OperatorRegistry, settings: OperatorSettings, reconciler: Reconciler) -> None:
-    """Put the handlers into a registry."""
+    """Register the handlers."""
 
-    async def nudge(**_: Any) -> None:
+    async def trigger(**_: Any) -> None:
         reconciler.changed()
 
-    kopf.on.event("nodes", registry=registry)(nudge)
-    kopf.on.event("pods", labels=OURS, registry=registry)(nudge)
+    kopf.on.event("nodes", registry=registry)(trigger)
+    kopf.on.event("pods", labels=OURS, registry=registry)(trigger)
     for plural in ("clustergpupolicies", "woolynodepolicies", "gpuclasses"):
-        kopf.on.event(names.GROUP, names.VERSION, plural, registry=registry)(nudge)
+        kopf.on.event(names.GROUP, names.VERSION, plural, registry=registry)(trigger)
     if not settings.webhook_port:
         return
 
     @kopf.on.mutate("pods", id="mutate-pod", operations={"CREATE"}, labels=OURS, registry=registry)
     async def mutate(spec: kopf.Spec, annotations: kopf.Annotations, patch: kopf.Patch, **_: Any) -> None:
-        sight = await _seen(reconciler)
-        wishes = _understood(annotations, sight)
-        changed = pods.changes(dict(spec), wishes, settings.placement, settings.client_url)
+        view = await _current_view(reconciler)
+        request = _parsed_request(annotations, view)
+        changed = pods.changes(dict(spec), request, settings.placement, settings.client_url)
         for part, value in changed.items():
             patch.spec[part] = value
 
@@ -44,29 +45,36 @@ def register(registry: kopf.OperatorRegistry, settings: OperatorSettings, reconc
         operation, old = more["operation"], more["old"]
         if operation == "UPDATE":
             before = ((old or {}).get("metadata") or {}).get("annotations") or {}
-            changed = pods.changed_wishes(before, annotations)
+            changed = pods.changed_annotations(before, annotations)
             if changed:
-                raise kopf.AdmissionError(f"{', '.join(changed)}: counts when a pod is made; make a new pod", code=422)
+                raise kopf.AdmissionError(
+                    f"cannot change {', '.join(changed)}: annotations of Wooly take effect only at the creation of a pod; "
+                    "create a new pod",
+                    code=422,
+                )
         if operation != "CREATE":
             return
-        sight = await _seen(reconciler)
-        wishes = _understood(annotations, sight)
-        wrong = pods.contradictions(spec, wishes)
-        never = pods.impossible(wishes, reconciler.devices, sight.classes)
+        view = await _current_view(reconciler)
+        request = _parsed_request(annotations, view)
+        wrong = pods.contradictions(spec, request)
+        never = pods.impossible(request, reconciler.devices, view.classes)
         if wrong or never:
             raise kopf.AdmissionError("; ".join([*wrong, *([never] if never else [])]), code=422)
-        warnings.extend(f"annotation {name} means nothing to Wooly" for name in pods.unknown_annotations(annotations))
+        warnings.extend(
+            f"Wooly does not know the annotation {name}; check its name"
+            for name in pods.unknown_annotations(annotations)
+        )
 
 
-async def _seen(reconciler: Reconciler) -> Sight:
+async def _current_view(reconciler: Reconciler) -> ClusterView:
     try:
-        return await reconciler.first_look(PATIENCE_S)
+        return await reconciler.first_view(PATIENCE_S)
     except UnreachableError as e:
         raise kopf.AdmissionError(str(e), code=503) from e
 
 
-def _understood(annotations: Mapping[str, str], sight: Sight) -> pods.Wishes:
+def _parsed_request(annotations: Mapping[str, str], view: ClusterView) -> pods.PodRequest:
     try:
-        return pods.wishes_of(annotations, sight.classes)
-    except pods.WishError as e:
+        return pods.pod_request_of(annotations, view.classes)
+    except pods.AnnotationError as e:
         raise kopf.AdmissionError(str(e), code=422) from e

@@ -1,4 +1,4 @@
-"""What the operator reads and writes of Kubernetes: six lists, labels of nodes, statuses."""
+"""A client of the Kubernetes API server: reads six lists, writes labels of nodes and statuses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from wooly_operator.core.names import GROUP, RUNTIME, RUNTIME_LABEL, VERSION
 from wooly_operator.core.objects import Objects
 from wooly_operator.errors import UnreachableError
 
+#: Timeout of a request, in seconds.
 TIMEOUT_S = 30.0
 MERGE = "application/merge-patch+json"
 STATUSES = f"/apis/{GROUP}/{VERSION}/nodegpustatuses"
@@ -23,7 +24,7 @@ class Kubernetes:
     """A client of the API server.
 
     Args:
-        login: says where it is and who we are; asked at every request, because tokens are replaced while we run.
+        login: returns URL and credentials of the API server. Called for each request, because tokens are rotated.
     """
 
     def __init__(self, login: Callable[[], kopf.ConnectionInfo]) -> None:
@@ -31,13 +32,13 @@ class Kubernetes:
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    async def look(self) -> Objects:
-        """All objects that matter, as the API server has them now.
+    async def list_objects(self) -> Objects:
+        """List all objects that the operator uses.
 
         Raises:
             UnreachableError: the API server refused or did not answer.
@@ -57,18 +58,18 @@ class Kubernetes:
         return list(answer.get("items") or [])
 
     async def label_node(self, node: str, labels: Mapping[str, str | None]) -> None:
-        """Set labels; None removes one. A node that is gone needs none.
+        """Set labels of a node; the value None removes a label. If the node does not exist, do nothing.
 
         Raises:
-            UnreachableError: the API server refused or did not answer.
+            UnreachableError: as `list_objects`.
         """
         await self._ask("PATCH", f"/api/v1/nodes/{node}", {"metadata": {"labels": dict(labels)}}, absent=True)
 
     async def write_status(self, node: str, status: Mapping[str, Any], exists: bool) -> None:
-        """Write a NodeGPUStatus, and make the object first where there is none.
+        """Write a NodeGPUStatus. Create the object first if it does not exist.
 
         Raises:
-            UnreachableError: as above.
+            UnreachableError: as `list_objects`.
         """
         if not exists:
             body = {"apiVersion": f"{GROUP}/{VERSION}", "kind": "NodeGPUStatus", "metadata": {"name": node}}
@@ -79,18 +80,21 @@ class Kubernetes:
         """Remove a NodeGPUStatus.
 
         Raises:
-            UnreachableError: as above.
+            UnreachableError: as `list_objects`.
         """
         await self._ask("DELETE", f"{STATUSES}/{node}", None, absent=True)
 
     async def _ask(
         self, method: str, path: str, body: Any, *, absent: bool = False, conflict: bool = False
     ) -> dict[str, Any]:
-        """`absent`: 404 is as good as done; `conflict`: 409 is (another replica was faster)."""
+        """Send a request.
+
+        `absent`: status 404 is a success; `conflict`: status 409 is a success, because another replica was faster.
+        """
         try:
             connection = self._login()
             if self._session is None:
-                # Whether the server is checked against the right authority does not change while we run.
+                # The certificate authority of the API server does not change while the operator runs.
                 trust = connection.as_ssl_context() if connection.server.startswith("https:") else True
                 self._session = aiohttp.ClientSession(
                     connector=aiohttp.TCPConnector(ssl=trust), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)

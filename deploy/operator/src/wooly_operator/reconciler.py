@@ -1,4 +1,7 @@
-"""Looks, plans, acts; again whenever something changed, and now and then because the controller's side changes unasked."""
+"""The reconciliation loop: reads the cluster, plans, acts.
+
+The loop runs after every change in Kubernetes, and periodically, because changes in the controller cause no event.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from collections.abc import Sequence
 
 from wooly_operator.controller import Controller
 from wooly_operator.core.fleet import FleetDevice
-from wooly_operator.core.objects import Sight, understood
+from wooly_operator.core.objects import ClusterView, parse_objects
 from wooly_operator.core.plan import (
     Action,
     DeleteStatus,
@@ -25,66 +28,68 @@ log = logging.getLogger("wooly.operator")
 
 
 class Reconciler:
-    """Owns what was seen last. Several replicas may run: they do the same, and doing it twice changes nothing.
+    """Owns the last read state. Several replicas may run, because all actions are idempotent.
 
     Attributes:
-        sight: Kubernetes as last seen; None before the first look.
-        devices: the controller's devices as last seen.
+        view: the objects of Kubernetes at the last read; None before the first read.
+        devices: the devices of the controller at the last read.
     """
 
     def __init__(self, kubernetes: Kubernetes, controller: Controller, interval_s: float) -> None:
         self._kubernetes, self._controller, self._interval_s = kubernetes, controller, interval_s
         self._changed = asyncio.Event()
         self._seen = asyncio.Event()
-        self._complaints: tuple[str, ...] = ()
-        self.sight: Sight | None = None
+        self._logged_warnings: tuple[str, ...] = ()
+        self.view: ClusterView | None = None
         self.devices: Sequence[FleetDevice] = ()
 
     def changed(self) -> None:
-        """Something happened in the cluster: look soon."""
+        """Reconcile soon, because the cluster has changed."""
         self._changed.set()
 
-    async def first_look(self, patience_s: float) -> Sight:
-        """What was seen last; waits for the first time.
+    async def first_view(self, patience_s: float) -> ClusterView:
+        """The objects at the last read. Before the first read, wait at most `patience_s` seconds.
 
         Raises:
-            UnreachableError: nothing was seen in time.
+            UnreachableError: the first read was not complete in time.
         """
         try:
             await asyncio.wait_for(self._seen.wait(), patience_s)
         except TimeoutError as e:
-            raise UnreachableError("the operator has not seen the cluster yet; try again") from e
-        assert self.sight is not None
-        return self.sight
+            raise UnreachableError("the operator has not read the cluster yet; try again") from e
+        assert self.view is not None
+        return self.view
 
     async def run(self) -> None:
-        """For ever. What is out of reach is tried again at the next look."""
+        """Reconcile until cancelled. After an error, retry at the next reconciliation."""
         while True:
             self._changed.clear()
             try:
                 await self.once()
             except UnreachableError as e:
-                self._complain((str(e),))
+                self._log_warnings((str(e),))
             except Exception:
                 log.exception("reconciliation failed")
             try:
                 await asyncio.wait_for(self._changed.wait(), self._interval_s)
-                await asyncio.sleep(min(1.0, self._interval_s / 5))  # changes come in flocks
+                await asyncio.sleep(
+                    min(1.0, self._interval_s / 5)
+                )  # changes often come in groups: handle them together
             except TimeoutError:
                 pass
 
     async def once(self) -> int:
-        """One look and all that follows. How many actions it took.
+        """Reconcile once. Returns the number of actions.
 
         Raises:
-            UnreachableError: the API server or the controller is out of reach.
+            UnreachableError: the API server or the controller does not answer or refuses.
         """
-        self.sight = understood(await self._kubernetes.look())
+        self.view = parse_objects(await self._kubernetes.list_objects())
         self._seen.set()
         self.devices = await self._controller.devices()
         percent = await self._controller.cluster_percent()
-        todo = plan(self.sight.world(self.devices, percent))
-        self._complain(self.sight.complaints + todo.complaints)
+        todo = plan(self.view.world(self.devices, percent))
+        self._log_warnings(self.view.warnings + todo.warnings)
         for action in todo.actions:
             await self._do(action)
         return len(todo.actions)
@@ -92,10 +97,14 @@ class Reconciler:
     async def _do(self, action: Action) -> None:
         match action:
             case SetClusterOvercommit(percent):
-                log.info("cluster: VRAM overcommit %d %%", percent)
+                log.info("setting the VRAM overcommit of the cluster to %d %%", percent)
                 await self._controller.set_cluster_percent(percent)
             case SetNodeOvercommit(node, own):
-                log.info("node %s: VRAM overcommit %s", node, "as the cluster" if own is None else f"{own} %")
+                log.info(
+                    "setting the VRAM overcommit of node %s to %s",
+                    node,
+                    "that of the cluster" if own is None else f"{own} %",
+                )
                 await self._controller.set_node_percent(node, own)
             case LabelNode(node, labels):
                 await self._kubernetes.label_node(node, labels)
@@ -104,9 +113,9 @@ class Reconciler:
             case DeleteStatus(node):
                 await self._kubernetes.delete_status(node)
 
-    def _complain(self, complaints: tuple[str, ...]) -> None:
-        """Each only once in a row: it would come again with every look."""
-        for text in complaints:
-            if text not in self._complaints:
+    def _log_warnings(self, warnings: tuple[str, ...]) -> None:
+        """Log new warnings. A warning that is repeated at each reconciliation is logged once."""
+        for text in warnings:
+            if text not in self._logged_warnings:
                 log.warning("%s", text)
-        self._complaints = complaints
+        self._logged_warnings = warnings

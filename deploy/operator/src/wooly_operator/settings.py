@@ -11,18 +11,18 @@ from wooly_operator.core.pods import Placement
 
 
 class OperatorSettings(BaseSettings):
-    """What an operator needs to know. Times in seconds.
+    """Settings of the operator. Times are in seconds.
 
     Attributes:
-        controller_url: the router's REST, as the operator reaches it.
-        token: bearer token for it; empty: none is sent.
-        client_url: `WOOLYAI_CONTROLLER_URL` of pods that do not set it themselves; empty: they get none.
-        placement: `require`: pods only go to nodes where they fit; `prefer`: better there than elsewhere; `off`.
-        reconcile_s: how often the cluster is compared with what was said, at most; changes are taken up within it.
-        webhook_port: where the API server asks about pods; 0: admission is off.
-        tls_cert: PEM file with the certificate for it, trusted by the webhook configurations.
-        tls_key: PEM file with its private key.
-        health_url: where `/healthz` is answered; empty: nowhere.
+        controller_url: URL of the router's REST.
+        token: bearer token for the router's REST; empty: send no token.
+        client_url: value of `WOOLYAI_CONTROLLER_URL` for pods that do not set this variable; empty: do not set it.
+        placement: `require`: pods run only on nodes where they fit; `prefer`: pods prefer such nodes; `off`: no placement.
+        reconcile_s: longest time between two reconciliations. A change in Kubernetes triggers one earlier.
+        webhook_port: port of the admission webhook for the API server; 0: admission is off.
+        tls_cert: PEM file with the certificate of the webhook, which the webhook configurations trust.
+        tls_key: PEM file with the private key of the certificate.
+        health_url: URL on which the operator serves `/healthz`; empty: do not serve it.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_OPERATOR_")

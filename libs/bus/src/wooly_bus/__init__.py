@@ -1,1 +1,1 @@
-"""NATS control plane and data channel of Wooly."""
+"""Wooly's control plane over NATS, and its data channel."""

@@ -1,4 +1,4 @@
-"""How a process gets into NATS: where it is, what it shows there, whom it trusts."""
+"""How a process connects to NATS: URLs, credentials, trusted certificate authorities."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 class NatsSettings(BaseSettings):
-    """What a service shows NATS and trusts there; from WOOLY_NATS_* variables, for every service that speaks NATS.
+    """Connection of a service to NATS: WOOLY_NATS_* variables, for every service that uses NATS.
 
     Attributes:
-        creds: `.creds` file of a service; empty: none, or those of the URL. With it, tenants are whom NATS says they are.
-        tls_ca: PEM file of the authorities that may vouch for a NATS server on `tls://`; empty: the system's.
-        replicas: NATS servers that keep a copy of each stream and bucket that a service makes: 3 where three servers or more are
-            one cluster, so that one of them may be lost.
+        creds: `.creds` file of a service; empty: no credentials, or those in the URL. With this file, NATS authenticates tenants.
+        tls_ca: PEM file of the authorities that may sign the certificate of a NATS server on `tls://`; empty: those of the
+            system.
+        replicas: copies of each stream and bucket that a service creates. Use 3 for a cluster of three or more NATS servers, so
+            that the loss of one server loses no data.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_NATS_", env_ignore_empty=True)
@@ -38,13 +39,14 @@ class NatsSettings(BaseSettings):
 
 @dataclass(frozen=True)
 class Access:
-    """A way into NATS.
+    """URLs and credentials for a connection to NATS.
 
     Attributes:
         url: one or more URLs, separated by commas.
-        credentials: makes or reads what is shown; None: nothing. Asked for every connection, so that they may be renewed.
-        tls_ca: authorities to trust on `tls://`; None: the system's.
-        own: the tenant that what is made here belongs to, where whoever gave the credentials said so; empty: not known.
+        credentials: returns the credentials; None: connect without credentials. Called for each connection, so that credentials
+            can be renewed.
+        tls_ca: PEM file of the trusted authorities on `tls://`; None: trust the authorities of the system.
+        own: the tenant of this process, if the issuer of the credentials named it; empty: unknown.
     """
 
     url: str
@@ -54,13 +56,13 @@ class Access:
 
     @classmethod
     def of(cls, there: str | Access) -> Access:
-        """A URL alone is a way in, too."""
+        """The access for a URL without credentials; an `Access` is returned as it is."""
         return there if isinstance(there, Access) else cls(there)
 
     @classmethod
     def of_service(cls, url: str) -> Access:
-        """A service's way, by its environment."""
-        from wooly_bus.credentials import Credentials  # clients without any do not pay for the cryptography of it
+        """The access of a service, from its environment."""
+        from wooly_bus.credentials import Credentials  # clients without credentials do not load cryptography
 
         settings = NatsSettings()
         creds = settings.creds
@@ -70,10 +72,10 @@ class Access:
         return shown(self.url)
 
     def tls(self) -> ssl.SSLContext | None:
-        """What a connection trusts; None where the system's authorities do.
+        """The TLS context of a connection; None: use the authorities of the system.
 
         Raises:
-            BusConnectError: the file of authorities is missing or holds none.
+            BusConnectError: the file of authorities is missing or contains no certificate.
         """
         try:
             return None if self.tls_ca is None else client_context(self.tls_ca)
@@ -82,7 +84,7 @@ class Access:
 
 
 def options(held: Credentials | None, tls: ssl.SSLContext | None) -> dict[str, Any]:
-    """Arguments of nats-py's `connect` that show these credentials."""
+    """Arguments of nats-py's `connect` for these credentials and this TLS context."""
     found: dict[str, Any] = {} if tls is None else {"tls": tls}
     if held is not None:
         shows = Shows(lambda: held)
@@ -91,16 +93,16 @@ def options(held: Credentials | None, tls: ssl.SSLContext | None) -> dict[str, A
 
 
 class Shows:
-    """What nats-py asks for at each connection: first for the signature, then for the permission that it goes with."""
+    """Callbacks of nats-py. For each connection, nats-py asks for the signature, then for the JWT of the same credentials."""
 
     def __init__(self, credentials: Callable[[], Credentials]) -> None:
         self._credentials, self._held = credentials, credentials()
 
     def signature(self, nonce: str) -> bytes:
-        """A server's nonce, signed."""
+        """The signature of a server's nonce."""
         self._held = self._credentials()
         return base64.b64encode(self._held.key.sign(nonce.encode()))
 
     def jwt(self) -> bytearray:
-        """The permission."""
+        """The JWT of the credentials that signed last."""
         return bytearray(self._held.jwt.encode())

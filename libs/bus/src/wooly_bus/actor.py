@@ -12,21 +12,21 @@ from wooly_bus.contract_types import Q, R
 class Actor:
     """Base of actors.
 
-    `alone` wraps a handler so that no two of one actor's handlers run at the same time. A handler that must wait for
-    somebody else takes its turn itself (`async with self._turn`) for each step that reads and writes the actor's state,
-    and waits outside of it: else one slow peer would stop everybody.
+    `alone` wraps a handler so that no two handlers of one actor run at the same time. A handler that must wait for another
+    process is not wrapped. It takes the lock itself (`async with self._turn`) for each step that reads or writes the actor's
+    state, and waits without the lock. Otherwise one slow process would block all others.
     """
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
     def alone(self, handler: Callable[[Q], Awaitable[R]]) -> Handler[Q, R]:
-        """`handler`, one message at a time, in the order of arrival."""
+        """Wrap `handler` so that it handles one message at a time, in the order of arrival."""
         return Handler(self._turn, handler)
 
 
 class Handler(Generic[Q, R]):
-    """A handler that waits for its actor's turn. Errors pass: the app makes replies of them."""
+    """A handler that holds the lock of its actor. It raises errors; the app turns them into replies."""
 
     def __init__(self, turn: asyncio.Lock, handler: Callable[[Q], Awaitable[R]]) -> None:
         self._turn = turn

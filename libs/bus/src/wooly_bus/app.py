@@ -1,6 +1,6 @@
-"""The frame of every service: a FastStream broker, handlers on subjects, replies in the one shape, an orderly end.
+"""The base of every service: a FastStream broker, handlers on subjects, error replies, an orderly shutdown.
 
-`ServiceApp` only wires. What a service decides is in its actors and their pure cores.
+`ServiceApp` only connects the parts. A service decides in its actors and their pure cores.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ log = logging.getLogger("wooly.bus")
 E = TypeVar("E", bound=Message)
 T = TypeVar("T")
 
-#: Requests on one subject that may be in work at once. Actors order what must be ordered.
+#: Requests on one subject that a service handles concurrently. Actors serialize their own state.
 CONCURRENT_REQUESTS = 64
-#: The same of tenants' clients, of all tenants and of one: no tenant can have all of them.
+#: Concurrent requests of tenants' clients on one subject: of all tenants together, and of one tenant. The second limit is lower,
+#: so that one tenant cannot block the others.
 TENANTS_REQUESTS, TENANT_REQUESTS = 128, 32
-#: Seconds that requests in work have to finish when a service ends.
+#: Seconds that running requests have to finish when a service ends.
 GRACE_S = 5.0
 #: Seconds between two messages with spans.
 SPANS_EVERY_S = 0.25
-#: The span of a message whose sender has no trace.
+#: Stands for the span of a message whose sender has no trace.
 _UNTRACED: contextlib.nullcontext[None] = contextlib.nullcontext()
 
 
 class _Broker(NatsBroker):
-    """FastStream's, on a client that no server can talk out of TLS."""
+    """FastStream's broker with a client that refuses a server without TLS."""
 
     async def _connect(self) -> Client:
         client = NatsClient()
@@ -64,19 +65,19 @@ class ServiceApp:
     """One service's connection to NATS.
 
     Args:
-        name: service name, as in subjects.
-        nats_url: where NATS is; several servers of one cluster are separated by commas.
+        name: name of the service, as in subjects.
+        nats_url: URL of NATS; the URLs of several servers of one cluster are separated by commas.
         patience_s: seconds to wait for NATS at the start.
 
     Attributes:
-        live: what must hold for the process to be worth keeping, by name; asked by `/livez` (see `health`).
-        health_port: where that is answered, inside `running`; None where it is not configured.
-        tenant_requests: requests of one tenant on one subject that are worked on at once; further ones are refused.
-        knows_tenants: NATS lets tenants' clients speak for their tenant alone; see `serve_tenants`.
+        live: named checks for `/livez` (see `health`): if one fails, the process must be restarted.
+        health_port: port of `/livez`, inside `running`; None if no port is configured.
+        tenant_requests: concurrent requests of one tenant on one subject; further requests are refused.
+        knows_tenants: NATS authenticates tenants' clients; see `serve_tenants`.
 
     Raises:
-        CredentialsError: what is to be shown to NATS cannot be read.
-        BusConnectError: the authorities to trust cannot be read.
+        CredentialsError: the credentials for NATS cannot be read.
+        BusConnectError: the file of trusted authorities cannot be read.
     """
 
     def __init__(self, name: str, nats_url: str, *, patience_s: float = 30.0) -> None:
@@ -91,8 +92,8 @@ class ServiceApp:
         self._last_error = ""
         self._ending = False
         self._client: Client | None = None
-        self._heard: list[tuple[str, str, Callable[[Msg], Awaitable[None]]]] = []
-        self._dropped_told = 0
+        self._listeners: list[tuple[str, str, Callable[[Msg], Awaitable[None]]]] = []
+        self._dropped_reported = 0
         self.live: dict[str, Check] = {}
         self.health_port: int | None = None
         self.broker = _Broker(
@@ -103,9 +104,9 @@ class ServiceApp:
             reconnect_time_wait=1,
             connect_timeout=3,
             graceful_timeout=GRACE_S,
-            # Control traffic is core NATS: there is nothing to acknowledge, and nothing may be acknowledged by surprise.
+            # Control messages use core NATS, which has no acknowledgements; so FastStream must not acknowledge.
             ack_policy=AckPolicy.MANUAL,
-            # Handlers take the message alone: what injects more would be built for each subject, and run for each request.
+            # Handlers take only the message, so dependency injection, which costs time per request, is off.
             apply_types=False,
             serializer=None,
             security=NatsSecurity(ssl_context=tls)
@@ -119,18 +120,18 @@ class ServiceApp:
 
     async def _on_error(self, error: Exception) -> None:
         text = str(error) or type(error).__name__
-        if text != self._last_error:  # the same one comes every second while NATS is away
+        if text != self._last_error:  # log a repeated error once: it occurs every second while NATS is unreachable
             log.warning("NATS at %s: %s", self.url, text)
         self._last_error = text
 
     async def _on_disconnect(self) -> None:
         if not self._ending:
-            log.warning("the connection to NATS at %s is gone; trying again", self.url)
+            log.warning("lost the connection to NATS at %s; reconnecting", self.url)
 
     async def _on_closed(self) -> None:
-        if not self._ending:  # nats-py gives up where credentials end, and nowhere else
-            why = self._last_error or "its credentials have ended"
-            cure = "renew what WOOLY_NATS_CREDS names, and start this service again"
+        if not self._ending:  # nats-py closes a connection for good only if its credentials expired
+            why = self._last_error or "the credentials of this service have expired"
+            cure = "renew the file that WOOLY_NATS_CREDS names, and restart this service"
             log.error("the connection to NATS at %s is closed for good: %s; %s", self.url, why, cure)
 
     async def _on_reconnect(self) -> None:
@@ -140,18 +141,18 @@ class ServiceApp:
     def serve(
         self, rpc: Rpc[Q, R], handler: Callable[[Q], Awaitable[R]], *, at_once: int = CONCURRENT_REQUESTS
     ) -> None:
-        """Answer the requests of a contract: with the handler's reply, or with the `ErrorReply` of the exception it raised.
+        """Answer the requests of a contract with the reply of the handler, or with an `ErrorReply` if the handler raises.
 
         Args:
             rpc: the contract.
-            handler: makes the reply.
-            at_once: requests that may be in work at once; more of them wait for these.
+            handler: returns the reply.
+            at_once: requests that are handled concurrently; further requests wait.
 
         Raises:
-            ValueError: the contract is for tenants' clients only.
+            ValueError: only tenants' clients may send this request.
         """
         if rpc.tenants_only:
-            raise ValueError(f"{rpc.subject} is served to tenants' clients only")
+            raise ValueError(f"only tenants' clients may send {rpc.subject}; serve it with serve_tenants")
 
         async def answer(message: Msg) -> None:
             await self._answer(rpc.subject, message, lambda: _handled(handler, rpc.request, message.data))
@@ -161,17 +162,22 @@ class ServiceApp:
     def serve_tenants(
         self, rpc: Rpc[Q, R], handler: Callable[[Q, str], Awaitable[R]], *, at_once: int = TENANTS_REQUESTS
     ) -> None:
-        """Answer what tenants' clients ask at `rpc.for_tenant(tenant)`: the handler gets the tenant, too.
+        """Answer the requests of tenants' clients on `rpc.for_tenant(tenant)`. The handler also gets the tenant.
 
-        NATS lets nobody publish there but that tenant's clients, so it need not be proved again. Only where NATS
-        knows tenants: without credentials, anybody could say to be anybody, and nothing is served. A tenant that asks for too
-        much at once is refused before what it says is read.
+        NATS lets only the clients of the tenant publish there, so the service does not check the tenant again. Without
+        credentials, NATS does not authenticate tenants; then this method does nothing. The requests of a tenant above its limit
+        are refused before they are decoded.
+
+        Args:
+            rpc: the contract.
+            handler: returns the reply to a request of a tenant.
+            at_once: requests of all tenants that are handled concurrently.
 
         Raises:
-            ValueError: the contract names no scope, so no credentials permit a client to ask.
+            ValueError: the contract has no scope, so no client may send the request.
         """
         if rpc.scope is None:
-            raise ValueError(f"{rpc.subject} cannot be served to tenants' clients: its contract names no scope")
+            raise ValueError(f"cannot serve {rpc.subject} to tenants' clients: its contract has no scope")
         if not self.knows_tenants:
             return
         subject, most_bytes = rpc.subject, rpc.most_bytes
@@ -180,7 +186,11 @@ class ServiceApp:
         async def answer(message: Msg) -> None:
             tenant = subjects.tenant_of(message.subject.rpartition(".")[2])
             if message.reply and not subjects.is_inbox_of(message.reply, tenant):
-                log.warning("%s dropped: its reply would go to another than %s, who asks", subject, tenant)
+                log.warning(
+                    "dropped a request %s: its reply subject does not belong to tenant %s, which sent it",
+                    subject,
+                    tenant,
+                )
                 return
 
             async def bound(request: Q) -> R:
@@ -207,15 +217,15 @@ class ServiceApp:
     def _too_many(self, subject: str, tenant: str, most: int) -> ErrorReply:
         return ErrorReply(
             code=f"{self.name}.limit",
-            message=f"tenant {tenant} has {most} requests of {subjects.template(subject)} in work here, and may "
-            "have no more at a time; wait for their answers",
+            message=f"tenant {tenant} has {most} running requests of {subjects.template(subject)} at this service, "
+            "which is the limit; wait for their answers",
             retryable=True,
         )
 
     async def _answer(self, subject: str, message: Msg, handled: Callable[[], Awaitable[Message]]) -> None:
         with consumer_span(self.name, subject, message.headers or {}):
             if subjects.is_service(message.reply):
-                log.warning("%s dropped: its reply would go to %s", subject, message.reply)
+                log.warning("dropped a request %s: its reply subject %s belongs to a service", subject, message.reply)
                 return
             reply = await handled()
             if isinstance(reply, ErrorReply):
@@ -228,10 +238,10 @@ class ServiceApp:
         self.broker.subscriber(subject, queue=queue, decoder=_received, no_reply=True, max_workers=at_once)(answer)
 
     def listen(self, event: EventContract[E], handler: Callable[[E], Awaitable[None]]) -> None:
-        """Hear events of all addresses, one after the other. A malformed event is logged and dropped: it will not get better.
+        """Handle the events of all addresses, one at a time. A malformed event is logged and dropped.
 
-        NATS's client itself calls the handler: a thousand executors send a thousand heartbeats a second, and a broker's
-        middleware for each would take most of a core.
+        nats-py calls the handler directly, without FastStream: a thousand executors send a thousand heartbeats per second, and
+        FastStream's middleware would take most of a core for them.
         """
         subject, model = event.pattern, event.payload
 
@@ -240,32 +250,32 @@ class ServiceApp:
             with consumer_span(self.name, subject, headers) if "traceparent" in headers else _UNTRACED:
                 failure = await _handled(handler, model, message.data)
                 if isinstance(failure, ErrorReply):
-                    log.warning("%s dropped: %s", subject, failure.message)
+                    log.warning("dropped an event %s: %s", subject, failure.message)
                     mark_failed(failure.code)
 
-        self._heard.append((subject, event.queue, hear))
+        self._listeners.append((subject, event.queue, hear))
 
     def jetstream(self) -> JetStreamContext:
-        """JetStream by this service's connection; inside `running`."""
+        """The JetStream context of this service's connection. Call this inside `running`."""
         assert self._client is not None
         return self._client.jetstream()
 
     async def publish(self, event: Event[E], payload: E) -> None:
-        """Send an event to those who listen now. `streams.publish` sends one that a stream is to keep.
+        """Publish an event to the current subscribers. For an event with a stream, use `streams.publish`.
 
         Raises:
-            EnvelopeError: larger than NATS carries.
+            EnvelopeError: the event is larger than a NATS message may be.
         """
         data, headers = encode(payload)
         await self.broker.publish(data, event.subject, headers=headers)
 
     async def request(self, rpc: Rpc[Q, R], message: Q, *, timeout: float) -> R:
-        """Ask another service and wait at most `timeout` seconds.
+        """Send a request to another service, and wait at most `timeout` seconds for the reply.
 
         Raises:
             RefusedError: the service answered with an error.
-            NoResponderError: nobody serves the subject.
-            BusTimeoutError: no answer in time.
+            NoResponderError: no service subscribes to the subject.
+            BusTimeoutError: no reply within `timeout` seconds.
             BusConnectError: the connection is broken.
         """
         data, headers = encode(message)
@@ -275,7 +285,7 @@ class ServiceApp:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[ServiceApp]:
-        """Connected and subscribed inside the block. At its end, requests in work are finished and answered.
+        """Connect and subscribe for the duration of the block. At its end, finish and answer the running requests.
 
         Raises:
             BusConnectError: NATS does not answer.
@@ -289,9 +299,11 @@ class ServiceApp:
             why = self._last_error or str(e) or f"no answer within {self._patience_s:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         spans = handing_over()
-        handing = start_task(self._hand_over(spans), "spans") if spans is not None else None
+        handing = start_task(self._send_spans(spans), "spans") if spans is not None else None
         try:
-            if self.knows_tenants:  # credentials that end close the connection for good: only a restart reads new ones
+            if (
+                self.knows_tenants
+            ):  # expired credentials close the connection for good, and only a restart reads new ones
                 self.live["connection"] = lambda: self._client is not None and not self._client.is_closed
             async with serve_health(HealthSettings(), self.live, {"nats": self._connected}) as self.health_port:
                 yield self
@@ -303,22 +315,22 @@ class ServiceApp:
                     await asyncio.wait_for(self._publish_spans(spans), 1.0)
             await self._stop()
 
-    async def _hand_over(self, spans: SpanQueue) -> None:
-        """Send this process's spans to the routers, for ever."""
+    async def _send_spans(self, spans: SpanQueue) -> None:
+        """Send the spans of this process to the routers until the task is cancelled."""
         while True:
             await asyncio.sleep(SPANS_EVERY_S)
             await self._publish_spans(spans)
 
     async def _publish_spans(self, spans: SpanQueue) -> None:
-        """Send what waits. While NATS is away it goes on waiting, as far as there is room; what fails otherwise is dropped."""
+        """Publish the queued spans. While NATS is unreachable, they stay in the queue. After another error, they are dropped."""
         while len(spans) and self._connected():
-            found, dropped = spans.take(), spans.dropped - self._dropped_told
+            found, dropped = spans.take(), spans.dropped - self._dropped_reported
             try:
                 message = SpansRecorded(service=self.name, dropped=dropped, spans=tuple(found))
                 await self.publish(contracts.SERVICE_SPAN_RECORDED.at(self.name), message)
-                self._dropped_told += dropped
+                self._dropped_reported += dropped
             except Exception as e:
-                log.info("%d spans are lost: %s", len(found), e)
+                log.info("could not publish %d spans, which are dropped: %s", len(found), e)
                 spans.dropped += len(found)
 
     def _connected(self) -> bool:
@@ -326,9 +338,9 @@ class ServiceApp:
 
     async def _start(self) -> None:
         await self.broker.start()
-        # The server has every subscription before anybody is told that the service is there.
+        # The server must have every subscription before the service reports that it is ready.
         self._client = await self.broker.connect()
-        for subject, queue, hear in self._heard:
+        for subject, queue, hear in self._listeners:
             await self._client.subscribe(subject, queue=queue, cb=hear)
         await settled(self._client)
 
@@ -336,13 +348,16 @@ class ServiceApp:
         self._ending = True
         try:
             await self.broker.stop()
-        except (nats.errors.ConnectionReconnectingError, nats.errors.ConnectionClosedError):  # nobody to take leave of
+        except (
+            nats.errors.ConnectionReconnectingError,
+            nats.errors.ConnectionClosedError,
+        ):  # there is no connection to drain
             if self._client is not None:
                 await self._client.close()
 
 
 async def _handled(handler: Callable[[Q], Awaitable[T]], model: type[Q], data: bytes) -> T | ErrorReply:
-    """The handler's result; an error becomes an `ErrorReply`, an unexpected one is logged and called internal."""
+    """The result of the handler. A `BusError` becomes its `ErrorReply`; another error is logged and gets the code `internal`."""
     try:
         return await handler(decode(data, model))
     except BusError as e:
@@ -353,14 +368,14 @@ async def _handled(handler: Callable[[Q], Awaitable[T]], model: type[Q], data: b
 
 
 def _too_large(nbytes: int, most: int) -> ErrorReply:
-    return EnvelopeError(f"a request of {nbytes} bytes, at most {most} are read here").to_reply()
+    return EnvelopeError(f"the request has {nbytes} bytes; the limit of this subject is {most}").to_reply()
 
 
 def _encoded(reply: Message) -> tuple[bytes, dict[str, str]]:
     try:
         return encode(reply)
     except EnvelopeError as e:
-        log.error("a reply could not be sent: %s", e)
+        log.error("cannot send a reply: %s; sending the error instead", e)
         return encode(e.to_reply())
 
 
@@ -370,7 +385,7 @@ async def _received(message: Any) -> Msg:
 
 
 async def until_signalled() -> None:
-    """Return at SIGTERM or SIGINT."""
+    """Wait for SIGTERM or SIGINT."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

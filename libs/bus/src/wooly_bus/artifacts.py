@@ -1,4 +1,4 @@
-"""Named bytes that many may read: a bucket of JetStream's object store. For artifacts, not for tensors."""
+"""Named byte strings in a bucket of JetStream's object store, shared by many readers. For artifacts, not for tensors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from nats.js.object_store import ObjectStore
 
 from wooly_bus.streams import StreamError, refusal, replicas
 
-#: The bucket in which compilers leave artifacts.
+#: The bucket in which compilers store artifacts.
 ARTIFACTS = "WOOLY_ARTIFACTS"
 
 
 class ArtifactStore:
-    """One bucket. It is made when something is first put into it.
+    """One bucket of artifacts. The first `put` creates the bucket.
 
     Args:
-        js: JetStream.
-        bucket: its name.
-        max_age_s: how long one is kept.
-        max_bytes: of all of them.
-        timeout: seconds that a transfer may take.
+        js: the JetStream context.
+        bucket: name of the bucket.
+        max_age_s: seconds after which an artifact is removed.
+        max_bytes: largest total size of the artifacts, in bytes.
+        timeout: longest duration of a transfer, in seconds.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ArtifactStore:
         self._timeout = timeout
 
     async def get(self, name: str) -> bytes | None:
-        """An artifact; None if there is none of that name.
+        """Read an artifact. Returns None if the bucket has no artifact of this name.
 
         Raises:
             StreamError: JetStream does not answer.
@@ -53,10 +53,10 @@ class ArtifactStore:
         return bytes(found.data or b"")
 
     async def put(self, name: str, data: bytes) -> None:
-        """Keep one; one of that name is replaced.
+        """Store an artifact; it replaces an artifact of the same name.
 
         Raises:
-            StreamError: it is not known to be kept.
+            StreamError: JetStream did not confirm the artifact.
         """
         try:
             async with asyncio.timeout(self._timeout):

@@ -1,8 +1,8 @@
-"""Makes the keys of an installation: NATS's operator and account, its configuration, credentials of services and administrators.
+"""Makes the keys of an installation: operator and account of NATS, its configuration, credentials of services and administrators.
 
-`python -m wooly_bus.authority FOLDER` makes them, once; the local stack does so in its own folder. Only `signing.seed` and
-`channel.seed` are needed afterwards, by routers. `operator.seed` and `account.seed` can be kept elsewhere: they sign another
-`signing.seed` should this one be lost.
+`python -m wooly_bus.authority FOLDER` makes them once; the local stack makes them in its own folder. Afterwards, routers need
+`signing.seed` and `channel.seed`. Keep `operator.seed` and `account.seed` elsewhere: they sign a new `signing.seed` if it is
+lost.
 """
 
 from __future__ import annotations
@@ -27,75 +27,79 @@ _STORAGE = ("mem_storage", "disk_storage", "streams", "consumer")
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """The files of an installation's keys; only their owner may read them.
+    """The key files of an installation. Only their owner may read them.
 
     Attributes:
-        folder: where they are.
+        folder: folder of the files.
     """
 
     folder: Path
 
     @property
     def server_conf(self) -> Path:
-        """What nats-server must include."""
+        """Configuration that nats-server must include."""
         return self.folder / "nats.conf"
 
     @property
     def signing_seed(self) -> Path:
-        """With which routers make credentials."""
+        """Seed of the key with which routers sign credentials."""
         return self.folder / "signing.seed"
 
     @property
     def channel_seed(self) -> Path:
-        """With which routers sign the tokens of data channels."""
+        """Seed of the key with which routers sign the tokens of data channels."""
         return self.folder / "channel.seed"
 
     @property
     def channel_public_file(self) -> Path:
-        """By which executors verify them, for who sets variables from files."""
+        """File with `channel_public`, for deployments that set variables from files."""
         return self.folder / "channel.public"
 
     @property
     def channel_public(self) -> str:
-        """By which executors verify them."""
+        """Public key with which executors verify the tokens of data channels."""
         return Key.read(self.channel_seed.read_text(), "cluster").public
 
     @property
     def service_creds(self) -> Path:
-        """What services show NATS."""
+        """Credentials of services for NATS."""
         return self.folder / "service.creds"
 
     @property
     def admin_creds(self) -> Path:
-        """What administrators show NATS."""
+        """Credentials of administrators for NATS."""
         return self.folder / "admin.creds"
 
     def issuer(self) -> Issuer:
-        """What makes further credentials."""
+        """The issuer of further credentials."""
         return read_issuer(self.signing_seed, self.service_creds)
 
 
 def read_issuer(signing_seed: Path, creds: Path) -> Issuer:
-    """What makes credentials for the account that a service's credentials are of.
+    """The issuer of credentials for the account of a service.
+
+    Args:
+        signing_seed: file with the seed of the signing key.
+        creds: file with the credentials of the service.
 
     Raises:
-        KeyFormatError: the file has no such key.
-        CredentialsError: there are no credentials.
-        OSError: the key's file cannot be read.
+        KeyFormatError: the file does not contain the seed of an account's key.
+        CredentialsError: the credentials cannot be read.
+        OSError: the file of the key cannot be read.
     """
     return Issuer(Key.read(signing_seed.read_text(), "account"), Credentials.load(creds).account)
 
 
 def make_authority(folder: Path) -> Authority:
-    """The keys in a folder, made if there are none.
+    """The keys in a folder. If the folder has no keys, make them.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     folder.chmod(0o700)
     authority = Authority(folder)
-    if authority.server_conf.exists():  # written last
+    if authority.server_conf.exists():  # this file is written last
         return authority
     operator, system, account, signing = (Key.new(k) for k in ("operator", "account", "account", "account"))
     channel = Key.new("cluster")
@@ -153,7 +157,7 @@ def _configuration(operator: str, system: str, accounts: Mapping[str, str]) -> s
 
 
 def main() -> int:
-    """`python -m wooly_bus.authority FOLDER`."""
+    """Run `python -m wooly_bus.authority FOLDER`. Returns the exit status."""
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         print("usage: python -m wooly_bus.authority FOLDER", file=sys.stderr)
         return 2
@@ -161,7 +165,7 @@ def main() -> int:
         authority = make_authority(Path(sys.argv[1]))
         public = authority.channel_public
     except (OSError, BusError) as e:
-        print(f"no keys could be made: {e}", file=sys.stderr)
+        print(f"cannot make keys in {sys.argv[1]}: {e}", file=sys.stderr)
         return 1
     print(f'nats-server:  include "{authority.server_conf}"')
     print(f"services:     WOOLY_NATS_CREDS={authority.service_creds}")

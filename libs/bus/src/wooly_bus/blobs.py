@@ -1,4 +1,4 @@
-"""Blobs in JetStream's object store: immutable, named by the digest of their bytes, a bucket per tenant, kept for a while."""
+"""Blobs in JetStream's object store: immutable, named by their digest, in one bucket per tenant, removed after `KEPT_S`."""
 
 from __future__ import annotations
 
@@ -35,49 +35,51 @@ from wooly_bus.errors import BusError
 from wooly_bus.rpc import ControlClient
 from wooly_bus.streams import StreamError, refusal, replicas
 
-#: Seconds that a blob is kept after it was last put.
+#: Seconds after the last upload of a blob until it is removed.
 KEPT_S = 7 * 24 * 3600.0
+#: The most messages that one fetch returns.
 BATCH = 64
+#: Timeout of one fetch, in seconds.
 SILENCE_S = 10.0
-#: Seconds that a router has for one piece, and for the last one: it reads the whole blob back.
+#: Timeouts in seconds of the requests for one piece and for the last piece, after which the router reads the whole blob back.
 PIECE_S, LAST_PIECE_S = 10.0, 120.0
-#: What JetStream says of a message that does not follow the one that it should.
+#: JetStream's error code for a message that does not follow the expected last message of its subject.
 _WRONG_LAST_SEQUENCE = 10071
 
 
 class BlobMissingError(BusError):
-    """There is no blob of that name, or not any more."""
+    """The blob does not exist, or was removed."""
 
     code = "bus.blob_missing"
 
 
 class BlobCorruptError(BusError):
-    """A blob's bytes are not those that its name says."""
+    """The bytes of a blob do not match its digest, or it is too large."""
 
     code = "bus.blob_corrupt"
 
 
 class UploadError(BusError):
-    """A piece of a blob does not follow the one before."""
+    """A piece of an upload does not follow the previous piece."""
 
     code = "bus.upload"
 
 
 def name_of(data: bytes | bytearray | memoryview) -> str:
-    """The name of a blob: the digest of its bytes, in hex."""
+    """The name of a blob: the digest of its bytes, in hexadecimal digits."""
     h = hasher()
     h.update(data)
     return h.hexdigest()
 
 
 def bucket_of(tenant: str) -> str:
-    """The bucket of a tenant's blobs. Two tenants never have the same."""
+    """Name of the bucket of a tenant's blobs. Each tenant has a different bucket."""
     plain = re.fullmatch(r"[A-Za-z0-9_]{1,64}", tenant)
     return f"WOOLY_BLOBS_{tenant}" if plain else f"WOOLY_BLOBS-{hashlib.sha256(tenant.encode()).hexdigest()}"
 
 
 async def buckets(js: JetStreamContext) -> dict[str, int]:
-    """All tenants' buckets, each with the number of the last message that was ever kept there.
+    """The buckets of all tenants, with the sequence number of the last message that was ever stored in each.
 
     Raises:
         StreamError: JetStream does not answer.
@@ -92,19 +94,19 @@ async def buckets(js: JetStreamContext) -> dict[str, int]:
                 if name.startswith("WOOLY_BLOBS"):
                     found[name] = info.state.last_seq
     except (nats.errors.Error, JetStreamError, OSError) as e:
-        raise StreamError(f"buckets of blobs: {str(e) or type(e).__name__}") from e
+        raise StreamError(f"cannot list the buckets of blobs: {str(e) or type(e).__name__}") from e
     return found
 
 
 class BlobStore:
-    """One tenant's blobs.
+    """The blobs of one tenant.
 
     Args:
-        js: JetStream.
-        tenant: whose.
-        bucket: the tenant's bucket, where that is known and the tenant is not.
-        most: messages beyond which JetStream itself takes nothing more for the bucket, whoever puts it (-1: no bound); None: that
-            stays as it is. Bytes are not bounded there: JetStream would set them aside for each tenant.
+        js: the JetStream context.
+        tenant: the tenant.
+        bucket: bucket of the tenant, if the tenant is unknown.
+        most: largest number of messages in the bucket, which JetStream enforces for all writers (-1: no limit); None: do not
+            change the limit. There is no limit of bytes, because JetStream would reserve that storage for each tenant.
     """
 
     def __init__(self, js: JetStreamContext, tenant: str, bucket: str = "", most: int | None = None) -> None:
@@ -131,7 +133,7 @@ class BlobStore:
             await self._js.update_stream(config.evolve(max_msgs=self._most))
 
     async def ready(self) -> None:
-        """Have the bucket.
+        """Create the bucket if it does not exist.
 
         Raises:
             StreamError: JetStream does not answer, or refuses.
@@ -142,7 +144,7 @@ class BlobStore:
             raise refusal(f"bucket {self.bucket}", e) from e
 
     async def put(self, data: bytes | bytearray | memoryview) -> str:
-        """Keep bytes. Returns their name, a digest in hex. What is there already is not sent again.
+        """Store bytes as a blob. Returns its name. A blob that exists is not sent again.
 
         Raises:
             StreamError: JetStream does not answer, or refuses.
@@ -158,7 +160,7 @@ class BlobStore:
         return name
 
     async def has(self, name: str, size: int) -> bool:
-        """Whether there is a blob of that name and size.
+        """Whether a blob of this name and size exists.
 
         Raises:
             StreamError: JetStream does not answer.
@@ -169,10 +171,10 @@ class BlobStore:
             return False
 
     async def size(self, name: str) -> int:
-        """Bytes of a blob.
+        """Size of a blob, in bytes.
 
         Raises:
-            BlobMissingError: it is not there.
+            BlobMissingError: the blob does not exist.
             StreamError: JetStream does not answer.
         """
         return (await self._info(name))[1]
@@ -182,18 +184,19 @@ class BlobStore:
             info = await (await self._open()).get_info(name)
         except NotFoundError as e:
             raise BlobMissingError(
-                f"there is no blob {name[:16]}… of this tenant; blobs are kept for {KEPT_S / 86400:.0f} days"
+                f"this tenant has no blob {name[:16]}…; blobs are removed {KEPT_S / 86400:.0f} days after the "
+                "upload; upload it again"
             ) from e
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
         return str(info.nuid), int(info.size or 0)
 
     async def chunks(self, name: str) -> AsyncIterator[bytes]:
-        """A blob in pieces, as fast as JetStream gives them; the last one comes only if all of them are what the name says.
+        """Yield a blob in pieces. The last piece is yielded only if all bytes match the digest.
 
         Raises:
-            BlobMissingError: it is not there.
-            BlobCorruptError: its bytes are not those of its name.
+            BlobMissingError: the blob does not exist.
+            BlobCorruptError: the bytes do not match the digest.
             StreamError: JetStream does not answer.
         """
         nuid, size = await self._info(name)
@@ -205,15 +208,15 @@ class BlobStore:
             h.update(last)
             at += len(last)
         if h.hexdigest() != name or at != size:
-            raise BlobCorruptError(f"blob {name[:16]}… has bytes that its name does not stand for")
+            raise BlobCorruptError(f"the bytes of blob {name[:16]}… do not match its digest")
         if last:
             yield last
 
     async def _kept(self, name: str, nuid: str, size: int) -> AsyncIterator[bytes]:
-        """What is kept under `nuid`, unverified, until it is at least `size` bytes.
+        """Yield the pieces that are stored under `nuid`, without verification, until they have at least `size` bytes.
 
         Raises:
-            StreamError: JetStream does not answer, or has less.
+            StreamError: JetStream does not answer, or has fewer bytes.
         """
         if not size:
             return
@@ -239,20 +242,20 @@ class BlobStore:
         return f"$O.{self.bucket}.C.{nuid}"
 
     async def get(self, name: str, limit: int) -> bytes:
-        """A whole blob of at most `limit` bytes; see `chunks`.
+        """Read a whole blob of at most `limit` bytes; see `chunks`.
 
         Raises:
-            BlobCorruptError: it is larger.
+            BlobCorruptError: the blob is larger, or its bytes do not match its digest.
         """
         size = await self.size(name)
         if size > limit:
-            raise BlobCorruptError(f"blob {name[:16]}… has {size} bytes, at most {limit} were expected")
+            raise BlobCorruptError(f"blob {name[:16]}… has {size} bytes; the limit is {limit}")
         return b"".join([chunk async for chunk in self.chunks(name)])
 
-    # -- piece by piece, for who has no JetStream -----------------------------------------------------------------------
+    # -- piece by piece, for clients without JetStream ------------------------------------------------------------------
 
     async def held(self) -> tuple[int, int]:
-        """Bytes and messages of the whole bucket: two messages of a blob, and one more for each further piece of it.
+        """Bytes and messages of the whole bucket. A blob has two messages, and one more for each piece after the first.
 
         Raises:
             StreamError: JetStream does not answer.
@@ -265,10 +268,16 @@ class BlobStore:
             raise StreamError(f"bucket {self.bucket}: {str(e) or type(e).__name__}") from e
 
     async def append(self, upload: str, offset: int, data: bytes, after: int) -> int:
-        """Keep the piece of an upload that follows number `after` (0: the first). Returns its number. Again, it changes nothing.
+        """Store the next piece of an upload. Returns its sequence number. A repeated call changes nothing.
+
+        Args:
+            upload: id of the upload.
+            offset: position of the piece in the blob, in bytes.
+            data: the piece.
+            after: sequence number of the previous piece; 0 for the first piece.
 
         Raises:
-            UploadError: it does not follow that one.
+            UploadError: the last piece of the upload is not `after`.
             StreamError: JetStream does not answer, or refuses.
         """
         headers = {"Nats-Msg-Id": f"{upload}:{offset}", Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(after)}
@@ -283,7 +292,7 @@ class BlobStore:
             raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
 
     async def _appended(self, upload: str, id: str, after: int) -> int:
-        """The number of the last piece of an upload, if it is that one: its answer was lost."""
+        """The sequence number of the last piece if its id is `id`: then the piece was stored, and only the answer was lost."""
         try:
             last = await self._js.get_last_msg(f"OBJ_{self.bucket}", self._pieces_of(upload))
         except NotFoundError:
@@ -291,28 +300,28 @@ class BlobStore:
         except (nats.errors.Error, JetStreamError, OSError) as e:
             raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
         if last is None or (last.headers or {}).get("Nats-Msg-Id") != id:
-            raise UploadError(f"piece {id} does not follow number {after}: begin again")
+            raise UploadError(f"piece {id} of the upload does not follow piece {after}; begin the upload again")
         return int(last.seq or 0)
 
     async def finish(self, name: str, upload: str, size: int) -> None:
-        """Make a blob of an upload's pieces, once they are read back and are what the name says; otherwise they are removed.
+        """Read the pieces of an upload back, and make a blob of them. If they do not match the digest, remove them.
 
         Raises:
-            BlobCorruptError: they are not.
+            BlobCorruptError: the pieces do not match the digest.
             StreamError: JetStream does not answer, or refuses.
         """
         ours, theirs, at, count = hasher(), hashlib.sha256(), 0, 0
         async for data in self._kept(name, upload, size):
-            for h in (ours, theirs):  # the second for other clients of the object store
+            for h in (ours, theirs):  # other clients of the object store check SHA-256
                 h.update(data)
             at, count = at + len(data), count + 1
         if ours.hexdigest() != name or at != size:
             await self.drop(upload)
-            raise BlobCorruptError(f"what was sent is not what {name[:16]}… stands for")
+            raise BlobCorruptError(f"the uploaded bytes do not match the digest {name[:16]}…; upload the blob again")
         await self.seal(name, upload, at, count, theirs.digest())
 
     async def drop(self, upload: str) -> None:
-        """Remove what there is of an upload.
+        """Remove the pieces of an upload.
 
         Raises:
             StreamError: JetStream does not answer.
@@ -323,7 +332,7 @@ class BlobStore:
             raise StreamError(f"upload {upload}: {str(e) or type(e).__name__}") from e
 
     async def seal(self, name: str, upload: str, size: int, count: int, sha256: bytes) -> None:
-        """Make a blob of an upload whose pieces are known to be what the name says.
+        """Make a blob of an upload whose pieces are known to match the digest.
 
         Raises:
             StreamError: JetStream does not answer, or refuses.
@@ -338,7 +347,7 @@ class BlobStore:
             raise StreamError(f"blob {name[:16]}: {str(e) or type(e).__name__}") from e
 
     async def drop_uploads(self, idle_s: float) -> int:
-        """Remove uploads that no blob was made of and that no piece came for in `idle_s` seconds. Returns how many are left.
+        """Remove unfinished uploads that got no piece for `idle_s` seconds. Returns the number of the other unfinished uploads.
 
         Raises:
             StreamError: JetStream does not answer.
@@ -346,10 +355,10 @@ class BlobStore:
         stream, before, left = f"OBJ_{self.bucket}", datetime.now(UTC) - timedelta(seconds=idle_s), 0
         try:
             store = await self._open()
-            # The pieces first: a blob that is made in between is among the blobs then, and its pieces are no upload's.
+            # List the pieces before the blobs: an upload that becomes a blob in between is then in the second list.
             state = (await self._js.stream_info(stream, subjects_filter=self._pieces_of("*"))).state
             uploads = {subject.rpartition(".")[2] for subject in state.subjects or ()}
-            with contextlib.suppress(NotFoundError):  # there is no blob
+            with contextlib.suppress(NotFoundError):  # the bucket has no blobs
                 uploads -= {str(info.nuid) for info in await store.list(ignore_deletes=True)}
             for upload in sorted(uploads):
                 try:
@@ -365,10 +374,17 @@ class BlobStore:
         return left
 
     async def piece(self, name: str, after: int) -> tuple[int, bytes, int]:
-        """What of a blob follows number `after` (0: its beginning), unverified: the blob's size, bytes, the number to go on from.
+        """Read the part of a blob after a sequence number, without verification.
+
+        Args:
+            name: name of the blob.
+            after: sequence number of the last piece that the caller has; 0: start at the beginning.
+
+        Returns:
+            The size of the blob, the bytes, and the sequence number for the next call.
 
         Raises:
-            BlobMissingError: it is not there.
+            BlobMissingError: the blob does not exist.
             StreamError: JetStream does not answer.
         """
         nuid, size = await self._info(name)
@@ -391,10 +407,13 @@ class BlobStore:
 
 
 class Upload:
-    """A blob that comes piece by piece and is named at its end: no more than one piece of it is in memory.
+    """An upload whose digest is known only at its end. At most one piece of it is in memory.
 
     Args:
-        store: where it goes.
+        store: the store of the blob.
+
+    Attributes:
+        size: bytes stored so far.
     """
 
     def __init__(self, store: BlobStore) -> None:
@@ -404,7 +423,7 @@ class Upload:
         self.size = 0
 
     async def add(self, data: bytes) -> None:
-        """The next bytes of it.
+        """Add the next bytes.
 
         Raises:
             StreamError: JetStream does not answer, or refuses.
@@ -421,7 +440,7 @@ class Upload:
         self.size, self._count = self.size + len(piece), self._count + 1
 
     async def finish(self) -> str:
-        """That was all of it. Returns its name.
+        """Finish the upload. Returns the name of the blob.
 
         Raises:
             StreamError: JetStream does not answer, or refuses.
@@ -439,14 +458,14 @@ class Upload:
         return name
 
     async def abandon(self) -> None:
-        """Remove what there is of it. Without an answer from JetStream that is left to the leader's round."""
+        """Remove the stored pieces. If JetStream does not answer, the leading router removes them later (`drop_uploads`)."""
         if self._count:
             with contextlib.suppress(StreamError):
                 await self._store.drop(self._id)
 
 
 async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: int = 4) -> list[str]:
-    """Keep several blobs. Returns their names, in order."""
+    """Store several blobs, `at_once` at a time. Returns their names in order."""
     turn = asyncio.Semaphore(at_once)
 
     async def one(data: bytes | memoryview) -> str:
@@ -457,25 +476,25 @@ async def put_all(store: BlobStore, blobs: list[bytes | memoryview], at_once: in
 
 
 class AskedBlobs:
-    """A tenant's blobs, asked of the router: for a client whose credentials are that tenant's and have no JetStream.
+    """The blobs of a tenant, through requests to the router: for a tenant's client, which may not use JetStream.
 
     Args:
-        control: a connection with such credentials.
+        control: a connection with the credentials of the tenant.
     """
 
     def __init__(self, control: ControlClient) -> None:
         self._control = control
 
     def put(self, data: bytes | bytearray | memoryview) -> str:
-        """Keep bytes. Returns their name. What is there already is not sent again.
+        """Store bytes as a blob. Returns its name. A blob that exists is not sent again.
 
         Raises:
-            BusError: the router refuses, or nobody answers.
+            BusError: the router refuses, or no router answers.
         """
         view = memoryview(data).cast("B")
         name, size = name_of(view), len(view)
         upload, offset, after = secrets.token_hex(16), 0, 0
-        piece = view if size <= PIECE_BYTES else view[:0]  # what is large may be there already
+        piece = view if size <= PIECE_BYTES else view[:0]  # first ask with no bytes whether a large blob exists already
         while True:
             request = PutBlobRequest(
                 digest=name,
@@ -493,23 +512,23 @@ class AskedBlobs:
             piece = view[offset : offset + PIECE_BYTES]
 
     def get(self, name: str, limit: int) -> bytearray:
-        """A whole blob of at most `limit` bytes.
+        """Read a whole blob of at most `limit` bytes.
 
         Raises:
-            BlobCorruptError: it is larger, or its bytes are not those that its name says.
-            BusError: there is none, or nobody answers.
+            BlobCorruptError: the blob is larger, or its bytes do not match its digest.
+            BusError: the blob does not exist, or no router answers.
         """
         found, after = bytearray(), 0
         while True:
             request = GetBlobRequest(digest=name, after=after)
             reply = self._control.insist(contracts.ROUTER_BLOB_GET, request, timeout=PIECE_S)
             if reply.nbytes > limit:
-                raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes, at most {limit} were expected")
+                raise BlobCorruptError(f"blob {name[:16]}… has {reply.nbytes} bytes; the limit is {limit}")
             data = base64.b64decode(reply.data)
             found += data
             after = reply.after
             if len(found) >= reply.nbytes or not data:
                 break
         if len(found) != reply.nbytes or name_of(found) != name:
-            raise BlobCorruptError(f"blob {name[:16]}… has bytes that its name does not stand for")
+            raise BlobCorruptError(f"the bytes of blob {name[:16]}… do not match its digest")
         return found

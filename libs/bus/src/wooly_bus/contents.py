@@ -1,9 +1,9 @@
-"""What names a content: BLAKE3 of its chunks, and of these digests together. Both ends compute it.
+"""Content ids: the BLAKE3 hash of the BLAKE3 hashes of all chunks. Client and executor compute them.
 
-Where contents of several tenants are told of, each goes by its name in its circle (`name_in_circle`).
+Reports about the contents of several tenants name each content by `name_in_circle`.
 
-Chunks are hashed one by one so that a sender can hash the next while one is on its way, and knows from the first whether asking
-about the whole can be worth it.
+Chunks are hashed one by one, for two reasons: a sender hashes the next chunk while one is being sent, and the hash of the first
+chunk already shows whether the executor may have the content.
 """
 
 from __future__ import annotations
@@ -13,31 +13,36 @@ from collections.abc import Sequence
 
 from blake3 import blake3
 
-#: Bytes of a chunk.
+#: Size of a chunk, in bytes.
 CHUNK = 4 << 20
-#: Bytes of a digest.
+#: Size of a digest, in bytes.
 DIGEST = 32
 
 
 def chunk_digest(data: bytes | memoryview) -> bytes:
-    """The digest of one chunk. Other threads run meanwhile."""
+    """The digest of one chunk. The computation releases the GIL."""
     return blake3(data).digest()
 
 
 def content_id(digests: Sequence[bytes], nbytes: int) -> bytes:
-    """The name of a content of `nbytes` bytes from the digests of its chunks, in order."""
+    """The id of a content.
+
+    Args:
+        digests: digests of the chunks, in order.
+        nbytes: size of the content, in bytes.
+    """
     return blake3(struct.pack("<Q", nbytes) + b"".join(digests)).digest()
 
 
 def name_in_circle(content: bytes, tenant: str | None) -> str:
-    """What a content is called where placement compares contents, in hex.
+    """The name by which placement compares contents, in hexadecimal digits.
 
-    Two are equal only if their sessions could share them: who asks for a content that only another tenant has must not see, by
-    where its task goes, that it is there.
+    Two names are equal only if the sessions may share the content. Otherwise a tenant could learn from the placement of its task
+    that another tenant has the content.
 
     Args:
-        content: its id.
-        tenant: in whose circle it is; None: in the public one.
+        content: id of the content.
+        tenant: the tenant whose sessions share the content; None: all sessions that share publicly.
     """
     if tenant is None:
         return content.hex()

@@ -18,10 +18,11 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 P = TypeVar("P", bound=Message | bytes)
 
-#: What an API token permits, and with it the NATS credentials made for the token. `session` is no token's scope:
-#: the credentials of one session permit these contracts, with the executors of that session.
+#: The permissions of an API token and of the NATS credentials made for it. No token has the scope `session`: the credentials
+#: of a session permit the contracts with this scope, for the executors of that session only.
 Scope = Literal["blobs:read", "blobs:write", "nodes:read", "tasks:read", "tasks:write", "session"]
-#: Bytes of a request of a tenant's client, unless its contract says otherwise: other requests wait while a service reads one.
+#: Largest request of a tenant's client, in bytes, unless the contract sets another limit. The limit is small because other
+#: requests wait while a service decodes one.
 TENANT_BYTES = 128 << 10
 
 
@@ -30,9 +31,9 @@ class Log:
     """A stream that drops its oldest messages.
 
     Attributes:
-        name: of the stream.
+        name: name of the stream.
         max_age_s: seconds after which a message is dropped.
-        max_bytes: of all messages.
+        max_bytes: largest total size of the messages, in bytes.
     """
 
     name: str
@@ -45,8 +46,8 @@ class WorkQueue:
     """A stream that keeps each message until a reader acknowledges it. A full queue refuses further messages.
 
     Attributes:
-        name: of the stream.
-        max_bytes: of all messages.
+        name: name of the stream.
+        max_bytes: largest total size of the messages, in bytes.
     """
 
     name: str
@@ -61,7 +62,7 @@ class _Contract:
     """A subject, which may have one parameter.
 
     Attributes:
-        template: the subject; a parameter stands in it as `{name}`.
+        template: the subject; a parameter is written as `{name}`.
     """
 
     template: str
@@ -86,7 +87,7 @@ class _Contract:
         """The subject with `address` in place of the parameter.
 
         Raises:
-            ValueError: `address` cannot be one token of a subject. A tenant always can: it is percent-encoded.
+            ValueError: `address` is not a valid token of a subject. The name of a tenant is always valid: it is percent-encoded.
         """
         before, _, after = self.template.partition("{")
         name, _, after = after.partition("}")
@@ -95,16 +96,16 @@ class _Contract:
 
 @dataclass(frozen=True, slots=True)
 class RpcContract(_Contract, Generic[Q, R]):
-    """What a request and its reply are, on one subject or on a family of subjects.
+    """A request and its reply, on one subject or on a family of subjects.
 
     Attributes:
         request: model of the request.
         reply: model of the reply. Any request may also be answered with an `ErrorReply`.
         about: what the request does, in one sentence.
         queue: instances of the service with the same queue share the requests; empty: each instance gets each request.
-        scope: what a tenant's client needs; None: no tenant's client may ask.
-        most_bytes: of a request of a tenant's client.
-        tenants_only: the request is served to tenants' clients, and to no other process.
+        scope: the scope that a tenant's client needs; None: no tenant's client may send the request.
+        most_bytes: largest request of a tenant's client, in bytes.
+        tenants_only: only tenants' clients may send the request.
     """
 
     request: type[Q]
@@ -122,11 +123,11 @@ class Rpc(RpcContract[Q, R]):
 
     @property
     def subject(self) -> str:
-        """Where services ask."""
+        """The subject to which services send the request."""
         return self.template
 
     def for_tenant(self, tenant: str) -> str:
-        """Where that tenant's clients ask; NATS lets nobody else publish there."""
+        """The subject to which the clients of `tenant` send the request. NATS lets no other client publish there."""
         return subjects.for_tenant(self.template, tenant)
 
 
@@ -138,12 +139,15 @@ class AddressedRpc(RpcContract[Q, R]):
         """The request to one address.
 
         Raises:
-            ValueError: `address` cannot be one token of a subject.
+            ValueError: `address` is not a valid token of a subject.
         """
         return self.on(self._at(address))
 
     def on(self, subject: str) -> Rpc[Q, R]:
-        """The request on a subject that another process gave, such as the subject in an endpoint. The subject is not checked."""
+        """The request on a subject that another process supplied, such as the subject in an endpoint.
+
+        The subject is not checked.
+        """
         return Rpc(
             subject, self.request, self.reply, self.about, self.queue, self.scope, self.most_bytes, self.tenants_only
         )
@@ -151,14 +155,14 @@ class AddressedRpc(RpcContract[Q, R]):
 
 @dataclass(frozen=True, slots=True)
 class EventContract(_Contract, Generic[P]):
-    """What is published on one subject or on a family of subjects.
+    """An event on one subject or on a family of subjects.
 
     Attributes:
-        payload: model of the event, or `bytes` where the event is bytes that its service encodes.
-        about: what the event says, in one sentence. For bytes: what the bytes encode.
-        stream: keeps the events; None: a process that does not listen misses them.
-        queue: instances of a service with the same queue share the events; empty: each instance hears each event.
-        scope: what a tenant's client needs to hear its tenant's events; None: no tenant's client hears them.
+        payload: model of the event, or `bytes` if the service encodes the event itself.
+        about: what the event reports, in one sentence. For bytes: what the bytes encode.
+        stream: the stream that stores the events; None: a process that is not subscribed misses them.
+        queue: instances of a service with the same queue share the events; empty: each instance receives each event.
+        scope: the scope that a tenant's client needs to receive its tenant's events; None: no tenant's client receives them.
     """
 
     payload: type[P]
@@ -169,31 +173,31 @@ class EventContract(_Contract, Generic[P]):
 
     @property
     def stream_name(self) -> str:
-        """Name of the stream that keeps the events.
+        """Name of the stream that stores the events.
 
         Raises:
-            ValueError: no stream keeps them.
+            ValueError: no stream stores the events.
         """
         if self.stream is None:
-            raise ValueError(f"no stream keeps the events of {self.template}")
+            raise ValueError(f"no stream stores the events of {self.template}")
         return self.stream.name
 
     def encoded(self, payload: P) -> bytes:
-        """An event as it is published."""
+        """The bytes of an event for publishing."""
         return payload if isinstance(payload, bytes) else payload.model_dump_json().encode()
 
     def decoded(self, data: bytes) -> P:
-        """The event in published bytes.
+        """The event that the published bytes encode.
 
         Raises:
-            EnvelopeError: the bytes are not such an event.
+            EnvelopeError: the bytes are not an event of this contract.
         """
         if self.payload is bytes:
             return cast(P, data)
         return cast(P, decode(data, cast(type[Message], self.payload)))
 
     def address_of(self, subject: str) -> str:
-        """The parameter in a subject of this family, as it is written there."""
+        """The parameter in a subject of this family, not decoded."""
         before, _, after = self.pattern.partition("*")
         return subject.removeprefix(before).removesuffix(after)
 
@@ -204,18 +208,18 @@ class Event(EventContract[P]):
 
     @property
     def subject(self) -> str:
-        """Where the event is published."""
+        """The subject to which the event is published."""
         return self.template
 
 
 @dataclass(frozen=True, slots=True)
 class AddressedEvent(EventContract[P]):
-    """An event on a family of subjects: one subject for each executor, tenant or service. A listener hears all of them."""
+    """An event on a family of subjects: one subject for each executor, tenant or service. A subscriber receives all of them."""
 
     def at(self, address: str) -> Event[P]:
         """The event of one address.
 
         Raises:
-            ValueError: `address` cannot be one token of a subject.
+            ValueError: `address` is not a valid token of a subject.
         """
         return Event(self._at(address), self.payload, self.about, self.stream, self.queue, self.scope)

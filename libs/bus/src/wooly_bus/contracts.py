@@ -1,10 +1,10 @@
-"""The table of contracts: all that processes ask each other and tell each other over NATS, with the types of both sides.
+"""The table of contracts: all requests and events between processes over NATS, with their message models.
 
-A line gives the subject, the messages, who may ask and hear, and the stream. Everything else derives from it: what services
-serve and ask (`ServiceApp`, `ControlClient`), the permissions of credentials, streams, and docs/reference/asyncapi.yaml. The name
-of a contract is its subject's service, noun and verb.
+An entry has the subject, the messages, the scope that a tenant's client needs, and the stream. Everything else is derived from
+it: the requests that services serve and send (`ServiceApp`, `ControlClient`), the permissions of credentials, the streams, and
+docs/reference/asyncapi.yaml. The name of a contract consists of the service, noun and verb of its subject.
 
-The table is one module: a reader finds the whole protocol in one place. It is apart from `subjects` (the form of a subject)
+The table is one module, so that readers find the whole protocol in one place. It is separate from `subjects` (syntax of subjects)
 and `contract_types` (the parts of a contract), because importing all message models takes time that many commands do not need.
 """
 
@@ -118,7 +118,7 @@ from wooly_bus.tunnel_messages import OpenTunnelReply, OpenTunnelRequest
 _RPC, _EVT = f"{PREFIX}.rpc", f"{PREFIX}.evt"
 _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
-#: Seconds for which usage that metering has not booked is kept.
+#: Seconds after which the stream drops usage that metering has not booked.
 USAGE_AGE_S = 30 * _DAY_S
 
 # -- router ------------------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ ROUTER_SESSION_OPEN = Rpc(
     f"{_RPC}.router.session.open",
     OpenSessionRequest,
     OpenSessionReply,
-    "Open a session: place it, and have executors host it.",
+    "Open a session: place it on devices, and ask their executors to host it.",
     queue="router",
     scope="tasks:write",
 )
@@ -147,7 +147,7 @@ ROUTER_SESSION_CLOSE = Rpc(
     queue="router",
     scope="tasks:write",
 )
-#: Tenants' clients submit jobs by this request. Services and administrators publish `ROUTER_JOB_COMMAND`.
+#: Tenants' clients submit jobs with this request. Services and administrators publish `ROUTER_JOB_COMMAND`.
 ROUTER_JOB_SUBMIT = Rpc(
     f"{PREFIX}.cmd.router.job.submit",
     SubmitJob,
@@ -189,7 +189,7 @@ ROUTER_TASK_GET = Rpc(
     f"{_RPC}.router.task.get",
     TaskRequest,
     TaskReply,
-    "Get one task and its story.",
+    "Get one task and its history.",
     queue="router",
     scope="tasks:read",
 )
@@ -238,7 +238,7 @@ ROUTER_NODE_LIST = Rpc(
     f"{_RPC}.router.node.list",
     NodesRequest,
     NodesReply,
-    "List the executors that the router hears.",
+    "List the executors whose heartbeats the router receives.",
     queue="router",
     scope="nodes:read",
 )
@@ -246,7 +246,7 @@ ROUTER_TOKEN_CHECK = Rpc(
     f"{_RPC}.router.token.check",
     CheckTokenRequest,
     CheckTokenReply,
-    "Say whose API token a service was shown over HTTP, and what the token permits.",
+    "Look up the owner and the permissions of an API token that a service received over HTTP.",
     queue="router",
 )
 ROUTER_TENANT_LIST = Rpc(
@@ -267,10 +267,10 @@ ROUTER_CEILING_CHECK = Rpc(
     f"{_RPC}.router.ceiling.check",
     CheckCeilingRequest,
     CheckCeilingReply,
-    "Say whether a tenant may have a class and a weight.",
+    "Check whether a tenant may use a class and a weight.",
     queue="router",
 )
-#: Not named after its subject: `ROUTER_JOB_SUBMIT` has that name, and the same subject followed by the tenant.
+#: The name does not follow the subject, because `ROUTER_JOB_SUBMIT` already has it; that request's subject ends with the tenant.
 ROUTER_JOB_COMMAND = Event(
     f"{PREFIX}.cmd.router.job.submit",
     SubmitJob,
@@ -291,7 +291,7 @@ SCHEDULER_GPU_LIST = Rpc(
     f"{_RPC}.scheduler.gpu.list",
     GpusRequest,
     GpusReply,
-    "List what every GPU and session does, page by page.",
+    "List the state of all GPUs and sessions, page by page.",
     queue="scheduler",
     scope="nodes:read",
 )
@@ -307,11 +307,11 @@ SCHEDULER_SESSION_ADMIT = Rpc(
     f"{_RPC}.scheduler.session.admit",
     AdmitSessionRequest,
     AdmitSessionReply,
-    "Say whether all admitted sessions would keep their latency objectives beside a new one.",
+    "Check whether all admitted sessions would still meet their latency objectives with a new session.",
     queue="scheduler",
 )
 SCHEDULER_AUDIT_VIOLATED = Event(
-    f"{_EVT}.scheduler.audit.violated", AuditViolated, "A decision of an executor breaks a law of dispatch."
+    f"{_EVT}.scheduler.audit.violated", AuditViolated, "A decision of an executor violates a rule of dispatch."
 )
 
 # -- metering ----------------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ METERING_CREDITS_SHOW = Rpc(
     f"{_RPC}.metering.credits.show",
     CreditsRequest,
     CreditsReply,
-    "Sum up what a tenant is charged, by run, model or hour.",
+    "Sum up the charges of a tenant, by run, model or hour.",
     queue="metering",
     scope="tasks:read",
 )
@@ -335,7 +335,7 @@ METERING_BUDGET_CHECK = Rpc(
     f"{_RPC}.metering.budget.check",
     CheckBudgetRequest,
     CheckBudgetReply,
-    "Say whether a tenant's budget lets it start something.",
+    "Check whether a tenant's budget permits it to start a session or job.",
     queue="metering",
 )
 METERING_PLAN_ADD = Rpc(
@@ -387,10 +387,12 @@ METERING_QUARANTINE_LIST = Rpc(
     "List usage that could not be booked.",
     queue="metering",
 )
-METERING_BUDGET_REACHED = Event(f"{_EVT}.metering.budget.reached", BudgetReached, "A tenant has spent a limit.")
+METERING_BUDGET_REACHED = Event(
+    f"{_EVT}.metering.budget.reached", BudgetReached, "A tenant's spending has reached a limit of its budget."
+)
 METERING_STATEMENT_MADE = Event(f"{_EVT}.metering.statement.made", StatementMade, "A tenant has a new statement.")
 METERING_USAGE_QUARANTINED = Event(
-    f"{_EVT}.metering.usage.quarantined", UsageQuarantined, "A message of usage could not be booked."
+    f"{_EVT}.metering.usage.quarantined", UsageQuarantined, "Metering could not book a usage message."
 )
 
 # -- compiler ----------------------------------------------------------------------------------------------------------
@@ -449,7 +451,7 @@ EXECUTOR_EPOCH_END = AddressedRpc(
     f"{_RPC}.executor.epoch.end.{{executor_id}}",
     EndEpochRequest,
     EndEpochReply,
-    "End an epoch and say what was measured in it; the executor moves its pacing windows.",
+    "End an epoch and return its measurements; the executor adapts its pacing windows.",
 )
 EXECUTOR_JOB_RUN = AddressedRpc(
     f"{_RPC}.executor.job.run.{{executor_id}}",
@@ -467,7 +469,7 @@ EXECUTOR_TUNNEL_OPEN = AddressedRpc(
 EXECUTOR_NODE_HEARTBEAT = Event(
     f"{_EVT}.executor.node.heartbeat",
     ExecutorHeartbeat,
-    "An executor is alive; the event says what the executor has and does.",
+    "An executor is alive; the event describes its devices, sessions and state.",
 )
 EXECUTOR_SESSION_CLOSED = Event(f"{_EVT}.executor.session.closed", SessionClosed, "A session ended on an executor.")
 EXECUTOR_ARTIFACT_REJECTED = Event(
@@ -488,14 +490,14 @@ EXECUTOR_DISPATCH_JOURNALED = AddressedEvent(
 EXECUTOR_MEMORY_BORNE = AddressedEvent(
     f"{_EVT}.executor.memory.borne.{{executor_id}}",
     MemoryBorne,
-    "What a session held of an executor's memory over a span of time.",
+    "Memory of an executor that a session was charged for over a time span.",
     stream=Log("WOOLY_EVT_MEMORY", max_age_s=7 * _DAY_S, max_bytes=1 << 30),
 )
-#: Metering removes what it has booked from the stream. The limits are for a time when metering is away.
+#: Metering removes booked usage from the stream. The limits matter only while metering is down.
 EXECUTOR_USAGE_RECORDED = AddressedEvent(
     f"{_EVT}.executor.usage.recorded.{{executor_id}}",
     UsageRecorded,
-    "What sessions used of an executor's device.",
+    "Usage of an executor's device by sessions.",
     stream=Log("WOOLY_EVT_USAGE", max_age_s=USAGE_AGE_S, max_bytes=1 << 30),
 )
 

@@ -1,7 +1,8 @@
-"""Credentials of NATS users: a signed permission (JWT) and the user's key, in one text (a `.creds` file).
+"""Credentials of NATS users: a signed permission (JWT) and the key of the user, in one text (a `.creds` file).
 
-Whoever has the account's signing key makes them (`Issuer`); the server checks them by itself, whoever they come from. What a user
-may publish and hear is written in the permission, and with it the tenant: services believe the server, not the message.
+An `Issuer` makes credentials with the signing key of the account. The NATS server verifies them without asking a service. The
+permission contains the tenant and the subjects that the user may publish and subscribe to. Services take the tenant from the
+subject, which the server has checked, and not from the message.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from wooly_bus.keys import Key, KeyFormatError, SignatureError, unverified
 
 HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _BLOCKS = re.compile(r"-{3,}BEGIN [^-]+-{3,}\s+([^\s-]\S*)\s+-{3,}END [^-]+-{3,}")
-#: Connections, of which a client has two or three, are not limited; subscriptions of one are.
+#: Most subscriptions of one connection. The number of connections, two or three per client, is not limited.
 MAX_SUBSCRIPTIONS = 1000
 
-#: What the cluster's administrator may publish: requests and jobs, and what JetStream and tunnels need.
+#: Subjects to which an administrator may publish: requests, jobs, and the subjects of JetStream and tunnels.
 _ADMINISTRATOR = (
     f"{subjects.PREFIX}.rpc.>",
     contracts.ROUTER_JOB_COMMAND.subject,
@@ -39,40 +40,40 @@ Role = Literal["user", "operator", "admin", "service"]
 
 
 class CredentialsError(BusError):
-    """A text is no credentials, or they have ended."""
+    """The credentials cannot be read, are malformed, or have expired."""
 
     code = "bus.credentials"
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """What a user may do; None: everything."""
+    """Subjects that a user may publish to and subscribe to; None: all subjects."""
 
     publish: tuple[str, ...] | None = None
     subscribe: tuple[str, ...] | None = None
 
     def may_publish(self, subject: str) -> bool:
-        """Whether the server would take a message there from this user."""
+        """Whether the server accepts a message of this user to `subject`."""
         return self.publish is None or any(subjects.matches(pattern, subject) for pattern in self.publish)
 
     def may_subscribe(self, subject: str) -> bool:
-        """Whether the server would let this user hear what is published there."""
+        """Whether the server lets this user subscribe to `subject`."""
         return self.subscribe is None or any(subjects.matches(pattern, subject) for pattern in self.subscribe)
 
 
 class Credentials:
-    """What a connection shows to NATS.
+    """Credentials of one NATS user.
 
     Attributes:
         jwt: the signed permission.
-        key: the user's.
-        user_id: names this user among those of its tenant.
-        tenant: whose; None: nobody's in particular.
-        role: what kind of user.
-        account: the account's public key.
-        expires_at: seconds since the epoch; None: it does not end.
-        permissions: what the server lets it do.
-        inbox: under which it hears replies.
+        key: key of the user.
+        user_id: name of the user, unique in its tenant.
+        tenant: the tenant of the user; None: the user belongs to no tenant.
+        role: role of the user.
+        account: public key of the account.
+        expires_at: end of validity, in seconds since the epoch; None: the credentials do not expire.
+        permissions: subjects that the server permits.
+        inbox: prefix of the subjects on which the user receives replies.
     """
 
     def __init__(self, jwt: str, key: Key) -> None:
@@ -80,7 +81,7 @@ class Credentials:
         claims = unverified(jwt)
         body = claims.get("nats", {})
         if claims.get("sub") != key.public:
-            raise CredentialsError("the key is not that of the permission")
+            raise CredentialsError("the key does not belong to the permission (JWT)")
         tags = dict(str(t).split(":", 1) for t in body.get("tags", ()) if ":" in str(t))
         self.user_id = str(claims.get("name", ""))
         self.tenant = subjects.tenant_of(tags["tenant"]) if "tenant" in tags else None
@@ -96,14 +97,14 @@ class Credentials:
 
     @classmethod
     def parse(cls, text: str) -> Credentials:
-        """The credentials in a `.creds` file's text.
+        """Parse the text of a `.creds` file.
 
         Raises:
-            CredentialsError: it is none.
+            CredentialsError: the text is not that of a `.creds` file.
         """
         blocks = _BLOCKS.findall(text)
         if len(blocks) != 2:
-            raise CredentialsError("not the text of a .creds file: it has a permission and a key")
+            raise CredentialsError("not the text of a .creds file, which has a permission (JWT) and a key (seed)")
         try:
             return cls(blocks[0], Key.read(blocks[1], "user"))
         except (KeyFormatError, SignatureError, AttributeError, TypeError, ValueError) as e:
@@ -111,10 +112,10 @@ class Credentials:
 
     @classmethod
     def load(cls, path: Path) -> Credentials:
-        """The credentials in a file.
+        """Read a `.creds` file.
 
         Raises:
-            CredentialsError: it cannot be read, or has none.
+            CredentialsError: the file cannot be read, or is not a `.creds` file.
         """
         try:
             return cls.parse(path.read_text())
@@ -124,7 +125,7 @@ class Credentials:
             raise CredentialsError(f"{path}: {e}") from e
 
     def text(self) -> str:
-        """As a `.creds` file."""
+        """The text of a `.creds` file with these credentials."""
         return (
             f"-----BEGIN NATS USER JWT-----\n{self.jwt}\n------END NATS USER JWT------\n\n"
             f"-----BEGIN USER NKEY SEED-----\n{self.key.seed}\n------END USER NKEY SEED------\n"
@@ -132,11 +133,11 @@ class Credentials:
 
 
 class Issuer:
-    """Makes credentials.
+    """Makes credentials of users.
 
     Args:
-        signing: the account's signing key.
-        account: the account's public key.
+        signing: signing key of the account.
+        account: public key of the account.
     """
 
     def __init__(self, signing: Key, account: str) -> None:
@@ -152,15 +153,15 @@ class Issuer:
         ttl_s: float | None = None,
         now: float | None = None,
     ) -> Credentials:
-        """New credentials.
+        """Make credentials of a new user.
 
         Args:
-            role: what kind of user.
-            permissions: what it may.
-            tenant: whose.
-            user_id: its name; at random without.
-            ttl_s: seconds for which they hold; None: for ever.
-            now: seconds since the epoch; the clock's without.
+            role: role of the user.
+            permissions: permissions of the user.
+            tenant: tenant of the user; None: no tenant.
+            user_id: name of the user; None: a random name.
+            ttl_s: validity in seconds; None: unlimited.
+            now: begin of validity, in seconds since the epoch; None: the current time.
         """
         key, at = Key.new("user"), int(time.time() if now is None else now)
         tags = [f"role:{role}", *([] if tenant is None else [f"tenant:{subjects.tenant_token(tenant)}"])]
@@ -181,13 +182,13 @@ class Issuer:
         return Credentials(self._signing.claim(claims, HEADER), key)
 
     def service(self) -> Credentials:
-        """For a service of ours: everything, for ever."""
+        """Credentials of a service: all permissions, unlimited validity."""
         return self.issue("service", Permissions())
 
     def client(
         self, tenant: str, scopes: Collection[str], *, ttl_s: float | None = None, now: float | None = None
     ) -> Credentials:
-        """For a tenant's client, which may do what its scopes say, for its tenant alone."""
+        """Credentials of a tenant's client: the permissions of its scopes, for its tenant only."""
         user_id = secrets.token_hex(8)
         asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, Rpc) and rpc.scope in scopes]
         heard = [e for e in contracts.EVENTS.values() if isinstance(e, AddressedEvent) and e.scope in scopes]
@@ -199,7 +200,7 @@ class Issuer:
     def session(
         self, tenant: str, session_id: str, executors: Sequence[str], *, ttl_s: float, now: float | None = None
     ) -> Credentials:
-        """For the tunnels of one session: to its executors, and nothing else."""
+        """Credentials for the tunnels of one session to its executors."""
         asked = [rpc for rpc in contracts.RPCS.values() if isinstance(rpc, AddressedRpc) and rpc.scope == "session"]
         publish = [rpc.at(executor).for_tenant(tenant) for executor in executors for rpc in asked]
         publish.append(subjects.tunnel_inbox(subjects.client_inbox(tenant, session_id)) + ".>")
@@ -207,7 +208,7 @@ class Issuer:
         return self.issue("user", permissions, tenant=tenant, user_id=session_id, ttl_s=ttl_s, now=now)
 
     def administrator(self, *, ttl_s: float | None = None, now: float | None = None) -> Credentials:
-        """For who runs the cluster: asks every service everything, hears all events, has JetStream."""
+        """Credentials of an administrator: all requests to all services, all events, JetStream."""
         user_id = secrets.token_hex(8)
         permissions = Permissions(_ADMINISTRATOR, (subjects.INBOX + ".>", f"{subjects.PREFIX}.evt.>"))
         return self.issue("admin", permissions, user_id=user_id, ttl_s=ttl_s, now=now)

@@ -1,6 +1,6 @@
-"""Messages to bytes and back, with the trace context of the sender in W3C headers.
+"""Encodes and decodes messages. The trace context of the sender is in W3C headers.
 
-A reply is either its own model or an `ErrorReply`, told apart by a header.
+A reply is an instance of its own model or an `ErrorReply`; a header tells which.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from wooly_wis.messages import ErrorReply, Message
 
 from wooly_bus.errors import EnvelopeError, RefusedError
 
+#: Largest payload of a message, in bytes: the default limit of NATS.
 MAX_PAYLOAD = 1 << 20
 KIND_HEADER = "Wooly-Kind"
 M = TypeVar("M", bound=Message)
-# Named rather than asked from `opentelemetry.propagate`, whose entry points would cost every `wooly` command 20 ms.
+# Created directly, because `opentelemetry.propagate` loads entry points, which takes every `wooly` command 20 ms.
 TRACE_CONTEXT = TraceContextTextMapPropagator()
 
 
@@ -25,11 +26,11 @@ def encode(message: Message) -> tuple[bytes, dict[str, str]]:
     """Payload and headers of a message.
 
     Raises:
-        EnvelopeError: larger than NATS carries.
+        EnvelopeError: the message is larger than a NATS message may be.
     """
     data = message.model_dump_json().encode()
     if len(data) > MAX_PAYLOAD:
-        raise EnvelopeError(f"{type(message).__name__} of {len(data)} bytes; NATS carries at most {MAX_PAYLOAD}")
+        raise EnvelopeError(f"the {type(message).__name__} has {len(data)} bytes; the limit of NATS is {MAX_PAYLOAD}")
     headers = {KIND_HEADER: type(message).__name__}
     TRACE_CONTEXT.inject(headers)
     return data, headers
@@ -39,10 +40,10 @@ def decode(data: bytes, model: type[M]) -> M:
     """The message in a payload.
 
     Raises:
-        EnvelopeError: it is not a `model`.
+        EnvelopeError: the payload is not a `model`, or too large.
     """
     if len(data) > MAX_PAYLOAD:
-        raise EnvelopeError(f"message of {len(data)} bytes, at most {MAX_PAYLOAD}")
+        raise EnvelopeError(f"the message has {len(data)} bytes; the limit is {MAX_PAYLOAD}")
     try:
         return model.model_validate_json(data)
     except ValidationError as e:
@@ -57,7 +58,7 @@ def decode_reply(data: bytes, headers: Mapping[str, str] | None, model: type[M])
 
     Raises:
         RefusedError: the service answered with an error.
-        EnvelopeError: it is neither.
+        EnvelopeError: the payload is neither a `model` nor an error.
     """
     if (headers or {}).get(KIND_HEADER) == ErrorReply.__name__:
         raise RefusedError.from_reply(decode(data, ErrorReply))

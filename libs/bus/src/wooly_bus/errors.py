@@ -1,4 +1,4 @@
-"""Errors of the control plane, and the one shape in which they travel."""
+"""Errors of the control plane. Every error reply has the form of `ErrorReply`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from wooly_wis.messages import ErrorReply
 
 
 class BusError(Exception):
-    """Root of what can go wrong between services."""
+    """Root of the errors of communication between services."""
 
     code = "bus.error"
     retryable = False
 
     def to_reply(self) -> ErrorReply:
-        """The error as it travels."""
+        """The error as a reply."""
         return ErrorReply(code=self.code, message=str(self), retryable=self.retryable)
 
 
 class EnvelopeError(BusError):
-    """A message is not what its subject carries."""
+    """A message is too large, or does not match the model of its subject."""
 
     code = "bus.envelope"
 
@@ -30,21 +30,21 @@ class BusConnectError(BusError):
 
 
 class BusTimeoutError(BusError):
-    """No reply came in time."""
+    """No reply arrived within the timeout."""
 
     code = "bus.timeout"
     retryable = True
 
 
 class NoResponderError(BusError):
-    """Nobody serves the subject."""
+    """No service subscribes to the subject."""
 
     code = "bus.no_responder"
     retryable = True
 
 
 class RefusedError(BusError):
-    """A service says no; carries the service's own code."""
+    """A service refused a request. The error has the code of the service."""
 
     def __init__(self, code: str, message: str, *, retryable: bool = False) -> None:
         super().__init__(message)
@@ -53,12 +53,12 @@ class RefusedError(BusError):
 
     @classmethod
     def from_reply(cls, reply: ErrorReply) -> RefusedError:
-        """The error that a reply carries."""
+        """The error that a reply contains."""
         return cls(reply.code, reply.message, retryable=reply.retryable)
 
 
 def shown(url: str) -> str:
-    """A URL for messages and logs: without credentials, in each of several separated by commas."""
+    """One or more URLs, separated by commas, without their credentials: for messages and logs."""
     return ",".join([_without_credentials(part) for part in url.split(",")])
 
 

@@ -1,7 +1,8 @@
-"""Whether a service lives and is ready, over HTTP, for whoever starts and restarts it.
+"""Health checks of a service over HTTP, for orchestrators such as Kubernetes.
 
-`/livez`: the event loop answers and everything that the service cannot do without runs; if not, a restart is the cure.
-`/readyz`: that, and NATS is connected; if not, a restart mends nothing. Both answer with one line per check, 200 or 503.
+`/livez`: the event loop answers and all essential parts run; if the check fails, restart the process.
+`/readyz`: the same, and NATS is connected; if only this check fails, a restart does not help. Both answer with status 200 or 503
+and one line per check.
 """
 
 from __future__ import annotations
@@ -15,19 +16,20 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Check = Callable[[], bool]
 
-#: Seconds that somebody who asks may take.
+#: Deadline in seconds for reading a request, and for writing the answer.
 PATIENCE_S = 5.0
-#: Connections at a time. The next one ends the oldest: whoever asks does so at once, and an idle crowd shuts nobody out.
+#: Most connections at the same time. A further connection closes the oldest, so that idle connections cannot block a probe.
 CONNECTIONS = 64
+#: Longest head of a request, in bytes.
 _LONGEST = 8192
 
 
 class HealthSettings(BaseSettings):
-    """Where a service says how it is; from WOOLY_HEALTH_* variables, for every service that speaks NATS.
+    """Address of the health checks of a service; from WOOLY_HEALTH_* variables, for every service that uses NATS.
 
     Attributes:
-        host: where `/livez` and `/readyz` listen.
-        port: their port; empty: they are not served.
+        host: address on which `/livez` and `/readyz` listen.
+        port: port of `/livez` and `/readyz`; empty: health checks are off.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_HEALTH_", env_ignore_empty=True)
@@ -40,12 +42,12 @@ class HealthSettings(BaseSettings):
 async def serve_health(
     settings: HealthSettings, live: Mapping[str, Check], ready: Mapping[str, Check]
 ) -> AsyncIterator[int | None]:
-    """Answer inside the block. Yields the port; None where none is configured.
+    """Serve the health checks for the duration of the block. Yields the port; None if no port is configured.
 
     Args:
-        settings: where.
-        live: what must hold for the process to be worth keeping; read at every question.
-        ready: what must hold besides for it to be of use.
+        settings: address and port.
+        live: checks by name; if one fails, the process must be restarted. The mapping is read at each request.
+        ready: further checks by name; if one fails, the process is not ready.
 
     Raises:
         OSError: the port is taken.
@@ -54,19 +56,19 @@ async def serve_health(
         yield None
         return
 
-    asking: dict[asyncio.StreamWriter, None] = {}
+    open_connections: dict[asyncio.StreamWriter, None] = {}
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(asking) >= CONNECTIONS:
-            oldest = next(iter(asking))
-            del asking[oldest]
+        if len(open_connections) >= CONNECTIONS:
+            oldest = next(iter(open_connections))
+            del open_connections[oldest]
             oldest.transport.abort()
-        asking[writer] = None
+        open_connections[writer] = None
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE_S)
             writer.write(_reply(head, live, ready))
             await asyncio.wait_for(writer.drain(), PATIENCE_S)
-        asking.pop(writer, None)
+        open_connections.pop(writer, None)
         writer.close()
 
     server = await asyncio.start_server(answer, settings.host, settings.port, limit=_LONGEST)
@@ -80,7 +82,7 @@ def _reply(head: bytes, live: Mapping[str, Check], ready: Mapping[str, Check]) -
     method, _, rest = head.partition(b" ")
     checks = {b"/livez": dict(live), b"/readyz": {**live, **ready}}.get(rest.partition(b" ")[0])
     if checks is None or method not in (b"GET", b"HEAD"):
-        return _http("404 Not Found", "there are /livez and /readyz\n", method)
+        return _http("404 Not Found", "not found; use GET /livez or GET /readyz\n", method)
     results = {name: bool(check()) for name, check in checks.items()}
     text = "".join(f"{name}: {'ok' if good else 'FAILED'}\n" for name, good in results.items()) or "ok\n"
     return _http("200 OK" if all(results.values()) else "503 Service Unavailable", text, method)

@@ -1,4 +1,4 @@
-"""What this process may use of its machine: all of it, or what its container was given (Linux control groups, both versions)."""
+"""Memory and cores that this process may use: those of the machine, or the limits of its container (cgroups, both versions)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-#: What an unlimited group says where it says a number.
+#: A memory limit of at least this many bytes means that the group is unlimited.
 _ENDLESS = 1 << 60
 _CGROUPS = Path("sys/fs/cgroup")
 
 
 def memory(root: Path = Path("/")) -> int:
-    """Bytes of memory: the machine's, or less where a group that this process is in has a limit.
+    """Bytes of memory that this process may use: the memory of the machine, or the smallest limit of its control groups.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for group in _groups(root, "memory"):
@@ -29,11 +29,12 @@ def memory(root: Path = Path("/")) -> int:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Hardware threads that may run at a time, at least 1: those that this process may run on, or what a group's quota of CPU
-    time comes to, rounded up.
+    """Hardware threads that this process may use at the same time, at least 1: its CPU affinity, or the CPU quota of a group.
+
+    A quota is rounded up.
 
     Args:
-        root: of the file system.
+        root: root of the file system.
     """
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups(root, "cpu"):
@@ -46,19 +47,19 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def bound(nbytes: int) -> None:
-    """Let this process have so many bytes of memory of its own at most: what asks for more is refused it, and the process lives.
+    """Limit the private memory of this process to `nbytes` bytes: a larger allocation then fails, and the process continues.
 
-    Without this a machine gives what it does not have, and ends a process when that is used.
+    Without a limit, the machine overcommits memory, and its kernel kills a process when the memory is used.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (nbytes if hard < 0 else min(nbytes, hard), hard))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the groups that this process is in, the innermost first.
+    """The folders of the control groups of this process, innermost first.
 
-    A container may see its own group where the machine's would be, while its name is still the machine's: then folders on the
-    way are missing, and the top is its own.
+    In a container, the group may be mounted at the top, while its name is still the path on the machine. Then the folders of that
+    path are missing, and the top folder is the group of the container.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)

@@ -1,7 +1,7 @@
-"""What every HTTP request passes before its application: first its token, then its size, then its body.
+"""Checks every HTTP request before its application runs: first the token, then the size, then the body.
 
-The head of a request alone decides. An application that frameworks parse bodies for would otherwise read
-and parse what it refuses afterwards.
+The head of a request alone decides whether it is refused. Otherwise, web frameworks would read and parse the body of a request
+that the application then refuses.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from wooly_bus.http_listener import Connection
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a route takes.
+    """Requirements of a route.
 
     Attributes:
-        token: whether a valid one is needed.
-        body: bytes of a request's body.
-        streamed: whether the application reads the body piece by piece; otherwise it gets it whole.
+        token: whether a valid token is required.
+        body: largest body of a request, in bytes.
+        streamed: whether the application reads the body in pieces; otherwise the application gets the whole body.
     """
 
     token: bool
@@ -34,25 +34,30 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Who was let in: what the application is told (`request.state.caller`), and the tenant; None: an operator, or everybody."""
+    """The caller of an admitted request.
+
+    Attributes:
+        caller: data about the caller for the application (`request.state.caller`).
+        tenant: tenant of the caller; None: an operator, or authentication is off.
+    """
 
     caller: object
     tenant: str | None
 
 
-#: Lets a request in by its head, or raises a `BusError`. The number: bytes that its body says to have, 0 where it does not say.
+#: Admits a request by its head, or raises a `BusError`. The number is the Content-Length in bytes; 0 if the request has none.
 Admit = Callable[[Request, int, Rule], Awaitable[Known | None]]
 
 
 class Front:
-    """ASGI middleware.
+    """ASGI middleware that checks requests.
 
     Args:
-        app: answers what is let in.
-        service: whose codes refusals have.
-        rule: what the route of a method and path takes.
-        admit: who asks.
-        refuse: the answer to a request that is refused.
+        app: the application for admitted requests.
+        service: the service; prefix of the codes of refusals.
+        rule: returns the rule of a method and path.
+        admit: authenticates the caller.
+        refuse: makes the answer to a refused request.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class Front:
         self._app, self._service, self._rule, self._admit, self._refuse = app, service, rule, admit, refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it."""
+        """Pass a request to the application, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -80,11 +85,11 @@ class Front:
             await self._app(scope, receive, send)
 
     async def _let_in(self, scope: Scope, receive: Receive) -> Receive:
-        """What the application reads the body from.
+        """Check a request. Returns the `receive` from which the application reads the body.
 
         Raises:
-            BusError: nobody may ask so.
-            ClientDisconnect: it is gone.
+            BusError: the request is refused.
+            ClientDisconnect: the client closed the connection.
         """
         request = Request(scope)
         rule = self._rule(scope["method"], scope["path"])
@@ -106,7 +111,8 @@ class Front:
 
     def _too_large(self, rule: Rule) -> RefusedError:
         return RefusedError(
-            f"{self._service}.too_large", f"the body of such a request has at most {rule.body} bytes; send less"
+            f"{self._service}.too_large",
+            f"the body of the request is too large; the limit of this path is {rule.body} bytes; send less",
         )
 
     def _counted(self, receive: Receive, rule: Rule) -> Receive:
@@ -134,7 +140,7 @@ class Front:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read already, then what comes after it."""
+    """A `receive` that returns a body that was already read, and then the messages after it."""
     first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

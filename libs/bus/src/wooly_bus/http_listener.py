@@ -1,8 +1,8 @@
-"""The HTTP listener of every service: uvicorn behind an accept loop of ours that bounds what connections may take.
+"""The HTTP listener of every service: uvicorn behind Wooly's own accept loop, which limits connections.
 
-A connection is a stranger's until a request on it showed a valid token (`Connection.let_in`, called by `http_front`). Where the
-table of connections is full, the newest connection comes in and the stranger who has waited longest goes: whoever holds a token
-shows it at once, so a flood of idle connections shuts nobody out. TLS handshakes, heads, bodies and answers have deadlines.
+A connection is a stranger until a request on it had a valid token (`Connection.let_in`, called by `http_front`). If the table of
+connections is full, the listener closes the oldest stranger and accepts the new connection. A client with a token sends it at
+once, so a flood of idle connections cannot block it. TLS handshakes, heads, bodies and answers have deadlines.
 """
 
 from __future__ import annotations
@@ -29,38 +29,39 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from wooly_bus.errors import RefusedError
 
 log = logging.getLogger("wooly.http")
-#: Descriptors of the process that connections never take: database, NATS, files, and the next accepted connection.
+#: Descriptors of the process that are reserved for the database, NATS, files, and the next accepted connection.
 DESCRIPTOR_RESERVE = 128
-#: Connections that tenants leave to operators and administrators.
+#: Connections that are reserved for operators and administrators.
 OPERATOR_RESERVE = 64
-#: Connections that are closed where the table of descriptors is full; where there was none to close, seconds without an accept:
-#: the listener stays readable, and must not spin.
+#: If the process has no free descriptor: the number of connections to close. If there was no connection to close: the pause in
+#: seconds, because the listener stays readable, and the loop must not spin.
 FULL_SHED, FULL_PAUSE_S = 16, 0.1
-#: Bytes and seconds for which the rest of a refused request's body is read and dropped: a client that is still sending when its
-#: connection is closed never sees the answer.
+#: Limits, in bytes and seconds, on reading and dropping the rest of a refused request's body. Without reading it, a client that
+#: is still sending when its connection is closed never sees the answer.
 DISCARD_BYTES, DISCARD_S = 4 << 20, 2.0
-#: Bytes a second below which a body is too slow, once `body_s` is over.
+#: Minimum rate of a body in bytes per second, after `body_s`.
 SLOWEST_BYTES_S = 64 << 10
-#: Bytes of a request's head.
+#: Largest head of a request, in bytes.
 HEAD_BYTES = 32 << 10
-#: Ticks of uvicorn's main loop (0.1 s each) between two looks for connections that are late.
+#: Ticks of uvicorn's main loop (0.1 s each) between two checks of deadlines.
 LOOK_TICKS = 3
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class HttpSettings(BaseSettings):
-    """What a connection to any HTTP port may take; from WOOLY_HTTP_* variables, for every service that serves HTTP.
+    """Limits of connections to any HTTP port; from WOOLY_HTTP_* variables, for every service that serves HTTP.
 
     Attributes:
-        body_bytes: bytes of a request's body, where its route has no smaller limit; blobs have a limit of their own.
-        header_s: seconds for a TLS handshake, and again for a request's head.
-        body_s: seconds for a request's body, and one more for each 64 KiB of it; and for which an answer may stand still because
-            its reader does not read.
-        idle_s: seconds that a connection is kept without a request.
-        connections: connections of one process in all. Fewer where the limit of open files leaves fewer: 128 files are
-            kept free.
-        peer_connections: connections of one address on which no valid token was shown. The next one ends the oldest of them.
-        tenant_connections: connections of one tenant at a time on one process; event streams are among them.
+        body_bytes: largest body of a request, in bytes, unless the route has a smaller limit; blobs have their own limit.
+        header_s: deadline in seconds for a TLS handshake, and for the head of a request.
+        body_s: deadline in seconds for the body of a request, plus one second for each 64 KiB of it. Also the longest time for
+            which a client may not read an answer.
+        idle_s: seconds after which a connection without a request is closed.
+        connections: largest number of connections of one process. The limit of open files may lower it: 128 files are
+            reserved.
+        peer_connections: largest number of connections of one address without a valid token. A further connection closes the
+            oldest of them.
+        tenant_connections: largest number of connections of one tenant to one process, including event streams.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_HTTP_", env_ignore_empty=True)
@@ -74,7 +75,7 @@ class HttpSettings(BaseSettings):
     tenant_connections: int = Field(default=64, ge=1)
 
     def room(self) -> int:
-        """Connections that the process has descriptors for."""
+        """Largest number of connections, considering the limit of open files."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         if limit == resource.RLIM_INFINITY:
             return self.connections
@@ -82,13 +83,13 @@ class HttpSettings(BaseSettings):
 
 
 class Connection:
-    """One connection, from its accept on.
+    """One accepted connection.
 
     Attributes:
-        peer: its address; empty: a unix socket.
-        tenant: whose token was shown on it; None: nobody's, or an operator's.
-        known: whether a valid token was shown on it.
-        busy: whether a request on it is being answered.
+        peer: address of the client; empty for a unix socket.
+        tenant: the tenant whose token a request had; None: no tenant, or an operator.
+        known: whether a request had a valid token.
+        busy: whether a request is being answered.
     """
 
     def __init__(self, table: Table, peer: str, sock: socket.socket) -> None:
@@ -100,25 +101,28 @@ class Connection:
         self.protocol: _Protocol | None = None
 
     def let_in(self, tenant: str | None) -> None:
-        """A request on it showed a valid token: a tenant's, or (None) that of somebody who sees all tenants.
+        """Record that a request on this connection had a valid token.
+
+        Args:
+            tenant: the tenant of the token; None: the token permits access to all tenants.
 
         Raises:
-            RefusedError: the tenant has too many connections, or all tenants have.
+            RefusedError: the tenant has too many connections, or all tenants together have.
         """
         if self.known and self.tenant == tenant:
             return
         self._table.let_in(self, tenant)
 
     def close(self) -> None:
-        """End it at once, whatever it is doing."""
+        """Close the connection at once, even during a request."""
         self._table.leave(self)
         if self.protocol is not None and self.protocol.transport is not None:
             self.protocol.transport.abort()
         elif self.beginning is not None:
-            self.beginning.cancel()  # asyncio closes what it has made of the socket
+            self.beginning.cancel()  # asyncio closes its transport and the socket
 
     def begun(self, _: object) -> None:
-        """It is uvicorn's now, or came to nothing: the socket is closed where nobody else would."""
+        """Called when uvicorn has the connection, or the handshake failed. In the latter case, close the socket."""
         if self.protocol is None:
             self._sock.close()
         if self.protocol is None or self.protocol.transport is None:
@@ -142,7 +146,7 @@ class Table:
         return iter(list(self._all))
 
     def admit(self, peer: str, sock: socket.socket) -> Connection | None:
-        """A new connection. None, and it is not there, if all others are those of callers who are being answered."""
+        """Add a new connection. Return None if the table is full and every connection in it has a token and a request."""
         if self._strangers[peer] >= self._settings.peer_connections:
             self.shed(peer)
         if len(self._all) >= self._room and not self.shed():
@@ -158,12 +162,15 @@ class Table:
             held, limit = self._tenants[tenant], self._settings.tenant_connections
             if held >= limit:
                 raise self._refusal(
-                    f"tenant {tenant} has {held} connections to this service, and may have {limit} "
-                    "(WOOLY_HTTP_TENANT_CONNECTIONS); close one"
+                    f"tenant {tenant} has {held} connections to this service; the limit is {limit} "
+                    "(WOOLY_HTTP_TENANT_CONNECTIONS); close one and try again"
                 )
             held, limit = self._tenants.total(), max(self._room - OPERATOR_RESERVE, 1)
             if held >= limit:
-                raise self._refusal(f"all tenants have {held} connections to this service, and may have {limit}")
+                raise self._refusal(
+                    f"all tenants together have {held} connections to this service; the limit is {limit}, from "
+                    "WOOLY_HTTP_CONNECTIONS and the limit of open files; try again later"
+                )
         self._uncount(connection)
         connection.known, connection.tenant = True, tenant
         if tenant is not None:
@@ -173,7 +180,7 @@ class Table:
         return RefusedError(f"{self._service}.limit", message, retryable=True)
 
     def leave(self, connection: Connection) -> None:
-        """It is over. Twice is no error."""
+        """Remove a connection that ended. A second call does nothing."""
         if connection in self._all:
             del self._all[connection]
             self._uncount(connection)
@@ -187,10 +194,10 @@ class Table:
             del counter[name]
 
     def shed(self, peer: str | None = None) -> bool:
-        """End the connection that is missed least: a stranger's that waits, a stranger's, one that idles. False if there is none.
+        """Close a victim: a waiting stranger, else any stranger, else an idle connection. Returns False if there is none.
 
         Args:
-            peer: look at the strangers of this address alone.
+            peer: consider only the strangers of this address.
         """
         if peer is None and self._strangers:
             peer, _ = self._strangers.most_common(1)[0]
@@ -204,14 +211,14 @@ class Table:
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's, which knows its connection and since when it waits for its peer."""
+    """uvicorn's protocol for h11, with deadlines for the client."""
 
     def __init__(self, connection: Connection, settings: HttpSettings, **given: Any) -> None:
         super().__init__(**given)
         self._connection, self._settings = connection, settings
         self._app, self.app = self.app, self._serve
         self._now = time.monotonic
-        #: Which part of a request is awaited, since when, and how much of it has come.
+        #: The part of a request that is awaited, since when, and the bytes received of it.
         self._part, self._since, self._bytes = "head", self._now(), 0
         self._stuck: float | None = None
         connection.protocol = self
@@ -242,7 +249,7 @@ class _Protocol(H11Protocol):
         self._note(idle=True)
 
     def _note(self, *, idle: bool = False) -> None:
-        """Which part is awaited now. A connection that idles awaits none: uvicorn closes it after `idle_s`."""
+        """Update the awaited part. An idle connection awaits no part: uvicorn closes it after `idle_s`."""
         state = self.conn.their_state
         if state is h11.SEND_BODY:
             answered = self.cycle is not None and self.cycle.response_complete
@@ -265,11 +272,11 @@ class _Protocol(H11Protocol):
         super().resume_writing()
 
     def late(self, now: float) -> str:
-        """What its peer has not done in time; empty: nothing."""
+        """The deadline that the client missed, in words; empty if it missed none."""
         limits = self._settings
         if self._stuck is not None and now - self._stuck > limits.body_s:
-            return f"read nothing of an answer for {limits.body_s:g} s"
-        if self.flow is not None and self.flow.read_paused:  # we do not read: the time is ours
+            return f"did not read the answer for {limits.body_s:g} s"
+        if self.flow is not None and self.flow.read_paused:  # we have paused reading, so the time does not count
             self._since = now
         allowed = {
             "head": limits.header_s,
@@ -277,7 +284,7 @@ class _Protocol(H11Protocol):
             "rest": DISCARD_S,
         }.get(self._part)
         if allowed is not None and now - self._since > allowed:
-            return f"sent no whole {self._part} of a request within {allowed:.0f} s"
+            return f"did not send the complete {self._part} of a request within {allowed:.0f} s"
         return ""
 
 
@@ -285,14 +292,14 @@ class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers (signals belong to `until_signalled`), behind an accept loop with limits.
 
     Args:
-        app: what answers; `http_front.Front` is to be in it.
-        service: whose codes refusals have.
-        tls: what it shows; None: it is not encrypted.
-        settings: limits.
+        app: the ASGI application; it must contain `http_front.Front`.
+        service: the service; prefix of the codes of refusals.
+        tls: the TLS context; None: serve without encryption.
+        settings: limits of connections.
 
     Attributes:
-        closing: called as it ends, to end what would not end by itself.
-        table: its connections.
+        closing: called at shutdown, to end requests that do not end by themselves, such as event streams.
+        table: all connections.
     """
 
     def __init__(
@@ -308,13 +315,13 @@ class HttpServer(uvicorn.Server):
                 lifespan="off",
                 http=_Protocol,
                 ws="none",
-                # Whoever is on this machine could say to be from any address, unless somebody names the proxies.
+                # Without a list of trusted proxies, any process on this machine could claim any client address.
                 proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
                 timeout_keep_alive=self.limits.idle_s,
                 h11_max_incomplete_event_size=HEAD_BYTES,
             )
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a stranger's bad request is no warning of ours
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # a bad request of a client needs no warning
         self.table = Table(self.limits, service)
         self.closing: Callable[[], None] = lambda: None
         self._tls = tls
@@ -322,11 +329,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """None of uvicorn's."""
+        """Install no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept on these sockets."""
+        """Start to accept connections on these sockets."""
         self.servers = []
         for listener in sockets or ():
             listener.setblocking(False)
@@ -335,7 +342,7 @@ class HttpServer(uvicorn.Server):
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether to end. An accept loop that failed ends the server, too."""
+        """Called ten times a second: returns whether to end the server. Raises the error of an accept loop that failed."""
         for task in self._accepting:
             if task.done():
                 task.result()
@@ -344,7 +351,7 @@ class HttpServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and let what is being answered end."""
+        """Stop accepting, and wait for the requests that are being answered."""
         for task in self._accepting:
             task.cancel()
         for connection in self.table:
@@ -358,13 +365,14 @@ class HttpServer(uvicorn.Server):
         for connection in self.table:
             late = connection.protocol.late(now) if connection.protocol is not None else ""
             if late:
-                log.info("a connection from %s is closed: it %s", connection.peer or "a unix socket", late)
+                log.info("closed a connection from %s: the client %s", connection.peer or "a unix socket", late)
                 connection.close()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            # With no descriptor left Linux fails an accept even if no connection waits, and one would be closed for nothing.
+            # Without a free descriptor, Linux fails an accept even if no connection waits; then a victim would be closed
+            # needlessly.
             await _readable(listener)
             try:
                 sock, address = await loop.sock_accept(listener)
@@ -372,13 +380,17 @@ class HttpServer(uvicorn.Server):
                 if e.errno in _FULL:
                     count = sum([self.table.shed() for _ in range(FULL_SHED)])
                     log.warning(
-                        "no connection can be accepted: %s; %d without a token or request were closed", e, count
+                        "cannot accept connections: %s; closed %d connections without a token or request; raise `ulimit -n`",
+                        e,
+                        count,
                     )
-                    await asyncio.sleep(0 if count else FULL_PAUSE_S)  # closed sockets end their descriptors meanwhile
+                    await asyncio.sleep(
+                        0 if count else FULL_PAUSE_S
+                    )  # meanwhile, the descriptors of the closed sockets become free
                     continue
                 if e.errno in (errno.EBADF, errno.EINVAL):
                     raise
-                continue  # that one was reset before we took it
+                continue  # the connection was reset before it was accepted
             connection = self.table.admit(str(address[0]) if isinstance(address, tuple) else "", sock)
             if connection is None:
                 sock.close()
@@ -387,7 +399,7 @@ class HttpServer(uvicorn.Server):
             connection.beginning.add_done_callback(connection.begun)
 
     async def _begin(self, connection: Connection, sock: socket.socket) -> None:
-        """Shake hands, where there is TLS, and hand the connection to uvicorn."""
+        """Do the TLS handshake, if any, and pass the connection to uvicorn."""
 
         def protocol() -> _Protocol:
             return _Protocol(connection, self.limits, config=self.config, server_state=self.server_state, app_state={})
@@ -398,7 +410,7 @@ class HttpServer(uvicorn.Server):
                 protocol, sock, ssl=self._tls, ssl_handshake_timeout=timeout
             )
         except (OSError, TimeoutError) as e:  # ssl.SSLError is an OSError
-            log.info("a connection from %s is closed: %s", connection.peer or "a unix socket", e)
+            log.info("closed a connection from %s: %s", connection.peer or "a unix socket", e)
 
 
 async def _readable(listener: socket.socket) -> None:

@@ -1,7 +1,7 @@
-"""Ed25519 keys in NATS's written form (nkeys), and signed claims (JWT). Knows no network and keeps no files.
+"""Ed25519 keys in the text form of NATS (nkeys), and signed claims (JWT). This module uses no network and no files.
 
-A key's kind is part of its written form, so that no key is taken for one of another purpose. Written form: base32 without padding
-of a byte that names the kind (a seed has two), the 32 bytes, and their CRC-16.
+The text of a key contains its kind, so that a key cannot be used for the purpose of another kind. The text is base32 without
+padding of: one byte for the kind (a seed has two), the 32 bytes of the key, and a CRC-16 of both.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from wooly_bus.errors import BusError
 
 Kind = Literal["operator", "account", "user", "cluster"]
-#: Their places in the base32 alphabet: O, A, U and C are the first letters of public keys.
+#: First byte of a public key, by kind. Its upper 5 bits make the first letter of the text: O, A, U or C.
 _PREFIXES: dict[Kind, int] = {"operator": 14 << 3, "account": 0, "user": 20 << 3, "cluster": 2 << 3}
 _KINDS = {prefix: kind for kind, prefix in _PREFIXES.items()}
 _SEED = 18 << 3
-#: Characters of the longest token that is looked at.
+#: Longest token that is verified, in characters.
 MAX_TOKEN = 16 << 10
 
 
 class KeyFormatError(BusError):
-    """A text is not a key of the kind that is needed."""
+    """A text is not a key of the required kind."""
 
     code = "bus.key"
 
 
 class SignatureError(BusError):
-    """A token is malformed, or its signature is not its issuer's."""
+    """A token is malformed, or its signature is not valid for the issuer's key."""
 
     code = "bus.signature"
 
@@ -49,7 +49,7 @@ def _read(text: str, size: int, what: str) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if len(data) != size + 2 or binascii.crc_hqx(data[:-2], 0).to_bytes(2, "little") != data[-2:]:
-        raise KeyFormatError(f"not {what}")
+        raise KeyFormatError(f"the text is not {what}: wrong length, alphabet or checksum")
     return data[:-2]
 
 
@@ -57,9 +57,9 @@ class Key:
     """A private key of one kind.
 
     Attributes:
-        kind: what it is for.
-        public: its public part, written.
-        seed: the key itself, written; a secret.
+        kind: purpose of the key.
+        public: text of the public key.
+        seed: text of the private key; a secret.
     """
 
     def __init__(self, kind: Kind, raw: bytes) -> None:
@@ -71,41 +71,41 @@ class Key:
 
     @classmethod
     def new(cls, kind: Kind) -> Key:
-        """A key that nobody has."""
+        """Generate a random key."""
         return cls(kind, Ed25519PrivateKey.generate().private_bytes_raw())
 
     @classmethod
     def read(cls, seed: str, kind: Kind) -> Key:
-        """The key of a seed.
+        """Parse the seed of a key.
 
         Raises:
-            KeyFormatError: it is not the seed of such a key.
+            KeyFormatError: the text is not the seed of a key of this kind.
         """
         data = _read(seed.strip(), 34, "a seed")
         prefix = (data[0] & 7) << 5 | data[1] >> 3
         if data[0] & 0xF8 != _SEED or _KINDS.get(prefix) != kind:
-            raise KeyFormatError(f"not the seed of a key for {kind}s")
+            raise KeyFormatError(f"the text is a seed, but not of a key for {kind}s")
         return cls(kind, data[2:])
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes."""
+        """The signature of `data`: 64 bytes."""
         return self._private.sign(data)
 
     def claim(self, claims: Mapping[str, Any], header: Mapping[str, str]) -> str:
-        """A token that says `claims`, signed."""
+        """A signed token (JWT) with these claims."""
         text = f"{_base64(_json(header))}.{_base64(_json(claims))}"
         return f"{text}.{_base64(self.sign(text.encode()))}"
 
 
 def public_bytes(public: str, kind: Kind) -> bytes:
-    """The 32 bytes of a written public key.
+    """The 32 bytes of a public key in text form.
 
     Raises:
-        KeyFormatError: it is not one of that kind.
+        KeyFormatError: the text is not a public key of this kind.
     """
     data = _read(public, 33, "a public key")
     if _KINDS.get(data[0]) != kind:
-        raise KeyFormatError(f"not a public key for {kind}s")
+        raise KeyFormatError(f"the text is a public key, but not for {kind}s")
     return data[1:]
 
 
@@ -119,7 +119,7 @@ def _base64(data: bytes) -> str:
 
 def _part(text: str) -> bytes:
     data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    if _base64(data) != text:  # one value, one way to write it
+    if _base64(data) != text:  # refuse other encodings of the same value
         raise ValueError(text)
     return data
 
@@ -127,28 +127,34 @@ def _part(text: str) -> bytes:
 def _object(text: str) -> dict[str, Any]:
     value = json.loads(_part(text))
     if not isinstance(value, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     return value
 
 
 def unverified(token: str) -> dict[str, Any]:
-    """What a token says, whoever wrote it: for who holds it, never for who is shown it.
+    """The claims of a token without verification. Use this only for your own token, never for a token that a client sent.
 
     Raises:
-        SignatureError: it is malformed.
+        SignatureError: the token is malformed.
     """
     try:
         return _object(token.split(".")[1])
     except (IndexError, ValueError, binascii.Error, RecursionError) as e:
-        raise SignatureError("not a token") from e
+        raise SignatureError("the text is not a token (JWT)") from e
 
 
 def verified(token: str, public: str, kind: Kind, header: Mapping[str, str]) -> dict[str, Any]:
-    """What a token says, if `public` signed it under exactly this header.
+    """Verify a token, and return its claims.
+
+    Args:
+        token: the token.
+        public: public key of the issuer.
+        kind: required kind of the key.
+        header: the exact header that the token must have.
 
     Raises:
-        KeyFormatError: `public` is not a key of that kind.
-        SignatureError: it did not, or the token is malformed.
+        KeyFormatError: `public` is not a key of this kind.
+        SignatureError: the token is malformed, or the issuer did not sign it with this header.
     """
     key = Ed25519PublicKey.from_public_bytes(public_bytes(public, kind))
     try:
@@ -160,6 +166,6 @@ def verified(token: str, public: str, kind: Kind, header: Mapping[str, str]) -> 
         key.verify(_part(signature), f"{head}.{body}".encode())
         return _object(body)
     except InvalidSignature as e:
-        raise SignatureError("the signature is not its issuer's") from e
+        raise SignatureError("the signature is not valid for the issuer's key") from e
     except (ValueError, binascii.Error, RecursionError) as e:
-        raise SignatureError("not a token of this kind") from e
+        raise SignatureError("the text is not a token (JWT) with the expected header") from e

@@ -1,7 +1,7 @@
-"""One of several equal processes does what only one should: the holder of a lease in a JetStream key-value bucket.
+"""Leader election among equal processes: the leader holds a lease in a JetStream key-value bucket.
 
-The bucket forgets a key that is not renewed. Who was the leader may think so for as long as its lease: what it does must be
-right also when another one does it too, which conditional changes of a shared state are.
+The bucket removes a key that is not renewed. A former leader may believe for the length of the lease that it still leads. So the
+leader's work must be correct even if two processes do it, as conditional changes of a shared state are.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ from wooly_bus.streams import replicas
 
 log = logging.getLogger("wooly.bus")
 BUCKET = "WOOLY_LEASES"
+#: Length of the lease in seconds, unless the caller sets another one.
 TTL_S = 4.0
-#: Bytes that the bucket may take: a few hundred for each role that is led.
+#: Largest size of the bucket, in bytes. Each role takes a few hundred.
 BUCKET_BYTES = 1 << 20
-#: JetStream's codes for: not enabled, for the account or at all.
+#: JetStream's error codes for: JetStream is not enabled for the account, or not enabled at all.
 _ABSENT = (10039, 10076)
 
 
 class Leadership:
-    """A try to be the leader of `role`, for as long as `run` runs.
+    """Tries to become and stay the leader of `role` while `run` runs.
 
-    Without JetStream everybody leads: each does the work, and what they do must allow for it (see above).
+    Without JetStream, every process leads and does the work; see the module.
 
     Attributes:
-        alone: there is no JetStream.
+        alone: there is no JetStream, so this process leads without a lease.
 
     Args:
-        app: the connection, inside `running`.
-        role: what is led; one token.
-        holder: who we are; for people.
-        ttl_s: seconds until another one may follow a leader that died.
-        clock: monotonic seconds.
+        app: the service, inside `running`.
+        role: name of the role; one token of a subject.
+        holder: name of this process, for logs.
+        ttl_s: length of the lease, in seconds: after this time, another process may replace a dead leader.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -57,20 +58,20 @@ class Leadership:
 
     @property
     def held(self) -> bool:
-        """Whether we are the leader now."""
+        """Whether this process is the leader now."""
         return self.alone or self._clock() < self._until
 
     async def run(self) -> None:
-        """Get and keep the lease, for ever. It is given up when this is cancelled."""
+        """Acquire and renew the lease until this task is cancelled. Then release the lease."""
         try:
             while True:
                 await self.step()
                 await asyncio.sleep(self._ttl_s / 4)
         finally:
-            await self._give_up()
+            await self._release()
 
     async def step(self) -> None:
-        """Get the lease, or renew it."""
+        """Acquire the lease, or renew it."""
         led, asked = self.held, self._clock()
         try:
             bucket = await self._open()
@@ -79,7 +80,7 @@ class Leadership:
             else:
                 self._revision = await bucket.create(self._role, self._holder.encode())
             self._until, self.alone = asked + self._ttl_s, False
-        except KeyWrongLastSequenceError:  # another one has it
+        except KeyWrongLastSequenceError:  # another process holds the lease
             self._revision, self._until, self.alone = 0, 0.0, False
         except (nats.errors.Error, JetStreamError, OSError) as e:
             self._bucket = None
@@ -87,9 +88,9 @@ class Leadership:
                 isinstance(e, (ServiceUnavailableError, nats.errors.NoRespondersError))
                 or getattr(e, "err_code", 0) in _ABSENT
             ):
-                self.alone = True  # any other trouble ends with the lease
+                self.alone = True  # after any other error, this process leads until the lease ends
         if self.held != led:
-            log.info("%s is %s leader of %s", self._holder, "the" if self.held else "no more the", self._role)
+            log.info("%s is %s the leader of %s", self._holder, "now" if self.held else "no longer", self._role)
 
     async def _open(self) -> KeyValue:
         if self._bucket is None:
@@ -104,8 +105,10 @@ class Leadership:
                 )
         return self._bucket
 
-    async def _give_up(self) -> None:
+    async def _release(self) -> None:
         revision, self._revision, self._until, self.alone = self._revision, 0, 0.0, False
         if revision and self._bucket is not None:
-            with contextlib.suppress(nats.errors.Error, JetStreamError, OSError, TimeoutError):  # it ends by itself too
+            with contextlib.suppress(
+                nats.errors.Error, JetStreamError, OSError, TimeoutError
+            ):  # otherwise, the lease expires
                 await asyncio.wait_for(self._bucket.delete(self._role, last=revision), 1.0)

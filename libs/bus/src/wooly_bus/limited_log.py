@@ -1,4 +1,4 @@
-"""A log that whoever causes its lines cannot fill."""
+"""A logger with a rate limit, so that a client cannot fill the log."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 
 
 class LimitedLog:
-    """Passes on at most `lines` warnings in `period_s` seconds, counts the others, and tells how many when the period is over.
+    """Logs at most `lines` warnings in `period_s` seconds. After the period, logs how many further warnings were suppressed.
 
-    Owned by one thread.
+    Not thread-safe.
 
     Args:
-        log: where the warnings go.
-        what: what the lines are about, in the plural, for the line that tells how many were left out.
-        lines: warnings per period.
-        period_s: seconds.
-        clock: monotonic seconds.
+        log: the logger that receives the warnings.
+        what: the subject of the warnings, in the plural; part of the line that reports the suppressed warnings.
+        lines: largest number of warnings per period.
+        period_s: length of a period, in seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class LimitedLog:
         self._clock = clock
         self._until = float("-inf")
         self._left = 0
-        self._left_out = 0
+        self._suppressed = 0
 
     def warning(self, text: str) -> None:
-        """Pass a line on, or count it."""
+        """Log the warning, or count it if the limit of this period is reached."""
         self.settle()
         now = self._clock()
         if now >= self._until:
@@ -48,15 +48,15 @@ class LimitedLog:
             self._left -= 1
             self._log.warning("%s", text)
         else:
-            self._left_out += 1
+            self._suppressed += 1
 
     def settle(self) -> None:
-        """Tell how many lines were left out, if the period is over."""
-        if self._left_out and self._clock() >= self._until:
-            self._log.warning("%d more %s in %g s", self._left_out, self._what, self._period_s)
-            self._left_out = 0
+        """If the period is over, log how many warnings were suppressed."""
+        if self._suppressed and self._clock() >= self._until:
+            self._log.warning("%d more %s in %g s", self._suppressed, self._what, self._period_s)
+            self._suppressed = 0
 
     @property
     def due(self) -> float | None:
-        """When `settle` has something to tell, on the clock; None: it has not."""
-        return self._until if self._left_out else None
+        """The time on the clock at which `settle` will log the number of suppressed warnings; None: no warning was suppressed."""
+        return self._until if self._suppressed else None

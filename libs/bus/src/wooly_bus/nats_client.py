@@ -1,4 +1,4 @@
-"""nats-py's client, which no server can talk out of TLS. The one place that overrides a private method of nats-py."""
+"""A nats-py client that refuses a server without TLS. Only this module overrides a private method of nats-py."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from nats.aio.client import Client
 
 
 class PlainTextError(nats.errors.Error):
-    """A server behind `tls://` wants to go on without TLS."""
+    """A server with a `tls://` URL does not offer TLS."""
 
 
 class NatsClient(Client):
-    """A client that insists on TLS where the URL says `tls://`.
+    """A client that requires TLS if the URL begins with `tls://`.
 
-    Whether a connection becomes TLS is said by the server's first line, which comes in plain text: somebody in between can say
-    no, and nats-py would show its credentials and go on.
+    The first line of a NATS server is plain text and tells whether the connection uses TLS. An attacker between client and
+    server can change that line, and nats-py would then send its credentials without encryption.
     """
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -24,6 +24,6 @@ class NatsClient(Client):
         server = self._current_server
         if initial_connection and server is not None and server.uri.scheme == "tls" and not info.get("tls_required"):
             raise PlainTextError(
-                f"tls://{server.uri.hostname}:{server.uri.port} does not offer TLS, and nothing is sent to it in plain text; the "
-                "server needs a tls block in its configuration, or somebody on the way suppresses it"
+                f"tls://{server.uri.hostname}:{server.uri.port} does not offer TLS, so nothing was sent to it; add a tls "
+                "block to the configuration of the server; if it has one, an attacker between client and server may suppress TLS"
             )

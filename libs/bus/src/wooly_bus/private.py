@@ -1,4 +1,4 @@
-"""Files of a service are for its own user alone: state, ledgers, sockets, logs, keys."""
+"""Restricts the files of a service (state, ledgers, sockets, logs, keys) to its own user."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pathlib import Path
 
 
 def keep_private(folder: Path, *ours: str) -> None:
-    """Make a state folder if need be, and let nobody but this user read what this process makes from now on.
+    """Create a state folder if it is missing. From now on, only this user can read the files that this process creates.
 
-    Sets the umask, so that what libraries make (SQLite's `-wal`, NATS's stores, PoCL's cache) is private too.
+    Sets the umask, so that files of libraries (SQLite's `-wal`, NATS's stores, PoCL's cache) are private, too.
 
     Args:
-        folder: where the state is. One that exists keeps its mode: it may be a folder of many uses.
-        ours: patterns of names in it, of files and folders that earlier versions made for others to read: they are taken back.
+        folder: the state folder. A folder that exists keeps its mode, because it may have other uses.
+        ours: name patterns in the folder of files and folders that earlier versions made readable for other users. Their modes
+            are corrected.
 
     Raises:
-        OSError: the folder cannot be made, or belongs to another user than this one or root.
+        OSError: the folder cannot be created, or its owner is neither this user nor root.
     """
     os.umask(0o077)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -32,21 +33,23 @@ def keep_private(folder: Path, *ours: str) -> None:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Use no folder of another user's: what is read and written there would be theirs.
+    """Refuse a folder of another user, because that user could replace the files in it.
 
     Raises:
-        OSError: it belongs to another user than this one or root, or does not exist.
+        OSError: the owner is neither this user nor root, or the folder does not exist.
     """
     owner = folder.stat().st_uid
     if owner not in (0, os.geteuid()):
-        raise PermissionError(f"the state folder {folder} belongs to user {owner}, who could put files of theirs in it")
+        raise PermissionError(
+            f"the state folder {folder} belongs to user {owner}, who could replace the files in it; use a folder of your own user"
+        )
 
 
 def _tighten(path: Path) -> None:
-    """Take from others what they may do with a file, a folder or a socket of this user's; a symbolic link is left alone."""
+    """Remove the permissions of group and others from a file, folder or socket of this user. Ignore symbolic links."""
     try:
         found = path.lstat()
         if not stat.S_ISLNK(found.st_mode) and found.st_uid == os.geteuid() and found.st_mode & 0o077:
             path.chmod(stat.S_IMODE(found.st_mode) & 0o700)
     except FileNotFoundError:
-        return  # it was removed meanwhile
+        return  # the file was removed meanwhile

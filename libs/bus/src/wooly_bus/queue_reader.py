@@ -1,4 +1,7 @@
-"""Takes messages from a JetStream work queue: each until it is acknowledged, shared among all who read under one name."""
+"""Reads messages from a JetStream work queue. Readers with the same durable name share the messages.
+
+JetStream delivers a message again until a reader acknowledges it.
+"""
 
 from __future__ import annotations
 
@@ -18,63 +21,65 @@ from wooly_bus.contract_types import EventContract, P
 from wooly_bus.streams import StreamError, ensure_stream
 
 log = logging.getLogger("wooly.bus")
+#: The most messages that one fetch returns.
 BATCH = 64
-#: Seconds after which a message that was neither acknowledged nor refused comes again.
+#: Seconds after which JetStream delivers an unacknowledged message again.
 ACK_WAIT_S = 30.0
+#: Seconds between two attempts to read a queue that cannot be read.
 RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Taken(Generic[P]):
-    """One message. Unless `done` is called, it comes again."""
+    """One message of a work queue. JetStream delivers it again unless `done` is called."""
 
     event: EventContract[P]
     message: Msg
 
     @property
     def subject(self) -> str:
-        """Where it was sent."""
+        """The subject to which the message was published."""
         return self.message.subject
 
     def payload(self) -> P:
-        """What the message says.
+        """The decoded event.
 
         Raises:
-            EnvelopeError: its bytes are not such an event.
+            EnvelopeError: the bytes of the message are not an event of this contract.
         """
         return self.event.decoded(self.message.data)
 
     @property
     def headers(self) -> dict[str, str]:
-        """What came with it."""
+        """The headers of the message."""
         return self.message.headers or {}
 
     async def done(self) -> None:
-        """What it asks for is done, or will never be: it does not come again."""
+        """Acknowledge the message, so that JetStream does not deliver it again. Also call this if the work will never be done."""
         await self.message.ack()
 
     async def later(self, delay_s: float) -> None:
-        """Let it come again after a while."""
+        """Ask JetStream to deliver the message again after `delay_s` seconds."""
         await self.message.nak(delay_s)
 
 
 async def take(js: JetStreamContext, event: EventContract[P], durable: str) -> AsyncIterator[Taken[P]]:
-    """Messages of a queue as they come, for ever. While JetStream is gone, it is tried again every second.
+    """Yield the messages of a queue, without end. While JetStream is unreachable, retry every `RETRY_S` seconds.
 
-    The queue is made where it is not there: a server that lost its disk has none.
+    If the queue does not exist, create it: a server that lost its disk has no queue.
 
     Args:
-        js: JetStream.
-        event: what the queue keeps.
-        durable: the name that all readers share.
+        js: the JetStream context.
+        event: the contract of the events in the queue.
+        durable: the durable consumer name that all readers share.
     """
     config = ConsumerConfig(ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_ack_pending=1024)
-    stream, complaint = event.stream_name, ""
+    stream, last_error = event.stream_name, ""
     while True:
         try:
             await ensure_stream(js, event)
             subscription = await js.pull_subscribe(event.pattern, durable=durable, stream=stream, config=config)
-            complaint = ""
+            last_error = ""
             try:
                 while True:
                     for message in await _fetch(subscription):
@@ -83,9 +88,9 @@ async def take(js: JetStreamContext, event: EventContract[P], durable: str) -> A
                 await _leave(subscription)
         except (nats.errors.Error, JetStreamError, OSError, StreamError) as e:
             text = str(e) or type(e).__name__
-            if text != complaint:
-                log.warning("queue %s cannot be read: %s; trying again", stream, text)
-            complaint = text
+            if text != last_error:
+                log.warning("cannot read queue %s: %s; retrying every second", stream, text)
+            last_error = text
             await asyncio.sleep(RETRY_S)
 
 
@@ -100,4 +105,4 @@ async def _leave(subscription: JetStreamContext.PullSubscription) -> None:
     try:
         await subscription.unsubscribe()
     except nats.errors.Error:
-        return  # it is gone with its connection
+        return  # the connection is closed, and the subscription with it

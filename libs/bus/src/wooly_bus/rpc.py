@@ -1,6 +1,7 @@
-"""Requests over NATS from code that is not asynchronous: the client's control connection.
+"""Requests over NATS from synchronous code: the client's control connection.
 
-One daemon thread with its own event loop; nats-py alone, because FastStream would cost every `wooly run` half a second.
+One daemon thread has its own event loop. It uses nats-py directly, because importing FastStream takes half a second, which every
+`wooly run` would pay.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ if TYPE_CHECKING:
     from wooly_bus.credentials import Credentials
 
 log = logging.getLogger("wooly.bus")
-#: Seconds for which a connection with old credentials is kept, for answers that are on their way.
+#: Seconds for which a connection with old credentials stays open, for replies to earlier requests.
 OLD_CONNECTION_S = 5.0
-#: Seconds that closing a connection may take whose handshake failed: nats-py waits for the other end's word, which never comes.
+#: Timeout in seconds for closing a connection after a failed handshake: nats-py waits for an answer that never comes.
 CLOSE_S = 0.2
-#: Seconds after which it is looked whether credentials are to be renewed: a machine that sleeps stops timers, not the clock.
+#: Interval in seconds between two checks whether credentials must be renewed. One timer for the whole validity is not enough,
+#: because a machine that sleeps stops timers but not the clock.
 LOOK_S = 15.0
-#: Seconds between two attempts to renew them, at least and at most.
+#: Minimum and maximum back-off in seconds between two attempts to renew credentials.
 AGAIN_S = (0.5, 30.0)
-#: What to do about credentials that ended and that nobody renews.
+#: The remedy for expired credentials, as part of an error message.
 CURE = (
-    "whoever keeps the .creds file must renew it (POST /api/v1/credentials of the controller), or name the controller's REST and "
-    "an API token in place of it: from there they are renewed by themselves"
+    "renew the .creds file (POST /api/v1/credentials of the controller), or use the controller's REST URL and an API token "
+    "instead of the file: then credentials are renewed automatically"
 )
 E = TypeVar("E", bound=Message)
 T = TypeVar("T")
@@ -52,17 +54,17 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def nats_errors(url: str, subject: str, timeout: float) -> Iterator[None]:
-    """NATS's own errors of a request as ours.
+    """Convert the errors of nats-py in the block, which sends a request, to errors of the bus.
 
     Raises:
-        NoResponderError: nobody serves the subject.
-        BusTimeoutError: no answer within `timeout` seconds.
+        NoResponderError: no service subscribes to the subject.
+        BusTimeoutError: no reply within `timeout` seconds.
         BusConnectError: the connection is broken.
     """
     try:
         yield
     except nats.errors.NoRespondersError as e:
-        raise NoResponderError(f"nobody answers {subject}") from e
+        raise NoResponderError(f"no service answers {subject}") from e
     except (TimeoutError, nats.errors.TimeoutError) as e:
         raise BusTimeoutError(f"no answer to {subject} within {timeout:g} s") from e
     except nats.errors.Error as e:
@@ -70,25 +72,25 @@ def nats_errors(url: str, subject: str, timeout: float) -> Iterator[None]:
 
 
 async def settled(client: Client) -> None:
-    """Return once the server has taken in everything that was subscribed and published before.
+    """Wait until the server has processed all earlier subscriptions and messages of the client.
 
-    nats-py's `flush` alone does not say so: its PING goes to the socket at once, while commands before it still wait for the
-    flusher task. When that PING's answer is here the flusher has run, so a second PING comes after them.
+    One `flush` of nats-py is not enough: its PING goes to the socket at once, while earlier commands still wait for the flusher
+    task. When the answer to the first PING arrives, the flusher task has run. So the second PING follows those commands.
     """
     await client.flush()
     await client.flush()
 
 
 class ControlClient:
-    """A connection to NATS that can be used from any thread. It comes back by itself when NATS does.
+    """A connection to NATS for all threads of a process. It reconnects when NATS is reachable again.
 
-    Credentials that end are renewed in time: a second connection is made with new ones, and takes the place of the first. Where
-    that was missed (the machine slept, or nobody had new ones), the next request does it: nats-py gives up a connection whose
-    credentials have ended, for good.
+    Credentials are renewed before they expire: a second connection with new credentials replaces the first. If this was not
+    possible in time (the machine slept, or there were no new credentials), the next request does it, because nats-py closes a
+    connection with expired credentials for good.
 
     Raises:
         BusConnectError: no server answers within `timeout` seconds.
-        CredentialsError: there are no credentials to show.
+        CredentialsError: the credentials cannot be read.
     """
 
     def __init__(self, there: str | Access, *, timeout: float = 3.0, name: str = "wooly-client") -> None:
@@ -100,7 +102,7 @@ class ControlClient:
         self._last_error = ""
         self._closing = False
         self._ended, self._renewing = asyncio.Event(), asyncio.Lock()
-        self._hears: dict[queue.SimpleQueue[bytes], tuple[str, Subscription]] = {}
+        self._subscriptions: dict[queue.SimpleQueue[bytes], tuple[str, Subscription]] = {}
         self._hold(None if self.access.credentials is None else self.access.credentials())
         self._loop = asyncio.new_event_loop()
         self._thread = start_thread(self._run, "wooly-control")
@@ -113,7 +115,9 @@ class ControlClient:
             self._loop.call_soon_threadsafe(lambda: start_task(self._keep_valid(), "renewal of credentials"))
 
     def _hold(self, held: Credentials | None) -> None:
-        """Show these from now on. `_ends` is unknown where our clock is not the issuer's; at `_due` they are renewed."""
+        """Use these credentials from now on. `_due` is the time of their renewal. `_ends` is None if they do not expire, or if
+        the clock of this machine is ahead of their end.
+        """
         self._held = held
         now, ends = time.time(), None if held is None else held.expires_at
         self._ends = ends if ends is not None and ends > now else None
@@ -121,7 +125,7 @@ class ControlClient:
 
     @property
     def tenant(self) -> str | None:
-        """Whose the credentials are; None: nobody's in particular, or there are none."""
+        """The tenant of the credentials; None if they belong to no tenant, or if there are no credentials."""
         return None if self._held is None else self._held.tenant
 
     def _run(self) -> None:
@@ -132,18 +136,18 @@ class ControlClient:
             left = asyncio.all_tasks(self._loop)
             for task in left:
                 task.cancel()
-            if left:  # this is a user's process, whose end must not wait for a task that does not end
+            if left:  # the end of a user's process must not wait for a task that does not end
                 self._loop.run_until_complete(asyncio.wait(left, timeout=CLOSE_S))
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
 
     async def _on_error(self, error: Exception) -> None:
-        """Connection errors reach the caller through the request that they break."""
+        """Store a connection error. The caller gets it through the request that fails."""
         self._last_error = str(error) or type(error).__name__
 
     async def _keep_valid(self) -> None:
-        """Have a connection with new credentials before the old ones end, or as soon as there are any."""
-        pause, complaint = 0.0, ""
+        """Renew the credentials before they expire, or as soon as new credentials exist."""
+        pause, last_error = 0.0, ""
         while True:
             if pause:
                 await asyncio.sleep(pause)
@@ -153,9 +157,9 @@ class ControlClient:
                 await self._renew()
                 pause = 0.0
             except BusError as e:
-                if str(e) != complaint:
-                    log.warning("the credentials for NATS at %s could not be renewed: %s", self.url, e)
-                pause, complaint = min(max(pause * 2, AGAIN_S[0]), AGAIN_S[1]), str(e)
+                if str(e) != last_error:
+                    log.warning("cannot renew the credentials for NATS at %s: %s; retrying", self.url, e)
+                pause, last_error = min(max(pause * 2, AGAIN_S[0]), AGAIN_S[1]), str(e)
 
     async def _until_due(self) -> None:
         while not self._ended.is_set() and (self._due is None or time.time() < self._due):
@@ -164,14 +168,15 @@ class ControlClient:
                 await asyncio.wait_for(self._ended.wait(), max(left, 0.01))
 
     def _is_over(self) -> bool:
-        """The connection is of no use any more: it was closed, or what it showed has ended."""
+        """Whether the connection cannot be used any more: it was closed, or its credentials have expired."""
         return self._nc.is_closed or (self._ends is not None and time.time() > self._ends)
 
     async def _renew(self) -> None:
-        """A connection with new credentials in the place of ours; nothing if another did it, or nobody has new ones yet.
+        """Replace the connection by one with new credentials. Do nothing if another task did it, or if there are no new
+        credentials.
 
         Raises:
-            BusError: the old ones have ended, and there are no new ones.
+            BusError: the old credentials have expired, and there are no new ones.
         """
         before = self._held
         assert self.access.credentials is not None
@@ -181,12 +186,14 @@ class ControlClient:
             held = await asyncio.to_thread(self.access.credentials)
             if before is not None and held.jwt == before.jwt:
                 if self._is_over():
-                    raise BusConnectError(f"the credentials for NATS at {self.url} ended{_when(before)}: {CURE}")
-                self._hold(held)  # whoever renews them has not done so yet
+                    raise BusConnectError(
+                        f"the credentials for NATS at {self.url} expired{_expiry_time(before)}; {CURE}"
+                    )
+                self._hold(held)  # the credentials were not renewed yet
                 return
-            before_hears = [subscription for _, subscription in self._hears.values()]
+            old_subscriptions = [subscription for _, subscription in self._subscriptions.values()]
             connection = await self._connect(held)
-            await _unsubscribe(self._nc, before_hears)
+            await _unsubscribe(self._nc, old_subscriptions)
             old, self._nc = self._nc, connection
             self._hold(held)
             self._ended.clear()
@@ -194,7 +201,7 @@ class ControlClient:
 
     async def _leave(self, connection: Client) -> None:
         try:
-            await asyncio.sleep(OLD_CONNECTION_S)  # for what was asked by it
+            await asyncio.sleep(OLD_CONNECTION_S)  # for replies to earlier requests
         finally:
             await connection.close()
 
@@ -204,11 +211,11 @@ class ControlClient:
         async def on_error(error: Exception) -> None:
             await self._on_error(error)
             if client.is_connecting and isinstance(error, (ssl.SSLCertVerificationError, PlainTextError)):
-                raise error  # no server is to be trusted more at the next attempt
+                raise error  # a retry would fail in the same way
             if "authorization" in str(error).lower():
                 if client.is_connecting:
-                    raise error  # nats-py would try for ever
-                if client.is_reconnecting and held is not None:  # with what it showed before, it always will be refused
+                    raise error  # nats-py would retry without end
+                if client.is_reconnecting and held is not None:  # the same credentials will always be refused
                     start_errand(client.close(), "leaving of NATS")
 
         async def on_closed() -> None:
@@ -220,7 +227,7 @@ class ControlClient:
             name=self._name,
             connect_timeout=max(1, int(timeout)),
             max_reconnect_attempts=-1,
-            reconnect_time_wait=0.2,  # type: ignore[arg-type]  # it sleeps so long; annotated int
+            reconnect_time_wait=0.2,  # type: ignore[arg-type]  # the client sleeps this many seconds; annotated int
             allow_reconnect=True,
             error_cb=on_error,
             closed_cb=on_closed,
@@ -228,37 +235,39 @@ class ControlClient:
         )
         try:
             await asyncio.wait_for(connecting, timeout)
-            for heard, (subject, _) in list(self._hears.items()):
-                self._hears[heard] = (subject, await client.subscribe(subject, cb=_into(heard)))
-            if self._hears:
+            for heard, (subject, _) in list(self._subscriptions.items()):
+                self._subscriptions[heard] = (subject, await client.subscribe(subject, cb=_into(heard)))
+            if self._subscriptions:
                 await settled(client)
         except asyncio.CancelledError:
             await client.close()
             raise
         except TimeoutError as e:
             await client.close()
-            why = self._last_error or f"silence for {timeout:g} s"
+            why = self._last_error or f"no answer within {timeout:g} s"
             raise BusConnectError(f"no NATS server answers at {self.url}: {why}") from e
         except (OSError, ValueError, nats.errors.Error) as e:
             if isinstance(e, (ssl.SSLCertVerificationError, PlainTextError)):
                 with contextlib.suppress(TimeoutError, AssertionError, OSError, nats.errors.Error):
                     async with asyncio.timeout(CLOSE_S):
                         await client.close()
-                raise BusConnectError(f"NATS at {self.url} is not to be trusted: {e}") from e
+                raise BusConnectError(f"cannot trust NATS at {self.url}: {e}") from e
             if "authorization" in str(e).lower():
                 await client.close()
                 if held is not None and held.expires_at is not None and held.expires_at < time.time():
-                    raise BusConnectError(f"the credentials for NATS at {self.url} ended{_when(held)}: {CURE}") from e
-                what = "its credentials" if held is None else "other credentials"
-                raise BusConnectError(f"NATS at {self.url} does not let us in: it wants to see {what}") from e
+                    raise BusConnectError(
+                        f"the credentials for NATS at {self.url} expired{_expiry_time(held)}; {CURE}"
+                    ) from e
+                cure = "set credentials" if held is None else "use credentials of this installation"
+                raise BusConnectError(f"NATS at {self.url} refused the connection: authorization failed; {cure}") from e
             raise BusConnectError(f"cannot use {self.url} as the address of a NATS server: {e}") from e
         return client
 
     async def _usable(self) -> Client:
-        """The connection, or another one if that one is over.
+        """The connection. If it cannot be used any more, replace it first.
 
         Raises:
-            BusError: there is no other one to be had.
+            BusError: the connection cannot be replaced.
         """
         if self._is_over() and not self._closing and self.access.credentials is not None:
             await self._renew()
@@ -274,17 +283,17 @@ class ControlClient:
             return future.result(timeout)
         except concurrent.futures.TimeoutError as e:
             future.cancel()
-            raise BusTimeoutError(f"no answer over {self.url} within {timeout:g} s") from e
-        except concurrent.futures.CancelledError as e:  # another thread closed it meanwhile
+            raise BusTimeoutError(f"no answer from NATS at {self.url} within {timeout:g} s") from e
+        except concurrent.futures.CancelledError as e:  # another thread closed the connection meanwhile
             raise BusConnectError(f"the connection to {self.url} is closed") from e
 
     def request(self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0) -> R:
-        """Ask and wait.
+        """Send a request, and wait for the reply.
 
         Raises:
-            RefusedError: the service answered with an error.
-            NoResponderError: nobody serves the subject.
-            BusTimeoutError: no answer within `timeout` seconds.
+            RefusedError: the service answered with an error, or these credentials do not permit the request.
+            NoResponderError: no service subscribes to the subject.
+            BusTimeoutError: no reply within `timeout` seconds.
             BusConnectError: the connection is broken or was closed.
         """
         data, headers = encode(message)
@@ -293,7 +302,9 @@ class ControlClient:
             if held.tenant is not None:
                 subject = rpc.for_tenant(held.tenant)
             if not held.permissions.may_publish(subject):
-                raise RefusedError("bus.forbidden", f"these credentials may not ask {subjects.template(subject)}")
+                raise RefusedError(
+                    "bus.forbidden", f"these credentials do not permit the request {subjects.template(subject)}"
+                )
 
         async def ask() -> R:
             connection = await self._usable()
@@ -304,10 +315,11 @@ class ControlClient:
         return self._await(ask(), timeout + self._timeout + 5)
 
     def insist(self, rpc: Rpc[Q, R], message: Q, *, timeout: float = 4.0, patience_s: float = 20.0) -> R:
-        """Ask until there is an answer, for what may be asked twice: services restart, connections break.
+        """Send a request again and again until a reply arrives: services restart, connections break. The request must be
+        idempotent.
 
         Raises:
-            BusError: as `request`, after `patience_s` seconds, or at once where asking again would not help.
+            BusError: as `request`: after `patience_s` seconds, or at once if the error is not retryable.
         """
         until, pause = time.monotonic() + patience_s, 0.1
         while True:
@@ -321,27 +333,30 @@ class ControlClient:
 
     @contextlib.contextmanager
     def hearing(self, event: Event[E]) -> Iterator[Heard[E]]:
-        """Yields what is published from now on.
+        """Subscribe to an event for the duration of the block. Yields the received events.
 
-        What is published while the connection is away is not heard, and something may be heard twice while it is replaced.
+        Events that are published while the connection is down are lost. While the connection is being replaced, an event may be
+        received twice.
 
         Raises:
-            RefusedError: these credentials may not.
+            RefusedError: these credentials do not permit the subscription.
             BusConnectError: the connection is broken or was closed.
         """
         subject = event.subject
         if self._held is not None and not self._held.permissions.may_subscribe(subject):
-            raise RefusedError("bus.forbidden", f"these credentials may not hear {subjects.template(subject)}")
+            raise RefusedError(
+                "bus.forbidden", f"these credentials do not permit to subscribe to {subjects.template(subject)}"
+            )
         heard: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
         async def begin() -> None:
             connection = await self._usable()
             with nats_errors(self.url, subject, self._timeout):
-                self._hears[heard] = (subject, await connection.subscribe(subject, cb=_into(heard)))
+                self._subscriptions[heard] = (subject, await connection.subscribe(subject, cb=_into(heard)))
                 await settled(connection)
 
         async def end() -> None:
-            await _unsubscribe(self._nc, [self._hears.pop(heard)[1]])
+            await _unsubscribe(self._nc, [self._subscriptions.pop(heard)[1]])
 
         self._await(begin(), 2 * self._timeout + 5)
         try:
@@ -351,14 +366,14 @@ class ControlClient:
                 self._await(end(), 2)
 
     def close(self) -> None:
-        """Close the connection and end the thread. Closing twice is no error."""
+        """Close the connection and end the thread. A second call does nothing."""
         if self._loop.is_closed():
             return
         self._closing = True
         try:
             with contextlib.suppress(
                 concurrent.futures.CancelledError
-            ):  # nats-py ends its attempts to reconnect, itself in it
+            ):  # nats-py cancels its reconnect task, which may be the current one
                 self._await(self._nc.close(), 2)
         finally:
             self._stop()
@@ -370,17 +385,17 @@ class ControlClient:
 
 
 class Heard(Generic[E]):
-    """Events that were heard and not taken yet."""
+    """Received events that `get` has not returned yet."""
 
     def __init__(self, event: Event[E], heard: queue.SimpleQueue[bytes]) -> None:
         self._event, self._heard = event, heard
 
     def get(self, timeout: float) -> E:
-        """The next event; waits at most `timeout` seconds for it.
+        """Return the next event; wait at most `timeout` seconds for it.
 
         Raises:
-            queue.Empty: nothing was heard in time.
-            EnvelopeError: what was heard is no such event.
+            queue.Empty: no event was received in time.
+            EnvelopeError: the received bytes are not an event of this contract.
         """
         return self._event.decoded(self._heard.get(timeout=timeout))
 
@@ -393,7 +408,7 @@ def _into(heard: queue.SimpleQueue[bytes]) -> Callable[[Msg], Awaitable[None]]:
 
 
 async def _unsubscribe(connection: Client, subscriptions: list[Subscription]) -> None:
-    """Hear no more of them; nothing where the connection is gone."""
+    """End subscriptions. If the connection is down, do nothing."""
     if not subscriptions or not connection.is_connected:
         return
     with contextlib.suppress(nats.errors.Error, OSError, TimeoutError):
@@ -402,6 +417,6 @@ async def _unsubscribe(connection: Client, subscriptions: list[Subscription]) ->
         await settled(connection)
 
 
-def _when(held: Credentials) -> str:
-    """When credentials ended, for people."""
+def _expiry_time(held: Credentials) -> str:
+    """The end of the credentials' validity, as text for messages."""
     return "" if held.expires_at is None else time.strftime(" at %Y-%m-%d %H:%M:%S", time.localtime(held.expires_at))

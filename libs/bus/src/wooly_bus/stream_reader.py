@@ -1,4 +1,4 @@
-"""Reads a JetStream stream in order, from a position on, for ever: what is missed while NATS is away comes afterwards."""
+"""Reads a JetStream stream in order from a sequence number, without end. It continues after NATS was unreachable."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from nats.js.errors import Error as JetStreamError
 from wooly_bus.contract_types import EventContract, P
 
 log = logging.getLogger("wooly.bus")
+#: The most messages that one fetch returns.
 BATCH = 64
+#: Seconds between two attempts to read a stream that cannot be read.
 RETRY_S = 1.0
 
 
@@ -26,12 +28,12 @@ class Kept(Generic[P]):
     """One message of a stream.
 
     Attributes:
-        event: what it is by its subject.
-        subject: where it was published.
-        data: its bytes.
-        sequence: its number in the stream.
-        at: when the stream took it, seconds since the epoch.
-        pending: how many come after it.
+        event: contract of the event.
+        subject: the subject to which the message was published.
+        data: the bytes of the message.
+        sequence: sequence number in the stream.
+        at: time at which the stream stored the message, in seconds since the epoch.
+        pending: number of messages after this one.
     """
 
     event: EventContract[P]
@@ -42,10 +44,10 @@ class Kept(Generic[P]):
     pending: int
 
     def payload(self) -> P:
-        """What the message says.
+        """The decoded event.
 
         Raises:
-            EnvelopeError: its bytes are not such an event.
+            EnvelopeError: the bytes of the message are not an event of this contract.
         """
         return self.event.decoded(self.data)
 
@@ -53,12 +55,12 @@ class Kept(Generic[P]):
 async def read_stream(
     js: JetStreamContext, event: EventContract[P], *, first: int = 1, poll_s: float = 0.5
 ) -> AsyncIterator[Kept[P] | None]:
-    """All events from sequence `first` on, of all addresses; None where there is nothing more for `poll_s` seconds.
+    """Yield all events from sequence number `first` on, of all addresses. Yield None if no event arrives for `poll_s` seconds.
 
-    What the stream discarded is skipped. No acknowledgements: whoever reads remembers how far it came. While JetStream, the
-    stream or the reader's consumer is gone, it is tried again every second.
+    Events that the stream dropped are skipped. There are no acknowledgements: the caller stores its position. While JetStream,
+    the stream or the consumer does not exist, retry every `RETRY_S` seconds.
     """
-    stream, complaint = event.stream_name, ""
+    stream, last_error = event.stream_name, ""
     while True:
         try:
             config = ConsumerConfig(
@@ -69,7 +71,7 @@ async def read_stream(
                 mem_storage=True,
             )
             subscription = await js.pull_subscribe(event.pattern, stream=stream, config=config)
-            complaint = ""
+            last_error = ""
             try:
                 while True:
                     messages = await _fetch(subscription, poll_s)
@@ -83,9 +85,9 @@ async def read_stream(
                 await _leave(subscription)
         except (nats.errors.Error, JetStreamError, OSError) as e:
             text = str(e) or type(e).__name__
-            if text != complaint:
-                log.warning("stream %s cannot be read: %s; trying again", stream, text)
-            complaint = text
+            if text != last_error:
+                log.warning("cannot read stream %s: %s; retrying every second", stream, text)
+            last_error = text
             yield None
             await asyncio.sleep(RETRY_S)
 
@@ -101,7 +103,7 @@ async def _leave(subscription: JetStreamContext.PullSubscription) -> None:
     try:
         await subscription.unsubscribe()
     except nats.errors.Error:
-        return  # it is gone with its connection
+        return  # the connection is closed, and the subscription with it
 
 
 def _kept(event: EventContract[P], message: Msg) -> Kept[P]:

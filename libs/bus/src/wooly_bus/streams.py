@@ -1,4 +1,7 @@
-"""JetStream streams: created explicitly, as `contracts` says, by the services that publish to them; in-order publishing."""
+"""JetStream streams.
+
+The services that publish to a stream create it, as `contracts` defines it. Messages are published in order.
+"""
 
 from __future__ import annotations
 
@@ -15,42 +18,45 @@ from wooly_bus.contract_types import Event, EventContract, Log, P, Q, Stream
 from wooly_bus.envelope import encode
 from wooly_bus.errors import BusConnectError
 
-#: What JetStream says where a stream cannot have so many copies: no peers, no room on them, no cluster.
+#: JetStream's error codes for too many copies: the peers are missing, the peers are full, there is no cluster.
 _TOO_FEW_SERVERS = (10005, 10023, 10074)
 
 
 class StreamError(BusConnectError):
-    """JetStream is away, switched off, or will not do it. The message says what it said."""
+    """JetStream does not answer, is switched off, or refuses. The message contains its answer."""
 
     code = "bus.stream"
     retryable = True
 
 
 def replicas() -> int:
-    """Copies of every stream and bucket that this process makes; see `NatsSettings`."""
+    """Number of copies of each stream and bucket that this process creates; see `NatsSettings`."""
     return NatsSettings().replicas
 
 
 def refusal(name: str, error: Exception) -> StreamError:
-    """What JetStream said of a stream or bucket, and the cure where it has too few servers for its copies."""
+    """The error for a stream or bucket that JetStream refused.
+
+    It names the remedy if there are too few servers for the copies.
+    """
     why = str(error) or type(error).__name__
     if isinstance(error, APIError) and error.err_code in _TOO_FEW_SERVERS:
         why = (
-            f"WOOLY_NATS_REPLICAS asks for {replicas()} copies, and the NATS cluster has fewer servers with JetStream and room "
-            f"({error.description}); start more of them, or ask for fewer copies"
+            f"the NATS cluster has too few servers with JetStream and free storage for {replicas()} copies "
+            f"({error.description}); start more servers, or lower WOOLY_NATS_REPLICAS"
         )
     return StreamError(f"{name}: {why}")
 
 
 async def ensure_stream(js: JetStreamContext, event: EventContract[Any]) -> None:
-    """Have the stream that keeps an event: on disk, in `replicas` copies. A stream that is there gets the limits of the contract.
+    """Create the stream that stores an event, on disk, in `replicas` copies. Update the limits of a stream that exists.
 
     Raises:
-        ValueError: no stream keeps the event.
+        ValueError: no stream stores the event.
         StreamError: JetStream does not answer, or refuses.
     """
     if event.stream is None:
-        raise ValueError(f"no stream keeps the events of {event.template}")
+        raise ValueError(f"no stream stores the events of {event.template}")
     await _ensure(js, _config(event.stream, event.pattern))
 
 
@@ -82,20 +88,28 @@ async def _ensure(js: JetStreamContext, config: StreamConfig) -> None:
 
 
 async def submit(js: JetStreamContext, command: Event[Q], message: Q, *, timeout: float) -> None:
-    """Publish a command, with the trace of its sender, and wait until its queue keeps it. NATS's own errors pass.
+    """Publish a command with the trace of the sender, and wait until the queue has stored it.
 
     Raises:
-        EnvelopeError: larger than NATS carries.
+        EnvelopeError: the command is larger than a NATS message may be.
+        nats.errors.Error: NATS or JetStream failed; the command may or may not be stored.
     """
     data, headers = encode(message)
     await js.publish(command.subject, data, timeout=timeout, headers=headers)
 
 
 async def publish(js: JetStreamContext, event: Event[P], payload: P, *, id: str, timeout: float = 2.0) -> None:
-    """Publish an event to its stream and wait until it is kept. The same `id` again, within two minutes, is kept once.
+    """Publish an event to its stream and wait until the stream has stored it.
+
+    Args:
+        js: the JetStream context.
+        event: the contract.
+        payload: the event.
+        id: within two minutes, the stream stores only one event with the same id.
+        timeout: seconds.
 
     Raises:
-        StreamError: it is not known to be kept; try again.
+        StreamError: the stream did not confirm the event; publish it again with the same id.
     """
     try:
         await js.publish(event.subject, event.encoded(payload), timeout=timeout, headers={"Nats-Msg-Id": id})

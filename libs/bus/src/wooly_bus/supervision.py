@@ -1,8 +1,8 @@
-"""The threads and tasks on which a service lives. When one of them ends unexpectedly, the process ends, at once.
+"""Starts and supervises the threads and tasks of a service. If one ends unexpectedly, the process ends within a second.
 
-A service whose threads do not all run is worse than a service that is down: it still answers, and does not do its work. So every
-thread and every task of ours is started here. An unexpected end is logged with its traceback; then the process has `GRACE_S` to
-say its last words, and ends with a status of its own. Processes that are no services (a user's script) only log.
+A service without one of its threads is worse than a service that is down: it still answers, but does not do its work. So all of
+Wooly's threads and tasks are started here. An unexpected end is logged with its traceback. Then the process has `GRACE_S` to
+report the failure, and ends with status `BROKEN`. A process that is not a service (a user's script) only logs.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ log = logging.getLogger("wooly.bus")
 P = ParamSpec("P")
 T = TypeVar("T")
 Work = Callable[[], Coroutine[Any, Any, object]]
-#: Exit status of a service of which a thread or a task ended unexpectedly. Its log has the traceback.
+#: Exit status of a service after the unexpected end of a thread or task. The log has the traceback.
 BROKEN: Final = 4
-#: Seconds from the unexpected end to the end of the process, for last words. The process is gone within a second.
+#: Seconds from the unexpected end of a thread or task to the end of the process: time to report the failure to other processes.
 GRACE_S: Final = 0.7
-#: Seconds after which the process ends even where no Python code can run any more (a C function holds the interpreter). The
-#: status is 1 then, and all stacks are on standard error. Longer than `GRACE_S`, so that a busy machine does not cause it.
+#: Seconds after which the process ends even if no Python code can run (a C function holds the interpreter lock). The exit status
+#: is 1 then, and all stacks are on standard error. Longer than `GRACE_S`, so that a busy machine does not cause it.
 STUCK_S: Final = 2.0
-#: Seconds that a service may take from the signal to its end. Kubernetes gives a pod 30 before it kills its processes.
+#: Seconds that a service may take from the signal to its end. It is less than the 30 s after which Kubernetes kills a pod.
 END_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a service ends.
+    """The reason why a service ends.
 
     Attributes:
-        reason: for people.
-        status: the exit status of the process.
+        reason: the reason, as text for logs.
+        status: exit status of the process.
     """
 
     reason: str
@@ -50,7 +50,7 @@ class Failure:
 
 
 class _Service:
-    """This process, if it is a service. Its watchdog exists from the start: after a failure there may be no room for a thread."""
+    """State of this process if it is a service. The watchdog thread starts here, because after a failure it may fail to start."""
 
     def __init__(self, name: str, expected: tuple[type[Exception], ...]) -> None:
         self.name = name
@@ -64,22 +64,22 @@ class _Service:
         threading.Thread(target=self._end_soon, name="wooly-watchdog", daemon=True).start()
 
     def stop(self, tasks: Sequence[asyncio.Task[Any]]) -> None:
-        """Begin to end, as it was asked to. After `END_S` it counts as a failure that the process is still there.
+        """Begin a requested shutdown. If the process still runs after `END_S`, this is a failure.
 
         Args:
-            tasks: those that are to end now.
+            tasks: the tasks that must end.
         """
         self.stopping, self._tasks = True, tasks
         self._ending.set()
 
     def fail(self, failure: Failure) -> bool:
-        """Begin to end. False if the process is ending already."""
+        """Begin to end because of a failure. Returns False if a failure is being handled already."""
         if not self._first.acquire(blocking=False):
             return False
         self.failure = failure
         self._failed.set()
         self._ending.set()
-        with contextlib.suppress(Exception):  # standard error is no file
+        with contextlib.suppress(Exception):  # standard error is not a file
             faulthandler.dump_traceback_later(STUCK_S, exit=True)
         return True
 
@@ -87,7 +87,7 @@ class _Service:
         self._ending.wait()
         if not self._failed.wait(END_S):
             left = ", ".join([f"task {task.get_name()}" for task in self._tasks if not task.done()])
-            fail("the wait for the service's end", TimeoutError(f"{END_S:g} s are over; left: {left or 'no task'}"))
+            fail("the shutdown", TimeoutError(f"not complete after {END_S:g} s; still running: {left or 'no task'}"))
             with contextlib.suppress(Exception):
                 faulthandler.dump_traceback()
         time.sleep(GRACE_S)
@@ -96,19 +96,19 @@ class _Service:
 
 
 _service: _Service | None = None
-#: Errands that run: the event loop itself does not keep them alive.
+#: Running errands. The event loop holds only weak references to tasks.
 _errands: set[asyncio.Task[Any]] = set()
 
 
 def supervised(
     service: str, expected: tuple[type[Exception], ...] = ()
 ) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorates a service's `main`: its process ends, with the status of the failure, when one of its threads or tasks fails.
+    """Decorate the `main` of a service: if a thread or task fails, the process ends with the status of the failure.
 
     Args:
-        service: its name, for the log.
-        expected: what `main` may raise where the service cannot work here (a wrong setting, no NATS): logged without a
-            traceback, and the status is 1.
+        service: name of the service, for the log.
+        expected: errors that `main` raises if the service cannot run here (a wrong setting, no NATS). They are logged without a
+            traceback, and the exit status is 1.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
@@ -136,7 +136,7 @@ def supervised(
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """`asyncio.run`, which after an unexpected error waits for threads no longer than the process may live."""
+    """Run a coroutine as `asyncio.run` does. After an unexpected error, do not wait for threads longer than `GRACE_S`."""
 
     async def watched() -> None:
         try:
@@ -150,14 +150,14 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def mend_wait_for() -> None:
-    """Replace `asyncio.wait_for` on Python 3.11, in this process, by one that never loses a cancellation.
+    """Replace `asyncio.wait_for` on Python 3.11, in this process, by a version that never loses a cancellation.
 
-    Python 3.11's own loses the cancellation of the calling task when the awaited future is done in the same turn of the event
-    loop (CPython issue 86296, mended in 3.12). The task then goes on, and code that awaits the task's end never continues.
+    The version of Python 3.11 loses the cancellation of the calling task if the awaited future completes in the same turn of the
+    event loop (CPython issue 86296, fixed in 3.12). The task then continues, and code that awaits its end waits forever.
     Libraries such as nats-py call `asyncio.wait_for` too, so it is replaced for all of them.
     """
     if sys.version_info < (3, 12):
-        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for  # type: ignore[assignment]  # theirs takes generators, too
+        asyncio.wait_for = asyncio.tasks.wait_for = _wait_for  # type: ignore[assignment]  # the original also accepts generators
 
 
 async def _wait_for(fut: Awaitable[T], timeout: float | None) -> T:
@@ -166,33 +166,33 @@ async def _wait_for(fut: Awaitable[T], timeout: float | None) -> T:
 
 
 def failure() -> Failure | None:
-    """Why this process is ending; None while nothing of it has failed."""
+    """The reason why this process is ending; None if no failure has occurred."""
     return None if _service is None else _service.failure
 
 
 def on_failure(listener: Callable[[], object]) -> None:
-    """Have `listener` called when something fails, in the thread that failed. It must not wait."""
+    """Register `listener`. It is called after a failure, in the thread that failed, and must not block."""
     if _service is not None:
         _service.listeners.append(listener)
 
 
 def fail(what: str, error: BaseException | None, status: int = BROKEN) -> None:
-    """`what` ended unexpectedly, of `error`: log it. A service's process ends within `GRACE_S`.
+    """Log that a thread or task ended unexpectedly. The process of a service then ends after `GRACE_S`.
 
     Args:
-        what: the thread or task, for people.
-        error: what it raised; None: it returned.
-        status: the exit status of the process.
+        what: name of the thread or task, for the log.
+        error: the error that it raised; None: it returned.
+        status: exit status of the process.
     """
     service = _service
     why = "it returned" if error is None else f"{type(error).__name__}: {error}"
     reason = f"{what} ended unexpectedly: {why}"
-    first = service is not None and service.fail(Failure(reason, status))  # before anything that could wait
+    first = service is not None and service.fail(Failure(reason, status))  # first, because the code below could block
     with contextlib.suppress(Exception):
         if service is None:
             log.error("%s", reason, exc_info=error)
         elif not first:
-            log.warning("%s, too", reason)
+            log.warning("%s (while the process ends because of another failure)", reason)
         else:
             log.critical("%s; the %s's process ends with status %d", reason, service.name, status, exc_info=error)
     if first and service is not None:
@@ -202,18 +202,23 @@ def fail(what: str, error: BaseException | None, status: int = BROKEN) -> None:
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
-    """The net below: a thread that some library started. While the service stops, some find their event loop gone: no failure."""
+    """Handle an error in a thread of a library.
+
+    During a shutdown this is no failure: such a thread may find its event loop closed.
+    """
     if args.exc_type is SystemExit:
         return
     what = f"thread {args.thread.name if args.thread is not None else '?'}"
     if _service is not None and _service.stopping:
-        log.warning("%s ended while the %s stops", what, _service.name, exc_info=args.exc_value)
+        log.warning(
+            "%s ended with an error during the shutdown of the %s", what, _service.name, exc_info=args.exc_value
+        )
     else:
         fail(what, args.exc_value)
 
 
 def start_thread(target: Callable[[], object], name: str, *, daemon: bool = True) -> threading.Thread:
-    """Start a thread that may return when it is done, and must not raise."""
+    """Start a thread. It may return, but an error that it raises is a failure of the process."""
 
     def run() -> None:
         try:
@@ -227,12 +232,13 @@ def start_thread(target: Callable[[], object], name: str, *, daemon: bool = True
 
 
 def start_call(function: Callable[[], T], name: str) -> concurrent.futures.Future[T]:
-    """Call `function` in a thread of its own; whoever started it takes what it returns or raises.
+    """Call `function` in a new thread. The future gets its result or error.
 
-    For what takes as long as a stranger wishes: the threads of `asyncio.to_thread` are few, and others wait for them.
+    Use this for calls whose duration an unauthenticated client controls. `asyncio.to_thread` has few threads, and such calls
+    would block the others.
     """
     called: concurrent.futures.Future[T] = concurrent.futures.Future()
-    called.set_running_or_notify_cancel()  # a thread cannot be stopped from outside
+    called.set_running_or_notify_cancel()  # a running thread cannot be cancelled
 
     def run() -> None:
         try:
@@ -245,7 +251,7 @@ def start_call(function: Callable[[], T], name: str) -> concurrent.futures.Futur
 
 
 def start_task(work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
-    """Start a task that must go on until it is cancelled: if it raises or returns, the service has failed."""
+    """Start a task that must run until it is cancelled. If it raises or returns, the service has failed."""
 
     def ended(task: asyncio.Task[Any]) -> None:
         if not task.cancelled():
@@ -257,10 +263,10 @@ def start_task(work: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any
 
 
 def start_errand(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start a task that does one thing, for one request or session, and ends.
+    """Start an errand: a task for one request or session.
 
-    What it raises is logged, and is the fault of that one thing: nobody's session must end because another's request fails. The
-    task is kept until it is done; whoever starts it may wait for it, and cancel it.
+    Its error is logged and does not end the process, because one failed request must not end other sessions. This module holds a
+    reference to the task until it is done. The caller may await and cancel it.
     """
 
     def ended(task: asyncio.Task[Any]) -> None:
@@ -275,27 +281,27 @@ def start_errand(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The net below: a callback or a forgotten task of some library. What is ours is started by the functions above."""
+    """Log an error in a callback or task of a library. Wooly's own tasks are started by the functions above."""
     error = context.get("exception")
-    log.error("in the event loop: %s", context.get("message"), exc_info=error)
+    log.error("error in the event loop: %s", context.get("message"), exc_info=error)
 
 
 async def run_for_ever(works: Mapping[str, Work], ending: Work) -> None:
-    """Run what a service lives on until `ending` returns (a signal came). Returns at once when anything of the process fails.
+    """Run the tasks of a service until `ending` returns (because of a signal). After a failure in the process, return at once.
 
     Args:
-        works: by name; each goes on until it is cancelled.
-        ending: returns when the service is to end.
+        works: coroutine functions by name; each must run until it is cancelled.
+        ending: returns when the service must end.
 
     Raises:
-        Exception: what a work raised, where this process is no service (a test).
+        Exception: the error of a task, if this process is not a service (in tests).
     """
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_on_loop_exception)
     failed = asyncio.Event()
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is over already
+        with contextlib.suppress(RuntimeError):  # the event loop is closed already
             loop.call_soon_threadsafe(failed.set)
 
     on_failure(wake)
@@ -306,7 +312,7 @@ async def run_for_ever(works: Mapping[str, Work], ending: Work) -> None:
     try:
         done, _ = await asyncio.wait((*waiting, *running), return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            if failure() is None:  # else it is logged already, and the process ends
+            if failure() is None:  # otherwise the failure is logged already, and the process ends
                 task.result()
     finally:
         if _service is not None:

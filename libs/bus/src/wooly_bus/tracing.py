@@ -1,7 +1,8 @@
 """OpenTelemetry: one setup for services and clients, bounded span names, W3C context in NATS headers, spans for the router.
 
-Spans go where the standard OTEL_EXPORTER_OTLP_* variables say, and, with WOOLY_TRACES=router, over NATS to the router, which
-keeps recent traces. Where neither is said they cost nothing. Nothing waits for a span: what does not fit is dropped and counted.
+Spans go to the collector that the standard OTEL_EXPORTER_OTLP_* variables name. With WOOLY_TRACES=router, they also go over NATS
+to the router, which keeps recent traces. If neither is configured, spans cost nothing. No code waits for a span: spans that do
+not fit into the queue are dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from wooly_bus.envelope import MAX_PAYLOAD, TRACE_CONTEXT
 from wooly_bus.errors import BusError
 from wooly_bus.subjects import template
 
-#: Spans that wait to be handed over; beyond it they are dropped.
+#: The most spans that wait to be sent to the router; further spans are dropped.
 QUEUE_SPANS = 4096
-_HIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _LIMITS = SpanLimits(
     max_span_attributes=MAX_ATTRIBUTES, max_span_attribute_length=MAX_TEXT, max_events=MAX_ATTRIBUTES, max_links=8
 )
 
 
 class TracingError(BusError):
-    """Traces cannot be exported as configured."""
+    """Traces cannot be exported with the configured protocol or packages."""
 
     code = "bus.tracing"
 
 
 class TracingSettings(BaseSettings):
-    """Where spans go besides OTLP; for every service.
+    """Destination of spans in addition to OTLP; for every service.
 
     Attributes:
-        traces: `router`: services hand their spans to the router, which keeps recent traces for `wooly trace` and REST
-            (`wooly up` sets it); `off`: they do not.
+        traces: `router`: services send their spans to the router, which keeps recent traces for `wooly trace` and REST
+            (`wooly up` sets this value); `off`: services do not send spans to the router.
     """
 
     model_config = SettingsConfigDict(env_prefix="WOOLY_", env_ignore_empty=True)
@@ -53,10 +54,10 @@ class TracingSettings(BaseSettings):
 
 
 class SpanQueue(SpanProcessor):
-    """Ended spans, until somebody takes them. Any thread may end one; a full queue drops it.
+    """Queue of ended spans. Any thread may add a span. A full queue drops new spans.
 
     Attributes:
-        dropped: spans that were lost so far, here or on their way.
+        dropped: number of spans that were lost so far, in this queue or during publishing.
     """
 
     def __init__(self, size: int = QUEUE_SPANS) -> None:
@@ -65,7 +66,7 @@ class SpanQueue(SpanProcessor):
         self.dropped = 0
 
     def on_end(self, span: ReadableSpan) -> None:
-        """A span ended."""
+        """Add an ended span to the queue."""
         context = span.context
         if context is None or not context.trace_flags.sampled:
             return
@@ -78,7 +79,7 @@ class SpanQueue(SpanProcessor):
         return len(self._waiting)
 
     def take(self) -> list[SpanRecord]:
-        """The oldest spans, as many as one message carries; they are in the queue no more."""
+        """Remove and return the oldest spans, as many as fit into one message."""
         found: list[SpanRecord] = []
         size = 0
         while self._waiting and len(found) < MAX_SPANS:
@@ -92,14 +93,14 @@ class SpanQueue(SpanProcessor):
 
 
 def record_of(span: ReadableSpan) -> SpanRecord:
-    """A span as it travels: cut to what a message may carry."""
+    """The record of a span for a message. Long names, texts and attribute lists are truncated."""
     context = span.context
     assert context is not None
     attributes = {}
     for key, value in list((span.attributes or {}).items())[:MAX_ATTRIBUTES]:
         if isinstance(value, int) and not isinstance(value, bool) and not -(1 << 63) <= value < 1 << 63:
             value = str(value)
-        if isinstance(value, float) and value - value != 0:  # infinite, or none
+        if isinstance(value, float) and value - value != 0:  # infinite or NaN, which JSON cannot carry
             value = str(value)
         attributes[_shown(key, 64)] = value if isinstance(value, (bool, int, float)) else _shown(str(value), MAX_TEXT)
     start = span.start_time or 0
@@ -116,22 +117,22 @@ def record_of(span: ReadableSpan) -> SpanRecord:
 
 
 def _shown(text: str, most: int) -> str:
-    return _HIDDEN.sub("?", text[:most])
+    return _UNPRINTABLE.sub("?", text[:most])
 
 
 _handing_over: SpanQueue | None = None
 
 
 def handing_over() -> SpanQueue | None:
-    """Spans that this process hands to the router; None if it does not."""
+    """The queue of spans that this process sends to the router; None if this process sends no spans."""
     return _handing_over
 
 
 def setup_tracing(service: str) -> bool:
-    """Install a tracer provider, if spans are to go anywhere. True if they are.
+    """Install a tracer provider if a destination for spans is configured. Returns whether one is configured.
 
     Raises:
-        TracingError: OTLP is configured, but the exporter package is not installed or there is none for its protocol.
+        TracingError: OTLP is configured, but the exporter package is not installed, or the protocol is not supported.
     """
     global _handing_over
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
@@ -146,7 +147,7 @@ def setup_tracing(service: str) -> bool:
 
 
 def provider_of(service: str, queue: SpanQueue | None, exporter: SpanExporter | None) -> TracerProvider:
-    """A tracer provider whose spans go to `queue`, and to `exporter` from a thread of its own. Both bound what waits."""
+    """A tracer provider whose spans go to `queue`, and to `exporter` from a separate thread. Both queues are bounded."""
     provider = TracerProvider(resource=Resource.create({"service.name": f"wooly-{service}"}), span_limits=_LIMITS)
     if queue is not None:
         provider.add_span_processor(queue)
@@ -156,10 +157,10 @@ def provider_of(service: str, queue: SpanQueue | None, exporter: SpanExporter | 
 
 
 def otlp_exporter() -> SpanExporter | None:
-    """What sends spans to a collector, as OpenTelemetry's own variables say; None if they name none.
+    """The exporter to the collector that OpenTelemetry's own variables name; None if they name no collector.
 
     Raises:
-        TracingError: its package is not installed, or there is none for the protocol.
+        TracingError: the exporter package is not installed, or the protocol is not supported.
     """
     environ = os.environ
     named = environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -168,7 +169,9 @@ def otlp_exporter() -> SpanExporter | None:
     protocol = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     package = {"http/protobuf": "http", "grpc": "grpc"}.get(protocol or "http/protobuf")
     if package is None:
-        raise TracingError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; http/protobuf and grpc are spoken here")
+        raise TracingError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL={protocol!r} is not supported; set it to http/protobuf or grpc"
+        )
     try:
         exporter: SpanExporter
         if package == "http":
@@ -181,7 +184,8 @@ def otlp_exporter() -> SpanExporter | None:
             exporter = GrpcExporter()
     except ImportError as e:
         raise TracingError(
-            f"OTEL_EXPORTER_OTLP_ENDPOINT is set; install opentelemetry-exporter-otlp-proto-{package} to export traces"
+            f"cannot export traces to OTEL_EXPORTER_OTLP_ENDPOINT: opentelemetry-exporter-otlp-proto-{package} is not "
+            "installed; install it with pip, or unset the variable"
         ) from e
     return exporter
 
@@ -190,12 +194,12 @@ def otlp_exporter() -> SpanExporter | None:
 
 
 def tracer(service: str) -> trace.Tracer:
-    """Where a service's spans begin."""
+    """The tracer that creates the spans of a service."""
     return trace.get_tracer(f"wooly.{service}")
 
 
 def traceparent(span: trace.Span | trace.SpanContext) -> str:
-    """A span's context in W3C's form; empty if nothing is recorded of its trace."""
+    """The context of a span as a W3C `traceparent`; empty if its trace is not recorded."""
     context = span if isinstance(span, trace.SpanContext) else span.get_span_context()
     if not context.is_valid or not context.trace_flags.sampled:
         return ""
@@ -203,25 +207,27 @@ def traceparent(span: trace.Span | trace.SpanContext) -> str:
 
 
 def context_of(text: str) -> Context:
-    """The context that a `traceparent` names: one without a trace if it is none."""
+    """The context that a `traceparent` names; a context without a trace if `text` is not a valid `traceparent`."""
     return TRACE_CONTEXT.extract({"traceparent": text}, context=Context())
 
 
 def trace_id_of(text: str) -> str:
-    """The trace's id in a `traceparent`; empty if it is none."""
+    """The trace id in a `traceparent`; empty if `text` is not a valid `traceparent`."""
     context = trace.get_current_span(context_of(text)).get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""
 
 
 @contextlib.contextmanager
 def step(service: str, name: str, parent: str | None = None, **attributes: Any) -> Iterator[trace.Span]:
-    """A span called `<service>.<name>` around a step; its child where nothing else is current. An exception marks it failed.
+    """Open a span named `<service>.<name>` around a step. An exception marks the span as failed.
+
+    If there is no trace, do not begin one.
 
     Args:
-        service: whose.
-        name: of a fixed set: ids are attributes.
-        parent: a `traceparent` to be under; None: what is current. Where there is no trace, none is begun.
-        attributes: what there is to say; None says nothing.
+        service: the service that executes the step.
+        name: name of the step, from a fixed set. Ids belong into `attributes`.
+        parent: `traceparent` of the parent span; None: the current span is the parent.
+        attributes: attributes of the span; an attribute whose value is None is left out.
     """
     context = None if parent is None else context_of(parent)
     if not trace.get_current_span(context).get_span_context().is_valid:
@@ -234,9 +240,10 @@ def step(service: str, name: str, parent: str | None = None, **attributes: Any) 
 
 @contextlib.contextmanager
 def consumer_span(service: str, subject: str, headers: Mapping[str, str] | None) -> Iterator[None]:
-    """A span around the handling of one message, child of the sender's; none where the sender has no trace.
+    """Open a span around the handling of one message, as a child of the sender's span. If the sender has no trace, open none.
 
-    Its name holds the subject's template, not its id: names must stay few. The whole subject is an attribute.
+    The name of the span contains the template of the subject, without the id, because the number of names must stay small.
+    The whole subject is an attribute.
     """
     context = TRACE_CONTEXT.extract(dict(headers or {}), context=Context())
     if not trace.get_current_span(context).get_span_context().is_valid:
@@ -252,5 +259,5 @@ def consumer_span(service: str, subject: str, headers: Mapping[str, str] | None)
 
 
 def mark_failed(code: str) -> None:
-    """Say on the current span that its work ended in the error `code`."""
+    """Mark the current span as failed with the error `code`."""
     trace.get_current_span().set_status(trace.StatusCode.ERROR, code)

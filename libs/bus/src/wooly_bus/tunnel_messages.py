@@ -1,4 +1,7 @@
-"""The request for a byte stream to an executor through NATS, and its reply. The bytes go as `wooly_bus.channel.tunnel` says."""
+"""The request that opens a tunnel (a byte stream to an executor through NATS), and its reply.
+
+`wooly_bus.channel.tunnel` defines the messages that then carry the bytes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,13 @@ Inbox = Annotated[str, AfterValidator(subjects.inbox)]
 
 
 class OpenTunnelRequest(Message):
-    """A client wants a byte stream. `window` is what it takes unasked, in bytes; `key` marks the messages of this tunnel."""
+    """Open a tunnel.
+
+    Attributes:
+        inbox: the subject on which the client receives the messages of the tunnel.
+        key: 16 hexadecimal digits that mark the messages of this tunnel.
+        window: bytes that the executor may send before it needs a CREDIT message.
+    """
 
     inbox: Inbox
     key: str = Field(pattern=r"^[0-9a-f]{16}$")
@@ -21,7 +30,12 @@ class OpenTunnelRequest(Message):
 
 
 class OpenTunnelReply(Message):
-    """The other end of it."""
+    """The executor's end of a tunnel.
+
+    Attributes:
+        inbox: the subject on which the executor receives the messages of the tunnel.
+        window: bytes that the client may send before it needs a CREDIT message.
+    """
 
     inbox: Inbox
     window: int = Field(ge=1 << 10, le=1 << 30)

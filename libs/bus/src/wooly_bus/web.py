@@ -1,4 +1,4 @@
-"""What services that are asked over HTTP have in common: rates per caller, and whose pages may call."""
+"""Shared checks of the services with HTTP: request rates per caller, and the web pages that may send requests."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-#: Callers whose rate is remembered.
+#: Number of callers whose rate is stored; beyond it, the caller that was idle longest is forgotten.
 CALLERS = 10_000
 
 
 class Buckets:
-    """A bucket of requests per caller: `burst` at once, refilled with `rate` a second.
+    """A token bucket per caller: it holds `burst` requests, and `rate` requests per second are added.
 
     Args:
-        clock: monotonic seconds.
+        rate: requests per second.
+        burst: largest number of requests at once.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, rate: float, burst: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +28,7 @@ class Buckets:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, caller: str, cost: float = 1.0) -> bool:
-        """One request more, which takes `cost` out of the bucket, if need be more than is in it. False if the bucket is empty."""
+        """Take `cost` out of the caller's bucket, which may become negative. Returns False if the bucket has less than 1."""
         now = self._clock()
         left, at = self._left.get(caller, (self._burst, now))
         left = min(self._burst, left + (now - at) * self.rate)
@@ -37,56 +39,58 @@ class Buckets:
         return left >= 1
 
 
-#: What a setting must say where a service that asks for nothing listens on the network.
+#: Value that WOOLY_<SERVICE>_OPEN_TO_NETWORK must have before a service without authentication listens on the network.
 OPEN = "everyone who reaches this address is administrator"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens on `host`."""
+    """Whether only this machine can reach a server that listens on `host`."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name, or empty: every address
+        return False  # a name; or empty, which means all addresses
 
 
 def refuse_open(service: str, host: str, said: str) -> str:
-    """Why a service that asks nobody for a token must not serve; empty if it may.
+    """The reason why a service without authentication must not listen on `host`; empty if it may.
 
     Args:
-        service: as in its variables: "ROUTER".
-        host: where it listens.
-        said: what the operator says about that, in words.
+        service: name of the service in its variables, such as "ROUTER".
+        host: the address on which the service listens.
+        said: value of WOOLY_<SERVICE>_OPEN_TO_NETWORK.
     """
     if is_loopback(host) or said == OPEN:
         return ""
     return (
-        f"it asks nobody for a token, and WOOLY_{service}_HTTP_HOST={host} is not a loopback address, so everybody who "
-        f'reaches it could do everything; if that is meant, say WOOLY_{service}_OPEN_TO_NETWORK="{OPEN}"'
+        f"authentication is off, and WOOLY_{service}_HTTP_HOST={host} is not a loopback address, so everyone on the network "
+        f"would be administrator; turn authentication on, or use a loopback address, or, to allow this, set "
+        f'WOOLY_{service}_OPEN_TO_NETWORK="{OPEN}"'
     )
 
 
 def shows(header: str, token: str) -> bool:
-    """Whether a request's `Authorization` header shows this token."""
+    """Whether the `Authorization` header of a request has this token."""
     return hmac.compare_digest(header.encode(), f"Bearer {token}".encode())
 
 
 def from_elsewhere(origin: str, host: str, auth: str) -> str:
-    """Why a browser must not make this request for a page; empty if nothing speaks against it.
+    """The reason why a request from a browser is refused; empty if it is allowed.
 
-    A page of another origin may not use what its visitor may do here. Where everybody may do everything, the host must also be
-    named as nobody else's page can be: a name that an attacker's DNS points here would make its page one of ours.
+    A page of another origin must not use the permissions of its visitor. Without authentication, the `Host` header must also be
+    an address, localhost, or the name of this host. Otherwise an attacker could let a DNS name point here (DNS rebinding), and
+    the attacker's page would have our origin.
 
     Args:
-        origin: the header, empty where there is none.
-        host: the header.
-        auth: "open": everybody may do everything; "tokens": who shows one.
+        origin: the `Origin` header; empty if the request has none.
+        host: the `Host` header.
+        auth: "open": requests need no token; "tokens": requests need a token.
     """
     try:
         if origin and urlsplit(origin).netloc != host:
-            return f"pages of {origin[:100]} may not call this"
+            return f"pages of {origin[:100]} must not send requests to this service"
         name = urlsplit(f"//{host}").hostname or ""
         if auth == "open" and name not in ("localhost", socket.gethostname().lower()):
             ipaddress.ip_address(name)
     except ValueError:
-        return "a service without authentication is called by its address, as localhost, or by its host's name"
+        return "authentication is off, so the Host header must be an IP address, localhost, or the name of this machine"
     return ""

@@ -1,7 +1,7 @@
-"""A process beside a service for risky work, with limits: what crashes, hangs or eats memory there is one failed request.
+"""A worker process for risky work, with limits: a crash, a hang or excessive memory use fails one request, not the service.
 
-The process is started with the first request and serves many; after a crash or a timeout the next request starts another. It
-talks through its standard input and output: a JSON line each way, answers followed by bytes.
+The first request starts the process, and it serves many requests. After a crash or a timeout, the next request starts a new
+process. The protocol uses standard input and output: a JSON line in each direction; bytes follow the line of an answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Final
 
 from wooly_wis.errors import WisError
 
+#: Largest answer of a worker, in bytes.
 MAX_ANSWER: Final = 64 << 20
 
 
@@ -31,11 +32,11 @@ class WorkerError(WisError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may take.
+    """Limits of one request.
 
     Attributes:
-        seconds: of wall clock.
-        memory: of address space, in bytes.
+        seconds: wall-clock time, in seconds.
+        memory: address space of the process, in bytes.
     """
 
     seconds: float = 60.0
@@ -43,20 +44,20 @@ class Limits:
 
 
 class WorkerProcess:
-    """Answers requests one at a time, each within limits.
+    """Sends requests to a worker process, one at a time.
 
     Args:
-        limits: of each request.
-        module: what runs in the process; it calls `serve`.
-        arguments: of the process, besides the limit.
+        limits: limits of each request.
+        module: the module that the process runs; it calls `serve`.
+        arguments: arguments of the process after the memory limit.
 
     Attributes:
-        steps: what the last answer's work consisted of: names, and when each began and ended in ns since 1970.
+        steps: the steps of the last request: name, begin and end in ns since 1970.
     """
 
-    #: What it is, in messages: goes before the target.
+    #: Name of the process in messages; the target follows it.
     noun: ClassVar[str] = "the compiler for"
-    #: What is raised.
+    #: Class of the errors that `ask` raises.
     error: ClassVar[type[WisError]] = WorkerError
 
     def __init__(self, limits: Limits, module: str, arguments: Sequence[str] = ()) -> None:
@@ -67,10 +68,15 @@ class WorkerProcess:
         self.steps: list[tuple[str, int, int]] = []
 
     def ask(self, request: dict[str, Any], target: str, what: str) -> bytes:
-        """The answer to a request; `target` and `what` are for messages.
+        """Send a request, and return the answer.
+
+        Args:
+            request: the request, as JSON.
+            target: the target of the work, for messages.
+            what: the subject of the work, for messages.
 
         Raises:
-            WorkerError: it is refused, or the process crashed or took too long (of the class that `error` says).
+            WorkerError: the worker refused the request, crashed, or took too long. `error` is the actual class.
         """
         deadline = time.monotonic() + self._limits.seconds
         self.steps = []
@@ -96,7 +102,7 @@ class WorkerProcess:
             raise self._failed(f"{self.noun} {target} took more than {seconds} on {what}") from None
 
     def _failed(self, message: str) -> WisError:
-        """What is not the request's fault for sure: it may be asked again."""
+        """A retryable error: the request may not be the cause."""
         error = self.error(message)
         error.retryable = True
         return error
@@ -113,7 +119,7 @@ class WorkerProcess:
         return self._process
 
     def _read(self, process: subprocess.Popen[bytes], nbytes: int | None, deadline: float) -> bytes:
-        """That many bytes, or a line."""
+        """Read `nbytes` bytes, or a line if `nbytes` is None."""
         assert process.stdout is not None
         fd = process.stdout.fileno()
         found = bytearray()
@@ -122,7 +128,7 @@ class WorkerProcess:
             while nbytes is None or len(found) < nbytes:
                 if not selector.select(max(deadline - time.monotonic(), 0)):
                     raise TimeoutError
-                # a line is read byte by byte, so that nothing of what follows is taken with it
+                # read a line byte by byte, so that the bytes after it stay in the pipe
                 chunk = os.read(fd, 1 if nbytes is None else min(nbytes - len(found), 1 << 20))
                 if not chunk:
                     raise EOFError
@@ -130,11 +136,11 @@ class WorkerProcess:
                     break
                 found += chunk
                 if len(found) > MAX_ANSWER:
-                    raise self.error(f"an answer of more than {MAX_ANSWER} bytes")
+                    raise self.error(f"the answer of the worker has more than {MAX_ANSWER} bytes, which is the limit")
         return bytes(found)
 
     def close(self) -> None:
-        """End the process."""
+        """Kill the process, and wait for its end."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -154,19 +160,19 @@ def serve(
     before: Callable[[], None] = lambda: None,
     steps: list[tuple[str, int, int]] | None = None,
 ) -> None:
-    """Answer requests until the input ends: the worker's main loop.
+    """Answer requests until the input ends: the main loop of the worker process.
 
     Args:
-        memory: bytes of address space that the process may have.
-        answer_to: what answers a request; a `WisError` that it raises is the answer.
+        memory: limit of the process's address space, in bytes.
+        answer_to: returns the answer to a request; if it raises a `WisError`, the error is the answer.
         before: called before each request.
-        steps: where `answer_to` notes what it did.
+        steps: list to which `answer_to` appends its steps.
     """
     noted = steps if steps is not None else []
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a compiler prints is no answer
+    os.dup2(2, 1)  # the output of a compiler must not mix with answers
     for line in sys.stdin.buffer:
         request: dict[str, Any] = json.loads(line)
         found = b""
@@ -178,7 +184,7 @@ def serve(
         except WisError as e:
             answer = {"error": str(e), "retryable": e.retryable}
         except MemoryError:
-            answer = {"error": f"the compiler wanted more than {memory} bytes", "retryable": False}
+            answer = {"error": f"the compiler needs more memory than its limit of {memory} bytes", "retryable": False}
         if noted:
             answer["steps"] = noted
         answers.write(json.dumps(answer).encode() + b"\n" + found)

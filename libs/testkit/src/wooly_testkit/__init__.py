@@ -1,1 +1,1 @@
-"""Private test fixtures of Wooly."""
+"""Wooly's private code for tests, benchmarks and studies."""

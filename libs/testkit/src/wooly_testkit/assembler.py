@@ -1,6 +1,6 @@
-"""Reads the text that `wooly_wis.assembly` writes back into a program, for tests. Knows no meaning of opcodes.
+"""Parses WIS assembly into a program, for tests. `wooly_wis.assembly` writes this text and has its grammar.
 
-The grammar is in `wooly_wis.assembly`.
+The parser does not know the meaning of opcodes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class AssemblyError(ValueError):
-    """A text is not WIS assembly.
+    """The text is not WIS assembly.
 
     Attributes:
         line: line number, from 1.
@@ -92,12 +92,12 @@ class Parser:
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens(text))
         self._at = 0
-        #: Operands of the line that is being read: (role, view), and their slots.
+        #: Operands of the current line, and their slots.
         self._operands: list[Operand] = []
         self._slots: list[int] = []
 
     def program(self) -> Program:
-        """The whole text."""
+        """Parse the whole text."""
         self._skip_newlines()
         if self._next().text != "wis" or self._next().text != VERSION:
             raise self._error(f"a program starts with 'wis {VERSION}'", back=1)
@@ -154,7 +154,7 @@ class Parser:
             pass
 
     def _name(self) -> str:
-        """A name, bare or quoted."""
+        """Parse a name, bare or quoted."""
         token = self._next()
         if token.kind == "name":
             return token.text
@@ -174,7 +174,7 @@ class Parser:
             raise self._error(f"expected an integer, found {token.text[:40]!r}", back=1)
         value = int(token.text, 0 if token.text.startswith("0x") else 10)
         if value < low:
-            raise self._error(f"{value} is negative", back=1)
+            raise self._error(f"{value} is negative; the smallest value here is {low}", back=1)
         return value
 
     # -- lines -------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Parser:
         attrs: dict[str, Attr] = {}
         if self._take("("):
             if quoted or "." not in name:
-                raise self._error("only an operator such as aten.add.Tensor is called with parentheses", back=1)
+                raise self._error("only a library operator such as aten.add.Tensor can have parentheses", back=1)
             args, kwargs = self._call_arguments()
             attrs = {"name": name, "args": args, "kwargs": kwargs}
             name = "extern"
@@ -206,7 +206,7 @@ class Parser:
         if self._take("{"):
             for key, value in self._list(self._attribute, "}"):
                 if key in attrs:
-                    raise self._error(f"attribute {key!r} is given twice", back=1)
+                    raise self._error(f"attribute {key!r} occurs twice", back=1)
                 attrs[key] = value
         operands = (*self._operands, *[Operand(Role.OUT, view) for _, view in results])
         slots = (*self._slots, *[slot for slot, _ in results])
@@ -224,7 +224,7 @@ class Parser:
                 self._expect("=")
                 kwargs.append((key, self._value(0, inline=True)))
             elif kwargs:
-                raise self._error("an argument without a name follows one with a name")
+                raise self._error("an argument without a name must not follow an argument with a name")
             else:
                 args.append(self._value(0, inline=True))
         return tuple(args), tuple(kwargs)
@@ -237,7 +237,7 @@ class Parser:
     def _kind(self) -> ParamKind:
         name = self._name()
         if name not in KINDS:
-            raise self._error(f"{name!r} is no kind of param ({', '.join(KINDS)})", back=1)
+            raise self._error(f"{name!r} is not a kind of param; use one of {', '.join(KINDS)}", back=1)
         return KINDS[name]
 
     def _list(self, item: Callable[[], _T], end: str) -> list[_T]:
@@ -251,7 +251,7 @@ class Parser:
     # -- operands and values -----------------------------------------------------------------------------------------
 
     def _operand(self) -> int:
-        """Read one operand into the line; its index."""
+        """Parse one operand of the current line, and return its index."""
         role = Role.INOUT if self._take("&") else Role.OUT if self._take("out") else Role.IN
         slot, view = self._slot_and_view()
         self._operands.append(Operand(role, view))
@@ -262,18 +262,21 @@ class Parser:
         self._expect("%")
         slot = self._integer(low=0)
         if slot >= 1 << 32:
-            raise self._error("a slot fits 32 bits", back=1)
+            raise self._error("the number of a slot must fit into 32 bits", back=1)
         token = self._peek()
         if token.kind != "name":
             return slot, None
         dtype = BY_LABEL.get(self._name())
         if dtype is None:
-            raise self._error(f"{token.text!r} is no dtype", back=1)
+            raise self._error(f"{token.text!r} is not a dtype", back=1)
         self._expect("[")
         sizes = tuple(self._list(self._integer, "]"))
         strides = tuple(self._list(self._integer, ")")) if self._take("(") else row_major(sizes)
         if len(strides) != len(sizes) or len(sizes) > MAX_DIMS:
-            raise self._error(f"{len(sizes)} sizes and {len(strides)} strides (at most {MAX_DIMS})", back=1)
+            raise self._error(
+                f"a view has {len(sizes)} sizes and {len(strides)} strides; both numbers must be equal and at most {MAX_DIMS}",
+                back=1,
+            )
         offset = self._integer(low=0) if self._take("+") else 0
         return slot, View(dtype, sizes, strides, offset)
 
@@ -322,7 +325,7 @@ class Parser:
             imag = self._float()
             self._expect(")")
             return complex(real, imag)
-        raise AssemblyError(f"{token.text!r} is no value; strings stand in quotes", token.line, token.column)
+        raise AssemblyError(f"{token.text!r} is not a value; a string needs quotes", token.line, token.column)
 
     def _number(self, token: _Token) -> int | float:
         if token.text == "-inf":
@@ -341,7 +344,7 @@ class Parser:
 
 
 def assemble(text: str) -> Program:
-    """The program that a text describes. Does not check that the program obeys the laws: the verifier does.
+    """Parse WIS assembly into a program. The program is not verified.
 
     Raises:
         AssemblyError: the text is not WIS assembly; the error names line and column.

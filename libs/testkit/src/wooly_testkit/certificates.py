@@ -1,4 +1,4 @@
-"""A certificate authority of the tests' own, and certificates it vouches for."""
+"""A certificate authority for tests, and certificates that it signed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import trustme
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: of the authority, and of a server that may call itself by the names asked for."""
+    """PEM files of an authority and of a server: the authority's certificate, the server's certificate and its key."""
 
     authority: Path
     certificate: Path
@@ -18,7 +18,7 @@ class Certificates:
 
 
 def make_certificates(directory: Path, *names: str) -> Certificates:
-    """A new authority in `directory`, and a server's certificate for `names` (host names or addresses)."""
+    """Create an authority in `directory`, and the certificate of a server for `names` (host names or addresses)."""
     made = Certificates(directory / "ca.pem", directory / "server.pem", directory / "server.key")
     authority = trustme.CA()
     server = authority.issue_cert(*names)

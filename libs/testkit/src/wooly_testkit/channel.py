@@ -1,4 +1,4 @@
-"""Both ends of a data channel for tests of the transport: every hello is accepted, and says nothing."""
+"""Both ends of a data channel, for tests of the transport. Hellos are empty, and every hello is accepted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_wis.frames import Kind
 
 
 def acceptor_of(server: ChannelServer, **options: Any) -> Acceptor:
-    """An acceptor that lets everybody in who says hello, and tells what it refuses as ERROR frames: ``code: words``."""
+    """An acceptor that accepts every hello, and reports refusals as ERROR frames with the text ``code: message``."""
     return Acceptor(
         lambda payload: bytes(payload),
         lambda code, words: (Kind.ERROR, f"{code}: {words}".encode()),
@@ -21,7 +21,7 @@ def acceptor_of(server: ChannelServer, **options: Any) -> Acceptor:
 
 
 def greeted(client: ChannelClient) -> ChannelClient:
-    """The client, which has said hello."""
+    """Send a hello, and return the client."""
     try:
         client.send(Kind.HELLO)
     except BaseException:
@@ -31,5 +31,5 @@ def greeted(client: ChannelClient) -> ChannelClient:
 
 
 def connect(endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> ChannelClient:
-    """A client that is connected and has said hello."""
+    """Connect a client, and send a hello."""
     return greeted(ChannelClient.connect(endpoint, tls=tls))

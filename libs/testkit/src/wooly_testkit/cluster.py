@@ -1,6 +1,7 @@
-"""A whole cluster that trusts nobody: NATS with keys, a router that asks for tokens, scheduler, metering and executors.
+"""A whole cluster with authentication: NATS with keys, a router that requires tokens, scheduler, metering and executors.
 
-`Cluster` starts the processes; `Tenant` is a tenant of the cluster with its token, its credentials and what its client would do.
+`Cluster` starts the processes. `Tenant` is a tenant of the cluster, with its token, its credentials and the actions of its
+client.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ from wooly_testkit import forks
 from wooly_testkit.forks import Forked
 from wooly_testkit.nats import nats_server
 
-#: Seconds that something which needs several processes may take on a busy machine.
+#: Longest wait in seconds for an action of several processes on a busy machine.
 PATIENCE_S = 60.0
 
 
 class Cluster:
-    """Processes of one installation, where they listen, and the administrator's token.
+    """The processes of one installation.
 
     Args:
-        folder: for keys, states, sockets and logs (`<service>.log`).
+        folder: folder for keys, state, sockets and logs (`<service>.log`).
         stack: ends the processes.
-        executors: their ids, one process each.
-        router: settings of the router beside the usual ones, without their prefix.
-        executor: the same, of each executor.
-        scheduler: the same, of the scheduler.
-        metering: the same, of metering.
+        executors: ids of the executors, one process each.
+        router: further settings of the router, without their prefix.
+        executor: further settings of each executor, without their prefix.
+        scheduler: further settings of the scheduler, without their prefix.
+        metering: further settings of metering, without their prefix.
 
     Attributes:
-        url: of the router's REST.
-        token: of the first administrator.
-        processes: by service; executors by their id.
+        url: URL of the router's REST.
+        token: token of the first administrator.
+        processes: processes by name of the service; executors by id.
     """
 
     def __init__(
@@ -117,12 +118,12 @@ class Cluster:
         self._prepared[name] = service, {**os.environ, **shared, **{prefix + k: v for k, v in own.items()}}
 
     def start(self, name: str, module: str = "", **more: str) -> None:
-        """Start it, for the first time or again.
+        """Start or restart a process.
 
         Args:
-            name: of the process.
-            module: what it runs, where that is not the service as it is; it must be found by `PYTHONPATH`.
-            more: variables of its environment besides those that were prepared.
+            name: name of the process.
+            module: module to run instead of the service's own; it must be on `PYTHONPATH`.
+            more: further environment variables.
         """
         service, environment = self._prepared[name]
         log = self._stack.enter_context((self.folder / f"{name}.log").open("a"))
@@ -132,27 +133,27 @@ class Cluster:
         self.processes[name] = process
 
     def find_router(self) -> None:
-        """Wait until the router serves REST, and note where."""
+        """Wait until the router serves REST, and store its URL."""
         port = self.folder / "router" / "router.port"
         self.wait(lambda: port.exists() and bool(port.read_text()))
         self.url = f"http://127.0.0.1:{port.read_text()}"
 
     def kill(self, name: str) -> None:
-        """End it as a crash would."""
+        """Kill a process, as a crash would."""
         self.processes[name].kill()
         self.processes[name].wait()
         if name == "router":
             (self.folder / "router" / "router.port").unlink(missing_ok=True)
 
     def log(self, name: str) -> str:
-        """What it has written."""
+        """The log of a process."""
         return (self.folder / f"{name}.log").read_text()
 
     def wait(self, condition: Callable[[], object]) -> None:
-        """Wait until it holds.
+        """Wait until a condition holds.
 
         Raises:
-            AssertionError: it does not, after `PATIENCE_S`; with the ends of all logs.
+            AssertionError: the condition does not hold after `PATIENCE_S`; the message has the ends of all logs.
         """
         until = time.monotonic() + PATIENCE_S
         while not condition():
@@ -160,7 +161,7 @@ class Cluster:
             time.sleep(0.05)
 
     def rest(self, method: str, path: str, body: object = None, token: str | None = None) -> Any:
-        """The answer of `/api/v1/<path>`, or the code with which the router refused. Without `token`: as the administrator."""
+        """Send a request to `/api/v1/<path>`. Returns the answer, or the error code. Without `token`, use the administrator's."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {token or self.token}", "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/api/v1/{path}", data, headers, method=method)
@@ -173,12 +174,12 @@ class Cluster:
 
 
 class Tenant:
-    """One tenant of a cluster: its token, and what its client would do.
+    """One tenant of a cluster, with the actions of its client.
 
     Attributes:
-        token: an API token's secret.
-        held: credentials of NATS, of when it was made.
-        control: asks services, as the tenant's client does.
+        token: secret of its API token.
+        held: its credentials for NATS at the time of its creation.
+        control: its control connection.
     """
 
     def __init__(self, cluster: Cluster, name: str, **settings: object) -> None:
@@ -189,11 +190,11 @@ class Tenant:
         self.control = ControlClient(Access(cluster.nats_url, self.credentials))
 
     def credentials(self) -> Credentials:
-        """Fresh credentials of NATS."""
+        """New credentials for NATS."""
         return Credentials.parse(self.cluster.rest("POST", "credentials", {}, self.token)["credentials"])
 
     def ask(self, rpc: Rpc[Q, R], message: Q) -> R:
-        """Ask a service as this tenant."""
+        """Send a request to a service as this tenant."""
         return self.control.request(rpc, message)
 
     def open(self, **wanted: Any) -> OpenSessionReply:
@@ -208,14 +209,14 @@ class Tenant:
         return self.ask(contracts.ROUTER_SESSION_CLOSE, request)
 
     def env(self, **more: str) -> dict[str, str]:
-        """The environment of a client of this tenant; `more`: settings without their prefix."""
+        """The environment of a client of this tenant. `more` has settings without their prefix."""
         settings = {"CONTROLLER_URL": self.cluster.url, "CREDENTIAL": self.token, **more}
         home = self.cluster.folder / self.name
         home.mkdir(exist_ok=True)
         return {**os.environ, "HOME": str(home), **{f"WOOLYAI_{k}": v for k, v in settings.items()}}
 
     def wooly(self, *argv: object, code: int = 0) -> str:
-        """What `wooly argv…` prints: on stdout, or on stderr where it is to fail with `code`."""
+        """Run `wooly argv…` and check its exit status. Returns its output: stdout, or stderr if `code` is not 0."""
         env = self.env() | {"OMP_NUM_THREADS": "1"}
         ran = forks.run("wooly", *map(str, argv), env=env, timeout=100)
         assert ran.returncode == code, ran.stderr + ran.stdout
@@ -229,7 +230,7 @@ class Tenant:
 def enter(
     opened: OpenSessionReply, *, session_id: str | None = None, token: str | None = None
 ) -> tuple[ChannelClient, Any]:
-    """A data channel to a session's executor, and the frame with which the executor answered to the hello."""
+    """Open a data channel to the executor of a session. Returns the channel and the answer to the hello."""
     (part,) = opened.parts
     channel = ChannelClient.connect(Endpoint.parse(part.endpoints[0]))
     hello = {"protocol": PROTOCOL, "session_id": session_id or opened.session_id, "token": token or part.token}

@@ -1,4 +1,4 @@
-"""Questions to the services of a stack. The command line asks the same, by a process that takes most of a second of a core."""
+"""Requests to the services of a stack from this process. A process of the command line would take most of a second of a core."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def ask(stack: Stack, rpc: Rpc[Q, R], message: Q) -> R:
-    """What a service answers to the owner of a stack.
+    """Send a request to a service as the owner of a stack, and return the reply.
 
     Raises:
-        RefusedError: an error.
-        NoResponderError: nothing, for it is not there.
+        RefusedError: the service answered with an error.
+        NoResponderError: the service does not run.
     """
     with closing(ControlClient(stack.access())) as control:
         return control.request(rpc, message, timeout=20)

@@ -1,4 +1,4 @@
-"""A byte proxy that adds a fixed delay each way and keeps the throughput: a link with a long round trip, for tests."""
+"""A byte proxy that simulates a link with a long round trip: it adds a fixed delay in each direction, at full throughput."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _write(sink: socket.socket, line: queue.Queue[tuple[float, bytes]]) -> None:
 
 @contextlib.contextmanager
 def delay_proxy(target: str, one_way_s: float) -> Iterator[str]:
-    """Yields a TCP endpoint (``tcp://127.0.0.1:port``) in front of `target`, `one_way_s` seconds away in each direction."""
+    """Yield a TCP endpoint (``tcp://127.0.0.1:port``) that forwards to `target` with a delay of `one_way_s` in each direction."""
     listener = socket.create_server(("127.0.0.1", 0))
     sockets: list[socket.socket] = [listener]
 

@@ -1,4 +1,4 @@
-"""A device in virtual time around the dispatch core, small enough for tests: every event is audited as it happens."""
+"""A simulated device around the dispatch core, for tests. Time is virtual, and every event is audited at once."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Step = Callable[[DispatchState, Event], tuple[DispatchState, list[Decision]]]
 
 
 class Rig:
-    """Feeds events, keeps what is in flight, and raises `InvariantError` at the first broken law.
+    """Sends events to the core, tracks launches in flight, and raises `InvariantError` at the first violated invariant.
 
     Args:
-        step: The core, or a mutant of it.
-        config: Constants of the rule.
-        books: Compare the core's own books after every event too.
+        step: the core, or a mutant of it.
+        config: constants of the dispatch rule.
+        books: also check the core's internal state after every event.
     """
 
     def __init__(self, step: Step = real_step, config: Config | None = None, books: bool = True) -> None:
@@ -43,7 +43,7 @@ class Rig:
         self.now = 0
 
     def send(self, event: Event) -> list[Decision]:
-        """One event, at its own time."""
+        """Send one event, and return the decisions."""
         self.state, decisions = self.step(self.state, event)
         self.entries.append((event, decisions))
         if self.books:
@@ -54,10 +54,10 @@ class Rig:
         return decisions
 
     def open(self, session: str, priority: int = 2, **policy: Any) -> list[Decision]:
-        """Open a session now; `policy`: fields of `Policy`, and `resident`."""
+        """Open a session now. `policy` has fields of `Policy`, and `resident`."""
         resident = policy.pop("resident", True)
         decisions = self.send(SessionOpenedEvent(self.now, session, Policy(priority, **policy), resident=resident))
-        if not decisions:  # neither refused nor launched anything, which opening never does
+        if not decisions:  # the session was not refused; opening never launches
             self.submitted[session] = 0
         return decisions
 
@@ -67,7 +67,12 @@ class Rig:
         return self.send(ProgramSubmittedEvent(self.now, session, number, kernels))
 
     def finish(self, gpu_ns: int | None = None, last: int = -1) -> LaunchDecision:
-        """The oldest launch ends, after as long as was estimated unless told otherwise; stopped before kernel `last` if told."""
+        """End the oldest launch in flight.
+
+        Args:
+            gpu_ns: measured duration; None: as estimated.
+            last: the launch stopped before this kernel; -1: it ran to its end.
+        """
         launch = self.in_flight.popleft()
         took = launch.estimate_ns if gpu_ns is None else gpu_ns
         self.now += took
@@ -76,7 +81,7 @@ class Rig:
         return launch
 
     def drain(self) -> list[LaunchDecision]:
-        """Finish everything, as estimated; in the order of launches."""
+        """End all launches in their order, each as estimated. Returns them."""
         found = []
         while self.in_flight:
             found.append(self.finish())

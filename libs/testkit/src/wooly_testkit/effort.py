@@ -1,8 +1,8 @@
-"""How much a randomised test tries: a little with each change, all of it in `make test-all`."""
+"""Number of examples of randomized tests: few in `make test`, many in `make test-all`."""
 
 import os
 
 
 def examples(quick: int, thorough: int) -> int:
-    """How many examples to try: `thorough` where WOOLY_THOROUGH is set."""
+    """The number of examples: `thorough` if WOOLY_THOROUGH is set, else `quick`."""
     return thorough if os.environ.get("WOOLY_THOROUGH") else quick

@@ -1,4 +1,7 @@
-"""Computes the compiler's own elementary functions for Python numbers: what generated kernels compute, to the bit."""
+"""Evaluates the compiler's elementary functions for Python numbers.
+
+The results have the same bits as those of generated kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from wooly_testkit import kernel_scalars
 
 
 def element(op: str, dtype: DType, args: list[Number], types: list[DType]) -> Number:
-    """The result of one operation, as `kernel_scalars.apply` gives it, but by the compiler's own functions where it has one."""
+    """The result of one operation: by the compiler's own function if it has one, else by `kernel_scalars.apply`."""
     own = mathlib.function(op, types[0], dtype)
     return kernel_scalars.apply(op, dtype, args, types) if own is None else call(own, args)
 
 
 def call(own: mathlib.Function, args: list[Number]) -> Number:
-    """The result of a function for Python numbers."""
+    """Evaluate a function of the compiler for Python numbers."""
     values: dict[int, Number] = dict(enumerate(args))
     types: dict[int, DType] = dict(enumerate(own.args))
     for s in own.body:

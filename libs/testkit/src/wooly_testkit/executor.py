@@ -1,4 +1,4 @@
-"""A real executor process without a control plane, for tests of what talks to its data channel."""
+"""A real executor process without a control plane, for tests of clients of its data channel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOKEN = "test-token"
 
 @dataclass(frozen=True)
 class RunningExecutor:
-    """A standalone executor: its process, its endpoints (unix first, then TCP), and what its one session needs."""
+    """A standalone executor: its process, its endpoints (unix first, then TCP), and the id and token of its only session."""
 
     process: subprocess.Popen[bytes]
     endpoints: list[str]
@@ -26,7 +26,7 @@ class RunningExecutor:
     token: str = TOKEN
 
 
-def _anew(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+def _popen(module: str, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", module, *arguments], **options)
 
 
@@ -37,19 +37,19 @@ def executor_process(
     port: int = 0,
     threads: int = 1,
     environment: Mapping[str, str | None] | None = None,
-    start: Callable[..., subprocess.Popen[bytes]] = _anew,
+    start: Callable[..., subprocess.Popen[bytes]] = _popen,
 ) -> Iterator[RunningExecutor]:
-    """Start one, wait until it listens, end it with the block. It computes with `threads` threads.
+    """Run an executor for the duration of the block, and wait until it listens.
 
     Args:
-        runtime: the executor's.
-        port: of its TCP endpoint; none if 0.
-        threads: that it computes with.
-        environment: variables that are other than in this process; None: not set.
-        start: makes its process; `forks.Forked` where there are many.
+        runtime: runtime of the executor.
+        port: port of its TCP endpoint; 0: no TCP endpoint.
+        threads: number of its compute threads.
+        environment: environment variables that differ from this process; None: the variable is not set.
+        start: starts the process; use `forks.Forked` for many processes.
 
     Raises:
-        RuntimeError: it ended instead.
+        RuntimeError: the executor did not start.
     """
     with tempfile.TemporaryDirectory(prefix="wooly-executor-") as directory:
         path = Path(directory) / "x.sock"
@@ -69,7 +69,7 @@ def executor_process(
             deadline = time.monotonic() + 120
             while not path.exists():
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the executor did not start:\n{log.read_text()}")
+                    raise RuntimeError(f"the executor did not start; its log:\n{log.read_text()}")
                 time.sleep(0.02)
             yield RunningExecutor(process, endpoints)
         finally:

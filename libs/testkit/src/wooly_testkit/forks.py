@@ -1,7 +1,7 @@
-"""Processes of ours without what their start takes, which is nearly all importing: forks of one that has imported it.
+"""Starts Wooly's processes quickly: as forks of a process that has already imported the modules, which take most of a start.
 
-A test process has one such parent, started when first asked for. Services of a local stack start in the same way (ADR 26); what a
-start from nothing does is the matter of tests that use `subprocess` itself.
+Each test process has one such parent, which the first fork starts. The services of a local stack start in the same way (ADR 26).
+Tests of the start itself use `subprocess`.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from wooly_testkit.python_private import close_pipe_ends, waiting_lock
 if TYPE_CHECKING:
     from wooly_local.stack import Stack
 
-#: Who imports PyTorch: it is loaded when the first of these is asked for.
+#: Modules that import PyTorch. The parent loads PyTorch before the first fork of one of these.
 _WITH_TORCH = ("wooly", "wooly_executor", "wooly_local.supervisor")
-#: Whose own modules are loaded, too, when one of them is asked for first: to import them does nothing but take time.
+#: Services. The parent loads the modules of a service before its first fork; importing them has no side effects.
 _SERVICES = ("wooly_executor", "wooly_router", "wooly_scheduler", "wooly_metering", "wooly_compiler")
-#: What a client's process imports on its way to a session, but for what reads its environment or its terminal.
+#: Modules that a client imports before it has a session, except modules that read the environment or the terminal on import.
 _OF_A_CLIENT = (
     "typer", "rich.console", "rich.live", "rich.table",
     "wooly.api", "wooly.control", "wooly.export", "wooly.jobs", "wooly.traces", "wooly.kernels.cuda_c",
 )  # fmt: skip
-#: Those of a stack are forks of a fork.
+#: Services whose modules are loaded before the fork of a module. The services of a stack are forks of its supervisor.
 _OF_A_STACK = {"wooly_local.supervisor": _SERVICES, **{service: (service,) for service in _SERVICES}}
 _lock = threading.Lock()
 _parent: tuple[subprocess.Popen[bytes], socket.socket] | None = None
 
 
 class Forked(subprocess.Popen[Any]):
-    """`subprocess.Popen` of `python -m module arguments`, by a fork. It dies with the test process.
+    """As `subprocess.Popen` of `python -m module arguments`, but by a fork. The process dies with the test process.
 
     Args:
-        module: what it runs as `__main__`.
-        arguments: its command line.
-        like: a module of ours whose imports it needs, where `module` is a test's own.
-        options: those of `subprocess.Popen` that say where it runs and what it reads and writes.
+        module: module to run as `__main__`.
+        arguments: command line arguments.
+        like: if `module` belongs to a test: the module of Wooly whose imports it needs.
+        options: options of `subprocess.Popen`: working folder, environment, standard streams.
     """
 
     _status: socket.socket
@@ -69,7 +69,7 @@ class Forked(subprocess.Popen[Any]):
             _start().sendall(request)
         self.pid = int.from_bytes(self._status.recv(4), "little")
         if not self.pid:
-            raise RuntimeError("the parent of forks has ended")
+            raise RuntimeError("cannot fork: the parent of all forks has ended; look for its error on standard error")
         self._child_created = True
         close_pipe_ends(self, (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite))
 
@@ -87,7 +87,7 @@ class Forked(subprocess.Popen[Any]):
         while self.returncode is None:
             left = None if until is None else max(0.0, until - time.monotonic())
             ready, _, _ = select.select([self._status], [], [], left if left is None else min(left, 0.1))
-            with waiting_lock(self):  # another thread may wait, too
+            with waiting_lock(self):  # another thread may be waiting, too
                 if ready and self.returncode is None:
                     said = self._status.recv(4)
                     self.returncode = int.from_bytes(said, "little", signed=True) if said else -signal.SIGKILL
@@ -98,7 +98,7 @@ class Forked(subprocess.Popen[Any]):
 
 
 def run(module: str, *arguments: str, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of `python -m module arguments`, by a fork, with what it printed as text."""
+    """As `subprocess.run` of `python -m module arguments` with captured text output, but by a fork."""
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Forked(module, *arguments, text=True, **pipes, **options) as process:
         try:
@@ -110,13 +110,13 @@ def run(module: str, *arguments: str, timeout: float, **options: Any) -> subproc
 
 
 def start_stack(state_dir: Path, *, ephemeral: bool = False, gpus: int = 1, **env: str) -> Stack:
-    """`wooly_local.stack.start_stack` with a supervisor that is a fork, and has PyTorch for its executors.
+    """As `wooly_local.stack.start_stack`, but the supervisor is a fork that has loaded PyTorch for its executors.
 
     Args:
-        state_dir: its directory.
-        ephemeral: it ends with this process.
-        gpus: executors to start.
-        env: variables besides ours. What executors share is told by them: OpenMP has read its variable.
+        state_dir: state directory.
+        ephemeral: the stack ends with this process.
+        gpus: number of executors.
+        env: further environment variables.
     """
     from wooly_local.stack import StartingStack
 
@@ -131,7 +131,7 @@ def start_stack(state_dir: Path, *, ephemeral: bool = False, gpus: int = 1, **en
 
 
 def _start() -> socket.socket:
-    """The way to the parent of all forks."""
+    """The socket to the parent of all forks. The first call starts the parent."""
     global _parent
     if _parent is None:
         ours, theirs = socket.socketpair()
@@ -143,7 +143,7 @@ def _start() -> socket.socket:
 
 
 def shut_down() -> None:
-    """End the parent, and with it all that is left of what was forked."""
+    """End the parent of all forks, and with it all remaining forks."""
     global _parent
     if _parent is not None:
         process, way = _parent
@@ -156,20 +156,20 @@ def shut_down() -> None:
 
 
 def _serve(way: socket.socket) -> None:
-    """Fork whom is asked for, and tell of their ends, until nobody can ask. This process has one thread."""
+    """Fork on request and report the end of each fork, until the test process has ended. This process has one thread."""
     from wooly_local.processes import preload
     from wooly_local.supervisor import EVERYWHERE, WITH_REST
 
     preload((*EVERYWHERE, *WITH_REST))
     threads = 0
-    children: dict[int, socket.socket] = {}  # who is to be told of each one's end
+    children: dict[int, socket.socket] = {}  # socket that gets the exit status, by process id
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
         ready, _, _ = select.select([way.fileno(), woken], [], [])
-        if woken in ready:  # first: whoever ends from here on wakes it anew
+        if woken in ready:  # read first: a fork that ends after this wakes the loop again
             os.read(woken, 1 << 10)
         while children:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -191,7 +191,7 @@ def _serve(way: socket.socket) -> None:
             threads = sys.modules["torch"].get_num_threads()
         if like == "wooly" and "wooly.api" not in sys.modules:
             preload(_OF_A_CLIENT)
-            sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch makes each when it is first asked for
+            sys.modules["wooly.torch_private"].all_aten_overloads()  # PyTorch creates each overload at its first use
         if new := [f"{s}.app" for s in _OF_A_STACK.get(like, ()) if f"{s}.app" not in sys.modules]:
             preload(new)
         status_fd, *standard = descriptors
@@ -201,7 +201,7 @@ def _serve(way: socket.socket) -> None:
             signal.set_wakeup_fd(-1)
             for descriptor in (way.detach(), woken, wake, teller.detach(), *[c.detach() for c in children.values()]):
                 os.close(descriptor)
-            _become(module, arguments, env, cwd, standard, threads)
+            _run_in_fork(module, arguments, env, cwd, standard, threads)
         children[pid] = teller
         for descriptor in standard:
             os.close(descriptor)
@@ -209,10 +209,10 @@ def _serve(way: socket.socket) -> None:
             teller.sendall(pid.to_bytes(4, "little"))
 
 
-def _become(
+def _run_in_fork(
     module: str, arguments: list[str], env: dict[str, str], cwd: str, standard: list[int], threads: int
 ) -> None:
-    """Be that module's process, and end as it would."""
+    """Run a module in this fork, and exit with its status."""
     from wooly_local.processes import die_with_parent, run_as_main  # type: ignore[attr-defined,unused-ignore]
 
     code = 1
@@ -229,7 +229,7 @@ def _become(
         os.chdir(cwd)
         sys.path[0] = cwd
         sys.path[1:1] = [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p not in sys.path]
-        if threads:  # OpenMP read its variable when it was loaded, in the parent
+        if threads:  # OpenMP has read OMP_NUM_THREADS in the parent, when it was loaded
             sys.modules["torch"].set_num_threads(int(env.get("OMP_NUM_THREADS", threads)))
         code = run_as_main(module, arguments)
     finally:

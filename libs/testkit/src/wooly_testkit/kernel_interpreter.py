@@ -1,8 +1,6 @@
-"""Runs a kernel literally: the definition of kernel IR, with which tests compare generated code.
+"""Interprets a kernel: the definition of kernel IR, with which tests compare generated code.
 
-Plain Python over lists, for small sizes.
-
-Lanes run one after the other here, which is one of the orders that they may have.
+The interpreter is plain Python on lists, for small sizes. It runs lanes one after another, which is one of the allowed orders.
 """
 
 from __future__ import annotations
@@ -48,26 +46,26 @@ def run(
     """Execute a kernel on lists of Python numbers, one list per array (16-bit floats as floats).
 
     Args:
-        kernel: what to run; it is verified first.
+        kernel: the kernel; it is verified first.
         arrays: memory by name, changed in place.
         values: scalars by name.
-        element: what computes an operation; another may stand in that computes elementary functions as some device does.
+        element: computes an operation. A test can replace it, to compute elementary functions as a device does.
 
     Raises:
-        KernelError: the kernel breaks a law.
+        KernelError: the kernel is not valid.
         ValueError: a list is shorter than its array.
     """
     verify(kernel)
     for a in kernel.arrays:
         if len(arrays[a.name]) < a.numel:
-            raise ValueError(f"{a.name} has {len(arrays[a.name])} elements, not {a.numel}")
+            raise ValueError(f"array {a.name} has {len(arrays[a.name])} elements; the kernel needs {a.numel}")
     machine = _Machine(kernel, arrays, values or {}, element)
     for point in itertools.product(*[range(n) for n in kernel.space]):
         machine.point(point)
 
 
 class _Machine:
-    """The values of one point."""
+    """The state of the interpreter at one point of the index space."""
 
     def __init__(
         self,
@@ -105,14 +103,14 @@ class _Machine:
             self.statement(s)
 
     def place(self, s: Load | Store | Atomic) -> int | None:
-        """The index of an access, None if it is not made."""
+        """The index of an access; None if the access is masked or out of bounds."""
         if s.mask is not None and not self.values[s.mask]:
             return None
         index = int(self.values[s.index])
         memory = self.memory[s.array][0]
         if 0 <= index < memory.numel:
             return index
-        assert s.checked, "the verifier has proved this"
+        assert s.checked, "the verifier must have proved that this access is in bounds"
         return None
 
     def statement(self, s: Statement) -> None:

@@ -1,7 +1,7 @@
-"""Arithmetic of single elements, exact to the bit: what an operation of `kernel.ops` gives for Python numbers of a dtype.
+"""Arithmetic of single elements, exact to the bit: the operations of `kernel.ops` for Python numbers of a dtype.
 
-Sums, products, quotients and roots are rounded once, as IEEE 754 asks; f32 through f64, which rounds the same for them.
-Elementary functions are the C library's in f64, rounded to the type.
+Sums, products, quotients and roots are rounded once, as IEEE 754 requires. f32 is computed in f64 and then rounded, which gives
+the same result for these operations. Elementary functions are those of the C library in f64, rounded to the dtype.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INT_FORMAT: Final = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 def wrapped(value: int, dtype: DType) -> int:
-    """An integer modulo the width of its type."""
+    """An integer, wrapped to the range of its dtype."""
     low, high = bounds(dtype)
     return (value - low) % (high - low + 1) + low
 
@@ -38,7 +38,7 @@ def bits_of(value: Number, dtype: DType) -> int:
 
 
 def from_bits(bits: int, dtype: DType) -> Number:
-    """The element that has these bits."""
+    """The element with these bits."""
     if dtype is DType.BOOL:
         return bits != 0
     if dtype is DType.BF16:
@@ -50,7 +50,7 @@ def from_bits(bits: int, dtype: DType) -> Number:
 
 
 def convert(value: Number, source: DType, target: DType) -> Number:
-    """An element in another type."""
+    """Convert an element to another dtype."""
     if target is DType.BOOL:
         return value != 0
     if target.kind == "float":
@@ -66,7 +66,7 @@ def convert(value: Number, source: DType, target: DType) -> Number:
 
 
 def _nearest_f32(n: int) -> float:
-    """A 64-bit integer rounded once."""
+    """The f32 nearest to a 64-bit integer, rounded once."""
     extra = max(abs(n).bit_length() - 24, 0)
     if not extra:
         return float(n)
@@ -78,7 +78,7 @@ def _nearest_f32(n: int) -> float:
 
 
 def _guarded(function: Callable[..., float]) -> Callable[..., float]:
-    """C's answer where Python raises."""
+    """Wrap a function of Python so that it returns the result of C instead of raising."""
 
     def run(*args: float) -> float:
         if any(math.isnan(a) for a in args):
@@ -121,7 +121,7 @@ def _pow(a: float, b: float) -> float:
 
 
 def _sign_odd(function: Callable[[float], float]) -> Callable[[float], float]:
-    """For odd functions that overflow."""
+    """Wrap an odd function so that it returns a signed infinity on overflow."""
 
     def run(a: float) -> float:
         try:
@@ -146,8 +146,8 @@ def _fma(a: float, b: float, c: float) -> float:
 def _fma_f32(a: float, b: float, c: float) -> float:
     """An f64 that rounds to the f32 nearest to a * b + c.
 
-    The product is exact in f64; where the sum is not, the neighbour with an odd last bit is taken, which rounds as the exact one
-    does (S. Boldo, G. Melquiond: Emulation of FMA and correctly rounded sums, 2008).
+    The product is exact in f64. If the sum is not exact, the result is the neighbouring f64 with an odd last bit, which rounds to
+    the same f32 as the exact sum (S. Boldo, G. Melquiond: Emulation of FMA and correctly rounded sums, 2008).
     """
     product = a * b
     total = product + c
@@ -230,7 +230,14 @@ _COMPARE: Final[dict[str, Callable[[Any, Any], bool]]] = {
 
 
 def apply(op: str, dtype: DType, args: list[Number], types: list[DType]) -> Number:
-    """The result of an operation that obeys the laws."""
+    """The result of a valid operation.
+
+    Args:
+        op: name of the operation.
+        dtype: dtype of the result.
+        args: operands.
+        types: dtypes of the operands.
+    """
     if op in _COMPARE:
         return _COMPARE[op](*args)
     if op == "select":

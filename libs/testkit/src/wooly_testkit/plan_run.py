@@ -1,4 +1,4 @@
-"""Runs a plan in this process on OpenCL, over memory that NumPy sees, for tests. For sessions the executor's runtimes do it."""
+"""Runs a plan on OpenCL in this process, on NumPy arrays, for tests. For sessions, the executor's runtimes run plans."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Built = Mapping[bytes, opencl.BuiltKernel]
 
 
 def build(plans: Sequence[Plan]) -> Built:
-    """The kernels of plans by their digests, built together: that takes a third of the time."""
+    """Build the kernels of several plans, and return them by digest. Building them together takes a third of the time."""
     kernels = {digest(k): k for plan in plans for k in plan.kernels}
     return dict(zip(kernels, opencl.build_together(list(kernels.values())), strict=True))
 
 
 class LocalRun:
-    """A plan, built and ready.
+    """A plan with built kernels.
 
     Args:
-        plan: what to run.
-        library: runs an instruction on memory: called with a line, the slots' bytes and the run's params.
-        built: its kernels, where they were built with those of others.
+        plan: the plan.
+        library: runs an instruction: called with the line, the memory of the slots and the params of the run.
+        built: the built kernels; None: build them.
     """
 
     def __init__(
@@ -43,14 +43,19 @@ class LocalRun:
         self._kernels = {id(s): built[digest(s.kernel)] for s in plan.steps if isinstance(s, KernelStep)}
 
     def run(self, memory: Memory, params: Sequence[Any] = ()) -> None:
-        """Run. `memory` has the bytes of each slot that is bound from outside; afterwards, of each that the program leaves.
+        """Run the plan.
+
+        Args:
+            memory: bytes by slot: before the run, of each bound slot; afterwards, of each slot that was not freed.
+            params: params of the run.
 
         Raises:
+            ValueError: the plan does not fit the params.
             IndexError: a kernel found an index out of range.
-            ZeroDivisionError: a kernel found a divisor of 0.
+            ZeroDivisionError: a kernel found a division by zero.
         """
         if not self.plan.fits(params):
-            raise ValueError(f"the plan was made for other params: {dict(self.plan.assumed)}")
+            raise ValueError(f"the plan does not fit the params; it assumes {dict(self.plan.assumed)}")
         buffers = {slot: opencl.wrap(self._device, raw) for slot, raw in memory.items()}
         status = np.zeros(1, np.int32)
         buffers[STATUS] = opencl.wrap(self._device, status)
@@ -78,6 +83,6 @@ class LocalRun:
                 case LibraryStep():
                     self._device.queue.finish()
                     if self._library is None:
-                        raise NotImplementedError(f"instruction {step.line.origin} is for a library, none was given")
+                        raise NotImplementedError(f"instruction {step.line.origin} is a library call; pass `library`")
                     self._library(step.line, memory, params)
         self._device.queue.finish()

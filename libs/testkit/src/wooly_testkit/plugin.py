@@ -1,4 +1,4 @@
-"""Pytest fixtures that several distributions share. Installed as a plugin; imports nothing heavy."""
+"""Pytest fixtures that several distributions share. pytest loads this module as a plugin, so its imports must be fast."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from wooly_testkit.executor import RunningExecutor, executor_process
 from wooly_testkit.nats import nats_server as start_nats_server
 from wooly_testkit.postgres import PostgresMissingError, PostgresServer, postgres_server
 
-#: Seconds that a test process may take to end after its last test.
+#: Longest time from the last test to the end of the test process, in seconds.
 END_S = 120
 
 
 def pytest_sessionfinish() -> None:
-    """A test process that does not end after its tests says what its threads do, and ends: no test's time limit covers that."""
+    """If the test process does not end in `END_S`, print all stacks and end it. The timeouts of tests do not cover this time."""
     faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure() -> None:
-    """Nothing that was forked outlives the tests. A worker may now wait for the others to end."""
+    """End all forks. Then cancel the time limit, because a worker of pytest-xdist may wait for the others."""
     forks.shut_down()
     faulthandler.cancel_dump_traceback_later()
 
@@ -47,6 +47,6 @@ def postgres() -> Iterator[PostgresServer]:
 
 @pytest.fixture
 def executor() -> Iterator[RunningExecutor]:
-    """A standalone executor process of this test's own."""
+    """A standalone executor process for this test only."""
     with executor_process(start=forks.Forked) as running:
         yield running

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: on a unix socket in a temporary directory, gone when the block ends."""
+"""A real PostgreSQL server for tests, on a unix socket in a temporary directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OPTIONS = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "max_
 
 
 class PostgresMissingError(RuntimeError):
-    """There is no PostgreSQL server to start here; the message says what to install."""
+    """PostgreSQL is not installed; the message names the remedy."""
 
 
 def _binary(name: str) -> str:
@@ -27,27 +27,31 @@ def _binary(name: str) -> str:
     for directory in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True):
         if (directory / name).exists():
             return str(directory / name)
-    raise PostgresMissingError(f"no PostgreSQL server here ({name}); on Debian: make postgres")
+    raise PostgresMissingError(
+        f"PostgreSQL is not installed ({name} not found); on Debian, install it with: make postgres"
+    )
 
 
 def _user() -> str | None:
-    """Who the server runs as: it refuses to be root."""
+    """The user that runs the server, because the server refuses to run as root. None: the current user."""
     if os.geteuid() != 0:
         return None
     try:
         pwd.getpwnam("postgres")
     except KeyError as e:
-        raise PostgresMissingError("PostgreSQL does not run as root, and there is no user postgres") from e
+        raise PostgresMissingError(
+            "cannot start PostgreSQL: it does not run as root, and the user postgres does not exist"
+        ) from e
     return "postgres"
 
 
 @contextlib.contextmanager
 def postgres_server() -> Iterator[PostgresServer]:
-    """A server of the block's own.
+    """Run a server for the duration of the block.
 
     Raises:
-        PostgresMissingError: it is not installed.
-        RuntimeError: it did not start.
+        PostgresMissingError: PostgreSQL is not installed.
+        RuntimeError: the server did not start.
     """
     initdb, postgres, user = _binary("initdb"), _binary("postgres"), _user()
     with tempfile.TemporaryDirectory(prefix="wooly-pg-", ignore_cleanup_errors=True) as name:
@@ -73,7 +77,7 @@ def postgres_server() -> Iterator[PostgresServer]:
             _wait(process, directory, log)
             yield PostgresServer(directory)
         finally:
-            process.send_signal(signal.SIGQUIT)  # at once, whoever is connected: nothing of it is kept
+            process.send_signal(signal.SIGQUIT)  # stop at once despite connections: the data is not kept
             process.wait(10)
 
 
@@ -86,18 +90,18 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, log: Path) -> None:
             psycopg.connect(host=str(directory), user="postgres", dbname="postgres").close()
             return
         time.sleep(0.02)
-    raise RuntimeError(f"PostgreSQL did not start:\n{log.read_text(errors='replace')}")
+    raise RuntimeError(f"PostgreSQL did not start; its log:\n{log.read_text(errors='replace')}")
 
 
 class PostgresServer:
-    """A running server."""
+    """A running PostgreSQL server."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._made = 0
 
     def database(self, template: str = "template1") -> str:
-        """A new database, as the URL of SQLAlchemy's asynchronous (and synchronous) engine; from a template in 50 ms."""
+        """Create a database from a template, in 50 ms. Returns its URL for SQLAlchemy's asynchronous and synchronous engines."""
         import psycopg
 
         self._made += 1
@@ -105,7 +109,7 @@ class PostgresServer:
         with psycopg.connect(
             host=str(self._directory), user="postgres", dbname="postgres", autocommit=True
         ) as connection:
-            # its files are copied, not logged: a third of the time (before 15 there was no other way)
+            # copy files instead of logging each page, which takes a third of the time; before version 15, this is the only way
             how = " STRATEGY FILE_COPY" if connection.info.server_version >= 150_000 else ""
             connection.execute(f'CREATE DATABASE "{name}" TEMPLATE "{template}"{how}'.encode())
         return f"postgresql+psycopg://postgres@/{name}?host={self._directory}"

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def close_pipe_ends(process: subprocess.Popen[Any], ends: tuple[int, int, int, int, int, int]) -> None:
-    """Close the child's ends of the pipes. `ends` are all ends, in the order in which `Popen._execute_child` gets them."""
+    """Close the child's ends of the pipes. `ends` has all ends, in the order of the arguments of `Popen._execute_child`."""
     process._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 
 

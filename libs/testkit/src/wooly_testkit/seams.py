@@ -1,6 +1,8 @@
-"""Calls over contracts: right calls, which mypy must accept, and wrong calls, which mypy must reject. Nothing runs them.
+"""Calls over contracts for mypy: correct calls, which mypy must accept, and wrong calls, which mypy must reject. No code runs
+them.
 
-`make lint` is the test: a wrong call that mypy accepts makes its `type: ignore` unused, which is an error under `strict`.
+`make lint` is the test: if mypy accepts a wrong call, the `type: ignore` of that call is unused, which is an error under
+`strict`.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ async def _heard_bytes(data: bytes) -> None:
 
 
 def serves(app: ServiceApp, actor: Actor) -> None:
-    """What a service serves and hears."""
+    """Calls with which a service serves requests and subscribes to events."""
     app.serve(contracts.ROUTER_NODE_LIST, _nodes)
     app.serve(contracts.ROUTER_NODE_LIST, actor.alone(_nodes))
     app.serve_tenants(contracts.ROUTER_NODE_LIST, _nodes_of)
@@ -65,7 +67,7 @@ def serves(app: ServiceApp, actor: Actor) -> None:
 
 
 async def asks(app: ServiceApp, client: ControlClient, open: HostSessionRequest) -> None:
-    """What a process asks other processes."""
+    """Calls with which a process sends requests."""
     close = CloseSessionRequest(session_id="a")
     assert_type(await app.request(contracts.ROUTER_NODE_LIST, NodesRequest(), timeout=1), NodesReply)
     assert_type(await app.request(contracts.EXECUTOR_SESSION_OPEN.at("x"), open, timeout=1), HostSessionReply)
@@ -82,7 +84,7 @@ async def asks(app: ServiceApp, client: ControlClient, open: HostSessionRequest)
 
 
 async def publishes(app: ServiceApp, js: JetStreamContext, beat: ExecutorHeartbeat, ended: JobEnded) -> None:
-    """What a process publishes and reads."""
+    """Calls with which a process publishes and reads events."""
     await app.publish(contracts.EXECUTOR_NODE_HEARTBEAT, beat)
     await streams.publish(js, contracts.EXECUTOR_JOB_ENDED.at("x"), ended, id="1")
     await streams.publish(js, contracts.EXECUTOR_DISPATCH_JOURNALED.at("x"), b"", id="1")

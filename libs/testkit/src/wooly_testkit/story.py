@@ -1,4 +1,4 @@
-"""The story of one session, told from the journal: what it asked for, what it got, and what it waited behind."""
+"""The history of one session, from the dispatch journal: its requests, its launches, and the launches that it waited for."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PLAIN: dict[type, str] = {
     SessionClosedEvent: "closed",
     SessionSuspendedEvent: "suspended",
     SessionResumedEvent: "resumed",
-    SwappedInEvent: "memory is on the device",
-    SwappedOutEvent: "memory left the device",
-    ExclusiveBegunEvent: "has the device to itself",
+    SwappedInEvent: "memory was swapped in",
+    SwappedOutEvent: "memory was swapped out",
+    ExclusiveBegunEvent: "has exclusive use of the device",
 }
 
 
 def story(entries: Iterable[tuple[Event, Sequence[Decision]]], session: str) -> Iterator[str]:
-    """One line for each thing that happened to `session`; times in us since the first entry.
+    """Yield one line per event of `session`, with the time in us since the first entry.
 
-    While work of it waits, launches of others are counted and told with its own next launch.
+    While programs of the session wait, the launches of other sessions are summed up and reported with its next launch.
     """
     began: int | None = None
     launches: dict[int, LaunchDecision] = {}
@@ -57,9 +57,9 @@ def story(entries: Iterable[tuple[Event, Sequence[Decision]]], session: str) -> 
                 elif waiting:
                     passed[decision.session] = passed.get(decision.session, 0) + decision.estimate_ns
             elif isinstance(decision, SwapInDecision) and decision.session == session:
-                yield f"{when}  its turn, but swapped out: asked for its memory"
+                yield f"{when}  next to run, but swapped out: requested swap-in"
             elif isinstance(decision, DemoteDecision) and decision.session == session:
-                yield f"{when}  program {decision.program} is beyond its bucket and runs as P2"
+                yield f"{when}  program {decision.program} exceeds the token bucket and runs as P2"
 
 
 def _event_lines(event: Event, session: str, launches: dict[int, LaunchDecision]) -> Iterator[str]:
@@ -85,7 +85,7 @@ def _launch_line(decision: LaunchDecision, passed: dict[str, int]) -> str:
     kernels = f"kernels {decision.first} to {decision.last - 1}"
     line = f"launch {decision.launch}: program {decision.program}, {kernels}, as P{decision.priority}"
     if decision.floor:
-        line += " by its floor"
+        line += " by its minimum share"
     if passed:
         line += ", after " + ", ".join(f"{ns / 1000:.1f} us of {name}" for name, ns in sorted(passed.items()))
     return line

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for WIS forms and programs; only valid ones, so that a test breaks exactly what it means to."""
+"""Hypothesis strategies for WIS forms and programs. All are valid, so that a test can break one property on purpose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wooly_wis.program import Form, Instruction, Operand, OperandRef, ParamKind,
 
 dtypes = st.sampled_from(list(DType))
 finite = st.floats(allow_nan=False)
-# A strategy is looked at as a whole when it is made, which takes longer than a draw: each is made once.
+# hypothesis validates a strategy at its creation, which takes longer than a draw, so each strategy is created once.
 _SIZES = st.lists(st.integers(0, 4), max_size=4)
 _OFFSETS = st.integers(0, 8)
 _PARAMS = st.lists(st.sampled_from(list(ParamKind)), max_size=3)
@@ -23,7 +23,7 @@ _KEYS = st.sets(st.sampled_from("abc"))
 
 @st.composite
 def views(draw: Any) -> View:
-    """Row-major views at small offsets."""
+    """Row-major views with small offsets."""
     dtype = draw(dtypes)
     sizes = tuple(draw(_SIZES))
     strides: list[int] = []
@@ -39,7 +39,7 @@ _VIEWS = views()
 
 @functools.cache
 def attrs(n_operands: int, n_params: int) -> Any:
-    """Attribute values of every kind."""
+    """Attribute values of all kinds."""
     leaves: list[Any] = [
         st.none(),
         st.booleans(),
@@ -83,7 +83,7 @@ _FLOATS = st.sampled_from([DType.F32, DType.F64, DType.BF16])
 
 @st.composite
 def natives(draw: Any) -> Form:
-    """Forms of pointwise opcodes: operands of one dtype and size, numbers as params or constants."""
+    """Forms of pointwise opcodes: operands with the same dtype and size, numbers as params or constants."""
     row = draw(_ROWS)
     view = draw(_VIEWS)
     dtype = draw(_FLOATS)
@@ -109,7 +109,7 @@ _FORMS = st.one_of(externs(), natives())
 
 @st.composite
 def programs(draw: Any) -> Program:
-    """Valid programs: allocs before use, views inside them, frees last."""
+    """Valid programs: alloc before use, views within the allocated size, free at the end."""
     forms: list[Form] = []
     body: list[Instruction] = []
     index: dict[Form, int] = {}
@@ -138,7 +138,7 @@ def programs(draw: Any) -> Program:
                 add(Form("alloc", (Operand(Role.OUT, View(DType.U8, (size,), (1,))),)), [slot])
             else:
                 sizes.append(None)
-                # The slot's first use is in the extern below: it must be the next new one there too.
+                # Use the slot here first, so that new slots appear in ascending order.
                 add(Form("copy", (Operand(Role.IN, operand.view), Operand(Role.OUT, operand.view))), [slot, slot])
             slots.append(slot)
         add(form, slots)

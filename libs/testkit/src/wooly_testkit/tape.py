@@ -1,4 +1,4 @@
-"""Writes WIS programs by hand, the way a client records them: native instructions, allocs before, frees when asked."""
+"""Builds WIS programs by hand, as a client records them: native instructions with allocs before them; frees on request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Tensor:
     view: View
 
     def seen(self, sizes: Sequence[int], strides: Sequence[int], offset: int = 0) -> Tensor:
-        """Another view of the same slot; `offset` in elements."""
+        """Another view of the same slot. `offset` is in elements."""
         view = View(self.view.dtype, tuple(sizes), tuple(strides), offset * self.view.dtype.itemsize)
         return Tensor(self.slot, view)
 
 
 @dataclass(slots=True)
 class Tape:
-    """A program under construction. Slots of inputs are given in the order in which instructions first use them."""
+    """A program under construction. In the finished program, slots are numbered by their first use."""
 
     params: list[float | int | bool] = field(default_factory=list)
     _forms: list[Form] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Tape:
     _slots: int = 0
 
     def input(self, dtype: DType, *sizes: int) -> Tensor:
-        """A tensor that the run is given."""
+        """Add an input tensor, which the run must bind."""
         self._slots += 1
         return Tensor(self._slots - 1, View(dtype, sizes, row_major(sizes)))
 
@@ -50,17 +50,17 @@ class Tape:
         return Tensor(slot, view)
 
     def op(self, opcode: str, *args: Tensor | tuple[Tensor, ...] | Attr, into: Tensor | None = None) -> Tensor:
-        """A native instruction; its first result. Floats and integers for numbers become params.
+        """Add a native instruction, and return its first result. Floats and integers become params.
 
         Args:
-            opcode: a row of the op table.
-            args: the row's arguments.
-            into: the first argument, to work in place.
+            opcode: name of a row in the op table.
+            args: arguments of the row.
+            into: the first argument, for an operation in place.
         """
         return self.ops(opcode, *args, into=into)[0]
 
     def ops(self, opcode: str, *args: Tensor | tuple[Tensor, ...] | Attr, into: Tensor | None = None) -> list[Tensor]:
-        """As `op`; all results."""
+        """Add a native instruction as `op` does, and return all its results."""
         row = TABLE[opcode]
         operands: list[Operand] = []
         slots: list[int] = []
@@ -106,7 +106,14 @@ class Tape:
         results: Sequence[tuple[DType, Sequence[int]]],
         written: Sequence[Tensor] = (),
     ) -> list[Tensor]:
-        """A library operator, by the arguments of its schema; its results, of these dtypes and sizes. It writes `written`."""
+        """Add a library operator, and return its results.
+
+        Args:
+            name: ATen name of the operator.
+            args: arguments of its schema.
+            results: dtype and sizes of each result.
+            written: arguments that the operator writes.
+        """
         operands: list[Operand] = []
         slots: list[int] = []
         given: list[Attr] = []
@@ -124,18 +131,18 @@ class Tape:
         return made
 
     def copy(self, a: Tensor, dtype: DType | None = None) -> Tensor:
-        """A dense copy, maybe of another dtype."""
+        """Add a dense copy, optionally with another dtype."""
         out = self._fresh(dtype or a.view.dtype, a.view.sizes)
         self._add(Form("copy", (Operand(Role.IN, a.view), Operand(Role.OUT, out.view))), (a.slot, out.slot))
         return out
 
     def free(self, *tensors: Tensor) -> None:
-        """Slots end."""
+        """Free the slots of these tensors."""
         for t in tensors:
             self._add(Form("free", (Operand(Role.IN, None),)), (t.slot,))
 
     def program(self) -> tuple[Program, dict[int, int]]:
-        """The program, and per slot of this tape the slot of the program."""
+        """The finished program, and for each slot of this tape the slot in the program."""
         slots: dict[int, int] = {}
         forms: dict[Form, int] = {}
         body: list[Instruction] = []

@@ -1,4 +1,4 @@
-"""What two real trainings allocate and free, alone and many at once: bench/record_allocations.py."""
+"""Recorded allocations of two real trainings, for one session or many. bench/record_allocations.py records them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRACE = Path(__file__).parent / "data" / "training_trace.zz"
 
 
 def recorded() -> list[tuple[int, int | None]]:
-    """Allocation `number` of so many bytes, or its end (None), in the order in which they happened."""
+    """The recorded events in order: (number of the allocation, its bytes), or (number, None) when it is freed."""
     data = zlib.decompress(TRACE.read_bytes())
     found: list[tuple[int, int | None]] = []
     count = 0
@@ -26,10 +26,18 @@ def recorded() -> list[tuple[int, int | None]]:
 
 
 def tenants(sessions: int, allocations: int, seed: int = 0) -> Iterator[tuple[int, tuple[int, int, int], int | None]]:
-    """The trace as many sessions run it again and again, from different points and in bursts: (session, name, bytes or None).
+    """Yield the trace as many sessions would run it: repeatedly, from different starting points, in bursts.
 
-    Each round of each session has another size of batch, so that no two ask for quite the same sizes. Ends after
-    `allocations` allocations; what is not freed by then stays.
+    Each round of each session has another batch size, so that the sizes differ. The trace ends after `allocations` allocations;
+    the remaining ones are not freed.
+
+    Args:
+        sessions: number of sessions.
+        allocations: number of allocations.
+        seed: seed of the random numbers.
+
+    Yields:
+        Session, name of the allocation, and its bytes; None: the allocation is freed.
     """
     trace, chance = recorded(), random.Random(seed)
     where = [chance.randrange(len(trace)) for _ in range(sessions)]
@@ -49,6 +57,6 @@ def tenants(sessions: int, allocations: int, seed: int = 0) -> Iterator[tuple[in
                 allocations -= 1
                 live[s].add(name)
                 yield s, name, int(nbytes * scale[s])
-            elif name in live[s]:  # not what was allocated before the point at which the session began
+            elif name in live[s]:  # skip allocations from before the starting point of the session
                 live[s].remove(name)
                 yield s, name, None

@@ -1,1 +1,1 @@
-"""What the operator decides: pure functions over plain data. Knows no clock, no Kubernetes client, no I/O."""
+"""The decisions of the operator: pure functions over plain data, without clock, Kubernetes client or I/O."""

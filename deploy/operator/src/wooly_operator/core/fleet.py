@@ -1,7 +1,7 @@
-"""What there is: nodes, devices, pods, policies; and what follows: the overcommit in force, what still fits where.
+"""Nodes, devices, pods and policies; from these, the overcommit in force and the free capacity of each node.
 
-The controller keeps the true book and has the last word on every session. What is computed here only keeps pods away
-from nodes where they would have to wait.
+The controller has the exact figures and decides about every session. The figures here only keep pods away from nodes on which
+they would wait.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Literal
 
 from wooly_operator.core.names import OVERCOMMIT_LABEL
 
+#: Largest overcommit percentage.
 MAX_PERCENT = 1000
 
 
@@ -25,9 +26,20 @@ class KubernetesNode:
 
 @dataclass(frozen=True, slots=True)
 class FleetDevice:
-    """A GPU as the controller knows it. Memory in bytes; `node` is the node's name in Kubernetes too.
+    """A GPU in the controller's list.
 
-    `overcommit` is the percentage in force on its node, `own` the node's own, where it has one.
+    Attributes:
+        id: id of its executor.
+        node: name of its node, in the controller and in Kubernetes.
+        total: memory in bytes.
+        used: used memory in bytes.
+        sessions: number of sessions.
+        name: model.
+        vendor: vendor.
+        arch: architecture.
+        alive: the router receives heartbeats of its executor.
+        overcommit: overcommit percentage in force on its node.
+        own: overcommit percentage that is set for its node; None: the node uses that of the cluster.
     """
 
     id: str
@@ -45,7 +57,7 @@ class FleetDevice:
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """A pod of ours that is bound to a node and has not ended. `vram` in bytes; None: it did not say."""
+    """A pod of Wooly that is bound to a node and has not ended. `vram` is in bytes; None: not requested."""
 
     name: str
     node: str
@@ -63,7 +75,7 @@ class Requirement:
     values: tuple[str, ...] = ()
 
     def matches(self, labels: Mapping[str, str]) -> bool:
-        """As Kubernetes defines it: a missing key is not in anything."""
+        """Whether labels match, as Kubernetes defines it: `NotIn` also matches labels without the key."""
         match self.operator:
             case "In":
                 return labels.get(self.key) in self.values
@@ -77,7 +89,7 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class NodePolicy:
-    """A WoolyNodePolicy. An empty selector takes every node; None leaves a matter to others."""
+    """A WoolyNodePolicy. An empty selector matches every node. None: the policy does not set this value."""
 
     name: str
     selector: tuple[Requirement, ...] = ()
@@ -86,7 +98,7 @@ class NodePolicy:
     max_clients_per_node: int | None = None
 
     def matches(self, node: KubernetesNode) -> bool:
-        """Whether it is for this node."""
+        """Whether the policy applies to this node."""
         return all(requirement.matches(node.labels) for requirement in self.selector)
 
 
@@ -100,7 +112,7 @@ class ClusterPolicy:
 
 @dataclass(frozen=True, slots=True)
 class GpuClass:
-    """A GPUClass: devices of a kind, and what pods that ask for it get. `min_vram` in bytes."""
+    """A GPUClass: a selection of devices, and default annotations for pods of the class. `min_vram` is in bytes."""
 
     name: str
     vendor: str = ""
@@ -110,13 +122,13 @@ class GpuClass:
     annotations: Mapping[str, str] = field(default_factory=dict)
 
     def holds(self, device: FleetDevice) -> bool:
-        """Whether a device is of this class."""
+        """Whether a device belongs to this class."""
         return self.vendor in ("", device.vendor) and self.arch in ("", device.arch) and device.total >= self.min_vram
 
 
 @dataclass(frozen=True, slots=True)
 class Overcommit:
-    """A percentage in force on a node, and who said it: `label`, `policy/NAME`, or `cluster`."""
+    """The overcommit percentage of a node, and its source: `label`, `policy/NAME` or `cluster`."""
 
     percent: int | None
     source: str
@@ -124,37 +136,39 @@ class Overcommit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many clients a node takes. None: any number."""
+    """Limits on the number of clients of a node. None: no limit."""
 
     per_gpu: int | None = None
     per_node: int | None = None
 
     def full(self, clients: int, gpus: int) -> bool:
-        """Whether no further one may come."""
+        """Whether a limit is reached."""
         return (self.per_node is not None and clients >= self.per_node) or (
             self.per_gpu is not None and clients >= self.per_gpu * gpus
         )
 
 
 def label_percent(node: KubernetesNode) -> int | None:
-    """What the node's own label says.
+    """The percentage in the node's label; None if the node has no such label.
 
     Raises:
-        ValueError: something that is no percentage.
+        ValueError: the label is not a valid percentage.
     """
     text = node.labels.get(OVERCOMMIT_LABEL)
     if text is None:
         return None
     if not (text.isascii() and text.isdigit()) or len(text) > 4 or int(text) > MAX_PERCENT:
-        raise ValueError(f"node {node.name}: label {OVERCOMMIT_LABEL}={text!r} is not between 0 and {MAX_PERCENT}")
+        raise ValueError(
+            f"node {node.name}: the label {OVERCOMMIT_LABEL} is {text!r}; it must be a whole number from 0 to {MAX_PERCENT}"
+        )
     return int(text)
 
 
 def overcommit_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Overcommit:
-    """The node's label, else the first policy by name that has a number for it, else the cluster's.
+    """The overcommit of a node: its label, else the first policy by name with a number for it, else that of the cluster.
 
     Raises:
-        ValueError: the label is no percentage.
+        ValueError: the label is not a valid percentage.
     """
     percent = label_percent(node)
     if percent is not None:
@@ -166,7 +180,7 @@ def overcommit_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Overc
 
 
 def limits_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Limits:
-    """Each limit is that of the first policy by name that has one for the node."""
+    """The limits of a node. Each limit comes from the first policy by name that sets it for the node."""
     limits = Limits()
     for policy in sorted((p for p in policies if p.matches(node)), key=lambda p: p.name):
         if limits.per_gpu is None:
@@ -177,13 +191,22 @@ def limits_of(node: KubernetesNode, policies: Iterable[NodePolicy]) -> Limits:
 
 
 def cluster_overcommit(policies: Sequence[ClusterPolicy]) -> int | None:
-    """What the first ClusterGPUPolicy by name with a number says. None: nothing is said, the controller's own holds."""
+    """The percentage of the first ClusterGPUPolicy by name that sets one.
+
+    None: no policy sets one; the controller's value stays.
+    """
     return next((p.overcommit for p in sorted(policies, key=lambda p: p.name) if p.overcommit is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a node still has. `fit`: bytes that one more pod may ask for; `idle`: devices that nobody is on."""
+    """The free capacity of a node.
+
+    Attributes:
+        fit: bytes that one more pod may request.
+        idle: devices without pods and sessions.
+        clients: pods or sessions on the node, whichever are more.
+    """
 
     fit: int
     idle: int
@@ -191,12 +214,17 @@ class Room:
 
 
 def room_on(devices: Sequence[FleetDevice], pods: Sequence[Pod], percent: int) -> Room:
-    """What is left on a node's devices (all of one node, alive) once its pods have what they asked for.
+    """The free capacity of a node after its pods got the memory that they requested.
 
-    Which pod is on which device only the controller knows. Pods are laid out here as it would: the largest first, each on the
-    device with the most promises left. A device takes promises up to its memory and `percent` of it, what cannot be swapped
-    out up to its memory, and never more for one pod than it has. Where executors hold more than pods account for (other
-    clients), that counts.
+    The controller alone knows which pod uses which device, so this function assigns pods in the same way: the largest pod first,
+    each to the device with the most capacity left. A device accepts requests up to its memory plus `percent` of it. Requests of
+    pods that cannot be swapped out must fit into its memory, and so must each single request. If executors use more memory than
+    the pods requested (because of other clients), the used memory counts.
+
+    Args:
+        devices: the alive devices of the node.
+        pods: the pods on the node.
+        percent: overcommit percentage in force on the node.
     """
     promised, fixed = [0] * len(devices), [0] * len(devices)
     taken, exclusive = [0] * len(devices), [False] * len(devices)

@@ -5,11 +5,11 @@ from __future__ import annotations
 GROUP = "woolyai.dev"
 VERSION = "v1alpha1"
 
-#: Pods with this label are ours.
+#: Label of the pods that the operator handles.
 RUNTIME_LABEL = "gpu-runtime"
 RUNTIME = "woolyai"
 
-#: What a pod may ask for.
+#: Annotations of pods.
 POD_VRAM = "woolyai.com/pod-vram"
 PRIORITY = "woolyai.com/priority"
 EXCLUSIVE = "woolyai.com/exclusive-gpu-use"
@@ -18,10 +18,10 @@ GPU_CLASS = "woolyai.com/gpu-class"
 ANNOTATIONS = (POD_VRAM, PRIORITY, EXCLUSIVE, SWAP, GPU_CLASS)
 PREFIX = "woolyai.com/"
 
-#: What people put on a node.
+#: Label that administrators set on a node.
 OVERCOMMIT_LABEL = "woolyai.com/vram-overcommit-percent"
 
-#: What the operator puts on a node.
+#: Labels that the operator sets on a node.
 GPU = "woolyai.com/gpu"
 GPU_COUNT = "woolyai.com/gpu-count"
 GPU_VENDOR = "woolyai.com/gpu-vendor"
@@ -36,5 +36,5 @@ INVENTORY = (GPU, GPU_COUNT, GPU_VENDOR, GPU_ARCH, GPU_MODEL, VRAM_TOTAL, VRAM_F
 
 
 def is_inventory(label: str) -> bool:
-    """Whether a node's label is the operator's to write and to remove."""
+    """Whether the operator writes and removes this label of nodes."""
     return label in INVENTORY or label.startswith(CLASS_PREFIX)

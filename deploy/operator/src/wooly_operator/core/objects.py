@@ -1,4 +1,4 @@
-"""Objects of Kubernetes as what the core works on. An object that cannot be understood is left out, with a complaint."""
+"""Parses objects of Kubernetes into the types of the core. A malformed object is skipped with a warning."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from wooly_operator.core import names
 from wooly_operator.core.fleet import ClusterPolicy, FleetDevice, GpuClass, KubernetesNode, NodePolicy, Pod, Requirement
 from wooly_operator.core.plan import World
-from wooly_operator.core.pods import WishError, wishes_of
+from wooly_operator.core.pods import AnnotationError, pod_request_of
 from wooly_operator.core.quantity import parse_bytes
 
 Body = Mapping[str, Any]
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """What the API server listed."""
+    """The lists of the API server."""
 
     nodes: Sequence[Body] = ()
     pods: Sequence[Body] = ()
@@ -29,8 +29,8 @@ class Objects:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """The same, understood."""
+class ClusterView:
+    """The parsed objects, and a warning for each malformed object."""
 
     nodes: tuple[KubernetesNode, ...] = ()
     pods: tuple[Pod, ...] = ()
@@ -38,10 +38,10 @@ class Sight:
     node_policies: tuple[NodePolicy, ...] = ()
     classes: Mapping[str, GpuClass] = field(default_factory=dict)
     statuses: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    complaints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def world(self, devices: Sequence[FleetDevice], cluster_percent: int) -> World:
-        """What a plan is made of."""
+        """The input of `plan`."""
         return World(
             nodes=self.nodes,
             devices=devices,
@@ -54,59 +54,62 @@ class Sight:
         )
 
 
-def understood(objects: Objects) -> Sight:
-    """All of them."""
-    complaints: list[str] = []
-    classes = {c.name: c for c in _each("GPUClass", objects.classes, gpu_class, complaints)}
-    pods = _each("pod", objects.pods, lambda body: pod(body, classes), complaints)
-    return Sight(
-        nodes=tuple(_each("node", objects.nodes, node, complaints)),
+def parse_objects(objects: Objects) -> ClusterView:
+    """Parse all objects."""
+    warnings: list[str] = []
+    classes = {c.name: c for c in _each("GPUClass", objects.classes, gpu_class, warnings)}
+    pods = _each("pod", objects.pods, lambda body: pod(body, classes), warnings)
+    return ClusterView(
+        nodes=tuple(_each("node", objects.nodes, node, warnings)),
         pods=tuple(p for p in pods if p is not None),
-        cluster_policies=tuple(_each("ClusterGPUPolicy", objects.cluster_policies, cluster_policy, complaints)),
-        node_policies=tuple(_each("WoolyNodePolicy", objects.node_policies, node_policy, complaints)),
+        cluster_policies=tuple(_each("ClusterGPUPolicy", objects.cluster_policies, cluster_policy, warnings)),
+        node_policies=tuple(_each("WoolyNodePolicy", objects.node_policies, node_policy, warnings)),
         classes=classes,
         statuses={body["metadata"]["name"]: body.get("status") or {} for body in objects.statuses},
-        complaints=tuple(complaints),
+        warnings=tuple(warnings),
     )
 
 
-def _each(kind: str, bodies: Iterable[Body], read: Callable[[Body], T], complaints: list[str]) -> list[T]:
+def _each(kind: str, bodies: Iterable[Body], read: Callable[[Body], T], warnings: list[str]) -> list[T]:
     found = []
     for body in bodies:
         try:
             found.append(read(body))
         except (ValueError, TypeError, KeyError, AttributeError) as e:
             name = (body.get("metadata") or {}).get("name", "?")
-            complaints.append(f"{kind} {name} is left out: {e}")
+            warnings.append(f"ignoring the malformed {kind} {name}: {e}")
     return found
 
 
 def node(body: Body) -> KubernetesNode:
-    """A node."""
+    """Parse a node."""
     return KubernetesNode(body["metadata"]["name"], dict(body["metadata"].get("labels") or {}))
 
 
 def pod(body: Body, classes: Mapping[str, GpuClass]) -> Pod | None:
-    """A pod; None where it is on no node or has ended. One whose annotations make no sense counts as one client without VRAM."""
+    """Parse a pod.
+
+    Returns None if the pod has no node or has ended. A pod with malformed annotations counts as a client without VRAM.
+    """
     where = (body.get("spec") or {}).get("nodeName")
     if not where or (body.get("status") or {}).get("phase") in ("Succeeded", "Failed"):
         return None
     meta = body["metadata"]
     name = f"{meta.get('namespace', 'default')}/{meta['name']}"
     try:
-        wishes = wishes_of(meta.get("annotations") or {}, classes)
-    except WishError:
+        request = pod_request_of(meta.get("annotations") or {}, classes)
+    except AnnotationError:
         return Pod(name, where)
-    return Pod(name, where, wishes.vram, bool(wishes.exclusive), wishes.swap is not False)
+    return Pod(name, where, request.vram, bool(request.exclusive), request.swap is not False)
 
 
 def cluster_policy(body: Body) -> ClusterPolicy:
-    """A ClusterGPUPolicy."""
+    """Parse a ClusterGPUPolicy."""
     return ClusterPolicy(body["metadata"]["name"], _number(body, "defaultVramOvercommitPercent", 0, 1000))
 
 
 def node_policy(body: Body) -> NodePolicy:
-    """A WoolyNodePolicy."""
+    """Parse a WoolyNodePolicy."""
     selector = (body.get("spec") or {}).get("targetSelector") or {}
     equal = [Requirement(k, "In", (v,)) for k, v in sorted((selector.get("matchLabels") or {}).items())]
     lines = [
@@ -123,7 +126,7 @@ def node_policy(body: Body) -> NodePolicy:
 
 
 def gpu_class(body: Body) -> GpuClass:
-    """A GPUClass. Its defaults are written as a pod's annotations, so that both are read by one reader."""
+    """Parse a GPUClass. Its defaults become annotations, so that one parser reads both."""
     spec = body.get("spec") or {}
     selector = spec.get("selector") or {}
     defaults = spec.get("defaults") or {}
@@ -134,7 +137,7 @@ def gpu_class(body: Body) -> GpuClass:
         names.SWAP: defaults.get("swap"),
     }
     annotations = {k: str(v).lower() if isinstance(v, bool) else str(v) for k, v in said.items() if v is not None}
-    wishes_of(annotations, {})  # raises where they make no sense
+    pod_request_of(annotations, {})  # raises if a default is malformed
     return GpuClass(
         name=body["metadata"]["name"],
         vendor=selector.get("vendor", ""),
@@ -147,7 +150,7 @@ def gpu_class(body: Body) -> GpuClass:
 
 def _operator(text: str) -> Any:
     if text not in ("In", "NotIn", "Exists", "DoesNotExist"):
-        raise ValueError(f"operator {text!r} of targetSelector is unknown")
+        raise ValueError(f"targetSelector has the unknown operator {text!r}; use In, NotIn, Exists or DoesNotExist")
     return text
 
 
@@ -156,5 +159,5 @@ def _number(body: Body, name: str, least: int, most: int) -> int | None:
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"spec.{name} is {value!r}, not between {least} and {most}")
+        raise ValueError(f"spec.{name} is {value!r}; it must be a whole number from {least} to {most}")
     return value

@@ -1,4 +1,4 @@
-"""Reconciliation as a difference: what there is and what was said -> the actions that are missing."""
+"""Reconciliation: compares the actual state of the cluster with the desired state, and returns the missing actions."""
 
 from __future__ import annotations
 
@@ -28,10 +28,16 @@ from wooly_operator.core.quantity import MIB
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Everything that was seen.
+    """The state of the cluster and of the controller.
 
     Attributes:
-        statuses: of the NodeGPUStatus objects that exist, by node.
+        nodes: nodes of Kubernetes.
+        devices: devices that the controller knows.
+        pods: pods of Wooly that run on a node.
+        cluster_policies: the ClusterGPUPolicies.
+        node_policies: the WoolyNodePolicies.
+        classes: the GPUClasses.
+        statuses: contents of the existing NodeGPUStatus objects, by node.
         cluster_percent: the controller's `default_vram_overcommit_percent`.
     """
 
@@ -47,14 +53,14 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class SetClusterOvercommit:
-    """Tell the controller the cluster's percentage."""
+    """Set the overcommit percentage of the cluster in the controller."""
 
     percent: int
 
 
 @dataclass(frozen=True, slots=True)
 class SetNodeOvercommit:
-    """Tell the controller a node's percentage; None: the cluster's again."""
+    """Set the overcommit percentage of a node in the controller; None: use the percentage of the cluster."""
 
     node: str
     percent: int | None
@@ -62,7 +68,7 @@ class SetNodeOvercommit:
 
 @dataclass(frozen=True, slots=True)
 class LabelNode:
-    """Change labels of a node; None removes one."""
+    """Change labels of a node. The value None removes a label."""
 
     node: str
     labels: Mapping[str, str | None]
@@ -70,7 +76,7 @@ class LabelNode:
 
 @dataclass(frozen=True, slots=True)
 class WriteStatus:
-    """Write a node's NodeGPUStatus; `exists`: there is one already."""
+    """Write the NodeGPUStatus of a node. `exists`: the object exists already."""
 
     node: str
     status: Mapping[str, Any]
@@ -79,7 +85,7 @@ class WriteStatus:
 
 @dataclass(frozen=True, slots=True)
 class DeleteStatus:
-    """Remove a NodeGPUStatus whose node, or whose devices, are no more."""
+    """Remove the NodeGPUStatus of a node that has no devices or does not exist any more."""
 
     node: str
 
@@ -89,20 +95,23 @@ Action = SetClusterOvercommit | SetNodeOvercommit | LabelNode | WriteStatus | De
 
 @dataclass(frozen=True, slots=True)
 class ActionPlan:
-    """What to do, in order, and what somebody should know."""
+    """Actions in order, and warnings for the log."""
 
     actions: tuple[Action, ...] = ()
-    complaints: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def plan(world: World) -> ActionPlan:
-    """The actions that bring the cluster to what was said; what nobody says stays as the controller has it."""
+    """The actions that bring the cluster to the desired state. A value that Kubernetes never set stays as in the controller."""
     actions: list[Action] = []
-    complaints: list[str] = []
+    warnings: list[str] = []
     percent = cluster_overcommit(world.cluster_policies)
-    speaking = sorted(p.name for p in world.cluster_policies if p.overcommit is not None)
-    if len(speaking) > 1:
-        complaints.append(f"several ClusterGPUPolicies: {speaking[0]} counts, {', '.join(speaking[1:])} do not")
+    with_percent = sorted(p.name for p in world.cluster_policies if p.overcommit is not None)
+    if len(with_percent) > 1:
+        warnings.append(
+            f"several ClusterGPUPolicies set a percentage: using {with_percent[0]}, ignoring {', '.join(with_percent[1:])}; "
+            "remove those"
+        )
     if percent is not None and percent != world.cluster_percent:
         actions.append(SetClusterOvercommit(percent))
     in_force = world.cluster_percent if percent is None else percent
@@ -111,30 +120,30 @@ def plan(world: World) -> ActionPlan:
         devices = sorted((d for d in world.devices if d.node == node.name), key=lambda d: d.id)
         if devices:
             seen.add(node.name)
-        actions.extend(_node(world, node, devices, in_force, complaints))
+        actions.extend(_node(world, node, devices, in_force, warnings))
     actions.extend(DeleteStatus(name) for name in sorted(set(world.statuses) - seen))
-    return ActionPlan(tuple(actions), tuple(complaints))
+    return ActionPlan(tuple(actions), tuple(warnings))
 
 
 def _node(
-    world: World, node: KubernetesNode, devices: Sequence[FleetDevice], cluster: int, complaints: list[str]
+    world: World, node: KubernetesNode, devices: Sequence[FleetDevice], cluster: int, warnings: list[str]
 ) -> list[Action]:
     actions: list[Action] = []
     alive = [d for d in devices if d.alive]
     before = world.statuses.get(node.name)
     try:
-        said = overcommit_of(node, world.node_policies)
+        desired = overcommit_of(node, world.node_policies)
     except ValueError as e:
-        # What was said before holds until it can be understood again.
-        complaints.append(str(e))
-        said = Overcommit(devices[0].own if devices else None, "label")
-    percent = cluster if said.percent is None else said.percent
+        # Keep the previous value until the label is valid again.
+        warnings.append(str(e))
+        desired = Overcommit(devices[0].own if devices else None, "label")
+    percent = cluster if desired.percent is None else desired.percent
     managed = before is not None and before.get("overcommitSource", "cluster") != "cluster"
     own = devices[0].own if devices else None
-    if devices and said.percent != own and (said.percent is not None or managed):
-        actions.append(SetNodeOvercommit(node.name, said.percent))
-    elif said.percent is None and own is not None:
-        percent = own  # the controller's own number for this node, which is nothing of ours
+    if devices and desired.percent != own and (desired.percent is not None or managed):
+        actions.append(SetNodeOvercommit(node.name, desired.percent))
+    elif desired.percent is None and own is not None:
+        percent = own  # an administrator set this number in the controller, and the operator does not change it
     pods = [p for p in world.pods if p.node == node.name]
     room = room_on(alive, pods, percent)
     limits = limits_of(node, world.node_policies)
@@ -144,14 +153,14 @@ def _node(
     if difference:
         actions.append(LabelNode(node.name, difference))
     if devices:
-        status = status_of(devices, room, limits, percent, said.source)
+        status = status_of(devices, room, limits, percent, desired.source)
         if before is None or dict(before) != status:
             actions.append(WriteStatus(node.name, status, exists=before is not None))
     return actions
 
 
 def inventory(alive: Sequence[FleetDevice], room: Room, limits: Limits, classes: Sequence[GpuClass]) -> dict[str, str]:
-    """The labels that a node with these devices bears; none without devices."""
+    """The labels of a node with these devices. A node without devices gets none."""
     if not alive:
         return {}
     labels = {
@@ -177,12 +186,12 @@ def _common(values: Any) -> str:
 
 
 def label_value(text: str) -> str:
-    """Text as a label's value may be: letters, digits, `-_.`, at most 63, a letter or digit at both ends."""
+    """Convert a text to a valid label value: letters, digits and `-_.`, at most 63, with a letter or digit at both ends."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text)[:63].strip("-_.")
 
 
 def status_of(devices: Sequence[FleetDevice], room: Room, limits: Limits, percent: int, source: str) -> dict[str, Any]:
-    """What a NodeGPUStatus says of a node."""
+    """The contents of a node's NodeGPUStatus."""
     status: dict[str, Any] = {
         "gpus": [
             {

@@ -1,4 +1,4 @@
-"""Pods: annotations to wishes, wishes to environment and placement, and what is wrong with a pod."""
+"""Pods: parses annotations, derives environment variables and placement from them, and finds errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from wooly_operator.core import names
 from wooly_operator.core.fleet import FleetDevice, GpuClass
 from wooly_operator.core.quantity import MIB, parse_bytes
 
-#: `require`: pods only go where they fit; `prefer`: better there than elsewhere; `off`: nothing is added.
+#: `require`: pods run only on nodes where they fit; `prefer`: pods prefer such nodes; `off`: no node affinity is added.
 Placement = Literal["require", "prefer", "off"]
+#: Weight of the preference for nodes where a pod fits: the highest that Kubernetes allows.
 WEIGHT = 100
 
 _TRUTH = {"true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """What a pod asks for; None: nothing was said. `vram` in bytes."""
+class PodRequest:
+    """The request in a pod's annotations. None: the annotation is not set. `vram` is in bytes."""
 
     vram: int | None = None
     priority: int | None = None
@@ -30,23 +31,23 @@ class Wishes:
     node_groups: tuple[str, ...] = ()
 
 
-class WishError(ValueError):
-    """An annotation that cannot be understood."""
+class AnnotationError(ValueError):
+    """An annotation has an invalid value."""
 
 
-def wishes_of(annotations: Mapping[str, str], classes: Mapping[str, GpuClass]) -> Wishes:
-    """What the annotations say, and beneath them what the pod's GPUClass says.
+def pod_request_of(annotations: Mapping[str, str], classes: Mapping[str, GpuClass]) -> PodRequest:
+    """Parse the annotations of a pod. Defaults come from the pod's GPUClass.
 
     Raises:
-        WishError: with the annotation, its value, and what would do.
+        AnnotationError: an annotation is invalid; the message has its name, its value and the valid values.
     """
     name = annotations.get(names.GPU_CLASS, "")
     if name and name not in classes:
         known = ", ".join(sorted(classes)) or "none"
-        raise WishError(f"{names.GPU_CLASS}: there is no GPUClass {name!r}; there are: {known}")
+        raise AnnotationError(f"{names.GPU_CLASS}: the GPUClass {name!r} does not exist; existing classes: {known}")
     gpu_class = classes.get(name)
     said = {**(gpu_class.annotations if gpu_class else {}), **annotations}
-    return Wishes(
+    return PodRequest(
         vram=_vram(said),
         priority=_priority(said),
         exclusive=_truth(said, names.EXCLUSIVE),
@@ -62,7 +63,7 @@ def _vram(said: Mapping[str, str]) -> int | None:
     try:
         return parse_bytes(said[names.POD_VRAM])
     except ValueError as e:
-        raise WishError(f"{names.POD_VRAM}: {e}") from e
+        raise AnnotationError(f"{names.POD_VRAM}: {e}") from e
 
 
 def _priority(said: Mapping[str, str]) -> int | None:
@@ -70,7 +71,7 @@ def _priority(said: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if text not in ("0", "1", "2", "3", "4"):
-        raise WishError(f"{names.PRIORITY}: {text!r} is not 0 (highest) to 4")
+        raise AnnotationError(f"{names.PRIORITY}: {text!r} is not a priority; use 0 (highest) to 4")
     return int(text)
 
 
@@ -79,51 +80,53 @@ def _truth(said: Mapping[str, str], name: str) -> bool | None:
     if text is None:
         return None
     if text.lower() not in _TRUTH:
-        raise WishError(f"{name}: {text!r} is neither true nor false")
+        raise AnnotationError(f"{name}: {text!r} is not a truth value; use true or false")
     return _TRUTH[text.lower()]
 
 
-def environment(wishes: Wishes, controller_url: str = "") -> dict[str, str]:
-    """The client's variables (`WOOLYAI_*`) that say the same as the wishes."""
+def environment(request: PodRequest, controller_url: str = "") -> dict[str, str]:
+    """The environment variables of the client (`WOOLYAI_*`) for a request."""
     env = {}
     if controller_url:
         env["WOOLYAI_CONTROLLER_URL"] = controller_url
-    if wishes.vram is not None:
-        env["WOOLYAI_REQUIRED_VRAM"] = str(wishes.vram)
-    if wishes.priority is not None:
-        env["WOOLYAI_PRIORITY"] = str(wishes.priority)
-    if wishes.exclusive is not None:
-        env["WOOLYAI_GPU_MODE"] = "exclusive" if wishes.exclusive else "shared"
-    if wishes.swap is not None:
-        env["WOOLYAI_SWAP_FROM_VRAM"] = "1" if wishes.swap else "0"
-    if wishes.node_groups:
-        env["WOOLYAI_NODE_GROUPS"] = ",".join(wishes.node_groups)
+    if request.vram is not None:
+        env["WOOLYAI_REQUIRED_VRAM"] = str(request.vram)
+    if request.priority is not None:
+        env["WOOLYAI_PRIORITY"] = str(request.priority)
+    if request.exclusive is not None:
+        env["WOOLYAI_GPU_MODE"] = "exclusive" if request.exclusive else "shared"
+    if request.swap is not None:
+        env["WOOLYAI_SWAP_FROM_VRAM"] = "1" if request.swap else "0"
+    if request.node_groups:
+        env["WOOLYAI_NODE_GROUPS"] = ",".join(request.node_groups)
     return env
 
 
-def placement_terms(wishes: Wishes) -> list[dict[str, Any]]:
-    """What a node's inventory labels must say for the pod to fit there, as Kubernetes' match expressions."""
+def placement_terms(request: PodRequest) -> list[dict[str, Any]]:
+    """Match expressions of Kubernetes for the inventory labels of nodes where the pod fits."""
     terms: list[dict[str, Any]] = [{"key": names.ACCEPTS, "operator": "In", "values": ["true"]}]
-    if wishes.vram is not None:
-        mib = -(-wishes.vram // MIB)
+    if request.vram is not None:
+        mib = -(-request.vram // MIB)
         terms.append({"key": names.VRAM_FIT, "operator": "Gt", "values": [str(mib - 1)]})
-    if wishes.exclusive:
+    if request.exclusive:
         terms.append({"key": names.IDLE_GPUS, "operator": "Gt", "values": ["0"]})
-    if wishes.gpu_class:
-        terms.append({"key": names.CLASS_PREFIX + wishes.gpu_class, "operator": "In", "values": ["true"]})
+    if request.gpu_class:
+        terms.append({"key": names.CLASS_PREFIX + request.gpu_class, "operator": "In", "values": ["true"]})
     return terms
 
 
-def changes(spec: Mapping[str, Any], wishes: Wishes, placement: Placement, controller_url: str = "") -> dict[str, Any]:
-    """The parts of a pod's spec that become others. Doing it twice changes nothing more; what the pod says itself stays."""
+def changes(
+    spec: Mapping[str, Any], request: PodRequest, placement: Placement, controller_url: str = ""
+) -> dict[str, Any]:
+    """The changed parts of a pod's spec. A second call changes nothing. Variables that the pod itself sets stay."""
     changed: dict[str, Any] = {}
-    env = environment(wishes, controller_url)
+    env = environment(request, controller_url)
     for part in ("containers", "initContainers"):
         before = spec.get(part) or []
         after = [_with_env(container, env) for container in before]
         if after != before:
             changed[part] = after
-    affinity = _with_affinity(spec.get("affinity") or {}, placement_terms(wishes), placement)
+    affinity = _with_affinity(spec.get("affinity") or {}, placement_terms(request), placement)
     if affinity != (spec.get("affinity") or {}):
         changed["affinity"] = affinity
     return changed
@@ -148,7 +151,7 @@ def _with_affinity(affinity: Mapping[str, Any], terms: list[dict[str, Any]], pla
             preferred.append(wanted)
         return result
     required = node.setdefault("requiredDuringSchedulingIgnoredDuringExecution", {})
-    # Kubernetes takes any one of the terms: ours must hold beside each of them.
+    # Kubernetes combines nodeSelectorTerms by "or", so our expressions are added to each term.
     alternatives = required.get("nodeSelectorTerms") or [{}]
     for alternative in alternatives:
         expressions = alternative.setdefault("matchExpressions", [])
@@ -157,47 +160,47 @@ def _with_affinity(affinity: Mapping[str, Any], terms: list[dict[str, Any]], pla
     return result
 
 
-def contradictions(spec: Mapping[str, Any], wishes: Wishes) -> list[str]:
-    """Where a container's own environment says something else than the annotations."""
-    env = environment(wishes)
+def contradictions(spec: Mapping[str, Any], request: PodRequest) -> list[str]:
+    """Errors for containers whose own variables contradict the annotations."""
+    env = environment(request)
     found = []
     for part in ("initContainers", "containers"):
         for container in spec.get(part) or []:
             for entry in container.get("env") or []:
                 wanted = env.get(entry["name"])
                 if wanted is not None and entry.get("value") != wanted:
-                    said = entry.get("value", "a value from elsewhere")
+                    said = entry.get("value", "a value from another source")
                     found.append(
-                        f"container {container.get('name')}: {entry['name']} is {said}, "
-                        f"the pod's annotations say {wanted}: keep one of them"
+                        f"container {container.get('name')}: {entry['name']} is {said}, but the pod's annotations "
+                        f"require {wanted}; remove one of them"
                     )
     return found
 
 
-def impossible(wishes: Wishes, devices: Iterable[FleetDevice], classes: Mapping[str, GpuClass]) -> str:
-    """Why no device there is could ever take the pod; empty: one could, or none is known yet."""
-    gpu_class = classes.get(wishes.gpu_class)
+def impossible(request: PodRequest, devices: Iterable[FleetDevice], classes: Mapping[str, GpuClass]) -> str:
+    """The reason why no known device can ever run the pod; empty if a device can, or if no device is known yet."""
+    gpu_class = classes.get(request.gpu_class)
     known = list(devices)
     fitting = [d for d in known if gpu_class is None or gpu_class.holds(d)]
-    if not known or wishes.vram is None:
+    if not known or request.vram is None:
         return ""
     largest = max((d.total for d in fitting), default=0)
     if not fitting:
-        return ""  # a class without devices today may have some tomorrow: the pod waits
-    if wishes.vram > largest:
+        return ""  # the class may get devices later, so the pod waits
+    if request.vram > largest:
         of = f" of class {gpu_class.name}" if gpu_class else ""
         return (
-            f"{names.POD_VRAM}: {wishes.vram} bytes are more than any GPU{of} has ({largest} bytes); "
-            "overcommit does not help: a session must fit into one GPU while it runs"
+            f"{names.POD_VRAM}: the pod requests {request.vram} bytes, but the largest GPU{of} has {largest} bytes; "
+            "overcommit does not help, because a session must fit into one GPU while it runs; request less"
         )
     return ""
 
 
-def changed_wishes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Annotations of ours that changed although they only count when a pod is made."""
+def changed_annotations(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Wooly's annotations that changed. They take effect only at the creation of a pod."""
     return [name for name in names.ANNOTATIONS if old.get(name) != new.get(name)]
 
 
 def unknown_annotations(annotations: Iterable[str]) -> Sequence[str]:
-    """Annotations that look like ours and mean nothing: a slip of the pen."""
+    """Annotations with Wooly's prefix that do not exist, such as misspelled ones."""
     return sorted(name for name in annotations if name.startswith(names.PREFIX) and name not in names.ANNOTATIONS)

@@ -1,9 +1,9 @@
-"""Where strangers come in: accepts connections, shakes hands, reads one hello, has it checked, and hands over whoever may enter.
+"""Accepts connections, does the TLS handshake, reads the hello, checks it, and hands valid connections over to the server.
 
-All of this runs in a thread of its own, so that the thread which serves sessions never waits for a stranger. A stranger is a
-connection whose hello was not accepted yet. Strangers are limited in number, in all and per peer; each has one deadline for
-handshake and hello together. Where there is no place for a new one, the peer with the most strangers loses its oldest: a client
-that says hello at once gets in, also while somebody else opens connections as fast as possible.
+All of this runs in a separate thread, so that the thread that serves sessions never waits for a stranger. A stranger is a
+connection whose hello was not accepted yet. The number of strangers is limited, in total and per peer. Each stranger has one
+deadline for handshake and hello together. If there is no place for a new stranger, the acceptor closes the oldest stranger of the
+peer that has the most. So a client that sends its hello at once is served, even while a hostile peer opens many connections.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from wooly_bus.supervision import start_thread
 
 log = logging.getLogger("wooly.channel")
 
-#: Bytes of a hello: a signed token takes half a kilobyte.
+#: Largest hello, in bytes. A signed token takes half a kilobyte of it.
 MAX_HELLO = 64 << 10
-#: Connections that the kernel keeps for us until they are accepted.
+#: Connections that the kernel queues until the acceptor accepts them.
 BACKLOG = 1024
-#: Connections accepted before the strangers that are there get their turn again.
+#: Connections accepted per turn of the loop, before the present strangers are served again.
 ACCEPTS_PER_TURN = 16
-#: Connections accepted before the free descriptors are counted anew: counting takes as long as accepting several.
+#: Connections accepted between two counts of the free descriptors: one count takes as long as accepting several connections.
 RECOUNT_AFTER = 32
-#: Seconds for which nobody is accepted when no descriptor is free: connections wait in the kernel's backlog meanwhile.
+#: Pause in seconds if no descriptor is free. Meanwhile, new connections wait in the kernel's backlog.
 PAUSE_S = 0.1
-#: What `accept` says of a single connection, which is gone already. Any other error would come again at once.
+#: Errors of `accept` that concern a single connection, which is closed already. Any other error would occur again at once.
 _OF_ONE_CONNECTION = frozenset(
     (
         errno.ECONNABORTED,
@@ -61,13 +61,13 @@ _OF_ONE_CONNECTION = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StrangerLimits:
-    """What connections may take that have not shown a valid hello.
+    """Limits on strangers: connections without a valid hello.
 
     Attributes:
-        total: such connections at a time, in all.
-        per_peer: of one network address, one unix socket, or one tenant's tunnels.
-        hello_s: seconds from the accepted connection to the last byte of its hello, TLS handshake included.
-        spare_descriptors: descriptors of the process that strangers never take: sessions need them for files and tunnels.
+        total: strangers at the same time.
+        per_peer: strangers at the same time from one network address, one unix socket, or one tenant's tunnels.
+        hello_s: seconds from accepting a connection to the last byte of its hello, including the TLS handshake.
+        spare_descriptors: descriptors of the process that are reserved for the files and tunnels of sessions.
     """
 
     total: int = 256
@@ -78,12 +78,12 @@ class StrangerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """A connection whose hello was accepted: frame 1 of the peer is read, nothing else, and nothing was answered.
+    """A connection whose hello was accepted. Only frame 1 (the hello) was read, and it was not answered yet.
 
     Attributes:
-        sock: non-blocking.
-        peer: where it came from, for messages.
-        admitted: what the check of the hello returned.
+        sock: the socket, non-blocking.
+        peer: address of the client, for messages.
+        admitted: the result of the check of the hello.
     """
 
     sock: socket.socket
@@ -100,7 +100,19 @@ class _Listener:
 
 @dataclass(eq=False, slots=True)
 class _Stranger:
-    """A connection, and how far its hello has come. `group`: whose limit it counts against."""
+    """A connection without an accepted hello.
+
+    Attributes:
+        sock: the socket, non-blocking.
+        peer: address of the client, for messages.
+        group: the peer whose limit the connection counts against.
+        until: deadline of the hello, on the acceptor's clock.
+        handshaking: the TLS handshake is not complete.
+        header: header of the hello.
+        payload: payload of the hello; None: the header is not complete.
+        got: bytes received of the header or payload.
+        interest: events for which the selector watches the socket.
+    """
 
     sock: socket.socket
     peer: str
@@ -113,27 +125,27 @@ class _Stranger:
     interest: int = 0
 
 
-class _Gone(Exception):
-    """A stranger went before it said anything: a port scan, a health check. Nobody needs to read of it."""
+class _ClosedEarly(Exception):
+    """A stranger closed its connection without a hello, as port scans and health checks do. It is not logged."""
 
 
 class Acceptor:
-    """Owns the listeners and all strangers, from `start` to `close` in a thread of its own.
+    """Owns the listeners and all strangers. Its own thread runs from `start` to `close`.
 
     Args:
-        check: gets the payload of a hello, in the acceptor's thread; returns what the guest's session needs to know of it.
-            Raises a `ProtocolError`, or another error with a `code`, whose words the stranger is told.
-        refusal: makes the kind and the payload of the frame that tells a stranger why it may not enter, of a code and words.
-        deliver: takes guests, in the acceptor's thread: `ChannelServer.enter`.
+        check: called with the payload of a hello, in the acceptor's thread. Returns the data that the server needs about the
+            guest. Raises a `ProtocolError`, or another error with a `code`; the stranger gets its message.
+        refusal: makes the kind and the payload of the frame that reports an error to a stranger, from a code and a message.
+        deliver: called with each guest, in the acceptor's thread: `ChannelServer.enter`.
         hello: the kind of the first frame.
-        limits: of strangers.
-        clock: monotonic seconds.
+        limits: limits on strangers.
+        clock: returns monotonic seconds.
 
     Attributes:
-        limits: as given.
-        turns: turns of the loop so far.
-        accepted: connections accepted so far.
-        welcomed: guests handed over so far.
+        limits: limits on strangers.
+        turns: number of turns of the loop so far.
+        accepted: number of connections accepted so far.
+        welcomed: number of guests handed over so far.
     """
 
     def __init__(
@@ -153,15 +165,15 @@ class Acceptor:
         self.limits = limits or StrangerLimits()
         self._clock = clock
         self.turns = self.accepted = self.welcomed = 0
-        self._log = LimitedLog(log, "connections were turned away", clock=clock)
+        self._log = LimitedLog(log, "connections were refused", clock=clock)
         self._selector = selectors.DefaultSelector()
         self._listeners: list[_Listener] = []
-        self._strangers: dict[_Stranger, None] = {}  # by age: all have the same time
+        self._strangers: dict[_Stranger, None] = {}  # oldest first: all have the same timeout
         self._groups: dict[str, dict[_Stranger, None]] = {}
         self._adopted: deque[tuple[socket.socket, str, str]] = deque()
         self._may_accept = 0
         self._paused_until: float | None = None
-        self._lock = threading.Lock()  # of `_closing`, against `adopt`
+        self._lock = threading.Lock()  # guards `_closing` and `_adopted` in `adopt`
         self._closing = False
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
@@ -172,21 +184,21 @@ class Acceptor:
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def listen(self, endpoint: Endpoint, tls: ssl.SSLContext | None = None) -> Endpoint:
-        """Listen there; before `start`. Returns the endpoint with the port that was really taken.
+        """Listen on an endpoint; call this before `start`. Returns the endpoint with the actual port.
 
         Raises:
-            ChannelError: the address cannot be used.
+            ChannelError: the acceptor cannot listen on the endpoint.
         """
         try:
             if endpoint.scheme == "unix":
                 sock, bound = _unix_listener(Path(endpoint.path)), endpoint
             elif endpoint.scheme in ("tcp", "tls"):
                 if endpoint.scheme == "tls" and tls is None:
-                    raise ChannelError(f"{endpoint}: a TLS context is needed")
+                    raise ChannelError(f"cannot listen on {endpoint}: no TLS context is given")
                 sock = socket.create_server((endpoint.host, endpoint.port))
                 bound = Endpoint(endpoint.scheme, endpoint.host, sock.getsockname()[1])
             else:
-                raise ChannelError(f"{endpoint}: cannot listen on this scheme")
+                raise ChannelError(f"cannot listen on {endpoint}: the scheme must be unix, tcp or tls")
         except OSError as e:
             raise ChannelError(f"cannot listen on {endpoint}: {e}") from e
         sock.listen(BACKLOG)
@@ -197,12 +209,12 @@ class Acceptor:
         return bound
 
     def adopt(self, sock: socket.socket, peer: str, group: str = "") -> None:
-        """Take in a socket that was connected elsewhere, as if it had come through a listener.
+        """Treat a connected socket as a connection that a listener accepted. Any thread may call this.
 
         Args:
             sock: a connected stream socket.
-            peer: its name, for messages.
-            group: whose limit of strangers it counts against; empty: `peer`'s own.
+            peer: name of the client, for messages.
+            group: the peer whose limit of strangers the connection counts against; empty: `peer`.
         """
         with self._lock:
             if not self._closing:
@@ -212,11 +224,11 @@ class Acceptor:
         sock.close()
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start the thread that accepts connections."""
         self._thread = start_thread(self._run, "acceptor")
 
     def close(self) -> None:
-        """Close the listeners and all strangers; guests that were handed over are not touched. Twice is once."""
+        """Close the listeners and all strangers, but not the guests that were handed over. A second call does nothing."""
         with self._lock:
             if self._closing:
                 return
@@ -228,13 +240,13 @@ class Acceptor:
             self._release()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full of wake-ups, or closed
+        with contextlib.suppress(OSError):  # the socket is full of wake-ups, or closed
             self._wake_in.send(b"\0")
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Accept until `close`. An unexpected error ends the process, which nobody could enter any more."""
+        """Run the loop until `close`. An unexpected error ends the process, because it could not accept connections any more."""
         try:
             while not self._closing:
                 self._turn()
@@ -244,23 +256,23 @@ class Acceptor:
             self._release()
 
     def _turn(self) -> None:
-        """Wait until something is to do, and do it: for the strangers that are there first, so that they make place."""
+        """Wait for events and handle them. Present strangers come first, so that places become free for new connections."""
         self.turns += 1
-        knocking = []
+        ready = []
         for key, _ in self._selector.select(self._timeout()):
             if key.data is None:
                 self._drain_wakes()
             elif isinstance(key.data, _Listener):
-                knocking.append(key.data)
+                ready.append(key.data)
             elif key.data in self._strangers:
                 self._advance(key.data)
         while self._adopted:
             self._take_in(*self._adopted.popleft(), None)
-        for listener in knocking:
+        for listener in ready:
             self._accept(listener)
         now = self._clock()
         while self._strangers and (oldest := next(iter(self._strangers))).until <= now:
-            self._refuse(oldest, "channel.timeout", f"no valid hello within {self.limits.hello_s:g} s")
+            self._refuse(oldest, "channel.timeout", f"received no valid hello within {self.limits.hello_s:g} s")
         if self._paused_until is not None and self._paused_until <= now:
             self._paused_until = None
             for listener in self._listeners:
@@ -300,7 +312,7 @@ class Acceptor:
             if self._paused_until is not None:
                 return
             if not self._make_room():
-                self._pause("no descriptor is free")
+                self._pause("this process has no free file descriptor")
                 return
             try:
                 sock, address = listener.sock.accept()
@@ -317,33 +329,37 @@ class Acceptor:
             self._take_in(sock, peer, group, listener.tls)
 
     def _make_room(self) -> bool:
-        """Whether there is a descriptor for a stranger. Strangers that are there give theirs back where sessions need them."""
+        """Whether a descriptor is free for a stranger. If sessions need descriptors, evict strangers."""
         if self._may_accept > 0:
             self._may_accept -= 1
             return True
         short = self.limits.spare_descriptors + 1 - free_descriptors()
         while short > 0 and self._strangers:
-            self._evict("this process has no descriptor for it")
+            self._evict("the executor has no free file descriptor")
             short -= 1
         self._may_accept = min(-short, RECOUNT_AFTER)
         return short <= 0
 
     def _pause(self, why: str) -> None:
-        """Accept nobody for a while."""
+        """Stop accepting for `PAUSE_S` seconds."""
         self._may_accept = 0
         self._paused_until = self._clock() + PAUSE_S
         for listener in self._listeners:
             self._selector.unregister(listener.sock)
         self._log.warning(
-            f"new connections wait: {why} ({self.limits.spare_descriptors} are kept for sessions; `ulimit -n` raises the limit)"
+            f"new connections must wait: {why}; {self.limits.spare_descriptors} descriptors are reserved for sessions; "
+            "raise the limit with `ulimit -n`"
         )
 
     def _take_in(self, sock: socket.socket, peer: str, group: str, tls: ssl.SSLContext | None) -> None:
         same = self._groups.get(group, {})
         if len(same) >= self.limits.per_peer:
-            self._evict(f"{self.limits.per_peer} connections of {group} wait to be welcomed, no more may", group)
+            self._evict(
+                f"{self.limits.per_peer} connections of {group} have not sent a valid hello, which is the limit for one peer",
+                group,
+            )
         elif len(self._strangers) >= self.limits.total:
-            self._evict(f"{self.limits.total} connections wait to be welcomed here, no more may")
+            self._evict(f"{self.limits.total} connections have not sent a valid hello, which is the limit")
         stranger = _Stranger(sock, peer, group, self._clock() + self.limits.hello_s, tls is not None)
         self._strangers[stranger] = None
         self._groups.setdefault(group, {})[stranger] = None
@@ -365,14 +381,14 @@ class Acceptor:
         stranger.interest = interest
 
     def _advance(self, stranger: _Stranger) -> None:
-        """Take in what has come of a stranger's hello. Whatever goes wrong is that stranger's end alone."""
+        """Receive more of a stranger's hello, and check it when it is complete. An error ends this stranger only."""
         try:
             if not self._receive(stranger):
                 return
             assert stranger.payload is not None
             tune(
                 stranger.sock, SOCKET_BUFFER
-            )  # only now: a stranger fills no more memory than the kernel's defaults allow
+            )  # not earlier: a stranger must not fill more memory than the kernel's default buffers
             admitted = self._check(stranger.payload)
             self._forget(stranger)
             self._deliver(Guest(stranger.sock, stranger.peer, admitted))
@@ -381,7 +397,7 @@ class Acceptor:
             self._fail(stranger, e)
 
     def _receive(self, stranger: _Stranger) -> bool:
-        """Whether all of the hello is there."""
+        """Receive bytes of the hello. Returns whether the hello is complete."""
         sock = stranger.sock
         try:
             if stranger.handshaking:
@@ -393,7 +409,7 @@ class Acceptor:
                 if stranger.got < len(into):
                     n = sock.recv_into(memoryview(into)[stranger.got :])
                     if not n:
-                        raise _Gone
+                        raise _ClosedEarly
                     stranger.got += n
                 elif stranger.payload is not None:
                     return True
@@ -406,24 +422,24 @@ class Acceptor:
         return False
 
     def _length(self, header: bytearray) -> int:
-        """Bytes of a hello's payload.
+        """Length of a hello's payload, in bytes.
 
         Raises:
-            ProtocolError: this is no hello.
+            ProtocolError: the header is not that of a hello.
         """
         length, kind, _, seq = parse_header(header)
         if kind != self._hello:
             raise ProtocolError("the first frame must be HELLO")
         if seq != 1:
-            raise ProtocolError(f"frame {seq} came where 1 was due")
+            raise ProtocolError(f"received frame {seq}, but expected frame 1")
         if length > MAX_HELLO:
-            raise ProtocolError(f"HELLO of {length} bytes, at most {MAX_HELLO}")
+            raise ProtocolError(f"the HELLO frame has {length} bytes; the limit is {MAX_HELLO}")
         return length
 
     def _fail(self, stranger: _Stranger, error: Exception) -> None:
-        """End a stranger because of an error."""
+        """Close a stranger because of an error."""
         code = getattr(error, "code", None)
-        if isinstance(error, _Gone):
+        if isinstance(error, _ClosedEarly):
             self._end(stranger)
         elif isinstance(code, str):
             self._refuse(stranger, code, str(error))
@@ -432,17 +448,17 @@ class Acceptor:
         elif isinstance(error, OSError):
             self._refuse(stranger, "", f"the connection broke: {error}")
         else:
-            log.debug("a hello failed", exc_info=error)
-            self._refuse(stranger, "channel.hello", f"its hello failed: {type(error).__name__}: {error}")
+            log.debug("the check of a hello failed with an unexpected error", exc_info=error)
+            self._refuse(stranger, "channel.hello", f"the check of the hello failed: {type(error).__name__}: {error}")
 
     def _evict(self, why: str, group: str = "") -> None:
-        """End the oldest stranger of a group, or of that with the most."""
+        """Close the oldest stranger of `group`. Without a group, take the group with the most strangers."""
         of = self._groups[group] if group else max(self._groups.values(), key=len)
-        self._refuse(next(iter(of)), "channel.busy", f"{why}, and this one is the oldest")
+        self._refuse(next(iter(of)), "channel.busy", f"{why}; this one is the oldest, so it was closed")
 
     def _refuse(self, stranger: _Stranger, code: str, why: str) -> None:
-        """End a stranger. It is told why, where it can be and there is a code to tell; once, if it reads it."""
-        self._log.warning(f"{stranger.peer} is turned away: {why}")
+        """Close a stranger. If there is a code and no handshake is in progress, try once to send the reason."""
+        self._log.warning(f"refused the connection of {stranger.peer}: {why}")
         if code and not stranger.handshaking:
             with contextlib.suppress(OSError, ValueError):
                 kind, payload = self._refusal(code, why)
@@ -455,7 +471,7 @@ class Acceptor:
             stranger.sock.close()
 
     def _forget(self, stranger: _Stranger) -> None:
-        """It is no stranger any more. Twice is once."""
+        """Remove a connection from the strangers. A second call does nothing."""
         if stranger.interest:
             stranger.interest = 0
             with contextlib.suppress(OSError, ValueError, KeyError):
@@ -469,7 +485,7 @@ class Acceptor:
 
 
 def _unix_listener(path: Path) -> socket.socket:
-    """A socket that listens at a path, which is there only once a client can connect to it."""
+    """Create a listening unix socket. Its path appears only when clients can connect to it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     new = path.with_name(f".{secrets.token_hex(3)}")
     try:

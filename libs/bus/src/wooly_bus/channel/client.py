@@ -1,7 +1,7 @@
-"""The client end of a data channel: blocking, no asyncio, gathers without joining, receives into the caller's memory.
+"""The client end of a data channel: blocking sockets, no asyncio, no copies of payloads (gathered writes, direct receives).
 
-One thread at a time may use a client (its owner holds a lock). Frames are numbered from 1 in each direction; acknowledgements
-are taken in wherever something is received, and a send waits when more than `window` payload bytes are unacknowledged.
+One thread at a time may use a client (its owner holds a lock). Frames are numbered from 1 in each direction. Every receive also
+processes acknowledgements. A send waits while more than `window` payload bytes are unacknowledged.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from wooly_bus.channel.framing import (
 from wooly_bus.channel.tls import client_context, handshake_error
 
 Buffer = bytes | bytearray | memoryview
+#: Received payload bytes after which the client sends an acknowledgement: half of the default window.
 _ACK_EVERY = 32 << 20
-_HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` reports POLLHUP and POLLERR unasked
+_HANGUP = getattr(select, "POLLRDHUP", 0)  # `poll` always reports POLLHUP and POLLERR
 
 
 class Expected:
-    """Payloads that are on their way into memory of the caller's: see `ChannelClient.expect`.
+    """Payloads that the client will receive into memory of the caller: see `ChannelClient.expect`.
 
     Attributes:
-        done: they are there, or `other` came.
-        other: the first frame of another kind that came instead.
+        done: all payloads were received, or `other` was received.
+        other: the first frame of another kind that was received instead.
     """
 
     __slots__ = ("_at", "_into", "_kind", "done", "other")
@@ -69,8 +70,8 @@ class ChannelClient:
         self._unacked: deque[tuple[int, int]] = deque()
         self._expected: deque[Expected] = deque()
         self._in_flight = 0
-        self._owed = 0
-        self._leaving = False
+        self._unacknowledged = 0
+        self._draining = False
         self._tls = isinstance(sock, ssl.SSLSocket)
         self.window = DEFAULT_WINDOW
         self.acked = 0
@@ -80,9 +81,9 @@ class ChannelClient:
         """Connect to a unix, tcp or tls endpoint.
 
         Raises:
-            ChannelClosedError: nobody listens there.
-            ChannelTimeoutError: no answer within `timeout` seconds.
-            ChannelTlsError: the server's certificate is not trusted, or it does not speak TLS.
+            ChannelClosedError: no process listens at the endpoint.
+            ChannelTimeoutError: the endpoint does not answer within `timeout` seconds.
+            ChannelTlsError: the server's certificate is not trusted, or the server does not speak TLS.
         """
         sock: socket.socket | None = None
         try:
@@ -100,7 +101,9 @@ class ChannelClient:
             if sock is not None:
                 sock.close()
             if isinstance(e, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-                raise ChannelClosedError(f"{endpoint}: the other end closed the connection in the TLS handshake") from e
+                raise ChannelClosedError(
+                    f"{endpoint}: the executor closed the connection during the TLS handshake"
+                ) from e
             if isinstance(e, ssl.SSLError) and not isinstance(e, TimeoutError):
                 raise handshake_error(endpoint, e) from e
             if not isinstance(e, TimeoutError):
@@ -111,18 +114,18 @@ class ChannelClient:
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, *buffers: Buffer) -> int:
-        """Send one frame, gathered from `buffers`. Returns its sequence number.
+        """Send one frame whose payload is the concatenation of `buffers`. Returns its sequence number.
 
-        When it returns, the buffers' memory may be reused.
+        The caller may reuse the memory of the buffers when `send` returns.
 
         Raises:
-            ChannelClosedError: the other end is gone.
+            ChannelClosedError: the connection is closed.
         """
         size = 0
         for b in buffers:
             size += len(b)
         if size > MAX_FRAME:
-            raise ProtocolError(f"frame of {size} bytes, at most {MAX_FRAME}")
+            raise ProtocolError(f"the frame has {size} bytes; the limit is {MAX_FRAME}")
         if self._in_flight + size > self.window and self._in_flight:
             self._wait_for_room(size)
         self._sent = seq = self._sent + 1
@@ -151,21 +154,23 @@ class ChannelClient:
                 size = sum(len(b) for b in buffers)
                 n = sock.sendmsg(buffers)
         except OSError as e:
-            raise self._left(e) from e
+            raise self._send_error(e) from e
 
     def _wait_for_room(self, size: int) -> None:
         while self._in_flight and self._in_flight + size > self.window:
             if (other := self._take()) is not None:
-                raise ProtocolError(f"frame of kind {other[1]} ({other[0]} bytes) where only acknowledgements may come")
+                raise ProtocolError(
+                    f"unexpected frame of kind {other[1]} ({other[0]} bytes): only acknowledgements are allowed now"
+                )
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
     def recv(self, timeout: float | None = None) -> Frame:
-        """The next frame that is not an acknowledgement.
+        """Receive the next frame that is not an acknowledgement.
 
         Raises:
-            ChannelTimeoutError: none within `timeout` seconds.
-            ChannelClosedError: the other end is gone.
+            ChannelTimeoutError: no frame was received within `timeout` seconds.
+            ChannelClosedError: the connection is closed.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -174,22 +179,22 @@ class ChannelClient:
             header = self._take()
             if header is not None:
                 frame = self._rest(*header)
-                self._owe(header[0])
+                self._acknowledge(header[0])
                 return frame
 
     def recv_data(self, into: memoryview, kind: int) -> Frame | None:
-        """Fill `into` from the payloads of consecutive frames of `kind`, straight into its memory.
+        """Receive the payloads of consecutive frames of `kind` directly into `into`.
 
-        Returns None when it is full, or the first frame of another kind that came instead.
+        Returns None when `into` is full, or the first frame of another kind that was received instead.
         """
         expected = self.expect(into, kind)
         self.complete(expected)
         return expected.other
 
     def expect(self, into: memoryview, kind: int) -> Expected:
-        """Fill `into` from the payloads of frames of `kind` that will come before anything else that is received from now on.
+        """Announce that the next frames have the given kind, and that their payloads belong into `into`.
 
-        They are taken in wherever something is received; `complete` waits for them.
+        Every later receive fills `into` first. `complete` waits until `into` is full.
         """
         expected = Expected(into, kind)
         if not expected.done:
@@ -197,23 +202,26 @@ class ChannelClient:
         return expected
 
     def complete(self, expected: Expected) -> None:
-        """Wait until what is expected is there, or the first frame of another kind that came instead."""
+        """Wait until the expected payloads, or a frame of another kind, have been received."""
         while not expected.done:
             self._take()
 
     def poll_acks(self) -> None:
-        """Take in the acknowledgements that have arrived, and what is expected, without waiting.
+        """Process the acknowledgements and expected payloads that have arrived, without waiting.
 
         Raises:
-            ChannelClosedError: the other end is gone.
-            ProtocolError: something else came, which nobody asked for.
+            ChannelClosedError: the connection is closed.
+            ProtocolError: an unexpected frame was received.
         """
         while self._pending():
             if (other := self._take()) is not None:
-                raise ProtocolError(f"unasked frame of kind {other[1]} ({other[0]} bytes)")
+                raise ProtocolError(f"unexpected frame of kind {other[1]} ({other[0]} bytes)")
 
     def _take(self) -> tuple[int, int, int, int] | None:
-        """Take in the next frame if it is an acknowledgement or expected; else its header, whose payload follows."""
+        """Process the next frame if it is an acknowledgement or expected.
+
+        Otherwise return its header; the payload is still unread.
+        """
         header = length, kind, _, seq = self._read_header()
         if kind == ACK:
             self._take_ack(seq)
@@ -230,11 +238,11 @@ class ChannelClient:
         else:
             at, into = expected._at, expected._into
             if length > len(into) - at:
-                raise ProtocolError(f"{length} bytes of data where {len(into) - at} were missing")
+                raise ProtocolError(f"received {length} bytes of data, but expected at most {len(into) - at}")
             self._check_seq(seq)
             self._read_into(into[at : at + length])
             expected._at = at + length
-            self._owe(length)
+            self._acknowledge(length)
             if at + length < len(into):
                 return None
         expected.done = True
@@ -242,7 +250,7 @@ class ChannelClient:
         return None
 
     def _rest(self, length: int, kind: int, flags: int, seq: int) -> Frame:
-        """The frame of this header."""
+        """Read the payload that follows the header, and return the frame."""
         self._check_seq(seq)
         payload = bytearray(length)
         if length:
@@ -259,10 +267,10 @@ class ChannelClient:
             return
         left = deadline - time.monotonic()
         if left <= 0 or not self._readable_within(left):
-            raise ChannelTimeoutError("no answer from the executor in time")
+            raise ChannelTimeoutError("the executor did not answer within the timeout")
 
     def _readable_within(self, seconds: float) -> bool:
-        poll = select.poll()  # `select.select` knows no descriptor above 1023
+        poll = select.poll()  # `select.select` does not accept descriptors above 1023
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(seconds * 1000))
 
@@ -276,64 +284,72 @@ class ChannelClient:
             while at < size:
                 n = sock.recv_into(view[at:] if at else view)
                 if not n:
-                    raise self._gone(None)
+                    raise self._closed_error(None)
                 at += n
         except OSError as e:
-            raise self._gone(e) from e
+            raise self._closed_error(e) from e
 
     def _check_seq(self, seq: int) -> None:
         self._received += 1
         if seq != self._received:
-            raise ProtocolError(f"frame {seq} came where {self._received} was due")
+            raise ProtocolError(f"received frame {seq}, but expected frame {self._received}")
 
     def _take_ack(self, seq: int) -> None:
         if not self.acked <= seq <= self._sent:
-            raise ProtocolError(f"acknowledgement of frame {seq}; {self.acked} to {self._sent} were possible")
+            raise ProtocolError(
+                f"received an acknowledgement of frame {seq}; only frames {self.acked} to {self._sent} can be acknowledged"
+            )
         self.acked = seq
         unacked = self._unacked
         while unacked and unacked[0][0] <= seq:
             self._in_flight -= unacked.popleft()[1]
 
-    def _owe(self, size: int) -> None:
-        self._owed += size
-        if self._owed >= _ACK_EVERY:
-            self._owed = 0
+    def _acknowledge(self, size: int) -> None:
+        self._unacknowledged += size
+        if self._unacknowledged >= _ACK_EVERY:
+            self._unacknowledged = 0
             self._write([HEADER.pack(0, ACK, 0, 0, self._received)], HEADER.size)
 
-    def _gone(self, cause: OSError | None) -> ChannelError:
-        return ChannelClosedError(f"the connection broke: {cause}" if cause else "the other end closed the connection")
+    def _closed_error(self, cause: OSError | None) -> ChannelError:
+        return ChannelClosedError(f"the connection broke: {cause}" if cause else "the executor closed the connection")
 
-    def _left(self, cause: OSError) -> ChannelError:
-        """Nothing can be sent. The other end may have said why before it left: everything that came is taken in, to its end."""
-        if not self._leaving:
-            self._leaving = True
+    def _send_error(self, cause: OSError) -> ChannelError:
+        """The error after a failed send.
+
+        The executor may have sent an END frame with the reason: read everything that has arrived.
+        """
+        if not self._draining:
+            self._draining = True
             try:
                 while self._pending():
                     if (header := self._take()) is not None:
                         self._rest(*header)
             except ChannelError as e:
                 return e
-        return self._gone(cause)
+        return self._closed_error(cause)
 
     def broken(self) -> bool:
-        """Whether the other end is gone, though frames of its may still be unread. Any thread may ask."""
+        """Whether the other end closed the connection. Received frames may still be unread. Any thread may call this."""
         poll = select.poll()
         try:
             poll.register(self._sock, _HANGUP)
-        except (OSError, ValueError):  # closed here
+        except (OSError, ValueError):  # this end is closed
             return True
         return bool(poll.poll(0))
 
     def abort(self) -> None:
-        """Break the connection from any thread: whoever waits on it finds it closed. `close` is still due."""
+        """Shut the connection down.
+
+        Any thread may call this; waiting calls fail with `ChannelClosedError`. The owner must still `close` it.
+        """
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     @property
     def in_flight(self) -> int:
-        """Unacknowledged payload bytes."""
+        """Number of unacknowledged payload bytes."""
         return self._in_flight
 
     def close(self) -> None:
-        """Close the connection. Frames that were not acknowledged may be lost: ask for an answer first where that matters."""
+        """Close the connection. Unacknowledged frames may be lost; to avoid this, wait for an answer first."""
         self._sock.close()

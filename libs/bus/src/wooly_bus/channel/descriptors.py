@@ -1,4 +1,4 @@
-"""How many descriptors this process may still open."""
+"""Counts the file descriptors that this process may still open."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import resource
 from pathlib import Path
 
 _OPEN = Path("/proc/self/fd") if Path("/proc/self/fd").is_dir() else Path("/dev/fd")
-#: What is said where there is no limit.
+#: The result if there is no limit.
 _PLENTY = 1 << 20
 
 
 def free_descriptors() -> int:
-    """Descriptors that this process may still open (`RLIMIT_NOFILE`, as it is now); 0 where not even they can be counted."""
+    """Descriptors that this process may still open (current `RLIMIT_NOFILE`); 0 if no descriptor is left to count them."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return _PLENTY
     try:
-        taken = sum(1 for _ in _OPEN.iterdir()) - 1  # the list itself needs one
+        taken = sum(1 for _ in _OPEN.iterdir()) - 1  # listing the folder itself opens one
     except OSError:
         return 0
     return max(limit - taken, 0)

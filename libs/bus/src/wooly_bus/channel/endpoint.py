@@ -1,4 +1,4 @@
-"""Where a data channel can be reached: ``unix:///path``, ``tcp://host:port``, ``tls://host:port``, ``nats://host:port#subject``."""
+"""Addresses of data channels: ``unix:///path``, ``tcp://host:port``, ``tls://host:port``, ``nats://host:port#subject``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCHEMES = ("unix", "tcp", "tls", "nats")
 
 
 class EndpointError(ValueError):
-    """An endpoint's text is not one of the four forms."""
+    """The text of an endpoint has none of the four forms."""
 
     code = "channel.endpoint"
     retryable = False
@@ -38,23 +38,25 @@ class Endpoint:
         """Parse an endpoint.
 
         Raises:
-            EndpointError: not one of the known forms.
+            EndpointError: `text` has none of the four forms.
         """
         parts = urlsplit(text)
         if parts.scheme not in SCHEMES:
             raise EndpointError(f"endpoint {text!r}: the scheme must be one of {', '.join(SCHEMES)}")
         if parts.scheme == "unix":
             if parts.netloc or not parts.path.startswith("/"):
-                raise EndpointError(f"endpoint {text!r}: unix endpoints look like unix:///absolute/path")
+                raise EndpointError(f"endpoint {text!r}: a unix endpoint must look like unix:///absolute/path")
             return cls("unix", path=parts.path)
         try:
             port = parts.port
         except ValueError as e:
             raise EndpointError(f"endpoint {text!r}: {e}") from e
         if not parts.hostname or port is None:
-            raise EndpointError(f"endpoint {text!r}: host and port are needed")
+            raise EndpointError(f"endpoint {text!r}: host or port is missing")
         if (parts.scheme == "nats") != bool(parts.fragment):
-            raise EndpointError(f"endpoint {text!r}: a subject (#subject) belongs to nats endpoints, and only to them")
+            raise EndpointError(
+                f"endpoint {text!r}: nats endpoints need a subject (#subject), other endpoints must not have one"
+            )
         return cls(parts.scheme, parts.hostname, port, parts.fragment)
 
     def __str__(self) -> str:
@@ -65,12 +67,12 @@ class Endpoint:
 
     @property
     def is_local_and_present(self) -> bool:
-        """Whether this is a unix socket of this host."""
+        """Whether this endpoint is a unix socket that exists on this host."""
         return self.scheme == "unix" and Path(self.path).exists()
 
 
 def tune(sock: socket.socket, buffer_bytes: int) -> None:
-    """Set the buffer sizes and, on TCP, no delay."""
+    """Set the buffer sizes of a socket, and TCP_NODELAY on TCP."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     if sock.family in (socket.AF_INET, socket.AF_INET6):

@@ -1,43 +1,47 @@
-"""The frame header of the data channel, its limits, and its errors. Kinds other than ACK and END mean nothing here."""
+"""The frame header of the data channel, its limits, and its errors. This module knows two kinds of frames: ACK and END."""
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
 
+#: Payload length, kind, flags, zero, sequence number.
 HEADER = struct.Struct("<IBBHQ")
 ACK = 1
-#: The last frame: why its sender closes the connection, as UTF-8 of at most `MAX_REASON` bytes. Not numbered.
+#: Kind of the last frame: the reason why its sender closes the connection, as UTF-8 of at most `MAX_REASON` bytes. Not numbered.
 END = 18
 MAX_REASON = 4096
+#: Largest payload of a frame, in bytes.
 MAX_FRAME = 16 << 20
+#: Unacknowledged payload bytes that a sender may have in flight, unless the WELCOME frame says otherwise.
 DEFAULT_WINDOW = 64 << 20
+#: Send and receive buffer of each socket, in bytes.
 SOCKET_BUFFER = 4 << 20
 
 
 class ChannelError(Exception):
-    """Root of what can go wrong on a data channel."""
+    """Root of the errors of a data channel."""
 
     code = "channel.error"
     retryable = False
 
 
 class ChannelClosedError(ChannelError):
-    """The other end is gone."""
+    """The other end closed the connection, or the connection broke."""
 
     code = "channel.closed"
     retryable = True
 
 
 class ChannelTimeoutError(ChannelError):
-    """Nothing came within the time that the caller allowed."""
+    """The other end did not answer within the timeout."""
 
     code = "channel.timeout"
     retryable = True
 
 
 class ProtocolError(ChannelError):
-    """The other end broke the framing rules; the connection is of no more use."""
+    """The other end violated the framing rules. The connection cannot be used any more."""
 
     code = "channel.protocol"
 
@@ -53,18 +57,18 @@ class Frame:
 
 
 def parse_header(header: bytes | bytearray | memoryview) -> tuple[int, int, int, int]:
-    """(payload length, kind, flags, seq) of a header.
+    """Payload length, kind, flags and sequence number of a header.
 
     Raises:
-        ProtocolError: reserved bits are set, or the length is beyond `MAX_FRAME`.
+        ProtocolError: reserved bits are set, or the length exceeds its limit.
     """
     length, kind, flags, zero, seq = HEADER.unpack(header)
     if zero or flags:
         raise ProtocolError(f"reserved header bits are set (flags {flags:#x}, zero {zero:#x})")
     if length > MAX_FRAME:
-        raise ProtocolError(f"frame of {length} bytes, at most {MAX_FRAME}")
+        raise ProtocolError(f"the frame has {length} bytes; the limit is {MAX_FRAME}")
     if kind == ACK and length:
-        raise ProtocolError("ACK frame with a payload")
+        raise ProtocolError("an ACK frame has a payload")
     if kind == END and length > MAX_REASON:
-        raise ProtocolError(f"END frame of {length} bytes, at most {MAX_REASON}")
+        raise ProtocolError(f"the END frame has {length} bytes; the limit is {MAX_REASON}")
     return length, kind, flags, seq

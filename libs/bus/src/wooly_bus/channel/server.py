@@ -1,8 +1,8 @@
-"""The executor's end of all data channels: one thread, non-blocking sockets, events out.
+"""The executor's end of all data channels: one thread and non-blocking sockets; `poll` returns events.
 
-Every connection comes from an `Acceptor`, which has let it in: strangers do not exist here. The owner calls `poll` in a loop.
-Bulk frames are received straight into memory that the owner names; a connection that the owner pauses is not read, so that only
-its socket buffers fill. A hostile or broken connection is closed and harms no other: no error of one connection leaves `poll`.
+Every connection comes from an `Acceptor`, which has checked its hello. The owner calls `poll` in a loop. Bulk frames are received
+directly into memory that the owner supplies. While the owner pauses a connection, the server does not read from it, so that only
+its socket buffers fill. A hostile or broken connection is closed; its error does not leave `poll` and does not affect others.
 """
 
 from __future__ import annotations
@@ -22,17 +22,22 @@ from wooly_bus.channel.acceptor import Guest
 from wooly_bus.channel.framing import ACK, END, HEADER, MAX_REASON, ChannelClosedError, ProtocolError, parse_header
 
 log = logging.getLogger("wooly.channel")
-#: Bytes read from one connection in one poll: where it is the only one, and where others have their turn after it. To take in a
-#: mebibyte takes the owner's thread up to 2 ms.
+#: Bytes read from a connection per poll if it is the only one. Reading a mebibyte takes the owner's thread up to 2 ms.
 READ_PER_POLL = 4 << 20
+#: Bytes read from a connection per poll if there are several.
 READ_PER_TURN = 512 << 10
-#: What a frame counts for in that beside its bytes: 64 small frames of one connection in one poll, then it is others' turn.
+#: Bytes that each frame adds to its size in this budget: after 64 small frames, the next connection is read.
 FRAME_COST = READ_PER_TURN // 64
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A guest came in. Its hello, frame 1, is neither acknowledged nor answered yet. `admitted`: what its check found."""
+    """A connection whose hello was accepted. The hello (frame 1) is neither acknowledged nor answered yet.
+
+    Attributes:
+        conn: the connection.
+        admitted: the result of the check of the hello.
+    """
 
     conn: Connection
     admitted: Any
@@ -40,7 +45,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class FrameReceived:
-    """A whole frame arrived. For a bulk frame, `payload` is its prefix and the data is already where it belongs."""
+    """A whole frame was received. For a bulk frame, `payload` is its prefix, and the data is in the memory from the sink."""
 
     conn: Connection
     kind: int
@@ -50,14 +55,14 @@ class FrameReceived:
 
 @dataclass(frozen=True, slots=True)
 class Disconnected:
-    """A connection ended; `reason` is empty for an orderly end."""
+    """A connection ended. `reason` is empty if it ended normally."""
 
     conn: Connection
     reason: str
 
 
 Event = Connected | FrameReceived | Disconnected
-#: (connection, kind, prefix, number of data bytes) -> memory for them, or None to ask again after `resume`.
+#: (connection, kind, prefix, number of data bytes) -> memory for the data; None: call the sink again after `resume`.
 BulkSink = Callable[["Connection", int, bytes, int], memoryview | None]
 
 
@@ -76,11 +81,11 @@ class _Incoming:
 
 @dataclass(eq=False)
 class Connection:
-    """One peer.
+    """One connection of a client.
 
     Attributes:
-        peer: where it came from, for messages.
-        owner: the owner's own record of this connection.
+        peer: address of the client, for messages.
+        owner: data that the owner of the server attaches to the connection.
     """
 
     sock: socket.socket
@@ -105,7 +110,10 @@ class Connection:
     queued_bytes: int = 0
 
     def send(self, kind: int, *buffers: bytes | bytearray | memoryview) -> int:
-        """Queue one frame. The buffers are not copied: they must not change until `queued_bytes` is 0."""
+        """Queue one frame, and return its sequence number.
+
+        The buffers are not copied: keep them unchanged until `queued_bytes` is 0.
+        """
         if self.closed:
             return 0
         size = sum(len(b) for b in buffers)
@@ -121,16 +129,16 @@ class Connection:
 
     @property
     def queued_pieces(self) -> int:
-        """Headers and payloads that wait to be written."""
+        """Number of headers and payloads that wait to be written."""
         return len(self._out)
 
     @property
     def receiving_bytes(self) -> int:
-        """Memory that is set apart for a frame which is not all there yet."""
+        """Bytes allocated for a frame that is not complete yet."""
         return 0 if self._incoming is None else len(self._incoming.payload)
 
     def ack(self, seq: int) -> None:
-        """Say that everything up to `seq` is processed. Sent with the next frame or at the end of the poll."""
+        """Acknowledge all frames up to `seq`. The acknowledgement is sent with the next frame or at the next poll."""
         if seq > self._ack:
             self._ack = seq
             self.server._dirty[self] = None
@@ -139,7 +147,7 @@ class Connection:
         if self._ack > self._acked:
             self._acked = self._ack
             ack = memoryview(HEADER.pack(0, ACK, 0, 0, self._ack))
-            # Nobody reads: the new one takes the place of the last. Not of one that is first, which TLS may have half sent.
+            # The client does not read: replace the queued acknowledgement. Keep the first element, which TLS may have half sent.
             if len(self._out) > 1 and self._out[-1] is self._last_ack:
                 self._out[-1] = ack
             else:
@@ -153,23 +161,23 @@ class Connection:
         self.server._watch(self)
 
     def resume(self) -> None:
-        """Read again, and ask the bulk sink again if it had put us off."""
+        """Read from this connection again. If the bulk sink returned None, call it again."""
         self.paused = False
         self.server._resumed[self] = None
         self.server._watch(self)
 
     def close(self, reason: str = "") -> None:
-        """Close at once; a `Disconnected` event follows. The peer is told the reason, if there is room on the way."""
+        """Close at once. A `Disconnected` event follows. The client gets the reason if the socket buffer has room for it."""
         self.server._close(self, reason)
 
 
 class ChannelServer:
-    """Serves the connections of known sessions, and turns their sockets into events.
+    """Serves the connections whose hello was accepted, and turns their input into events.
 
     Args:
-        bulk: kinds whose data goes to `sink`, with the length of the prefix that stays in the payload.
-        sink: names the memory for a bulk frame.
-        fatal: errors of `sink` that are no connection's fault, and leave `poll`.
+        bulk: for each kind of bulk frame, the length of the prefix that stays in the payload, in bytes.
+        sink: supplies the memory for the data of a bulk frame.
+        fatal: errors of `sink` that no connection caused; `poll` raises them.
     """
 
     def __init__(
@@ -185,7 +193,7 @@ class ChannelServer:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[Connection, None] = {}
         self._guests: deque[Guest] = deque()
-        self._lock = threading.Lock()  # of `_closed`, against `enter`
+        self._lock = threading.Lock()  # guards `_closed` and `_guests` in `enter`
         self._closed = False
         self._dirty: dict[Connection, None] = {}
         self._resumed: dict[Connection, None] = {}
@@ -198,7 +206,7 @@ class ChannelServer:
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def enter(self, guest: Guest) -> None:
-        """Serve a guest from the next `poll` on; callable from any thread.
+        """Serve a guest from the next `poll` on. Any thread may call this.
 
         Raises:
             ChannelClosedError: the server is closed.
@@ -210,8 +218,8 @@ class ChannelServer:
         self.wake()
 
     def wake(self) -> None:
-        """Make a waiting `poll` return; callable from any thread, also when the server is closed already."""
-        with contextlib.suppress(OSError):  # full of wake-ups, or closed
+        """Make a waiting `poll` return. Any thread may call this, even after `close`."""
+        with contextlib.suppress(OSError):  # the socket is full of wake-ups, or closed
             self._wake_in.send(b"\0")
 
     def close(self) -> None:
@@ -228,7 +236,7 @@ class ChannelServer:
     # -- the loop ----------------------------------------------------------------------------------------------------
 
     def poll(self, timeout: float | None) -> list[Event]:
-        """Wait up to `timeout` seconds (None: for ever) and return what happened."""
+        """Wait up to `timeout` seconds (None: without limit) and return the events."""
         self._flush_dirty(hold=timeout == 0)
         for conn in list(self._resumed):
             del self._resumed[conn]
@@ -249,11 +257,11 @@ class ChannelServer:
         return events
 
     def waiting(self) -> bool:
-        """Whether `poll` would have something to tell at once. A fifth of its price, for who asks often."""
+        """Whether `poll` would return events at once. This call takes a fifth of the time of `poll`."""
         return bool(self._events or self._resumed or self._selector.select(0))
 
     def flush(self) -> None:
-        """Write what is queued now, rather than in the next `poll`."""
+        """Write the queued frames now, not in the next `poll`."""
         for conn in [conn for conn in self._dirty if conn._out]:
             del self._dirty[conn]
             conn._held = False
@@ -273,7 +281,7 @@ class ChannelServer:
             conn = Connection(guest.sock, guest.peer, self)
             self._connections[conn] = None
             self._events.append(Connected(conn, guest.admitted))
-            self._resumed[conn] = None  # TLS may have taken in more than the hello
+            self._resumed[conn] = None  # TLS may have read more than the hello
             self._watch(conn)
 
     def _watch(self, conn: Connection) -> None:
@@ -294,7 +302,7 @@ class ChannelServer:
             else:
                 self._selector.modify(conn.sock, want, conn)
         except (OSError, ValueError, KeyError) as e:
-            self._close(conn, f"the connection cannot be watched: {e}")
+            self._close(conn, f"the selector cannot watch the connection: {e}")
             return
         conn._interest = want
 
@@ -304,7 +312,7 @@ class ChannelServer:
         if conn._out and not reason:
             self._writable(conn)
             if conn.closed:
-                return  # it broke, and was closed for that
+                return  # the write failed and closed the connection
         conn.closed = True
         if reason:
             why = reason.encode(errors="replace")[:MAX_REASON]
@@ -326,7 +334,7 @@ class ChannelServer:
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _flush_dirty(self, *, hold: bool) -> None:
-        """Write what is queued. With `hold`, a mere acknowledgement may wait for one more poll: an answer may go with it."""
+        """Write the queued frames. With `hold`, a lone acknowledgement waits for one more poll, to be sent with an answer."""
         for conn in list(self._dirty):
             if hold and not conn._out and not conn._held:
                 conn._held = True
@@ -364,9 +372,11 @@ class ChannelServer:
         self._watch(conn)
 
     def _broke(self, conn: Connection, error: Exception) -> None:
-        """Close a connection because of an error, which is no other's matter."""
+        """Close a connection because of its error. Other connections are not affected."""
         if not isinstance(error, OSError):
-            log.error("%s: its channel failed", conn.peer, exc_info=error)
+            log.error(
+                "%s: the channel failed with an unexpected error; its connection is closed", conn.peer, exc_info=error
+            )
             self._close(conn, f"the channel failed: {type(error).__name__}: {error}")
         else:
             self._close(conn, f"the connection broke: {error}")
@@ -384,7 +394,7 @@ class ChannelServer:
             if budget <= 0 and isinstance(conn.sock, ssl.SSLSocket) and conn.sock.pending():
                 self._resumed[conn] = None
         except MemoryError:
-            self._close(conn, "there is no memory left for what it sends")
+            self._close(conn, "the executor has no memory left to receive the frame; try again later")
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return
         except ProtocolError as e:
@@ -395,7 +405,10 @@ class ChannelServer:
             self._broke(conn, e)
 
     def _advance(self, conn: Connection) -> int | None:
-        """Receive one piece. Returns its bytes, or None where nothing more can be read now."""
+        """Receive bytes for the current header, payload or data.
+
+        Returns their number, or None if the connection cannot be read now.
+        """
         incoming = conn._incoming
         if incoming is None:
             n = conn.sock.recv_into(memoryview(conn._header)[conn._header_got :])
@@ -433,14 +446,14 @@ class ChannelServer:
         if kind == ACK:
             return
         if seq != conn._received + 1:
-            raise ProtocolError(f"frame {seq} came where {conn._received + 1} was due")
+            raise ProtocolError(f"received frame {seq}, but expected frame {conn._received + 1}")
         conn._received = seq
         prefix = self._bulk.get(kind)
         if prefix is None:
             conn._incoming = _Incoming(kind, seq, bytearray(length))
         else:
             if length < prefix:
-                raise ProtocolError(f"bulk frame of {length} bytes, its head alone has {prefix}")
+                raise ProtocolError(f"the bulk frame has {length} bytes; its prefix alone has {prefix}")
             conn._incoming = _Incoming(kind, seq, bytearray(prefix), data_len=length - prefix)
         if not conn._incoming.payload:
             self._payload_complete(conn, conn._incoming)
@@ -454,7 +467,7 @@ class ChannelServer:
     def _ask_sink(self, conn: Connection, incoming: _Incoming) -> bool:
         assert self._sink is not None
         if conn._in_events:
-            # The owner has not seen the frames before this one yet, so it cannot say where these bytes belong.
+            # The owner has not processed the earlier frames yet, so it cannot supply memory for this one.
             self._resumed[conn] = None
             return False
         data = self._sink(conn, incoming.kind, bytes(incoming.payload), incoming.data_len)

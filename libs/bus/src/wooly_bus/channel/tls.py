@@ -1,4 +1,4 @@
-"""TLS contexts of both ends of a data channel: the executor shows a certificate, the client checks it and the name in it."""
+"""TLS contexts for both ends of a data channel. The client checks the executor's certificate and the host name in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wooly_bus.channel.framing import ChannelError
 
 
 class ChannelTlsError(ChannelError):
-    """A certificate is missing, cannot be used, or is not one to trust."""
+    """A certificate is missing, invalid or not trusted."""
 
     code = "channel.tls"
 
@@ -18,12 +18,12 @@ class ChannelTlsError(ChannelError):
 class _AcceptedSocket(ssl.SSLSocket):
     """The server's end of a connection.
 
-    A connection that was reset already has no peer. `ssl` takes such a socket for one that is not connected yet, reads from it,
-    raises what it gets, and loses the descriptor. It is told of no error here, and the handshake fails as any other.
+    After a reset, a connection has no peer. `ssl` then believes that the socket is not connected yet: it reads from the socket,
+    raises the error, and leaks the descriptor. So `getpeername` hides the error, and the handshake fails in the normal way.
     """
 
     def getpeername(self) -> Any:
-        """As of any socket; None where the peer is gone."""
+        """Address of the peer; None if the connection was reset."""
         try:
             return super().getpeername()
         except OSError:
@@ -31,56 +31,57 @@ class _AcceptedSocket(ssl.SSLSocket):
 
 
 def server_context(certificate: Path | None, key: Path | None) -> ssl.SSLContext:
-    """What a server shows.
+    """The TLS context of a server.
 
     Args:
-        certificate: PEM file with the certificate, and what lies between it and its authority.
-        key: PEM file with the private key; None: it is in the same file.
+        certificate: PEM file with the certificate and the intermediate certificates up to its authority.
+        key: PEM file with the private key; None: the key is in the file of the certificate.
 
     Raises:
-        ChannelTlsError: a file is missing, or the two do not fit.
+        ChannelTlsError: a file is missing, or the key does not belong to the certificate.
     """
     if certificate is None:
-        raise ChannelTlsError("a certificate is needed to listen with TLS, and none is configured")
+        raise ChannelTlsError("cannot listen with TLS: no certificate is configured")
     for path in (certificate, key or certificate):
         _readable(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.sslsocket_class = _AcceptedSocket
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.num_tickets = (
-        0  # sessions are not resumed, and a ticket would look like an acknowledgement to a waiting client
-    )
+    # no tickets: TLS sessions are not resumed, and a waiting client would mistake a ticket for an acknowledgement
+    context.num_tickets = 0
     try:
-        context.load_cert_chain(certificate, key, password=lambda: "")  # an encrypted key must not ask on the terminal
+        context.load_cert_chain(
+            certificate, key, password=lambda: ""
+        )  # without it, `ssl` asks on the terminal for the password of an encrypted key
     except (ssl.SSLError, ValueError) as e:
-        raise ChannelTlsError(f"{certificate} and {key or certificate} are not a certificate and its key: {e}") from e
+        raise ChannelTlsError(f"cannot use certificate {certificate} with key {key or certificate}: {e}") from e
     return context
 
 
 def client_context(authorities: Path | None = None) -> ssl.SSLContext:
-    """What a client trusts.
+    """The TLS context of a client.
 
     Args:
-        authorities: PEM file with the certificates of the authorities to trust; None: those of the system.
+        authorities: PEM file with the certificates of the trusted authorities; None: trust the authorities of the system.
 
     Raises:
-        ChannelTlsError: the file is missing, or holds no certificate.
+        ChannelTlsError: the file is missing, or contains no certificate.
     """
     if authorities is not None:
         _readable(authorities)
     try:
         context = ssl.create_default_context(cafile=authorities)
     except (ssl.SSLError, ValueError) as e:
-        raise ChannelTlsError(f"{authorities} holds no certificates of authorities: {e}") from e
+        raise ChannelTlsError(f"{authorities} contains no certificates of authorities: {e}") from e
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
 
 
 def handshake_error(endpoint: object, error: ssl.SSLError) -> ChannelTlsError:
-    """What a failed handshake means to a client."""
+    """The error to raise in a client after a failed handshake."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return ChannelTlsError(f"{endpoint}: the executor's certificate is not trusted: {error.verify_message}")
-    return ChannelTlsError(f"{endpoint}: no TLS there: {error.reason or error}")
+    return ChannelTlsError(f"{endpoint}: the executor does not speak TLS: {error.reason or error}")
 
 
 def _readable(path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Tokens that open a data channel: the router signs, the executor verifies.
+"""Tokens that open a data channel: the router signs them, the executor verifies them.
 
-A token names its session, tenant and executor, and ends soon: it is shown once, right after the session is opened. Whoever reads
-it on the way gains nothing that lasts, and no executor can use it at another. Seconds are the router's: it says its time when it
-opens the session, and the executor counts on from there, so that clocks need not agree.
+A token names its session, tenant and executor. It expires soon, because a client uses it once, directly after the session is
+opened. So a stolen token is soon useless, and an executor cannot use it at another executor. Times are those of the router: the
+router sends its time when it opens the session, and the executor counts from there, so that clocks need not be synchronized.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from wooly_bus.errors import BusError
 from wooly_bus.keys import Key, verified
 
 HEADER = {"typ": "wooly-channel", "alg": "EdDSA"}
-#: Seconds for which a token opens its channel.
+#: Lifetime of a token, in seconds.
 VALID_S = 60.0
 
 
 class Pass(Protocol):
-    """What lets a client at a session."""
+    """Decides whether a client may open a channel of a session."""
 
     def check(self, shown: str) -> None:
-        """Let it in.
+        """Check the token `shown` that a client sent.
 
         Raises:
-            ProtocolError: it is not let in; the message says why.
+            ProtocolError: the token is not valid; the message has the reason.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPass:
-    """A secret that both sides were told; where there is no router (standalone), or it signs nothing."""
+    """A secret that client and executor share; used without a router (standalone), or with a router that does not sign tokens."""
 
     secret: str
 
     def check(self, shown: str) -> None:
-        """See `Pass`."""
+        """See `Pass.check`."""
         if not hmac.compare_digest(self.secret.encode(), shown.encode(errors="replace")):
-            raise ProtocolError("the token is not the session's")
+            raise ProtocolError("the channel token is not valid for this session; open a new session")
 
 
 @dataclass(frozen=True, slots=True)
 class SignedPass:
-    """A session's side of its signed tokens.
+    """The expected claims of a session's signed tokens.
 
     Attributes:
-        public: the router's key.
+        public: public key of the router.
         session_id: the session.
-        tenant: whose it is.
-        executor_id: where it is.
-        now: the router's time in seconds.
+        tenant: the tenant that owns the session.
+        executor_id: the executor that serves the session.
+        now: returns the router's time, in seconds since the epoch.
     """
 
     public: str
@@ -63,32 +63,32 @@ class SignedPass:
     now: Callable[[], float]
 
     def check(self, shown: str) -> None:
-        """See `Pass`."""
+        """See `Pass.check`."""
         try:
             claims = verified(shown, self.public, "cluster", HEADER)
         except BusError as e:
-            raise ProtocolError(f"the channel token is not the router's: {e}") from e
+            raise ProtocolError(f"the channel token was not signed by this installation's router: {e}") from e
         for name, what, ours in (
             ("session", "session", self.session_id),
             ("tenant", "tenant", self.tenant),
             ("executor", "executor", self.executor_id),
         ):
             if claims.get(name) != ours:
-                raise ProtocolError(f"the channel token is for another {what}")
+                raise ProtocolError(f"the channel token is for another {what}; open a new session")
         ends = claims.get("exp")
         if not isinstance(ends, (int, float)) or not self.now() < ends:
             raise ProtocolError("the channel token has expired; open a new session")
 
 
 def channel_token(key: Key, *, session_id: str, tenant: str, executor_id: str, now: float) -> str:
-    """A token for one channel.
+    """Sign a token for one channel.
 
     Args:
-        key: the router's.
+        key: key of the router.
         session_id: the session.
-        tenant: whose it is.
-        executor_id: where it is.
-        now: the router's time, seconds since the epoch.
+        tenant: the tenant that owns the session.
+        executor_id: the executor that serves the session.
+        now: the router's time, in seconds since the epoch.
     """
     claims = {"session": session_id, "tenant": tenant, "executor": executor_id, "iat": now, "exp": now + VALID_S}
     return key.claim(claims, HEADER)

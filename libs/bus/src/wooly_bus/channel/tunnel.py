@@ -1,20 +1,20 @@
-"""A byte stream through NATS, for a data channel where no route exists. It knows bytes only: no frames, no sessions.
+"""A byte stream through NATS, for a data channel between hosts without a direct route. It carries bytes: no frames, no sessions.
 
-Each end joins its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `Acceptor`, so that
-framing and everything above are the same as on any other transport; the far one is pumped by a `_Tunnel`.
+Each end connects its inbox to a socket pair. The near socket goes to the ordinary `ChannelClient` or `Acceptor`, so framing and
+all layers above are the same as on any other transport. A `_Tunnel` copies bytes between the far socket and NATS.
 
-A message is ``<8sBQ`` = key of the tunnel, kind, number; then data:
+A message is ``<8sBQ`` (key of the tunnel, kind, number) and then data:
 
 | kind | number | data |
 |---|---|---|
 | 1 DATA | 1, 2, 3, … | bytes of the stream |
-| 2 CREDIT | bytes that left the receiver's hands so far; at most `window` more may be sent | none |
+| 2 CREDIT | bytes that the receiver has passed on so far; the sender may send at most `window` more | none |
 | 3 BEAT | DATA messages sent so far; once a second | none |
-| 4 END | DATA messages sent so far | why, in words; nothing where the stream just ended |
+| 4 END | DATA messages sent so far | the reason as text; empty if the stream ended normally |
 
-Whatever does not carry the key comes from somebody else and is dropped. NATS keeps one sender's order, so a number that does not
-fit means that messages were lost: the tunnel ends, it does not repeat. Every end has a NATS connection of its own: what waits in
-it is at most the window, far below the point at which the server gives a slow consumer up.
+A message without the key comes from another sender and is dropped. NATS preserves the order of one sender, so a wrong number
+means that messages were lost. The tunnel then ends; it does not retransmit. Each end has its own NATS connection. At most one
+window of bytes waits in the connection, far below the limit at which the server disconnects a slow consumer.
 """
 
 from __future__ import annotations
@@ -55,81 +55,85 @@ log = logging.getLogger("wooly.tunnel")
 
 HEAD = struct.Struct("<8sBQ")
 DATA, CREDIT, BEAT, END = 1, 2, 3, 4
-#: Bytes that one end takes from the other before they are in its socket.
+#: Bytes that one end accepts from the other end before it has written them to its socket.
 WINDOW = 8 << 20
-#: Bytes per message, where the server allows so many: large enough for speed, small enough to be a sign of life on a slow line.
+#: Largest data of a message, in bytes, if the server allows it: large enough for throughput, small enough that a slow line still
+#: delivers messages often enough to show that the tunnel is alive.
 CHUNK = 256 << 10
+#: Seconds between two beats.
 BEAT_S = 1.0
-#: Beats without a word from the other end after which it is dead.
+#: Number of own beats without any message from the other end after which the other end counts as dead.
 SILENT_BEATS = 5
 OPEN_TIMEOUT_S = 5.0
-#: Seconds that closing waits until what was sent is on its way.
+#: Longest wait in `close`, in seconds, until the server has all sent bytes.
 LINGER_S = 5.0
 NATS_PORT = 4222
 _NO_RESPONDERS = "503"
+#: Largest reason in an END message, in bytes.
 _REASON_LIMIT = 500
+#: Data of at most this many bytes is copied and joined with its neighbours; larger data is not copied.
 _SMALL = 16 << 10
-#: How a client asks one executor for a tunnel.
+#: The request of a client to one executor to open a tunnel.
 OpenTunnel = Rpc[OpenTunnelRequest, OpenTunnelReply]
 
 
-class _Fate:
-    """Why a tunnel ended, as its near socket has to tell. Empty: in order."""
+class _EndReason:
+    """The reason why a tunnel ended, for the errors of its near socket. Empty: the tunnel ended normally."""
 
     def __init__(self) -> None:
         self.reason = ""
 
 
 class TunnelSocket(socket.socket):
-    """The near end of a tunnel: a stream socket whose end of stream says why, where the tunnel did not end in order."""
+    """The near socket of a tunnel: a stream socket that raises the reason if the tunnel did not end normally."""
 
-    def __init__(self, fileno: int, fate: _Fate, thread: threading.Thread | None = None) -> None:
+    def __init__(self, fileno: int, end_reason: _EndReason, thread: threading.Thread | None = None) -> None:
         super().__init__(fileno=fileno)
-        self._fate = fate
+        self._end_reason = end_reason
         self._thread = thread
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """As of any socket.
+        """Behave as `socket.socket`, but raise the reason of a broken tunnel.
 
         Raises:
-            ConnectionAbortedError: the tunnel broke; the words say how.
+            ConnectionAbortedError: the tunnel broke; the message has the reason.
         """
         n = super().recv_into(buffer, nbytes, flags)
-        if not n and self._fate.reason:
-            raise ConnectionAbortedError(self._fate.reason)
+        if not n and self._end_reason.reason:
+            raise ConnectionAbortedError(self._end_reason.reason)
         return n
 
     def sendmsg(self, *args: Any) -> int:
-        """As of any socket.
+        """Behave as `socket.socket`, but raise the reason of a broken tunnel.
 
         Raises:
-            ConnectionAbortedError: the tunnel broke; the words say how.
+            ConnectionAbortedError: the tunnel broke; the message has the reason.
         """
         try:
             return super().sendmsg(*args)
         except ConnectionError as e:
-            if self._fate.reason:
-                raise ConnectionAbortedError(self._fate.reason) from e
+            if self._end_reason.reason:
+                raise ConnectionAbortedError(self._end_reason.reason) from e
             raise
 
     def close(self) -> None:
-        """Close it, and see that what was sent leaves this process."""
-        with contextlib.suppress(OSError):  # not connected any more
-            self.shutdown(socket.SHUT_RDWR)  # also where a forked process holds a copy
+        """Close the socket, and wait at most `LINGER_S` until the sent bytes have left this process."""
+        with contextlib.suppress(OSError):  # the socket is not connected any more
+            self.shutdown(socket.SHUT_RDWR)  # ends the connection even if a forked process has a copy of the socket
         super().close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(LINGER_S)
 
 
 class _Tunnel:
-    """One end, in the event loop that made it."""
+    """One end of a tunnel. It belongs to the event loop that created it."""
 
     def __init__(self, access: Access, key: str) -> None:
         self._access = access
         self._tenant: str | None = None
         self._key = bytes.fromhex(key)
         self._client = NatsClient()
-        self._fate = _Fate()
+        self._end_reason = _EndReason()
         self._last_error = ""
         self._ends: float | None = None
         self._to = ""
@@ -139,12 +143,12 @@ class _Tunnel:
         self._wake_down = asyncio.Event()
         self._heard = False
         self._silent_beats = 0
-        # what goes out
+        # the outgoing direction
         self._sent_chunks = 0
         self._sent_bytes = 0
         self._their_window = 0
         self._may_send = 0
-        # what comes in
+        # the incoming direction
         self._got_chunks = 0
         self._got_bytes = 0
         self._passed_on = 0
@@ -153,15 +157,15 @@ class _Tunnel:
         self.inbox = ""
 
     async def connect(self, timeout: float, under: str = "") -> None:
-        """Connect to NATS and listen on an inbox of this tunnel's own.
+        """Connect to NATS and subscribe to a new inbox for this tunnel.
 
         Args:
             timeout: seconds.
-            under: where that inbox has to be; without, where our credentials have theirs.
+            under: prefix of the inbox; empty: use the inbox prefix of this process's credentials.
 
         Raises:
             ChannelError: no server answers.
-            CredentialsError: there are no credentials to show.
+            CredentialsError: the credentials cannot be read.
         """
         held = None if self._access.credentials is None else self._access.credentials()
         self._tenant = None if held is None else held.tenant
@@ -171,12 +175,12 @@ class _Tunnel:
                 await self._client.connect(
                     [server.strip() for server in self._access.url.split(",")],
                     name="wooly-tunnel",
-                    allow_reconnect=False,  # what was under way is lost: the stream could not go on
+                    allow_reconnect=False,  # a reconnect loses messages in flight, so the stream cannot continue
                     connect_timeout=max(1, int(timeout)),
                     max_reconnect_attempts=1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # it sleeps so long; annotated int
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # the client sleeps this many seconds; annotated int
                     pending_size=4
-                    * WINDOW,  # never reached; nats-py would wait, and give up, in the middle of a publish
+                    * WINDOW,  # never reached; at this limit, nats-py would block and then fail inside a publish
                     error_cb=self._on_error,
                     closed_cb=self._on_closed,
                     **options(held, self._access.tls()),
@@ -191,15 +195,17 @@ class _Tunnel:
             await self._disconnect(CLOSE_S)
             if isinstance(e, ssl.SSLCertVerificationError):
                 raise ChannelTlsError(
-                    f"NATS at {self._access} has a certificate that is not trusted: {e.verify_message}"
+                    f"the certificate of NATS at {self._access} is not trusted: {e.verify_message}"
                 ) from e
-            raise ChannelClosedError(f"no NATS server for the tunnel at {self._access}: {self._last_error or e}") from e
+            raise ChannelClosedError(
+                f"cannot connect to NATS at {self._access} for the tunnel: {self._last_error or e}"
+            ) from e
 
     async def ask(self, rpc: OpenTunnel, request: OpenTunnelRequest, timeout: float) -> OpenTunnelReply:
-        """Ask for the other end.
+        """Ask the executor to open its end of the tunnel.
 
         Raises:
-            BusError: nobody answers, or refuses.
+            BusError: the executor does not answer, or refuses.
         """
         data, headers = encode(request)
         subject = rpc.subject if self._tenant is None else rpc.for_tenant(self._tenant)
@@ -208,7 +214,7 @@ class _Tunnel:
         return decode_reply(answer.data, answer.headers, rpc.reply)
 
     def join(self, inbox: str, window: int, thread: threading.Thread | None = None) -> TunnelSocket:
-        """Bind to the other end. Returns the near socket; nothing moves before `run`."""
+        """Connect to the other end. Returns the near socket; no bytes move before `run`."""
         self._to = inbox
         self._may_send = self._their_window = min(window, WINDOW)
         near, far = socket.socketpair()
@@ -216,11 +222,14 @@ class _Tunnel:
             tune(sock, SOCKET_BUFFER)
         far.setblocking(False)
         self._far = far
-        return TunnelSocket(near.detach(), self._fate, thread)
+        return TunnelSocket(near.detach(), self._end_reason, thread)
 
     async def run(self) -> str:
-        """Pump until either side ends it or it breaks. Returns why it broke, or nothing."""
-        tasks = [start_errand(part(), "a tunnel") for part in (self._up, self._down, self._beat)]
+        """Copy bytes until one end closes the tunnel or the tunnel breaks.
+
+        Returns the reason; empty if the tunnel ended normally.
+        """
+        tasks = [start_errand(part(), "a tunnel") for part in (self._send_loop, self._receive_loop, self._beat_loop)]
         for task in tasks:
             task.add_done_callback(self._on_part_done)
         try:
@@ -229,51 +238,53 @@ class _Tunnel:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._see_off()
+            await self._flush()
             await self.abandon()
-        return self._fate.reason
+        return self._end_reason.reason
 
     def _on_part_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (fault := task.exception()) is not None:
-            self._fate.reason = f"the tunnel broke: {type(fault).__name__}: {fault}"
+            self._end_reason.reason = f"the tunnel broke: {type(fault).__name__}: {fault}"
             self._over.set()
 
-    async def _see_off(self) -> None:
-        """Wait until the server has all that was said: closing at once could reset the connection and lose the end of it."""
+    async def _flush(self) -> None:
+        """Wait until the server has all messages: an immediate close could reset the connection and lose the last ones."""
         with contextlib.suppress(OSError, nats.errors.Error, TimeoutError):
             if self._client.is_connected and not self._peer_ended:
                 async with asyncio.timeout(LINGER_S):
                     await settled(self._client)
 
     async def abandon(self) -> None:
-        """Give back everything that is held."""
+        """Close the far socket and the NATS connection, and drop waiting data."""
         if self._far is not None:
             self._far.close()
         self._waiting.clear()
         await self._disconnect()
 
     async def _disconnect(self, timeout: float = LINGER_S) -> None:
-        # An assertion of nats-py says that there is nothing to close yet; a server that is frozen takes in nothing more.
+        # nats-py raises AssertionError if there is no connection yet; the timeout is for a server that is frozen.
         with contextlib.suppress(OSError, nats.errors.Error, AssertionError, TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._client.close()
 
     async def end(self, reason: str) -> None:
-        """End it here and tell the other side."""
+        """End the tunnel and send the reason to the other end."""
         if self._over.is_set():
             return
-        self._fate.reason = self._fate.reason or reason
+        self._end_reason.reason = self._end_reason.reason or reason
         self._over.set()
         if self._to and not self._peer_ended:
             with contextlib.suppress(OSError, nats.errors.Error):
-                await self._say(END, self._sent_chunks, reason.encode()[:_REASON_LIMIT])
+                await self._publish(END, self._sent_chunks, reason.encode()[:_REASON_LIMIT])
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    async def _say(self, kind: int, number: int, data: bytes | bytearray | memoryview = b"", reply: str = "") -> None:
+    async def _publish(
+        self, kind: int, number: int, data: bytes | bytearray | memoryview = b"", reply: str = ""
+    ) -> None:
         await self._client.publish(self._to, HEAD.pack(self._key, kind, number) + data, reply)
 
-    async def _up(self) -> None:
+    async def _send_loop(self) -> None:
         loop, far = asyncio.get_running_loop(), self._far
         assert far is not None
         chunk = max(1, min(CHUNK, self._client.max_payload - HEAD.size))
@@ -289,38 +300,41 @@ class _Tunnel:
                     await self.end("")
                     return
                 if self._peer_ended:
-                    continue  # nobody is left to read it; taken so that our writer comes to read what is left for it
+                    # the other end reads no more; drop the bytes, so that our writer is not blocked and reads what it has
+                    # received
+                    continue
                 self._sent_chunks += 1
                 self._sent_bytes += n
-                await self._say(DATA, self._sent_chunks, view[:n])
-                await asyncio.sleep(0)  # let it leave: neither call above waits while there is work
+                await self._publish(DATA, self._sent_chunks, view[:n])
+                await asyncio.sleep(0)  # let the message leave: the calls above do not yield while there is data
         except ConnectionResetError:
-            await self.end("")  # our side closed its socket without having read all that was there
+            await self.end("")  # this side closed its socket with unread data
         except (OSError, nats.errors.Error) as e:
             await self.end(f"the tunnel broke: {e}")
 
-    async def _beat(self) -> None:
-        # Beats are counted, not seconds: if this process was stopped, the other end has not been silent.
+    async def _beat_loop(self) -> None:
+        # Count beats, not seconds: while this process was stopped, the other end was not silent.
         while not self._peer_ended:
             if self._silent_beats > SILENT_BEATS:
                 await self.end(f"the other end of the tunnel has been silent for {SILENT_BEATS * BEAT_S:g} s")
                 return
             self._silent_beats += 1
-            with contextlib.suppress(OSError, nats.errors.Error):  # `closed_cb` tells
-                await self._say(BEAT, self._sent_chunks, reply=self.inbox)
+            with contextlib.suppress(OSError, nats.errors.Error):  # `closed_cb` reports it
+                await self._publish(BEAT, self._sent_chunks, reply=self.inbox)
             await asyncio.sleep(BEAT_S)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
     async def _on_message(self, message: Msg) -> None:
-        """Never waits: beats and credit must not queue behind data that nobody takes."""
+        """Handle a message without waiting: BEAT and CREDIT must not queue behind data that the near side does not read."""
         data = message.data
         if self._over.is_set() or self._peer_ended:
             return
         if len(data) < HEAD.size or data[:8] != self._key:
-            # The server's own answer to a beat that nobody listens to. Before the other end was heard once, it may be early.
+            # The server answers a beat that has no subscriber. Before the first message of the other end, its subscription may be
+            # missing because it is still being made.
             if not data and message.headers and message.headers.get("Status") == _NO_RESPONDERS and self._heard:
-                await self.end("the other end of the tunnel is gone")
+                await self.end("the other end closed its NATS connection without ending the tunnel")
             return
         self._heard, self._silent_beats = True, 0
         _, kind, number = HEAD.unpack_from(data)
@@ -328,44 +342,48 @@ class _Tunnel:
             await self._take(number, data)
         elif kind == CREDIT:
             if not self._may_send - self._their_window <= number <= self._sent_bytes:
-                await self.end("the other end of the tunnel broke its rules: credit for what was never sent")
+                await self.end(
+                    f"the other end of the tunnel violated the protocol: credit for {number} bytes, sent {self._sent_bytes}"
+                )
                 return
             self._may_send = number + self._their_window
             self._wake_up.set()
         elif kind in (BEAT, END):
             if number != self._got_chunks:
-                await self.end(f"the tunnel lost data: {number} messages were sent, {self._got_chunks} came")
+                await self.end(f"the tunnel lost data: {number} messages were sent, {self._got_chunks} were received")
                 return
             if kind == END:
-                self._fate.reason = data[HEAD.size : HEAD.size + _REASON_LIMIT].decode(errors="replace")
+                self._end_reason.reason = data[HEAD.size : HEAD.size + _REASON_LIMIT].decode(errors="replace")
                 self._peer_ended = True
                 self._wake_up.set()
                 self._wake_down.set()
         else:
-            await self.end(f"the other end of the tunnel broke its rules: message of kind {kind}")
+            await self.end(f"the other end of the tunnel violated the protocol: unknown message kind {kind}")
 
     async def _take(self, number: int, data: bytes) -> None:
         if number != self._got_chunks + 1:
-            await self.end(f"the tunnel lost data: message {number} came where {self._got_chunks + 1} was due")
+            await self.end(
+                f"the tunnel lost data: received message {number}, but expected message {self._got_chunks + 1}"
+            )
             return
         size = len(data) - HEAD.size
         self._got_chunks = number
         self._got_bytes += size
         if not size or self._got_bytes - self._passed_on > WINDOW:
-            await self.end(
-                f"the other end of the tunnel broke its rules: {size} bytes where it had no leave to send them"
-            )
+            await self.end(f"the other end of the tunnel violated the protocol: it sent {size} bytes without credit")
             return
         last = self._waiting[-1] if self._waiting else None
         if size > _SMALL:
             self._waiting.append(memoryview(data)[HEAD.size :])
         elif isinstance(last, bytearray) and len(last) < CHUNK:
-            last += data[HEAD.size :]  # many little ones must not take more memory than the window
+            last += data[
+                HEAD.size :
+            ]  # join small messages, so that their objects do not take more memory than the window
         else:
             self._waiting.append(bytearray(data[HEAD.size :]))
         self._wake_down.set()
 
-    async def _down(self) -> None:
+    async def _receive_loop(self) -> None:
         loop, far = asyncio.get_running_loop(), self._far
         assert far is not None
         told = 0
@@ -377,7 +395,7 @@ class _Tunnel:
                     self._passed_on += len(data)
                     if self._passed_on - told >= WINDOW // 4 and not self._peer_ended:
                         told = self._passed_on
-                        await self._say(CREDIT, told)
+                        await self._publish(CREDIT, told)
                 if self._peer_ended:
                     self._over.set()
                     return
@@ -386,25 +404,27 @@ class _Tunnel:
         except nats.errors.Error as e:
             await self.end(f"the tunnel broke: {e}")
         except OSError:
-            await self.end("")  # our side closed its socket with data on the way to it
+            await self.end("")  # this side closed its socket before it received all data
 
-    # -- what NATS says ----------------------------------------------------------------------------------------------
+    # -- callbacks of NATS -------------------------------------------------------------------------------------------
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = what = str(error) or type(error).__name__
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {self._access} failed: {what}{self._cure()}")
+            await self.end(
+                f"the tunnel broke: the connection to NATS at {self._access} failed: {what}{self._expiry_hint()}"
+            )
 
     async def _on_closed(self) -> None:
         if self._to:
-            await self.end(f"the tunnel broke: the connection to NATS at {self._access} is gone{self._cure()}")
+            await self.end(f"the tunnel broke: the connection to NATS at {self._access} is closed{self._expiry_hint()}")
 
-    def _cure(self) -> str:
+    def _expiry_hint(self) -> str:
         if self._ends is None or time.time() < self._ends - 1:
             return ""
         return (
-            "; its credentials have ended, and a tunnel cannot be moved to others: begin again, or have the router give sessions "
-            "longer ones (WOOLY_ROUTER_SESSION_CREDENTIALS_S)"
+            "; its credentials have expired, and a tunnel cannot renew them: open a new session, or let the router issue "
+            "credentials with a longer lifetime (WOOLY_ROUTER_SESSION_CREDENTIALS_S)"
         )
 
 
@@ -412,14 +432,19 @@ class _Tunnel:
 
 
 def open_tunnel(there: str | Access, rpc: OpenTunnel, *, timeout: float = OPEN_TIMEOUT_S) -> TunnelSocket:
-    """A connected stream socket whose other end is at the executor that serves `rpc` on the NATS server there.
+    """Open a tunnel to an executor, and return a connected stream socket.
 
-    One daemon thread pumps it, and ends when the socket is closed or the tunnel breaks.
+    One daemon thread copies the bytes. It ends when the socket is closed or the tunnel breaks.
+
+    Args:
+        there: URL of the NATS server, or the access to it.
+        rpc: the request that the executor serves.
+        timeout: seconds.
 
     Raises:
-        ChannelClosedError: no NATS server answers, or nobody serves the subject.
+        ChannelClosedError: no NATS server answers, or no executor serves the subject.
         ChannelTimeoutError: no answer within `timeout` seconds.
-        ChannelError: the other side refuses.
+        ChannelError: the executor refuses the tunnel.
     """
     opened: concurrent.futures.Future[TunnelSocket] = concurrent.futures.Future()
     thread = start_thread(lambda: asyncio.run(_client_end(Access.of(there), rpc, timeout, opened)), "wooly-tunnel")
@@ -456,20 +481,24 @@ async def _client_end(
 
 def _channel_error(error: BusError, subject: str, timeout: float) -> ChannelError:
     if isinstance(error, BusTimeoutError):
-        return ChannelTimeoutError(f"no answer from the tunnel's other end ({subject}) within {timeout:g} s")
+        return ChannelTimeoutError(f"cannot open a tunnel to {subject}: no answer within {timeout:g} s")
     if isinstance(error, RefusedError):
-        return ChannelError(f"the tunnel is refused: {error}")
-    return ChannelClosedError(f"no tunnel to {subject}: {error}")
+        return ChannelError(f"the executor refused the tunnel: {error}")
+    return ChannelClosedError(f"cannot open a tunnel to {subject}: {error}")
 
 
 # -- the executor ----------------------------------------------------------------------------------------------------
 
 
 def tunnel_endpoint(url: str, executor_id: str) -> Endpoint:
-    """Where the tunnels of an executor begin that is on the NATS server at `url` (the first, if it names several).
+    """The endpoint for tunnels to an executor.
+
+    Args:
+        url: URLs of NATS servers, separated by commas; the endpoint has the first one.
+        executor_id: the executor.
 
     Raises:
-        EndpointError: that is no such URL.
+        EndpointError: the first URL is not the URL of a NATS server.
     """
     first = url.split(",")[0].strip()
     parts = urlsplit(first if "://" in first else f"nats://{first}")
@@ -484,9 +513,10 @@ class TunnelListener:
     """The executor's end of all tunnels, in the event loop of its control side.
 
     Args:
-        there: NATS.
-        deliver: gets the near socket of every new tunnel, a name for its peer, and one that all tunnels of a tenant share.
-        limits: of tunnels.
+        there: URL of the NATS server, or the access to it.
+        deliver: called with the near socket of each new tunnel, a name for its peer, and the name of the group of all tunnels
+            of the tenant.
+        limits: limits on the number of tunnels.
     """
 
     def __init__(
@@ -507,21 +537,24 @@ class TunnelListener:
         return len(self._tunnels)
 
     async def on_open_tenants_tunnel(self, request: OpenTunnelRequest, tenant: str) -> OpenTunnelReply:
-        """Handle the request of a tenant's client: both inboxes are such as only that one user may use.
+        """Open a tunnel for a tenant's client. Only the credentials of that client may use the two inboxes.
 
         Raises:
-            RefusedError: see `on_open_tunnel`; or the inbox is another tenant's.
+            RefusedError: see `on_open_tunnel`; or the inbox belongs to another tenant.
         """
         if not subjects.is_inbox_of(request.inbox, tenant):
-            raise RefusedError("channel.inbox", "the tunnel would go to an inbox that is not the tenant's")
+            raise RefusedError(
+                "channel.inbox",
+                f"the inbox of the tunnel does not belong to tenant {tenant}; use an inbox of your credentials",
+            )
         under = subjects.tunnel_inbox(request.inbox)
         return await self._open(request, under, tenant, session=under.rpartition(".")[2])
 
     async def on_open_tunnel(self, request: OpenTunnelRequest) -> OpenTunnelReply:
-        """Handle a client's request.
+        """Open a tunnel for a client.
 
         Raises:
-            RefusedError: there are too many tunnels, or NATS does not let us in.
+            RefusedError: a limit on tunnels is reached, or the connection to NATS failed.
         """
         return await self._open(request)
 
@@ -549,7 +582,7 @@ class TunnelListener:
             log.warning("tunnel %s: %s", peer, reason)
 
     async def aclose(self) -> None:
-        """End all tunnels."""
+        """End all tunnels, and wait until they have ended."""
         serving = list(self._tunnels.items())
         for tunnel, _ in serving:
             await tunnel.end("the executor is stopping")

@@ -1,4 +1,4 @@
-"""Who may open one more tunnel: limits in all, per tenant and per session, so that no tenant shuts the others out."""
+"""Limits on open tunnels: in total, per tenant and per session, so that one tenant cannot block the others."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 
 from wooly_bus.errors import RefusedError
 
-#: Of the places for tunnels, one in so many is kept for tenants that have no tunnel yet: no tenant takes the last places.
+#: 1 / KEPT_PART of all places is reserved for tenants without a tunnel, so that one tenant cannot take the last places.
 KEPT_PART = 4
 
 
 @dataclass(frozen=True, slots=True)
 class TunnelLimits:
-    """How many tunnels there may be at a time.
+    """Limits on tunnels that are open at the same time.
 
     Attributes:
-        total: in all.
-        per_tenant: of one tenant. Where NATS knows no tenants, only `total` holds.
-        per_session: of one session's credentials. A session needs one, and another for a moment when a first attempt failed.
+        total: all tunnels of this executor.
+        per_tenant: tunnels of one tenant. If NATS has no tenants, only `total` applies.
+        per_session: tunnels of one session's credentials. A session needs one tunnel, and briefly a second one if it retries.
     """
 
     total: int = 64
@@ -29,7 +29,11 @@ class TunnelLimits:
 
 
 class TunnelPlaces:
-    """Who has how many tunnels, those included that are being opened."""
+    """Counts tunnels per tenant and session, including tunnels that are being opened.
+
+    Attributes:
+        taken: number of all tunnels.
+    """
 
     def __init__(self, limits: TunnelLimits) -> None:
         self._limits = limits
@@ -39,10 +43,14 @@ class TunnelPlaces:
 
     @contextlib.contextmanager
     def take(self, tenant: str, session: str) -> Iterator[contextlib.ExitStack]:
-        """A place, given back with the block unless somebody keeps the stack (`pop_all`). Both names are empty where not known.
+        """Take a place for a tunnel. The end of the block frees it, unless the caller keeps the stack (`pop_all`).
+
+        Args:
+            tenant: name of the tenant; empty if unknown.
+            session: name of the session's credentials; empty if unknown.
 
         Raises:
-            RefusedError: there is none; the message says which limit, how many there are, and what to do.
+            RefusedError: a limit is reached. The message names the limit, the number of tunnels and the remedy.
         """
         why = self._refusal(tenant, session)
         if why:
@@ -61,23 +69,24 @@ class TunnelPlaces:
             own, kept = self._of_tenants[tenant], limits.total // KEPT_PART
             if self._of_sessions[session] >= limits.per_session:
                 return (
-                    f"session {session} has {self._of_sessions[session]} tunnels here, and {limits.per_session} is the limit "
-                    "for one session; close one of them, or open another session"
+                    f"session {session} has {self._of_sessions[session]} open tunnels on this executor; the limit for one "
+                    f"session is {limits.per_session}; close one of them, or open another session"
                 )
             if own >= limits.per_tenant:
                 return (
-                    f"tenant {tenant} has {own} tunnels here, and {limits.per_tenant} is the limit for one tenant "
-                    "(WOOLY_EXECUTOR_TUNNELS_PER_TENANT); end sessions that use a tunnel, or reach the executor directly"
+                    f"tenant {tenant} has {own} open tunnels on this executor; the limit for one tenant is {limits.per_tenant} "
+                    "(WOOLY_EXECUTOR_TUNNELS_PER_TENANT); end sessions that use a tunnel, or connect without a tunnel"
                 )
             if own and limits.total - self.taken <= kept:
                 return (
-                    f"{self.taken} of {limits.total} tunnels are open here (WOOLY_EXECUTOR_TUNNELS), and the last {kept} places "
-                    f"are kept for tenants without any; tenant {tenant} has {own}: end a session that uses one, or try later"
+                    f"{self.taken} of {limits.total} tunnels (WOOLY_EXECUTOR_TUNNELS) are open on this executor; the last "
+                    f"{kept} are reserved for tenants without a tunnel, and tenant {tenant} has {own}; end a session that uses "
+                    "a tunnel, or try again later"
                 )
         if self.taken >= limits.total:
             return (
-                f"{self.taken} tunnels are open here, and {limits.total} is the limit (WOOLY_EXECUTOR_TUNNELS); "
-                "try again later, or reach the executor directly"
+                f"{self.taken} tunnels are open on this executor; the limit is {limits.total} (WOOLY_EXECUTOR_TUNNELS); "
+                "try again later, or connect without a tunnel"
             )
         return ""
 

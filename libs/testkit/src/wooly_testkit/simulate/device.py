@@ -1,4 +1,4 @@
-"""One device in virtual time: it runs launches one after another, and reports each done when it ends."""
+"""A simulated device: it runs launches one after another in virtual time, and reports the end of each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,24 @@ from wooly_dispatch.metrics import Metrics
 from wooly_testkit.simulate.policies import POLICIES, Wooly
 from wooly_testkit.simulate.workload import Tenant
 
+#: Length of an epoch.
 EPOCH_NS = 100_000_000
+#: Number of recent responses that determine the slowdown.
 _RECENT = 256
+#: A saturating tenant keeps this many windows of programs queued, so that some are always waiting.
 _AHEAD = 3
-"""Windows full of programs that a saturating tenant keeps queued, so that it always has some that are not in flight."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one tenant got. `responses` and `alone` are ns, one of each for every finished program of a tenant with arrivals."""
+    """The result of one tenant.
+
+    Attributes:
+        run_ns: device time.
+        programs: number of finished programs.
+        responses: response time of each finished program in ns; empty for a saturating tenant.
+        alone: response time of each finished program, in ns, if the tenant had the device alone.
+    """
 
     run_ns: int = 0
     programs: int = 0
@@ -41,7 +50,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class DeviceResult:
-    """What one simulated device did in `wall_ns`."""
+    """The result of one simulated device after `wall_ns`."""
 
     wall_ns: int
     run_ns: int
@@ -72,16 +81,18 @@ class _Running:
         self.outcome = Outcome()
         self.durations = tenant.durations(seed)
         self.pauses = tenant.pauses(seed)
-        self.programs: dict[int, tuple[int, int]] = {}  # not done: real time in permille of the profile's, submitted at
+        self.programs: dict[
+            int, tuple[int, int]
+        ] = {}  # unfinished programs: duration in permille of the profile, time of submission
         self.next = 1
         self.ends = list(accumulate(tenant.profile.kernels))
         self.kernels = tuple(max(k // tenant.understated, 1) for k in tenant.profile.kernels)
-        self.alone_free = 0  # when the device would be free if it were this tenant's own
-        self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # response, and what it would be alone
+        self.alone_free = 0  # time at which the device would be free if this tenant had it alone
+        self.recent: deque[tuple[int, int]] = deque(maxlen=_RECENT)  # response time, and response time alone
 
 
 def quantile(values: Sequence[int], permille: int) -> int:
-    """The value below which `permille` of them lie; 0 of none."""
+    """The quantile of the values; 0 if there are no values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) * permille // 1000, len(ordered) - 1)] if ordered else 0
 
@@ -90,12 +101,12 @@ class SimulatedDevice:
     """One device under one policy.
 
     Args:
-        tenants: Who shares it.
-        policy: A name in `POLICIES`.
-        seed: Names the streams of arrivals and noise.
-        config: Constants of the rule; `latency_ns` also is what the device takes from a decision to the start.
-        audit: Check every law and keep metrics (of the core only); several times slower.
-        adapt: Report epochs, so that windows follow the slowdown of P0.
+        tenants: tenants that share the device.
+        policy: a name in `POLICIES`.
+        seed: seed of the random streams of arrivals and noise.
+        config: constants of the dispatch rule; `latency_ns` is also the time from a decision to the start on the device.
+        audit: check all invariants and keep metrics (for the core only); several times slower.
+        adapt: report epochs, so that windows follow the slowdown of P0.
     """
 
     def __init__(
@@ -116,7 +127,7 @@ class SimulatedDevice:
             self.auditor, self.metrics = Auditor(raises=False), Metrics()
             self.state = self.dispatcher.state
         self.running = {tenant.id: _Running(tenant, seed) for tenant in tenants}
-        self.pending: deque[tuple[int, LaunchDecision, int, _Running]] = deque()  # end, launch, time taken, whose
+        self.pending: deque[tuple[int, LaunchDecision, int, _Running]] = deque()  # end, launch, duration, tenant
         self.arrivals: list[tuple[int, str, Iterator[int]]] = []
         self.free = self.run_ns = self.launches = 0
 
@@ -166,7 +177,7 @@ class SimulatedDevice:
         for name, running in self.running.items():
             times = running.tenant.arrivals(self.seed)
             if running.tenant.think_ns:
-                times = iter([next(running.pauses)])  # the next is known when this one is answered
+                times = iter([next(running.pauses)])  # the next arrival is known after the answer
             if not running.tenant.saturating:
                 yield name, times
 
@@ -213,7 +224,7 @@ class SimulatedDevice:
                 self.pending.append((self.free, launch, took, running))
 
     def _slowdown(self) -> int:
-        """The worst P0 tenant's recent p99 over its p99 alone, in permille; 0 while too few were measured."""
+        """The worst slowdown of a P0 tenant: recent p99 over its p99 alone, in permille; 0 before 20 responses."""
         worst = 0
         for running in self.running.values():
             if running.tenant.policy.priority == 0 and len(running.recent) >= 20:

@@ -1,6 +1,7 @@
-"""Who runs next, in five ways behind one method: `step(event)` answers with the launches to make.
+"""Five dispatch policies with one interface: `step(event)` returns the launches to make.
 
-The others than the core know what they need of its events: sessions, programs, done. All see the same estimates.
+The baseline policies use only some events of the core: opened sessions, submitted programs, ended launches. All policies get the
+same estimates.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from wooly_dispatch.state import DispatchState
 
 
 class Dispatcher(Protocol):
-    """What the simulated device asks."""
+    """The interface of a policy."""
 
     def step(self, event: Event) -> list[Decision]:
-        """Take an event in; the decisions on it."""
+        """Process an event, and return the decisions."""
         ...
 
 
@@ -46,7 +47,7 @@ class _Queued:
 
 
 class _Baseline:
-    """Books that the simple policies share. Subclasses choose in `_fill`."""
+    """State of the baseline policies. Subclasses choose the launches in `_fill`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -71,13 +72,13 @@ class _Baseline:
         return decisions
 
     def _arrived(self, queued: _Queued) -> None:
-        """A program joined its session's queue."""
+        """Called after a program was added to the queue of its session."""
 
     def _fill(self, decisions: list[Decision]) -> None:
         raise NotImplementedError
 
     def _launch(self, program: _Queued, longest: int) -> LaunchDecision:
-        """Launch the program's next piece of at most `longest` ns, or one kernel."""
+        """Launch the next kernels of a program for at most `longest` ns, but at least one kernel."""
         first = program.next
         done = program.ends[first - 1] if first else 0
         last = bisect_right(program.ends, done + longest, first + 1)
@@ -93,7 +94,7 @@ class _Baseline:
 
 
 class Fifo(_Baseline):
-    """Programs in the order in which they came, whoever sent them; 4 ms in flight."""
+    """First in, first out over all sessions, with 4 ms in flight."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -111,7 +112,7 @@ class Fifo(_Baseline):
 
 
 class RoundRobin(_Baseline):
-    """One program of each session in turn."""
+    """One program of each session in turn, with 4 ms in flight."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -137,13 +138,13 @@ class RoundRobin(_Baseline):
 
 
 class TimeSlicing(_Baseline):
-    """2 ms of one session alone, then the next that has work: what a GPU does with several processes."""
+    """2 ms of one session, then the next session with work, as a GPU does for several processes."""
 
     slice_ns = 2_000_000
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.turn: deque[str] = deque()  # sessions with work, but for the one whose slice it is
+        self.turn: deque[str] = deque()  # sessions with work, except the current one
         self.current: str | None = None
         self.left = 0
 
@@ -159,7 +160,7 @@ class TimeSlicing(_Baseline):
                 decisions.append(launch)
                 continue
             if self.flights:
-                return  # the slice ends when what was launched in it is done
+                return  # the slice ends when its launches have ended
             if self.current is not None and self.queues[self.current]:
                 self.turn.append(self.current)
             self.current = self.turn.popleft() if self.turn else None
@@ -169,7 +170,7 @@ class TimeSlicing(_Baseline):
 
 
 class CountWindows(_Baseline):
-    """Strict classes, round robin inside, and a window of eight launches of one kernel each."""
+    """Strict priority of classes, round robin inside a class, and a window of eight launches with one kernel each."""
 
     launches_in_flight = 8
 

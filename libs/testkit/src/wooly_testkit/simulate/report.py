@@ -1,4 +1,4 @@
-"""Rows as a table for people and as a plot (SVG, which every browser shows)."""
+"""Prints rows as a table, and draws them as a plot (SVG)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BAR, _GAP, _LEFT, _WIDTH = 12, 10, 260, 420
 
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
-    """All rows, one column for each name."""
+    """Print all rows, with one column per name."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     table = Table(title=title)
     for column in columns:
@@ -25,7 +25,10 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def plot(rows: list[dict[str, Any]], labels: tuple[str, ...], value: str, path: Path) -> None:
-    """Horizontal bars of `value`, grouped by `labels` (names of columns), one colour for each policy; logarithmic if wide."""
+    """Draw horizontal bars of `value`, grouped by `labels` (names of columns), with one colour per policy.
+
+    If the largest value is above 20, the scale is logarithmic.
+    """
     found = [row for row in rows if row.get(value)]
     groups = list(dict.fromkeys(" / ".join(str(row[name]) for name in labels) for row in found))
     policies = list(dict.fromkeys(row["policy"] for row in found))

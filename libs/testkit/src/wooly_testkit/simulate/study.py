@@ -1,7 +1,7 @@
-"""What is asked of the simulator: every pair of models on one device, shares of two tenants, and whole clusters.
+"""The studies of the simulator: pairs of models on one device, shares of two tenants, given tenants, and whole clusters.
 
-Rows are plain dicts of names, integers (permille, ns) and ratios rounded for reading. A device's outcome depends on the seed and
-its own number alone: how many processes share the work changes nothing.
+Rows are plain dicts with names, integers (permille, ns) and rounded ratios. The result of a device depends only on the seed and
+its number, not on the number of processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What all studies take."""
+    """Options of all studies."""
 
     seconds: float = 10.0
     seed: int = 0
@@ -45,7 +45,7 @@ def _spread(jobs: Iterable[J], work: Callable[[J], R], processes: int) -> list[R
         return list(pool.map(work, jobs))
 
 
-# -- one P0 beside one that saturates ----------------------------------------------------------------------------------
+# -- one P0 beside saturating tenants ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,10 @@ class _Pair:
 
 
 def pairs(profiles: list[Profile], options: Options, background: int = 1) -> list[Row]:
-    """Each inference model as a P0 request loop (it thinks as long as a request takes) beside `background` saturating P4 tenants.
+    """Run each inference model as a P0 tenant beside `background` saturating P4 tenants.
 
-    A row has p50 and p99 of the response over those alone, and `reclaimed`: the background's GPU time over what P0 left.
+    The P0 tenant sends one request at a time, and pauses as long as a request takes. A row has the p50 and p99 of its response
+    time, relative to the device without other tenants, and `reclaimed`: GPU time of the background over the time that P0 left.
     """
     fronts = [p for p in profiles if is_inference(p)]
     jobs = [_Pair(f, b, background, options, policy) for policy in options.policies for f in fronts for b in profiles]
@@ -106,11 +107,11 @@ def _audited(result: DeviceResult, device: SimulatedDevice) -> Row:
     }
 
 
-# -- two that both saturate --------------------------------------------------------------------------------------------
+# -- two saturating tenants --------------------------------------------------------------------------------------------
 
 
 def shares(profiles: list[Profile], options: Options, weights: tuple[int, int] = (1, 1)) -> list[Row]:
-    """Each two models as saturating P2 tenants of these weights; `share_error`: how far the first's share is from what is due."""
+    """Run each two models as saturating P2 tenants with these weights. `share_error` is the error of the first tenant's share."""
     found = [(a, b) for n, a in enumerate(profiles) for b in profiles[n:]]
     jobs = [(a, b, weights, options, policy) for policy in options.policies for a, b in found]
     return _spread(jobs, _shares, options.processes)
@@ -135,11 +136,11 @@ def _shares(job: tuple[Profile, Profile, tuple[int, int], Options, str]) -> Row:
     return row | _audited(result, device)
 
 
-# -- tenants of one's own ----------------------------------------------------------------------------------------------
+# -- given tenants -----------------------------------------------------------------------------------------------------
 
 
 def device(tenants: list[Tenant], options: Options) -> list[Row]:
-    """These tenants on one device; one row per policy and tenant, responses over those alone."""
+    """Run these tenants on one device. There is one row per policy and tenant; responses are relative to the tenant alone."""
     rows = []
     for policy in options.policies:
         simulated = SimulatedDevice(tenants, policy, f"{options.seed}", options.config, options.audit)
@@ -163,9 +164,10 @@ def device(tenants: list[Tenant], options: Options) -> list[Row]:
 
 
 def cluster(profiles: list[Profile], options: Options, gpus: int, tenants: int, load_permille: int) -> list[Row]:
-    """`tenants` of mixed classes spread evenly over `gpus`, asking for `load_permille` of them; one row per policy and class.
+    """Run `tenants` tenants of mixed classes on `gpus` devices, with a total load of `load_permille`. One row per policy and
+    class.
 
-    A request's slowdown is its response over what it would be alone on the device.
+    The slowdown of a request is its response time, relative to the tenant alone on the device.
     """
     rows = []
     for policy in options.policies:

@@ -1,4 +1,4 @@
-"""What tenants run: kernel sequences from a profile file or made up, and when they ask for it."""
+"""Workloads of tenants: kernel sequences (from a profile file, or synthetic) and arrival times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wooly_dispatch.events import Policy
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The kernels of one request or training step, each with its time in ns."""
+    """The kernel durations of one request or training step, in ns."""
 
     name: str
     kernels: tuple[int, ...]
@@ -32,12 +32,15 @@ class Tenant:
     """One tenant of a simulated device.
 
     Attributes:
-        interval_ns: Mean time between requests (Poisson). Without this, `think_ns` or `trace` it saturates: there always are more
-            programs queued than a window holds.
-        think_ns: Instead: mean pause (exponential) from an answer to the next request, one request at a time.
-        trace: Instead: arrival times in ns.
-        noise_permille: A program's kernels take up to this much more or less than estimated (uniform, one draw for each program).
-        understated: By which factor its estimates are too low.
+        id: name of the tenant.
+        policy: policy of its session.
+        profile: kernels of each program.
+        interval_ns: mean time between requests (Poisson). Without `interval_ns`, `think_ns` and `trace`, the tenant saturates the
+            device: more programs are always queued than a window holds.
+        think_ns: alternative to `interval_ns`: mean pause (exponential) from an answer to the next request, one at a time.
+        trace: alternative to `interval_ns`: arrival times in ns.
+        noise_permille: largest deviation of the kernel durations from the estimate (uniform, one draw per program).
+        understated: factor by which the estimates of the tenant are too low.
     """
 
     id: str
@@ -54,7 +57,7 @@ class Tenant:
         return not (self.interval_ns or self.think_ns or self.trace)
 
     def arrivals(self, seed: str) -> Iterator[int]:
-        """When it asks, ascending; without end unless it has a trace."""
+        """Arrival times of requests in ns, ascending. Without end, unless the tenant has a trace."""
         yield from sorted(self.trace)
         if not self.interval_ns:
             return
@@ -65,27 +68,27 @@ class Tenant:
             yield at
 
     def pauses(self, seed: str) -> Iterator[int]:
-        """How long it thinks before each request."""
+        """Pauses before the requests, in ns."""
         stream = Random(f"{seed}/{self.id}/pauses")
         while True:
             yield int(stream.expovariate(1) * self.think_ns) + 1
 
     def durations(self, seed: str) -> Iterator[int]:
-        """For program 1, 2, 3, …: its real time over the profile's, in permille."""
+        """Actual duration of program 1, 2, 3, … relative to the profile, in permille."""
         stream = Random(f"{seed}/{self.id}/noise")
         while True:
             yield 1000 + (stream.randrange(-self.noise_permille, self.noise_permille + 1) if self.noise_permille else 0)
 
 
 def read_profiles(path: Path) -> list[Profile]:
-    """The models of a profile file (JSON, schema `profiles/1`): operators as [us, …].
+    """Read the models of a profile file (JSON, schema `profiles/1`), which lists each operator as [us, …].
 
     Raises:
-        ValueError: the file has another schema.
+        ValueError: the file has another schema or unit.
     """
     content = json.loads(path.read_text())
     if content.get("schema") != "profiles/1" or content.get("duration_unit") != "us":
-        raise ValueError(f"{path} is not of schema profiles/1 in us")
+        raise ValueError(f"{path} must have the schema profiles/1 and the duration_unit us")
     return [
         Profile(name, tuple(max(round(kernel[0] * 1000), 1) for kernel in model["seq"]))
         for name, model in content["models"].items()
@@ -93,13 +96,13 @@ def read_profiles(path: Path) -> list[Profile]:
 
 
 def read_tenants(path: Path, profiles: list[Profile]) -> list[Tenant]:
-    """Tenants of one device from a JSON list.
+    """Read the tenants of one device from a JSON list.
 
-    Each has `id`, `profile` (a name among `profiles`), fields of `Policy`, and how it asks: `trace` (ns), `interval_ns` or
-    `think_ns`; none of them: it saturates. `noise_permille` and `understated` are optional.
+    Each entry has `id`, `profile` (a name in `profiles`), fields of `Policy`, and at most one of `trace` (ns), `interval_ns` and
+    `think_ns`. Without these, the tenant saturates the device. `noise_permille` and `understated` are optional.
 
     Raises:
-        ValueError: an entry has other fields, or names no profile.
+        ValueError: an entry has unknown fields, or its profile does not exist.
     """
     known = {profile.name: profile for profile in profiles}
     terms = {f.name for f in fields(Policy)}
@@ -112,7 +115,7 @@ def read_tenants(path: Path, profiles: list[Profile]) -> list[Tenant]:
             rest["trace"] = tuple(rest.get("trace", ()))
             found.append(Tenant(policy=policy, **rest))
         except (TypeError, KeyError) as e:
-            raise ValueError(f"{path}: {entry.get('id', entry)}: {e}; profiles are {', '.join(known)}") from e
+            raise ValueError(f"{path}: {entry.get('id', entry)}: {e}; existing profiles: {', '.join(known)}") from e
     return found
 
 
@@ -129,7 +132,7 @@ _SYNTHETIC = {
 
 
 def synthetic_profiles(seed: int = 0) -> list[Profile]:
-    """Made-up models whose kernel times are distributed as those of real ones: many short, few long."""
+    """Synthetic models with many short and few long kernels, as real models have."""
     found = []
     for name, (count, median, spread, longest) in _SYNTHETIC.items():
         stream = Random(f"{seed}/{name}")
@@ -139,14 +142,14 @@ def synthetic_profiles(seed: int = 0) -> list[Profile]:
 
 
 def is_inference(profile: Profile) -> bool:
-    """Whether a profile is a request's, by its name; others are training steps."""
+    """Whether a profile is an inference request, by its name. Other profiles are training steps."""
     return "infer" in profile.name
 
 
 def mix(profiles: list[Profile], count: int, load_permille: int, seed: str) -> list[Tenant]:
-    """Tenants for one device: one in five P0 or P1 inference, the others spread over P2 to P4, together `load_permille` of it.
+    """Tenants for one device with a total load of `load_permille`. One in five is P0 or P1 inference; the others are P2 to P4.
 
-    Every tenant gets the same share of the load; requests are Poisson.
+    Each tenant has the same share of the load. Arrivals are Poisson processes.
     """
     stream = Random(f"{seed}/mix")
     inference = [p for p in profiles if is_inference(p) and p.total_ns < 50_000_000] or profiles
