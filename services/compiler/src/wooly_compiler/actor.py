@@ -1,4 +1,4 @@
-"""Answers for artifacts: from disk, from the bucket, or made by a worker; each is made once however many ask."""
+"""Answers requests for artifacts: from disk, from the bucket, or from a worker. Equal requests share one build."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ from wooly_compiler.version import version
 
 log = logging.getLogger("wooly.compiler")
 QUEUE = "compiler"
+#: Age after which an artifact is deleted from the bucket, in seconds: two weeks.
 KEPT_S = 14 * 86400.0
+#: Size limit of the bucket, in bytes.
 KEPT_BYTES = 8 << 30
-#: Refusals remembered: the same program is refused again without another try.
+#: Number of refusals in the cache. A cached refusal is sent again without a second build.
 REFUSALS = 4096
-#: Passes of a program that are told of.
+#: Number of compiler passes that are reported as spans, per request.
 STEPS = 32
-#: What compiling a kernel of a script's own may take at most, whatever programs may: its text is anybody's.
+#: Upper limit for the build of a script's kernel, in seconds, even if programs may take longer: the text is not trusted.
 KERNEL_S: Final = 60.0
 
 
@@ -56,20 +58,22 @@ def _bytes(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=True)
     except binascii.Error as e:
-        raise RefusedError("compiler.request", f"what is asked for is no base64: {e}") from e
+        raise RefusedError(
+            "compiler.request", f"the request contains invalid base64: {e}; send the bytes as base64"
+        ) from e
 
 
-#: Programs of tenants that are explained, or wait for a worker, at once: one of each tenant's. Workers compile what runs, too,
-#: first come, first served.
+#: Number of explanations for tenants that run or wait for a worker at once: one per tenant. The limit exists because the same
+#: workers also compile programs that run, in the order of arrival.
 EXPLAINED = TENANTS_REQUESTS // TENANT_REQUESTS
 
 
 class CompilerActor:
-    """Owns the workers. Connect it with `serve_families` once NATS is there.
+    """Owns the worker processes. Call `families` and then `serve` to register the subjects.
 
     Args:
-        settings: where things are kept, what compiling may take.
-        app: the service's connection.
+        settings: folders and limits of the compiler.
+        app: the service's connection to NATS.
     """
 
     def __init__(self, settings: CompilerSettings, app: ServiceApp) -> None:
@@ -77,19 +81,19 @@ class CompilerActor:
         self._app = app
         self._dir = settings.state_dir / "artifacts"
         self._workers = _workers(settings, settings.workers, settings.build_s)
-        # those of scripts' kernels are others: no text keeps programs from being compiled
+        # Kernels of scripts have workers of their own: a slow text must not delay the programs.
         self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, KERNEL_S))
         self._making: dict[str, asyncio.Task[None]] = {}
         self._refused: dict[str, str] = {}
         self._blobs: ArtifactStore | None = None
 
     async def families(self) -> list[str]:
-        """For which targets code can be built here; asks a worker."""
+        """Return the target families for which this machine can build code. A worker finds out."""
         found: list[str] = json.loads(await self._ask({"what": "targets"}, "any target", "nothing"))
         return found
 
     def serve(self, families: list[str]) -> None:
-        """Listen, before the app runs."""
+        """Register the request handlers. Call this before the app runs."""
         for family in families:
             self._app.serve(contracts.COMPILER_PROGRAM_COMPILE.at(family), self.on_compile_program)
             self._app.serve(contracts.COMPILER_KERNEL_COMPILE.at(family), self.on_compile_kernel)
@@ -97,7 +101,7 @@ class CompilerActor:
         self._app.serve_tenants(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLAINED)
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
-        """See that there is an artifact."""
+        """Compile a program, unless its artifact exists."""
         raw = _bytes(request.program)
         decided = tuple([(k, bytes.fromhex(w)) for k, w in request.decided])
         key = Key(digest(raw), request.target, request.mode, decided)
@@ -114,7 +118,7 @@ class CompilerActor:
         return await self._answer(self._workers, key.name(version()), asked, what, request.rejected)
 
     async def on_compile_kernel(self, request: CompileKernelRequest) -> CompileProgramReply:
-        """See that there is the code of a kernel."""
+        """Compile a script's kernel, unless its code exists."""
         raw = _bytes(request.source)
         try:
             source = decode_source(raw)
@@ -138,7 +142,7 @@ class CompilerActor:
     async def _answer(
         self, workers: Workers, name: str, asked: dict[str, Any], what: str, rejected: str
     ) -> CompileProgramReply:
-        """Once what is called `name` is in the bucket; or that it is in work."""
+        """Wait until the artifact `name` is in the bucket; reply `building` if that takes too long."""
         mine = version()
         if name in self._refused:
             raise RefusedError("compiler.refused", self._refused[name])
@@ -157,11 +161,11 @@ class CompilerActor:
         return CompileProgramReply(state="ready", compiler=mine, name=name)
 
     async def on_explain_tenants(self, request: ExplainProgramRequest, tenant: str) -> ExplainProgramReply:
-        """The same for tenants: nothing here is anybody's."""
+        """Answer a tenant. The reply depends on the request alone, so no tenant can see data of another tenant."""
         return await self.on_explain_program(request)
 
     async def on_explain_program(self, request: ExplainProgramRequest) -> ExplainProgramReply:
-        """The text after every pass."""
+        """Return the text of the program after every pass."""
         what = {
             "what": "passes",
             "program": _bytes(request.program).hex(),
@@ -175,11 +179,14 @@ class CompilerActor:
             raise RefusedError("compiler.refused", str(e)[:4000]) from e
         packed = base64.b64encode(await asyncio.to_thread(zlib.compress, found, 9)).decode()
         if len(packed) > 900_000:
-            raise RefusedError("compiler.too_large", f"the text after every pass has {len(found):,} bytes")
+            raise RefusedError(
+                "compiler.too_large",
+                f"the explanation has {len(found):,} bytes, which is too large for a reply; explain a smaller program",
+            )
         return ExplainProgramReply(compiler=version(), stages=packed)
 
     async def stop(self) -> None:
-        """End the workers."""
+        """Cancel all builds and end the workers."""
         for task in list(self._making.values()):
             task.cancel()
         await asyncio.gather(*self._making.values(), return_exceptions=True)
@@ -190,10 +197,10 @@ class CompilerActor:
     # -- work --------------------------------------------------------------------------------------------------------
 
     async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, anew: bool) -> None:
-        """Have it in the bucket.
+        """Put an artifact into the bucket. With `anew`, build it even if a copy exists.
 
         Raises:
-            WisError: it cannot be made.
+            WisError: the worker cannot make the artifact.
         """
         path = self._dir / name
         blobs = self._store()
@@ -235,7 +242,7 @@ class CompilerActor:
         try:
             await blobs.put(name, data)
         except StreamError as e:
-            raise CompilerError(f"the artifact cannot be handed over: {e}") from e
+            raise CompilerError(f"cannot store the artifact in the bucket: {e}; check NATS and its JetStream") from e
 
     async def _ask(self, request: dict[str, Any], target: str, what: str, workers: Workers | None = None) -> bytes:
         workers = self._workers if workers is None else workers
@@ -248,7 +255,7 @@ class CompilerActor:
                 finally:
                     _tell(worker.steps if asking.done() else [])
         except asyncio.CancelledError:
-            worker.close()  # a compiler that nobody waits for ends now
+            worker.close()  # no request waits for this build
             await asyncio.wait((asking,))
             raise
         finally:
@@ -256,7 +263,7 @@ class CompilerActor:
 
 
 def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
-    """Those who do the work: whoever is idle is in the queue."""
+    """Make `count` worker processes. The queue holds the idle ones."""
     found: Workers = asyncio.Queue()
     limits = Limits(seconds, settings.build_memory)
     for _ in range(count):
@@ -265,14 +272,14 @@ def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
 
 
 def _tell(steps: list[tuple[str, int, int]]) -> None:
-    """Spans of what a worker did, under the current one."""
+    """Record the steps of a worker as child spans of the current span."""
     if trace.get_current_span().is_recording():
         for name, begun, ended in steps[:STEPS]:
             tracer("compiler").start_span(f"compiler.{name}", start_time=begun).end(ended)
 
 
 def whole(data: bytes) -> bool:
-    """Whether all of an artifact is there: its last bytes are the digest of those before."""
+    """Tell whether an artifact is complete: its last bytes are the digest of all bytes before them."""
     return len(data) > DIGEST_SIZE and digest(data[:-DIGEST_SIZE]) == data[-DIGEST_SIZE:]
 
 

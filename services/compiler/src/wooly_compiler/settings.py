@@ -1,4 +1,4 @@
-"""Settings of the compiler's process, from WOOLY_COMPILER_* variables."""
+"""Settings of the compiler's process. They are read from the WOOLY_COMPILER_* environment variables."""
 
 from __future__ import annotations
 
