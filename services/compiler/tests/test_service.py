@@ -241,9 +241,9 @@ async def test_compile_kernel_of_equal_requests_builds_once_under_its_name(share
 @beside
 async def test_compile_kernel_of_unknown_entry_is_refused(shared, monkeypatch):
     actor, app = shared
-    message, _ = kernel_request(entry="nobody")
+    message, _ = kernel_request(entry="missing")
     for _ in range(2):
-        with pytest.raises(RefusedError, match="there is no kernel nobody; there is copy") as caught:
+        with pytest.raises(RefusedError, match="the source has no kernel missing; it has copy") as caught:
             await ask_for_kernel(app, message)
         assert caught.value.code == "compiler.refused" and not caught.value.retryable
         monkeypatch.setattr(actor, "_ask", None)

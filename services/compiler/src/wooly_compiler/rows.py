@@ -328,7 +328,7 @@ def emit(graph: Graph, line: Line) -> None:
     views = [(o.role is Role.OUT, o.view) for o in form.operands if o.view is not None]
     results = [
         0 in v.sizes for out, v in views if out
-    ]  # of several results, some may be empty: statistics that nobody needs
+    ]  # of several results, some may be empty: unused statistics
     if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
         raise UnsupportedError("an operand or result is empty, so the kernel would compute nothing")
     if graph.closed:

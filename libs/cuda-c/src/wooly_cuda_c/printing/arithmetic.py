@@ -1,4 +1,4 @@
-"""What is printed for operators, and questions about parts of the tree."""
+"""The text of operators, and queries on parts of the tree."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from wooly_cuda_c.syntax.tree import (
     Written,
 )
 
-#: Nodes that may be done without asking whether the launch is to end.
+#: Maximum number of nodes that a loop may execute without a check whether the launch must end.
 FREE: Final = 20_000
-#: Bytes of a pointer with its bounds.
+#: Size of a pointer with its bounds, in bytes.
 POINTER: Final = 24
-#: Turns of a loop that is not asked.
+#: Maximum number of iterations of a loop without a check whether the launch must end.
 FREE_TURNS: Final = 1024
 WORDS: Final = {
     "+": "add",
@@ -47,12 +47,12 @@ ASKS: Final = ("==", "!=", "<", ">", "<=", ">=")
 
 
 def held_size(kind: Type) -> int:
-    """Bytes that a value takes where it is printed."""
+    """Return the bytes of a value in the printed text."""
     return POINTER if isinstance(kind, Pointer) else kind.size
 
 
 def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) -> str:
-    """Arithmetic with defined results: signed numbers wrap, shifts keep to the width, a quotient by 0 is 0."""
+    """Return the text of an operation with defined results: integers wrap, shifts use the low bits, a division by 0 gives 0."""
     if kind.real:
         return f"({x} {op} {y})"
     if op in ("/", "%"):
@@ -71,7 +71,7 @@ def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) 
 
 
 def acts(node: object) -> bool:
-    """Whether an expression does more than give a value."""
+    """Whether an expression has side effects."""
     if isinstance(node, Assign | Call) or (isinstance(node, Unary) and node.op in ("++", "--", "p++", "p--")):
         return True
     if isinstance(node, Node):
@@ -82,7 +82,7 @@ def acts(node: object) -> bool:
 
 
 def joined_root(a: str, b: str) -> str:
-    """What a pointer goes back to that is one or the other."""
+    """Return the root of a pointer that may have either of two roots."""
     if not a or a == b:
         return b
     return a if not b else "one of several arrays"
@@ -96,7 +96,7 @@ def is_readonly(written: Written) -> bool:
 
 
 def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
-    """Offset, type and printed name of a field."""
+    """Return offset, type and printed name of a field."""
     if isinstance(kind, Vector):
         if name in "xyzw"[: kind.n] and len(name) == 1:
             k = "xyzw".index(name)
@@ -105,11 +105,11 @@ def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
         for field, field_kind, offset in kind.fields:
             if field == name:
                 return offset, field_kind, f"f_{name}"
-    raise CudaSourceError(f"{kind} has no {name}", line)
+    raise CudaSourceError(f"{kind} has no field {name}", line)
 
 
 def changes(node: object, name: str) -> bool:
-    """Whether a loop's variable may be changed in its body: assigned to, or handed on by its name."""
+    """Whether a loop's body may change its variable: by assignment, or by passing it to a function or reference."""
     if isinstance(node, Assign) and isinstance(node.to, Name) and node.to.name == name:
         return True
     if (

@@ -1,4 +1,4 @@
-"""Operators on values and pointers."""
+"""Prints operators on values and pointers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Operators(FunctionContext):
             const = None if truth.const is None else int(not truth.const)
             return Value(f"(!{truth.text})", B1, const, "", "", truth.varying)
         if not isinstance(value.type, Scalar) or (node.op == "~" and value.type.real):
-            raise CudaSourceError(f"{node.op} of {value.type}", line)
+            raise CudaSourceError(f"{node.op} of {value.type} is not supported", line)
         if value.type.half:
             turned = Value(f"({node.op}({self._number(value, F32).text}))", F32, None, "", "", value.varying)
             return self._number(turned, value.type)
@@ -79,16 +79,16 @@ class Operators(FunctionContext):
         return self.operate(node.op, self.value(node.left), self.value(node.right), line)
 
     def operate(self, op: str, a: Value, b: Value, line: int) -> Value:
-        """A binary operator on two values."""
+        """Print a binary operator on two values."""
         varying = a.varying or b.varying
         if isinstance(a.type, Pointer) or isinstance(b.type, Pointer):
             return self._pointers(op, a, b, line)
         if not (isinstance(a.type, Scalar) and isinstance(b.type, Scalar)):
-            raise CudaSourceError(f"{op} between {a.type} and {b.type}: write it for every part", line)
+            raise CudaSourceError(f"{op} between {a.type} and {b.type} is not supported: write it per component", line)
         kind = promoted(a.type) if op in ("<<", ">>") else common(a.type, b.type)
         if kind.real and op in ("%", "<<", ">>", "&", "|", "^"):
-            raise CudaSourceError(f"{op} of {kind}", line)
-        if kind.half:  # each result is rounded; a float has digits enough for that to be exact
+            raise CudaSourceError(f"{op} of {kind} is not supported", line)
+        if kind.half:  # compute in float and round each result, which is exact
             made = self.operate(op, self._number(a, F32), self._number(b, F32), line)
             return made if op in ASKS else self._number(made, kind)
         known = folded_binary(
@@ -123,17 +123,17 @@ class Operators(FunctionContext):
                 return Value(f"((w_i64)({x} - {y}) / {a.type.to.size})", Scalar("i64"), None, "", "", varying)
         if isinstance(b.type, Scalar) and b.const == 0 and op in ("==", "!="):
             return Value(f"({a.text}.n {op} 0)", B1, None, "", "", varying)
-        raise CudaSourceError(f"{op} between {a.type} and {b.type}", line)
+        raise CudaSourceError(f"{op} between {a.type} and {b.type} is not supported", line)
 
     def _moved(self, pointer: Value, by: Value, back: bool, line: int) -> Value:
         kind = pointer.type
         assert isinstance(kind, Pointer)
         assert isinstance(by.type, Scalar)
         if by.type.real:
-            raise CudaSourceError("a pointer moves by whole elements", line)
+            raise CudaSourceError("only an integer can be added to a pointer", line)
         if isinstance(kind.to, Void):
-            raise CudaSourceError("a void pointer does not move: cast it", line)
-        # a signed number is made wide with its sign, an unsigned one without
+            raise CudaSourceError("arithmetic on a void pointer is not supported: cast it", line)
+        # Widen a signed number with its sign, an unsigned one without.
         wide = f"(w_u64)(w_i64)({by.text})" if by.type.signed else f"(w_u64)({by.text})"
         sign = "(w_u64)0 - " if back else ""
         space = "g" if kind.space == "?" else kind.space
@@ -141,15 +141,15 @@ class Operators(FunctionContext):
         return Value(text, kind, None, "", "", pointer.varying or by.varying, pointer.root)
 
     def _at(self, pointer: Value, index: Value | None, line: int) -> Value:
-        """The object that a pointer points to."""
+        """Return the object that a pointer points to."""
         if not isinstance(pointer.type, Pointer):
-            raise CudaSourceError(f"{pointer.type} is no pointer", line)
+            raise CudaSourceError(f"{pointer.type} is not a pointer", line)
         if index is not None:
             pointer = self._moved(pointer, index, False, line)
         kind = pointer.type
         assert isinstance(kind, Pointer)
         if isinstance(kind.to, Void):
-            raise CudaSourceError("nothing is known of what a void pointer points to: cast it", line)
+            raise CudaSourceError("a void pointer cannot be read, because its type is not known: cast it", line)
         space = "g" if kind.space == "?" else kind.space
         return Value(
             pointer.text, kind.to, None, "mem", space, pointer.varying, pointer.root or "a null pointer", kind.const

@@ -1,4 +1,4 @@
-"""Statements: conditions, loops, returns; the same around barriers, for a whole block."""
+"""Prints statements: conditions, loops and returns, for a thread or for a whole block."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ class Statements(FunctionContext):
             case Alias():
                 self.bound.types[node.name] = self.types.of(node.type, self.bound, node.line)
             case _:
-                raise CudaSourceError("this statement is not understood", node.line)
+                raise CudaSourceError("this statement is not supported", node.line)
 
     def _whole_block(self, node: Node) -> bool:
-        """Whether a statement around barriers is the block's."""
+        """Whether a statement contains a barrier and is printed once for the block."""
         return self._group and self._nest == 0 and id(node) in self._facts.barriers
 
     def _nested_of(self, head: str, node: Node, tail: str) -> None:
-        """A statement with what is before and after it."""
+        """Print a statement between a head and a tail."""
         if self._group and self._nest == 0:
             self.boundary()
             self.line(head)
@@ -118,7 +118,7 @@ class Statements(FunctionContext):
             self._say(tail)
 
     def _effect(self, node: Node) -> str:
-        """An expression that is done for what it does."""
+        """Return the text of an expression whose value is not used."""
         if isinstance(node, Unary) and node.op in ("p++", "p--"):
             node = Unary(node.line, node.op[1:], node.on)
         if isinstance(node, Binary) and node.op == ",":
@@ -147,7 +147,7 @@ class Statements(FunctionContext):
                 self._nested_of("else {", node.other, "}")
 
     def _masked_if(self, condition: Value, node: If) -> None:
-        """Some threads go one way and exchange values there."""
+        """Print an `if` whose threads differ and exchange values in a branch: a mask marks the threads of each branch."""
         outer = self._mask, self._first
         asked = self.kept("w_b1", condition.text, 1)
         for branch, sign in ((node.then, ""), (node.other, "!")):
@@ -172,7 +172,7 @@ class Statements(FunctionContext):
             self.line(f"w_t = {self._first};")
 
     def _decided(self, condition: Value, node: Node) -> str:
-        """A condition on which all threads agree, as the block's."""
+        """Return a condition on which all threads agree, evaluated once for the block."""
         if not acts(node):
             self.boundary()
             return condition.text
@@ -181,7 +181,7 @@ class Statements(FunctionContext):
         return f"{name}[{self._first}]"
 
     def _loop_of_block(self, node: Loop) -> None:
-        """A loop around barriers."""
+        """Print a loop that contains barriers."""
         self._scopes.append({})
         if node.init is not None:
             self._statement(node.init)
@@ -230,7 +230,7 @@ class Statements(FunctionContext):
         before = self.free
         self.free = 0
         text, varying = "1", False
-        # the body's text must not come before the condition's: what is learned of variables is the same in any order
+        # The condition is printed before the body; what is learned of variables is the same in any order.
         condition = None if node.condition is None else self._truth(node.condition)
         if condition is not None:
             text, varying = condition.text, condition.varying
@@ -268,7 +268,7 @@ class Statements(FunctionContext):
         self._scopes.pop()
 
     def _turns(self, node: Loop) -> int:
-        """How often a loop runs at most, where that is plain to see; 0 where it is not."""
+        """Return the maximum number of iterations of a loop with constant bounds; 0 if it is not known."""
         init, condition, step = node.init, node.condition, node.step
         if not (isinstance(init, Declare) and init.init is not None and isinstance(condition, Binary)):
             return 0
@@ -310,7 +310,7 @@ class Statements(FunctionContext):
     def _leave(self, node: Leave) -> None:
         loops = [x for x in self._loops if node.how == "break" or isinstance(x, Loop)]
         if not loops:
-            raise CudaSourceError(f"{node.how} outside of a loop", node.line)
+            raise CudaSourceError(f"{node.how} must be inside of a loop or switch", node.line)
         if self._control:
             for loop in reversed(self._loops):
                 self._facts.divergent.add(id(loop))
@@ -318,11 +318,13 @@ class Statements(FunctionContext):
                     break
         loop = loops[-1]
         if self._group and not self._control and id(loop) in self._facts.barriers:
-            # the block leaves, so what is around this is the block's
+            # The whole block leaves the loop, so the enclosing statements are printed for the block.
             at = self._around.index(loop)
             self._facts.barriers.update(id(x) for x in self._around[at:])
             if any(isinstance(x, Switch) for x in self._around[at:]):
-                self.complaint = CudaSourceError(f"{node.how} inside of a switch, around a barrier: use if", node.line)
+                self.complaint = CudaSourceError(
+                    f"{node.how} inside of a switch in a loop with a barrier is not supported: use if", node.line
+                )
             self.boundary()
             self.line(f"{node.how};" if node.how == "break" else f"goto {self._continues.get(id(loop), 'w_turn')};")
             return
@@ -331,7 +333,7 @@ class Statements(FunctionContext):
     def _switch(self, node: Switch) -> None:
         on = self.value(node.on)
         if not isinstance(on.type, Scalar) or on.type.real:
-            raise CudaSourceError("switch needs an integer", node.line)
+            raise CudaSourceError("the value of a switch must be an integer", node.line)
         kind = promoted(on.type)
         self._say(f"switch ({self.converted(on, kind, node.line).text}) {{")
         self._indent += 1
@@ -360,13 +362,15 @@ class Statements(FunctionContext):
             for loop in self._loops:
                 self._facts.divergent.add(id(loop))
         elif self._group:
-            # the block returns, so what is around this is the block's
+            # The whole block returns, so the enclosing statements are printed for the block.
             self._facts.barriers.update(id(x) for x in self._around)
             if any(isinstance(x, Switch) for x in self._around):
-                self.complaint = CudaSourceError("return inside of a switch, around a barrier: use if", node.line)
+                self.complaint = CudaSourceError(
+                    "return inside of a switch in a function with a barrier is not supported: use if", node.line
+                )
         if node.value is None:
             if not isinstance(kind, Void):
-                raise CudaSourceError(f"{self._function.name} must give {kind}", node.line)
+                raise CudaSourceError(f"{self._function.name} must return {kind}", node.line)
             self._leave_function()
             return
         if isinstance(node.value, Braces):
@@ -381,7 +385,7 @@ class Statements(FunctionContext):
             kind = value.type
         if isinstance(written, PointerTo) and isinstance(value.type, Pointer):
             if isinstance(kind, Pointer) and kind.space != "?" and value.type.space not in ("?", kind.space):
-                raise CudaSourceError("a function that gives pointers into different memories", node.line)
+                raise CudaSourceError("a function cannot return pointers into different memories", node.line)
             if value.type.space != "?":
                 target = self.types.of(written, self.bound, node.line)
                 assert isinstance(target, Pointer)
@@ -389,7 +393,7 @@ class Statements(FunctionContext):
             self._facts.result_root = joined_root(self._facts.result_root, value.root)
         if isinstance(kind, Void):
             if not isinstance(value.type, Void):
-                raise CudaSourceError(f"{self._function.name} gives nothing", node.line)
+                raise CudaSourceError(f"{self._function.name} is void and cannot return a value", node.line)
             self._say(f"{value.text or '(void)0'};")
             self._leave_function()
             return
@@ -401,7 +405,7 @@ class Statements(FunctionContext):
             self._say(f"return {text};")
 
     def _leave_function(self) -> None:
-        """One thread has nothing more to do here, or the block."""
+        """Print the end of the function for one thread, or for the whole block."""
         if not self._group:
             self._say("return;")
         elif self._control:

@@ -1,4 +1,4 @@
-"""Operations on numbers whose meaning a compiler may choose for some operands: written so that it has one."""
+"""Guards for operations that are undefined for some operands: they are rewritten to have a defined result."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LARGEST: Final = {"f16": 65504.0}
 
 
 class Arithmetic(GuardWriter):
-    """Operations that touch no memory."""
+    """Guards operations that do not access memory."""
 
     def _poison(self, op: Op, scope: Scope, line: str) -> str:
         if not op.types or op.types[0].pointer:
-            raise ForeignError(f"{op.place}: a pointer to nothing known")
+            raise ForeignError(f"{op.place}: a pointer without a buffer is not supported")
         t = op.types[0]
         return f"    {op.results[0]} = {constant(t, zero(t.elem))}"
 
     def _divide(self, op: Op, scope: Scope, line: str) -> str | None:
-        """Nothing is divided by 0, but by a number of which more is a multiple, so that alignments are still seen."""
+        """Replace a divisor of 0 by a large power of two. It keeps divisibility, so that Triton still detects alignments."""
         x, d = op.operands
         if self._number(d, scope):
             return None
@@ -69,12 +69,14 @@ class Arithmetic(GuardWriter):
         return self._named(op.results[0], f"arith.select {nan}, {self._constant(t, '0')}, {found} : ", t)
 
     def _gather(self, op: Op, scope: Scope, line: str) -> str:
-        """An index out of range would be an address beyond what the program has."""
+        """Wrap an index out of range, because it would be an address beyond the program's memory."""
         axis = op.attrs.get("axis")
         if len(op.types) != 3 or type(axis) is not int or op.types[0].shape is None or len(op.operands) != 2:
-            raise ForeignError(f"{op.place}: it is not written as a gather is")
+            raise ForeignError(f"{op.place}: the gather has another form than MLIR prints")
         size, t, index = op.types[0].shape[axis], op.types[1], op.operands[1]
         kept = self._two("arith.andi", index, self._constant(t, str(size - 1)), t)
         if size & (size - 1) or f"[{index}]" not in line:
-            raise ForeignError(f"{op.place}: it is not written as a gather is")
+            raise ForeignError(
+                f"{op.place}: the gather has another form than MLIR prints, or the size {size} is not a power of two"
+            )
         return line.replace(f"[{index}]", f"[{kept}]")

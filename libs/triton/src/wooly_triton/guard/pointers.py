@@ -1,4 +1,4 @@
-"""Where pointers point: an argument and an offset where that can be told, and what is compared where it cannot."""
+"""Finds the buffer of a pointer: an argument and an offset if possible, else the checks that compare addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from wooly_triton.guard.writer import NAME, Def, GuardWriter, Scope
 from wooly_triton.text import Op, Type
 from wooly_triton.writer import size_of
 
-#: Through these a pointer keeps its argument, and its offset goes the same way.
+#: Operations that keep a pointer's argument and apply to its offset in the same way.
 _ALONG: Final = frozenset(("tt.splat", "tt.broadcast", "tt.expand_dims", "tt.reshape", "tt.trans"))
 
 
@@ -18,10 +18,10 @@ class _UnknownError(Exception):
 
 
 class Pointers(GuardWriter):
-    """Pointers with a check beside them."""
+    """Guards pointers with checks."""
 
     def _root(self, name: str, scope: Scope, seen: int = 0) -> int | None:
-        """The argument that a pointer is likely to belong to."""
+        """Return the argument to which a pointer probably belongs."""
         found = scope.get(name)
         if found is None or seen > 1000:
             return None
@@ -38,10 +38,10 @@ class Pointers(GuardWriter):
         return None
 
     def _offset(self, name: str, scope: Scope, shape: tuple[int, ...] | None) -> tuple[int, str]:
-        """The argument that a pointer belongs to, and how many elements it is away from it: an i64 of the pointer's shape.
+        """Return the argument of a pointer, and the distance from it in elements: an i64 of the pointer's shape.
 
         Raises:
-            _UnknownError: it is no argument plus offsets.
+            _UnknownError: the pointer is not an argument plus offsets.
         """
         found = scope.get(name)
         if found is None:
@@ -73,7 +73,7 @@ class Pointers(GuardWriter):
         return name if t.elem == "i64" else self._put(f"arith.extsi {name} : {t} to {Type('i64', t.shape)}")
 
     def _carried(self, op: Op, found: Def, scope: Scope, shape: tuple[int, ...] | None) -> tuple[int, str]:
-        """The same of a pointer that a loop passes on, which grows by the same each time."""
+        """As `_offset`, for a pointer that a loop passes on and that grows by the same amount in each iteration."""
         name, given = op.operands[4 + 2 * found.passed], op.operands[5 + 2 * found.passed]
         block = op.regions[0][0]
         passed = block.ops[-1].operands if block.ops and block.ops[-1].name == "scf.yield" else []
@@ -82,7 +82,7 @@ class Pointers(GuardWriter):
             raise _UnknownError
         by, t = adding.operands[1], adding.types[1]
         made = scope.get(by)
-        if made is None or made.depth >= found.depth:  # it may be made in the loop, and not be the same each time
+        if made is None or made.depth >= found.depth:  # the loop may compute it, so that it may differ per iteration
             raise _UnknownError
         k, before = self._offset(given, scope, shape)
         wide, one = Type("i64", shape), Type("i64")
@@ -104,7 +104,7 @@ class Pointers(GuardWriter):
         return k, self._two("arith.addi", before, total, wide) if before else total
 
     def _checked(self, op: Op, pointer: str, t: Type, scope: Scope, *, writes: bool) -> tuple[str, str]:
-        """A pointer to be used in place of another, and where it may be (i1)."""
+        """Return a pointer to use in place of `pointer`, and where it may be used (i1)."""
         try:
             kept = len(self._new)
             k, offset = self._offset(pointer, scope, t.shape)
@@ -123,7 +123,9 @@ class Pointers(GuardWriter):
         return self._put(f"tt.addptr {base}, {offset} : {t}, {wide}"), ok
 
     def _between(self, pointer: str, t: Type, scope: Scope, *, writes: bool) -> str:
-        """Whether pointers of any origin point to whole elements in buffers: in that which they seem to belong to, or in any."""
+        """Return where pointers of any origin point to whole elements in the buffer that they seem to belong to, or in any
+        buffer.
+        """
         root = self._root(pointer, scope)
         pointers = [k for k, (_, a) in enumerate(self.function.args) if a.pointer]
         among = [root] if root in pointers else pointers
