@@ -25,7 +25,7 @@ def guarded(text, claims=None):
     """Insert guards into a text, and check that Triton can read the result."""
     chip = chips.chip("cuda:sm_90")
     compiler = chips.Compiler(chip, {"num_warps": 4})
-    plain = compiler.plain(text)
+    plain = compiler.canonical(text)
     entry, args = signature(plain)
     made = guard(plain, entry, args, claims or (1,) * len(args), 128)
     compiler.read(made.text)

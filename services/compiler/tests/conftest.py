@@ -98,7 +98,7 @@ def same_bits(one, other):
     return True
 
 
-def _vendors(statement):
+def _is_vendors(statement):
     """Whether an operation is a function of the vendor's library, whose bits differ."""
     return (
         isinstance(statement, Apply)
@@ -115,7 +115,7 @@ def _agree(tape, inputs):
     ways = Ways(tape, inputs)
     fused = ways.pocl(ways.fused)
     assert same_bits(fused, ways.pocl(ways.single)), "fused and single kernels differ"
-    if not any(_vendors(s) for k in ways.fused.kernels for s in walk(k.body)):
+    if not any(_is_vendors(s) for k in ways.fused.kernels for s in walk(k.body)):
         assert same_bits(fused, ways.interpreted(ways.fused)), "PoCL and the interpreter differ"
     return ways, fused
 

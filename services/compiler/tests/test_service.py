@@ -20,7 +20,7 @@ from wooly_bus.app import ServiceApp
 from wooly_bus.artifacts import ARTIFACTS, ArtifactStore
 from wooly_bus.envelope import decode_reply, encode
 from wooly_bus.errors import NoResponderError, RefusedError
-from wooly_compiler.actor import CompilerActor, whole
+from wooly_compiler.actor import CompilerActor, is_complete
 from wooly_compiler.build import pocl
 from wooly_compiler.settings import CompilerSettings
 from wooly_compiler.version import version
@@ -126,8 +126,8 @@ async def test_compile_program_of_equal_requests_builds_once(shared, monkeypatch
     replies = await asyncio.gather(*[ask(app, message) for _ in range(8)])
     assert {r.name for r in replies} == {replies[0].name} and len(asked) == 1
     assert (await ask(app, message)).name == replies[0].name and len(asked) == 1
-    anew = message.model_copy(update={"rejected": version()})
-    assert (await ask(app, anew)).state == "ready" and len(asked) == 2  # the executor rejected the first artifact
+    rebuild = message.model_copy(update={"rejected": version()})
+    assert (await ask(app, rebuild)).state == "ready" and len(asked) == 2  # the executor rejected the first artifact
 
 
 @beside
@@ -140,7 +140,7 @@ async def test_compile_program_without_bucket_answers_from_disk(shared, monkeypa
         async with service(other, first._settings.state_dir), client(other) as app:
             assert (await ask(app, message)).name == name
             store = ArtifactStore(app.jetstream(), ARTIFACTS, max_age_s=0, max_bytes=0)
-            assert whole(await store.get(name))
+            assert is_complete(await store.get(name))
             assert await store.get("nothing") is None
 
 

@@ -1,8 +1,7 @@
 """Fits the polynomials of `wooly_compiler.mathlib` and prints their coefficients.
 
 Each fit minimises the largest weighted error on an interval (Lawson's algorithm on a dense grid, in 50 digits). Then it rounds
-the
-coefficients to f32, from the lowest power up, and fits the others again each time.
+the coefficients to f32, from the lowest power up, and fits the others again each time.
 
 Run: .venv/bin/python services/compiler/tools/fit_math.py
 """

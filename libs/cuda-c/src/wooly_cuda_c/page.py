@@ -81,8 +81,8 @@ def _functions() -> list[str]:
         "| functions | types |",
         "|---|---|",
         f"| {_names(builtins.MATH)} | double; float with or without an `f` at the end |",
-        f"| {_names(builtins.SAME)} | as the functions above, with the same accuracy |",
-        f"| {_names(builtins.ASKED)} | float, double |",
+        f"| {_names(builtins.ALIASES)} | as the functions above, with the same accuracy |",
+        f"| {_names(builtins.TESTS)} | float, double |",
         f"| {_names(builtins.EXTREMES)}, `abs` | all number types |",
         f"| {_names(builtins.OPERATORS)} | operators of CUDA by name |",
         f"| {_names(builtins.PLAIN)} | as in CUDA |",
@@ -128,7 +128,7 @@ def _not_offered() -> list[str]:
         "",
         "| name | instead |",
         "|---|---|",
-        *[f"| `{n}` | {why} |" for n, why in (builtins.ABSENT | words.REFUSED).items()],
+        *[f"| `{n}` | {why} |" for n, why in (builtins.UNSUPPORTED | words.REFUSED).items()],
         "",
     ]
 
@@ -145,8 +145,8 @@ def _limits() -> list[str]:
         f"{translate.MAX_FUNCTIONS}, {translate.MAX_CALLS} |",
         f"| bytes of shared memory of a block | {translate.MAX_SHARED} |",
         f"| bytes of variables of all threads of a block together | {translate.MAX_PRIVATE} |",
-        f"| bytes of variables of all threads of a block in functions with barriers, on CPUs | {translate.MAX_KEPT} |",
-        f"| iterations of a loop that does not check whether the launch must end | {arithmetic.FREE_TURNS} |",
+        f"| bytes of variables of all threads of a block in functions with barriers, on CPUs | {translate.MAX_BARRIER_BYTES} |",
+        f"| iterations of a loop that does not check whether the launch must end | {arithmetic.MAX_UNCHECKED_TURNS} |",
     ]
 
 

@@ -14,7 +14,7 @@ from wooly_triton.text import MAX_OPS, Block, Function, Op
 MAX_CALLS: Final = 16
 
 
-def whole(functions: list[Function], entry: str) -> Function:
+def inlined(functions: list[Function], entry: str) -> Function:
     """Return the function `entry`, with all functions that it calls inlined.
 
     Raises:

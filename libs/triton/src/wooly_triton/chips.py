@@ -155,7 +155,7 @@ class Compiler:
         module.context = context
         return module
 
-    def plain(self, text: str) -> str:
+    def canonical(self, text: str) -> str:
         """Return the text as MLIR prints it, with functions inlined.
 
         Raises:
@@ -208,7 +208,9 @@ class Compiler:
                 if name == self.chip.assembly:
                     assembly = str(module)
         except Exception as e:  # Triton may raise any error
-            raise ChipError(f"Triton for {self.chip.arch}: {type(e).__name__}: {str(e)[:1500]}") from e
+            raise ChipError(
+                f"Triton cannot compile the text for {self.chip.arch}: {type(e).__name__}: {str(e)[:1500]}"
+            ) from e
         # Triton adds pointers to its own memory: none, one or two, depending on its version.
         own = self.chip.parameters(assembly) - len(declared)
         if not 0 <= own <= 2 or metadata.get("profile_scratch_size"):
@@ -226,7 +228,7 @@ class Compiler:
         )
 
 
-def named(text: str, chip: Chip) -> str:
+def with_vendor_names(text: str, chip: Chip) -> str:
     """Replace the client's neutral function names by the vendor's.
 
     Raises:
@@ -264,7 +266,7 @@ def build(request: Request, target: str) -> tuple[tuple[Parameter, ...], tuple[s
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     found = chip(target)
     compiler = Compiler(found, request.options)
-    text = named(compiler.plain(request.text), found)
+    text = with_vendor_names(compiler.canonical(request.text), found)
     buffers = [a.startswith("*") for a in request.args]
     dtypes = [BY_LABEL.get(a.removeprefix("*")) for a in request.args]
     passed = tuple([f"address {k}" if b else f"value {k}" for k, b in enumerate(buffers)])

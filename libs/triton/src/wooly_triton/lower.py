@@ -1,9 +1,8 @@
 """Translates TTIR to OpenCL C. One work-item runs one program; loops over the elements of tensors replace threads.
 
 A pointer is a buffer of the launch and an element offset from the buffer's start. A pointer made of a number, or loaded from
-memory,
-is rejected. Each load and store compares the offset with the buffer's length. Each loop checks whether the launch must end.
-Tensors are arrays in private memory of the work-item, or expressions of the index, which each user repeats.
+memory, is rejected. Each load and store compares the offset with the buffer's length. Each loop checks whether the launch must
+end. Tensors are arrays in private memory of the work-item, or expressions of the index, which each user repeats.
 """
 
 from __future__ import annotations

@@ -65,13 +65,13 @@ class Memory(Writer):
             self._out(f"{name} = {other.uniform if other is not None else zero};")
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
             self._out(
-                f"if ((ulong)o < {count}) {name} = {_held(t.elem, f'{base}[o]')}; "
+                f"if ((ulong)o < {count}) {name} = {_from_memory(t.elem, f'{base}[o]')}; "
                 f"else {{ {name} = {zero}; W_BAD(1, {place}); }} }}"
             )
             self._set(op, scalar(t, name))
             return
-        p = self._light(p)
-        mask, other = [self._light(v) if v is not None else None for v in (mask, other)]
+        p = self._limited(p)
+        mask, other = [self._limited(v) if v is not None else None for v in (mask, other)]
         late = Late(op, p, mask, other)
         if t.numel > 1 and t.numel == p.shape[self._row(p)] and self._goes_to_memory(op.results[0]):
             self._pending.append(late)
@@ -100,19 +100,19 @@ class Memory(Writer):
         row = self._row(p)
 
         def plain(i: Index) -> str:
-            return f"{name}[{flat(p.shape, i)}] = {_held(t.elem, f'r[{i[row]}]')};"
+            return f"{name}[{flat(p.shape, i)}] = {_from_memory(t.elem, f'r[{i[row]}]')};"
 
         def dense(i: Index) -> str:
             # The whole row is in bounds. Masked elements are read too, so that the loop has no branches.
             otherwise = other.at(i) if other is not None else zero
             value = "t" if mask is None else f"({mask.at(i)} ? t : {otherwise})"
-            return f"const {C_TYPE[t.elem]} t = {_held(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
+            return f"const {C_TYPE[t.elem]} t = {_from_memory(t.elem, f'r[{i[row]}]')}; {name}[{flat(p.shape, i)}] = {value};"
 
         def checked(i: Index) -> str:
             return (
                 f"{C_TYPE[t.elem]} t = {other.at(i) if other is not None else zero}; "
                 f"if ({mask.at(i) if mask is not None else 1}) {{ const long o = {p.at(i)}; const int ok = (ulong)o < {count}; "
-                f"bad |= !ok; t = ok ? {_held(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
+                f"bad |= !ok; t = ok ? {_from_memory(t.elem, f'{base}[o]')} : {zero}; }} {name}[{flat(p.shape, i)}] = t;"
             )
 
         begin, bad = f"const global {memory} *r = {base} + o0;", f"W_BAD(1, {place});"
@@ -121,7 +121,7 @@ class Memory(Writer):
         late.text = value.at
         return value
 
-    def _light(self, v: Value) -> Value:
+    def _limited(self, v: Value) -> Value:
         return v if v.weight <= MAX_WEIGHT or v.uniform is not None else self._materialise(v)
 
     def _rows(
@@ -190,10 +190,12 @@ class Memory(Writer):
         self._force([x for x in self._pending if x not in v.late])
         if p.type.shape is None:
             self._out(f"if ({mask.uniform if mask is not None else 1}) {{ const long o = {p.uniform};")
-            self._out(f"if ((ulong)o < {count}) {base}[o] = {_put(elem, str(v.uniform))}; else W_BAD(2, {place}); }}")
+            self._out(
+                f"if ((ulong)o < {count}) {base}[o] = {_to_memory(elem, str(v.uniform))}; else W_BAD(2, {place}); }}"
+            )
             return
-        p = self._light(p)
-        mask = self._light(mask) if mask is not None else None
+        p = self._limited(p)
+        mask = self._limited(mask) if mask is not None else None
         row = self._row(p)
         fused = self._through(p, v, mask, row) if v.late and v.weight <= MAX_SINGLE_WEIGHT else 0
         self._force(v.late)
@@ -203,10 +205,10 @@ class Memory(Writer):
             return f"if ({mask.at(i)}) " if mask is not None else ""
 
         def dense(i: Index) -> str:
-            return f"r[{i[row]}] = {_put(elem, v.at(i))};"
+            return f"r[{i[row]}] = {_to_memory(elem, v.at(i))};"
 
         def checked(i: Index) -> str:
-            write = f"{base}[o] = {_put(elem, v.at(i))}"
+            write = f"{base}[o] = {_to_memory(elem, v.at(i))}"
             return f"{gate(i)}{{ const long o = {p.at(i)}; if ((ulong)o < {count}) {write}; else bad = 1; }}"
 
         begin, bad = f"global {memory} *r = {base} + o0;", f"W_BAD(2, {place});"
@@ -255,7 +257,8 @@ class Memory(Writer):
         for name, late in zip(names[1:], v.late, strict=True):
             late.text = functools.partial(_read_in_place, name, late.pointer.type.elem, row)
         self._out(
-            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} {to}[{k}] = {_put(p.type.elem, v.at(index))};"
+            f"if (run) {{\n#pragma clang loop vectorize(assume_safety)\n{loop} "
+            f"{to}[{k}] = {_to_memory(p.type.elem, v.at(index))};"
         )
         self._out("} else {")
         for late in v.late:
@@ -288,7 +291,7 @@ class Memory(Writer):
     def _tt_atomic_load(self, op: Op) -> None:
         p, *more = self._operands(op, 1, 2)
         base, memory, count = self._bound(p, op)
-        there = _held(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
+        there = _from_memory(p.type.elem, f"(*(volatile global {memory} *)({base} + o))")
         self._atomically(op, p, more[0] if more else None, lambda i: there, count, writes=False)
 
     def _tt_atomic_store(self, op: Op) -> None:
@@ -297,7 +300,9 @@ class Memory(Writer):
         if v.type != replace(p.type, pointer=False) or op.results:
             raise ForeignError(f"{op.place}: {v.type} does not match {p.type}, or the store has a result")
         there = f"*(volatile global {memory} *)({base} + o)"
-        self._atomically(op, p, more[0] if more else None, lambda i: f"({there} = {_put(p.type.elem, v.at(i))})", count)
+        self._atomically(
+            op, p, more[0] if more else None, lambda i: f"({there} = {_to_memory(p.type.elem, v.at(i))})", count
+        )
 
     def _atomically(
         self, op: Op, p: Value, mask: Value | None, call: Callable[[Index], str], count: str, *, writes: bool = True
@@ -328,17 +333,17 @@ class Memory(Writer):
 
 def _read_in_place(name: str, elem: str, row: int, index: Index) -> str:
     """Read an element of the row at `name`, inside the store that uses it."""
-    return _held(elem, f"{name}[{index[row]}]")
+    return _from_memory(elem, f"{name}[{index[row]}]")
 
 
-def _held(elem: str, text: str) -> str:
+def _from_memory(elem: str, text: str) -> str:
     """Convert an element from its form in memory to its form in registers."""
     if elem == "i1":
         return f"({text} != 0)"
     return f"w_{elem}_of({text})" if elem in SMALL else text
 
 
-def _put(elem: str, text: str) -> str:
+def _to_memory(elem: str, text: str) -> str:
     """Convert an element from its form in registers to its form in memory."""
     return f"w_{elem}_bits({text})" if elem in SMALL else f"({text})"
 

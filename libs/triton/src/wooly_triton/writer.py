@@ -8,7 +8,7 @@ from typing import Final
 
 from wooly_wis.languages import ForeignError, Request
 
-from wooly_triton.calls import whole
+from wooly_triton.calls import inlined
 from wooly_triton.ops import BITS, C_TYPE, ELEMENTWISE, REFUSED, STRUCTURAL, Elementwise, is_float
 from wooly_triton.text import Block, Op, Type, read
 from wooly_triton.values import Every, Index, Late, Names, Steps, Value, all_set, flat, scalar, splat
@@ -26,7 +26,7 @@ _BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f64": 8}
 
 
 #: Operations before which a load may stay unwritten: those that change no memory, and `tt.store`, which writes such loads first.
-_LEAVES_MEMORY: Final = frozenset(
+_KEEPS_MEMORY: Final = frozenset(
     {
         *("arith.constant", "ub.poison", "tt.get_program_id", "tt.get_num_programs", "tt.make_range", "tt.splat"),
         *("tt.broadcast", "tt.expand_dims", "tt.trans", "tt.addptr", "tt.load", "tt.store"),
@@ -39,7 +39,7 @@ class Writer:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._function = whole(read(request.text), request.entry)
+        self._function = inlined(read(request.text), request.entry)
         self._names = Names(self._function)
         self._values: dict[str, Value] = {}
         self._lines: list[str] = []
@@ -63,7 +63,7 @@ class Writer:
         self._chars += len(line)
         if self._chars > MAX_C_TEXT:
             raise ForeignError(
-                "the C text of the kernel is longer than {MAX_C_TEXT} characters; make the kernel or its blocks smaller"
+                f"the C text of the kernel is longer than {MAX_C_TEXT} characters; make the kernel or its blocks smaller"
             )
         self._lines.append(line)
 
@@ -243,7 +243,7 @@ class Writer:
         self._block = before
 
     def _op(self, op: Op) -> None:
-        if self._pending and op.name not in _LEAVES_MEMORY and op.name not in ELEMENTWISE:
+        if self._pending and op.name not in _KEEPS_MEMORY and op.name not in ELEMENTWISE:
             self._force()
         row = ELEMENTWISE.get(op.name)
         if row is not None:

@@ -40,15 +40,15 @@ from wooly_compiler.version import version
 log = logging.getLogger("wooly.compiler")
 QUEUE = "compiler"
 #: Age after which an artifact is deleted from the bucket, in seconds: two weeks.
-KEPT_S = 14 * 86400.0
+BUCKET_MAX_AGE_S = 14 * 86400.0
 #: Size limit of the bucket, in bytes.
-KEPT_BYTES = 8 << 30
+BUCKET_MAX_BYTES = 8 << 30
 #: Number of refusals in the cache. A cached refusal is sent again without a second build.
-REFUSALS = 4096
+MAX_REFUSALS = 4096
 #: Number of compiler passes that are reported as spans, per request.
-STEPS = 32
+MAX_SPANS = 32
 #: Upper limit for the build of a script's kernel, in seconds, even if programs may take longer: the text is not trusted.
-KERNEL_S: Final = 60.0
+MAX_KERNEL_BUILD_S: Final = 60.0
 
 
 Workers = asyncio.Queue[WorkerProcess]
@@ -65,7 +65,7 @@ def _bytes(text: str) -> bytes:
 
 #: Number of explanations for tenants that run or wait for a worker at once: one per tenant. The limit exists because the same
 #: workers also compile programs that run, in the order of arrival.
-EXPLAINED = TENANTS_REQUESTS // TENANT_REQUESTS
+EXPLANATIONS_AT_ONCE = TENANTS_REQUESTS // TENANT_REQUESTS
 
 
 class CompilerActor:
@@ -82,9 +82,9 @@ class CompilerActor:
         self._dir = settings.state_dir / "artifacts"
         self._workers = _workers(settings, settings.workers, settings.build_s)
         # Kernels of scripts have workers of their own: a slow text must not delay the programs.
-        self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, KERNEL_S))
-        self._making: dict[str, asyncio.Task[None]] = {}
-        self._refused: dict[str, str] = {}
+        self._kernel_workers = _workers(settings, settings.kernel_workers, min(settings.build_s, MAX_KERNEL_BUILD_S))
+        self._builds: dict[str, asyncio.Task[None]] = {}
+        self._refusals: dict[str, str] = {}
         self._blobs: ArtifactStore | None = None
 
     async def families(self) -> list[str]:
@@ -98,7 +98,9 @@ class CompilerActor:
             self._app.serve(contracts.COMPILER_PROGRAM_COMPILE.at(family), self.on_compile_program)
             self._app.serve(contracts.COMPILER_KERNEL_COMPILE.at(family), self.on_compile_kernel)
         self._app.serve(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_program)
-        self._app.serve_tenants(contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLAINED)
+        self._app.serve_tenants(
+            contracts.COMPILER_PROGRAM_EXPLAIN, self.on_explain_tenants, at_once=EXPLANATIONS_AT_ONCE
+        )
 
     async def on_compile_program(self, request: CompileProgramRequest) -> CompileProgramReply:
         """Compile a program, unless its artifact exists."""
@@ -144,13 +146,13 @@ class CompilerActor:
     ) -> CompileProgramReply:
         """Wait until the artifact `name` is in the bucket; reply `building` if that takes too long."""
         mine = version()
-        if name in self._refused:
-            raise RefusedError("compiler.refused", self._refused[name])
-        task = self._making.get(name)
+        if name in self._refusals:
+            raise RefusedError("compiler.refused", self._refusals[name])
+        task = self._builds.get(name)
         if task is None:
-            work = self._make(workers, name, asked, what, anew=rejected == mine)
-            task = self._making[name] = asyncio.create_task(work)
-            task.add_done_callback(lambda _: self._making.pop(name, None))
+            work = self._make(workers, name, asked, what, rebuild=rejected == mine)
+            task = self._builds[name] = asyncio.create_task(work)
+            task.add_done_callback(lambda _: self._builds.pop(name, None))
         done, _ = await asyncio.wait((task,), timeout=self._settings.patience_s)
         if not done:
             return CompileProgramReply(state="building", compiler=mine)
@@ -187,24 +189,24 @@ class CompilerActor:
 
     async def stop(self) -> None:
         """Cancel all builds and end the workers."""
-        for task in list(self._making.values()):
+        for task in list(self._builds.values()):
             task.cancel()
-        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        await asyncio.gather(*self._builds.values(), return_exceptions=True)
         for workers in (self._workers, self._kernel_workers):
             while not workers.empty():
                 workers.get_nowait().close()
 
     # -- work --------------------------------------------------------------------------------------------------------
 
-    async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, anew: bool) -> None:
-        """Put an artifact into the bucket. With `anew`, build it even if a copy exists.
+    async def _make(self, workers: Workers, name: str, asked: dict[str, Any], what: str, *, rebuild: bool) -> None:
+        """Put an artifact into the bucket. With `rebuild`, build it even if a copy exists.
 
         Raises:
             WisError: the worker cannot make the artifact.
         """
         path = self._dir / name
         blobs = self._store()
-        if not anew:
+        if not rebuild:
             if await self._stored(blobs, name) is not None:
                 return
             made = await asyncio.to_thread(_read, path)
@@ -215,26 +217,26 @@ class CompilerActor:
         try:
             made = await self._ask(asked, target, what, workers)
         except WisError as e:
-            log.warning("%s for %s: %s", what, target, e)
+            log.warning("cannot compile %s for %s: %s", what, target, e)
             if workers is self._workers or not e.retryable:
-                if len(self._refused) >= REFUSALS:
-                    self._refused.pop(next(iter(self._refused)))
-                self._refused[name] = str(e)[:4000]
+                if len(self._refusals) >= MAX_REFUSALS:
+                    self._refusals.pop(next(iter(self._refusals)))
+                self._refusals[name] = str(e)[:4000]
             raise
-        log.info("%s for %s (%s): %d bytes", what, target, asked.get("mode", asked.get("language")), len(made))
+        log.info("compiled %s for %s (%s): %d bytes", what, target, asked.get("mode", asked.get("language")), len(made))
         await asyncio.to_thread(_write, path, made)
         await self._put(blobs, name, made)
 
     def _store(self) -> ArtifactStore:
         if self._blobs is None:
             js = self._app.jetstream()
-            self._blobs = ArtifactStore(js, ARTIFACTS, max_age_s=KEPT_S, max_bytes=KEPT_BYTES)
+            self._blobs = ArtifactStore(js, ARTIFACTS, max_age_s=BUCKET_MAX_AGE_S, max_bytes=BUCKET_MAX_BYTES)
         return self._blobs
 
     async def _stored(self, blobs: ArtifactStore, name: str) -> bytes | None:
         with contextlib.suppress(StreamError):
             found = await blobs.get(name)
-            if found is not None and whole(found):
+            if found is not None and is_complete(found):
                 return found
         return None
 
@@ -253,7 +255,7 @@ class CompilerActor:
                 try:
                     return await asyncio.shield(asking)
                 finally:
-                    _tell(worker.steps if asking.done() else [])
+                    _record_spans(worker.steps if asking.done() else [])
         except asyncio.CancelledError:
             worker.close()  # no request waits for this build
             await asyncio.wait((asking,))
@@ -271,14 +273,14 @@ def _workers(settings: CompilerSettings, count: int, seconds: float) -> Workers:
     return found
 
 
-def _tell(steps: list[tuple[str, int, int]]) -> None:
+def _record_spans(steps: list[tuple[str, int, int]]) -> None:
     """Record the steps of a worker as child spans of the current span."""
     if trace.get_current_span().is_recording():
-        for name, begun, ended in steps[:STEPS]:
+        for name, begun, ended in steps[:MAX_SPANS]:
             tracer("compiler").start_span(f"compiler.{name}", start_time=begun).end(ended)
 
 
-def whole(data: bytes) -> bool:
+def is_complete(data: bytes) -> bool:
     """Tell whether an artifact is complete: its last bytes are the digest of all bytes before them."""
     return len(data) > DIGEST_SIZE and digest(data[:-DIGEST_SIZE]) == data[-DIGEST_SIZE:]
 
@@ -288,7 +290,7 @@ def _read(path: Path) -> bytes | None:
         data = path.read_bytes()
     except OSError:
         return None
-    return data if whole(data) else None
+    return data if is_complete(data) else None
 
 
 def _write(path: Path, data: bytes) -> None:

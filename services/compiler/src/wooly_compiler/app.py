@@ -32,7 +32,11 @@ async def serve(settings: CompilerSettings) -> None:
         families = await actor.families()
         actor.serve(families)
         async with app.running():
-            log.info("compiler %s builds for %s", version(), ", ".join(families) or "nothing: no driver is installed")
+            log.info(
+                "compiler %s builds for %s",
+                version(),
+                ", ".join(families) or "no target, because no driver is installed",
+            )
             await run_for_ever({}, until_signalled)
     finally:
         await actor.stop()

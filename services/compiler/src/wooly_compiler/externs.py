@@ -102,7 +102,7 @@ def _floating(view: View) -> DType:
     """Return the type in which elements are computed."""
     compute = opmath(view.dtype)
     if compute not in FLOATS:
-        raise UnsupportedError(f"{view.dtype.label} is not floating point")
+        raise UnsupportedError(f"a kernel needs floating point here, not {view.dtype.label}")
     return compute
 
 
@@ -405,8 +405,7 @@ def _batch_norm(e: Emitter) -> None:
     """(a - mean) * rstd * weight + bias, with the statistics of each channel.
 
     Training uses the statistics of the batch, otherwise the running ones. Training also returns mean and rstd, and moves the
-    running
-    statistics towards those of the batch; for this, the variance is the unbiased one.
+    running statistics towards those of the batch; for this, the variance is the unbiased one.
     """
     k, a = _tensor(e.form, 0)
     running = [_maybe(e.form, n) for n in (3, 4)]

@@ -6,9 +6,8 @@ where it is written: no compiler makes one of a product and a sum. There are no 
 the functions can be vectorized.
 
 `BOUNDS` states the maximum error of a result, in units of the last place (ulp). The tests check every f32 (`make every-float`).
-The largest errors found so: exp 0.866, exp2 0.868, expm1 1.439, log 0.848, log2 1.252, log10 1.948, log1p 1.437, tanh 1.371,
-erf 1.313, sin 1.576, cos 1.578.
-The coefficients are our own fits: `tools/fit_math.py`.
+The largest errors found so: exp 0.866, exp2 0.868, expm1 1.439, log 0.848, log2 1.252, log10 1.948, log1p 1.437, tanh 1.371, erf
+1.313, sin 1.576, cos 1.578. The coefficients are our own fits: `tools/fit_math.py`.
 """
 
 from __future__ import annotations
@@ -313,7 +312,7 @@ def _tanh(w: _Writer, x: Value) -> Value:
 
 
 def _erf(w: _Writer, x: Value) -> Value:
-    """For |x| > 1, uses the fourth root of 1 - erf: it is smooth, and squaring it twice costs less than an exponential
+    """For |x| >= 1, uses the fourth root of 1 - erf: it is smooth, and squaring it twice costs less than an exponential
     function.
     """
     a = w.apply("abs", x)
@@ -341,8 +340,7 @@ def _quadrant(w: _Writer, x: Value) -> tuple[Value, Value]:
     """Return (r, n) with x = r + n * pi/2 up to full turns, for finite x: r in [-pi/4, pi/4] as f32, n as i32.
 
     x times a part of 2/pi is exact in f64. Multiples of 4 are subtracted from each product, which is exact, too. The remainders
-    are
-    summed with compensation for rounding errors. So the reduction is as accurate for 1e38 as for 1.
+    are summed with compensation for rounding errors. So the reduction is as accurate for 1e38 as for 1.
     """
     wide = w.apply("convert", x, dtype=F64)
     high, low = w.number(0.0, F64), w.number(0.0, F64)

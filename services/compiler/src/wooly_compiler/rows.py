@@ -92,7 +92,7 @@ def _floating(dtype: DType) -> DType:
     """As `_compute`, for operations that only floating point has."""
     compute = _compute(dtype)
     if compute not in FLOATS:
-        raise UnsupportedError(f"{dtype.label} is not floating point")
+        raise UnsupportedError(f"a kernel needs floating point here, not {dtype.label}")
     return compute
 
 
@@ -326,9 +326,7 @@ def emit(graph: Graph, line: Line) -> None:
     """
     form = line.form
     views = [(o.role is Role.OUT, o.view) for o in form.operands if o.view is not None]
-    results = [
-        0 in v.sizes for out, v in views if out
-    ]  # of several results, some may be empty: unused statistics
+    results = [0 in v.sizes for out, v in views if out]  # of several results, some may be empty: unused statistics
     if any(0 in v.sizes for out, v in views if not out) or (results and all(results)):
         raise UnsupportedError("an operand or result is empty, so the kernel would compute nothing")
     if graph.closed:
@@ -355,4 +353,4 @@ def emit(graph: Graph, line: Line) -> None:
         else:
             _softmax_backward(e, row)
     if len(graph.nodes) > MAX_NODES or len(graph.slots()) > MAX_SLOTS:
-        raise UnsupportedError("the kernel would exceed {MAX_NODES} values or {MAX_SLOTS} slots")
+        raise UnsupportedError(f"the kernel would exceed {MAX_NODES} values or {MAX_SLOTS} slots")

@@ -26,11 +26,11 @@ from wooly_cuda_c.syntax.tree import (
 )
 
 #: Maximum number of nodes that a loop may execute without a check whether the launch must end.
-FREE: Final = 20_000
+MAX_UNCHECKED_NODES: Final = 20_000
 #: Size of a pointer with its bounds, in bytes.
 POINTER: Final = 24
 #: Maximum number of iterations of a loop without a check whether the launch must end.
-FREE_TURNS: Final = 1024
+MAX_UNCHECKED_TURNS: Final = 1024
 WORDS: Final = {
     "+": "add",
     "-": "sub",
@@ -43,7 +43,7 @@ WORDS: Final = {
     "<<": "shl",
     ">>": "shr",
 }
-ASKS: Final = ("==", "!=", "<", ">", "<=", ">=")
+COMPARISONS: Final = ("==", "!=", "<", ">", "<=", ">=")
 
 
 def held_size(kind: Type) -> int:
@@ -70,14 +70,14 @@ def operation(op: str, kind: Scalar, x: str, y: str, known: float | int | None) 
     return f"(({kind.text})(({unsigned})({x}) {op} ({unsigned})({y})))"
 
 
-def acts(node: object) -> bool:
+def has_side_effects(node: object) -> bool:
     """Whether an expression has side effects."""
     if isinstance(node, Assign | Call) or (isinstance(node, Unary) and node.op in ("++", "--", "p++", "p--")):
         return True
     if isinstance(node, Node):
-        return any(acts(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(has_side_effects(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(acts(x) for x in node)
+        return any(has_side_effects(x) for x in node)
     return False
 
 
@@ -108,7 +108,7 @@ def field_of(kind: Type, name: str, line: int) -> tuple[int, Type, str]:
     raise CudaSourceError(f"{kind} has no field {name}", line)
 
 
-def changes(node: object, name: str) -> bool:
+def may_change(node: object, name: str) -> bool:
     """Whether a loop's body may change its variable: by assignment, or by passing it to a function or reference."""
     if isinstance(node, Assign) and isinstance(node.to, Name) and node.to.name == name:
         return True
@@ -124,7 +124,7 @@ def changes(node: object, name: str) -> bool:
     if isinstance(node, Declare) and isinstance(node.type, ReferenceTo):
         return True
     if isinstance(node, Node):
-        return any(changes(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(may_change(getattr(node, f), name) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(changes(x, name) for x in node)
+        return any(may_change(x, name) for x in node)
     return False

@@ -52,7 +52,7 @@ class Assignments(FunctionContext):
             return Value(f"({to.text} = {value.text})", to.type, None, "", "", value.varying, value.root)
         store = self.helpers.store(to.space, to.type)
         place = self.whole.place(line, to.root)
-        self.whole.wrote(to.root)
+        self.whole.record_write(to.root)
         return Value(f"{store}({PASS}, {to.text}, {value.text}, {place})", to.type, None, "", "", value.varying)
 
     def _learn_pointer(self, to: Value, value: Value, line: int) -> None:
@@ -92,7 +92,7 @@ class Assignments(FunctionContext):
         new = self._number(self.operate(op, old, Value("v", value.type), line), kind)
         update = self.helpers.update(to.space, kind, WORDS[op], value.type, new.text, before)
         place = self.whole.place(line, to.root)
-        self.whole.wrote(to.root)
+        self.whole.record_write(to.root)
         return Value(
             f"{update}({PASS}, {to.text}, {value.text}, {place})", kind, None, "", "", varying or to.space == "p"
         )

@@ -18,7 +18,7 @@ MATH: Final[dict[str, int]] = (
     | {"fma": 3}
 )
 #: Other names of these functions. CUDA's fast versions are as accurate as the others here.
-SAME: Final[dict[str, str]] = {
+ALIASES: Final[dict[str, str]] = {
     "nearbyint": "rint", "nearbyintf": "rintf", "__expf": "expf", "__exp10f": "exp10f", "__logf": "logf", "__log2f": "log2f",
     "__log10f": "log10f", "__sinf": "sinf", "__cosf": "cosf", "__tanf": "tanf", "__powf": "powf", "__fsqrt_rn": "sqrtf",
     "__frsqrt_rn": "rsqrtf", "__fmaf_rn": "fmaf", "__fma_rn": "fma", "__dsqrt_rn": "sqrt",
@@ -63,7 +63,7 @@ HALF_MATH: Final[dict[str, str]] = {
     for n in "sqrt rsqrt exp exp2 exp10 log log2 log10 sin cos tanh floor ceil rint trunc".split()  # noqa: SIM905
 } | {"__habs": "fabs"}
 #: Tests of a floating-point number.
-ASKED: Final = ("isnan", "isinf", "isfinite", "signbit")
+TESTS: Final = ("isnan", "isinf", "isfinite", "signbit")
 #: Functions of two numbers of any type, computed in their common type.
 EXTREMES: Final = {"min": "min", "max": "max", "umin": "min", "umax": "max"}
 #: Loads with a cache hint, which is ignored.
@@ -93,7 +93,7 @@ WARP: Final = (
 )  # fmt: skip
 SHUFFLED: Final = ("i32", "u32", "i64", "u64", "f32", "f64")
 #: Known functions that are not supported, and what to use instead.
-ABSENT: Final[dict[str, str]] = {
+UNSUPPORTED: Final[dict[str, str]] = {
     "__activemask": "write the mask: 0xffffffff",
     "__match_all_sync": "compare values through shared memory",
     "__nanosleep": "kernels cannot wait",

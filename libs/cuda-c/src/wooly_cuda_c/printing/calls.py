@@ -39,7 +39,7 @@ def call(printer: FunctionContext, node: Call) -> Value:
     own = printer.whole.unit.functions.get(name)
     if own is not None:
         return call_own(printer, node, own)
-    name = builtins.SAME.get(name, name)
+    name = builtins.ALIASES.get(name, name)
     for group, found in _GROUPS:
         if name in group:
             return found(printer, node, name)
@@ -55,8 +55,8 @@ def call(printer: FunctionContext, node: Call) -> Value:
         return Value(
             printer.built(kind, [v.text for v in values]), kind, None, "", "", any(v.varying for v in values)
         )  # fmt: skip
-    if name in builtins.ABSENT:
-        raise CudaSourceError(f"{name} is not supported: {builtins.ABSENT[name]}", node.line)
+    if name in builtins.UNSUPPORTED:
+        raise CudaSourceError(f"{name} is not supported: {builtins.UNSUPPORTED[name]}", node.line)
     if name in REFUSED:
         raise CudaSourceError(f"{name}: {REFUSED[name]}", node.line)
     raise CudaSourceError(f"there is no function {name}", node.line)
@@ -203,7 +203,7 @@ def _atomic(printer: FunctionContext, node: Call, name: str) -> Value:
         values = [printer.converted(printer.operate("-", Value("0", I32, 0), values[0], node.line), to.type, node.line)]
     helper = printer.helpers.atomic(to.space, to.type, what)
     place = printer.whole.place(node.line, to.root)
-    printer.whole.wrote(to.root)
+    printer.whole.record_write(to.root)
     text = f"{helper}({PASS}, {to.text}, {', '.join(v.text for v in values)}, {place})"
     return Value(text, to.type, None, "", "", True)
 
@@ -217,7 +217,7 @@ def _barrier(printer: FunctionContext, node: Call, name: str) -> Value:
     )
     if name == "__syncwarp" and printer.dialect.subgroups:
         return Value(printer.dialect.fence, VOID)
-    printer.all_threads(name, node.line, name == "__syncwarp")
+    printer.require_all_threads(name, node.line, name == "__syncwarp")
     if not counts:
         if printer.grouped:
             printer.boundary()
@@ -294,7 +294,7 @@ def _folded(printer: FunctionContext, node: Call, name: str) -> Value:
     else:
         value = printer.converted(given[1][0], kind, node.line)
     if not printer.dialect.subgroups:
-        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+        printer.require_all_threads(f"{name} (on a device without subgroups)", node.line, True)
     mask = printer.converted(given[0][0], U32, node.line)
     result = U32 if what == "match" else kind
     if printer.dialect.subgroups:
@@ -313,7 +313,7 @@ def _warp(printer: FunctionContext, node: Call, name: str) -> Value:
     shuffle = name.startswith("__shfl")
     given = _scalars(printer, node, *((3, 4) if shuffle else (2,)))
     if not printer.dialect.subgroups:
-        printer.all_threads(f"{name} (on a device without subgroups)", node.line, True)
+        printer.require_all_threads(f"{name} (on a device without subgroups)", node.line, True)
     mask = printer.converted(given[0][0], U32, node.line)
     if not shuffle:
         truth = printer.as_truth(given[1][0], node.line)
@@ -390,7 +390,7 @@ _GROUPS = (
         (*builtins.HALVES, *builtins.HALF_BITS, *builtins.HALF_OPERATORS, *builtins.HALF_MATH, *builtins.HALF_MORE),
         _half,
     ),
-    (builtins.ASKED, _asked),
+    (builtins.TESTS, _asked),
     (builtins.LOADS, _load),
     (("assert",), _assert),
     (("__trap",), _trap),

@@ -70,7 +70,7 @@ class FunctionContext(ABC):
         #: Bytes of the block's memory for variables that are needed after a barrier.
         self.lasting = 0
         #: The error to raise if this pass learns nothing new.
-        self.complaint: CudaSourceError | None = None
+        self.pending_error: CudaSourceError | None = None
         #: Whether the function is printed for the whole block.
         self._group = self.dialect.flat and id(self._function) in facts.barriers
         self._hoisted: list[str] = []
@@ -169,7 +169,7 @@ class FunctionContext(ABC):
             raise CudaSourceError(f"{name} is declared twice", line)
         self._scopes[-1][name] = variable
 
-    def _say(self, text: str) -> None:
+    def _thread_line(self, text: str) -> None:
         """Add a line that every thread executes."""
         if self._group and self._nest == 0 and not self._region:
             self._region = True
@@ -208,7 +208,7 @@ class FunctionContext(ABC):
     def kept(self, kind: str, text: str, size: int) -> str:
         """Store a value of every thread beyond the next barrier, and return the array's name."""
         name = self._fresh("kept")
-        self._say(f"{self._kept(kind, size, name)} = {text};")
+        self._thread_line(f"{self._kept(kind, size, name)} = {text};")
         return name
 
     def votes(self, text: str) -> str:
@@ -218,7 +218,7 @@ class FunctionContext(ABC):
         if self._mask or self._left:
             self.boundary()
             self.line(f"for (w_u32 k = 0u; k < {self.whole.threads}u; k++) {name}[k] = 0;")
-        self._say(f"{place} = {text};")
+        self._thread_line(f"{place} = {text};")
         return name
 
     def room(self, kind: Type) -> str:
@@ -237,7 +237,7 @@ class FunctionContext(ABC):
     def _count(self, n: int = 1) -> None:
         self.weight += n
         self.free += n
-        self.whole.spend(n, self._function.line)
+        self.whole.count_work(n, self._function.line)
 
     def _mark(self, variable: Variable | None) -> None:
         if variable is not None:
@@ -253,13 +253,13 @@ class FunctionContext(ABC):
             self._control.pop()
 
     @contextmanager
-    def _perhaps(self, varying: bool, line: int) -> Iterator[None]:
+    def _conditionally(self, varying: bool, line: int) -> Iterator[None]:
         self._maybe += 1
         with self._under(varying, line):
             yield
         self._maybe -= 1
 
-    def all_threads(self, what: str, line: int, warp: bool = False) -> None:
+    def require_all_threads(self, what: str, line: int, warp: bool = False) -> None:
         """Raise an error unless all threads reach this point. For a warp, threads excluded by an `if` may be missing."""
         cause = 0
         if self._left:
@@ -271,12 +271,12 @@ class FunctionContext(ABC):
         if cause:
             raise CudaSourceError(f"all threads of a block must reach {what}: {why.format(cause)}", line)
         if self._maybe and self.dialect.flat:
-            self.complaint = CudaSourceError(
+            self.pending_error = CudaSourceError(
                 f"{what} inside of ?:, && or || is not supported: write it as a separate statement", line
             )
         if self._group and any(isinstance(x, Switch) for x in self._around):
-            self.complaint = CudaSourceError(f"{what} inside of a switch is not supported: use if", line)
-        self.meet(warp)
+            self.pending_error = CudaSourceError(f"{what} inside of a switch is not supported: use if", line)
+        self.record_barrier(warp)
 
     @property
     def masked(self) -> bool:
@@ -284,7 +284,7 @@ class FunctionContext(ABC):
         away = self._left or (self._instance.divergent and not self._instance.masked)
         return not away and all(choice for _, choice in self._control)
 
-    def meet(self, warp: bool) -> None:
+    def record_barrier(self, warp: bool) -> None:
         """Record a barrier, or an exchange within warps."""
         self.barriers += 1
         self.blocks += not warp

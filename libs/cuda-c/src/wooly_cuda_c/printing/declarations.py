@@ -75,9 +75,9 @@ class Declarations(FunctionContext):
         if lasting:
             zero = self._zero(kind)
             start = value.text if value is not None else f"({kind.text}){zero}" if zero[0] == "{" else zero
-            self._say(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
+            self._thread_line(f"{self._kept(kind.text, held_size(kind), name)} = {start};")
         else:
-            self._say(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
+            self._thread_line(f"{kind.text} {name} = {self._zero(kind) if value is None else value.text};")
         self._declare(node.name, variable, node.line)
 
     def _initial(self, node: Declare, written: Written) -> tuple[Type, Value | None]:
@@ -118,10 +118,10 @@ class Declarations(FunctionContext):
         const = isinstance(written.to, Named) and written.to.const
         if self._group and self._nest == 0:
             text = self._kept(f"w_{to.space}p", POINTER, name)
-            self._say(f"{text} = {to.text};")
+            self._thread_line(f"{text} = {to.text};")
             name = text
         else:
-            self._say(f"w_{to.space}p {name} = {to.text};")
+            self._thread_line(f"w_{to.space}p {name} = {to.text};")
         varying = to.varying or id(node) in self._facts.varying
         held = Value(name, to.type, None, "mem", to.space, varying, to.root, const or to.readonly, to.variable)
         self._declare(node.name, Variable(id(node), held, True), node.line)
@@ -147,15 +147,15 @@ class Declarations(FunctionContext):
         if self._group and self._nest == 0:
             self._kept(element.text, element.size, name, n)
             zero = f"({element.text}){zero}" if zero[0] == "{" else zero
-            self._say(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
+            self._thread_line(f"for (w_u32 k = 0u; k < {n}u; k++) {name}[w_t * {n}u + k] = {zero};")
             for k, item in enumerate(items):
                 if item != "0":
-                    self._say(f"{name}[w_t * {n}u + {k}u] = {item};")
+                    self._thread_line(f"{name}[w_t * {n}u + {k}u] = {item};")
             name = f"({name} + w_t * {n}u)"
         elif items and any(x != "0" for x in items):
-            self._say(f"{element.text} {name}[{n}] = {{{', '.join(items)}}};")
+            self._thread_line(f"{element.text} {name}[{n}] = {{{', '.join(items)}}};")
         else:
-            self._say(f"{element.text} {name}[{n}] = {{{zero}}};")
+            self._thread_line(f"{element.text} {name}[{n}] = {{{zero}}};")
         const = is_readonly(written)
         space = "l" if self._group and self._nest == 0 else "p"
         pointer = f"w_mk_{space}(({self.dialect.spaces[space]} w_u8 *){name}, {kind.size})"

@@ -158,7 +158,7 @@ _VECTORS: Final = "".join(
     for t in ("i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "f16", "bf16", "f32", "f64")
     for n in (2, 3, 4)
 )
-#: 16-bit floats are stored as their bits. A double is first rounded to an odd float, so that the result is rounded once.
+#: 16-bit floats are stored as their bits. A double first becomes a float by round-to-odd, so that it is rounded only once.
 _HALVES: Final = """
 W_FN w_f32 w_f16_to_f32(w_f16 h) {
   w_u32 s = ((w_u32)h & 0x8000u) << 16, a = (w_u32)h & 0x7fffu;

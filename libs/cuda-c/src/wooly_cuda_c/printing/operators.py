@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wooly_cuda_c.printing.arithmetic import ASKS, joined_root, operation
+from wooly_cuda_c.printing.arithmetic import COMPARISONS, joined_root, operation
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import folded_binary, folded_unary, literal
 from wooly_cuda_c.printing.types import (
@@ -69,7 +69,7 @@ class Operators(FunctionContext):
             return Value(f"({left}, {right.text})", right.type, None, "", "", right.varying, right.root)
         if node.op in ("&&", "||"):
             a = self._truth(node.left)
-            with self._perhaps(a.varying, line):
+            with self._conditionally(a.varying, line):
                 b = self._truth(node.right)
             folded = folded_binary(node.op, *[None if x.const is None else (B1, x.const) for x in (a, b)])
             if folded is None and a.const is not None and bool(a.const) == (node.op == "||"):
@@ -90,7 +90,7 @@ class Operators(FunctionContext):
             raise CudaSourceError(f"{op} of {kind} is not supported", line)
         if kind.half:  # compute in float and round each result, which is exact
             made = self.operate(op, self._number(a, F32), self._number(b, F32), line)
-            return made if op in ASKS else self._number(made, kind)
+            return made if op in COMPARISONS else self._number(made, kind)
         known = folded_binary(
             op,
             None if a.const is None else (a.type, a.const),
@@ -100,7 +100,7 @@ class Operators(FunctionContext):
             return Value(literal(*known), known[0], known[1])
         x = self._number(a, kind) if a.type != kind else a
         y = self._number(b, kind) if b.type != kind and op not in ("<<", ">>") else b
-        if op in ASKS:
+        if op in COMPARISONS:
             return Value(f"({x.text} {op} {y.text})", B1, None, "", "", varying)
         return Value(operation(op, kind, x.text, y.text, y.const), kind, None, "", "", varying)
 
@@ -112,13 +112,13 @@ class Operators(FunctionContext):
             return self._moved(b, a, False, line)
         if isinstance(a.type, Pointer) and isinstance(b.type, Pointer):
             null = "?" in (a.type.space, b.type.space)
-            if op in ASKS and null:
+            if op in COMPARISONS and null:
                 one = a if b.type.space == "?" else b
                 if op in ("==", "!="):
                     return Value(f"({one.text}.n {op} 0)", B1, None, "", "", varying)
-            elif a.type.space == b.type.space and (op in ASKS or (op == "-" and a.type.to == b.type.to)):
+            elif a.type.space == b.type.space and (op in COMPARISONS or (op == "-" and a.type.to == b.type.to)):
                 x, y = (f"w_where_{a.type.space}({p.text})" for p in (a, b))
-                if op in ASKS:
+                if op in COMPARISONS:
                     return Value(f"({x} {op} {y})", B1, None, "", "", varying)
                 return Value(f"((w_i64)({x} - {y}) / {a.type.to.size})", Scalar("i64"), None, "", "", varying)
         if isinstance(b.type, Scalar) and b.const == 0 and op in ("==", "!="):
@@ -157,7 +157,7 @@ class Operators(FunctionContext):
 
     def _conditional(self, node: Conditional) -> Value:
         condition = self._truth(node.condition)
-        with self._perhaps(condition.varying, node.line):
+        with self._conditionally(condition.varying, node.line):
             a, b = self.value(node.then), self.value(node.other)
         varying = condition.varying or a.varying or b.varying
         if condition.const is not None:

@@ -45,7 +45,7 @@ def call_own(printer: FunctionContext, node: Call, candidates: Sequence[Function
     result = instance.result
     text = f"{instance.name}({', '.join([PASS, *texts])})"
     if instance.barriers:
-        printer.all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
+        printer.require_all_threads(f"{name}, which has a barrier,", line, not instance.blocks)
         if printer.dialect.flat:
             if not printer.grouped:
                 return Value(

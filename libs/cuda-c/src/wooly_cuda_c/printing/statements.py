@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from wooly_cuda_c.printing.arithmetic import FREE, FREE_TURNS, acts, changes, joined_root
+from wooly_cuda_c.printing.arithmetic import (
+    MAX_UNCHECKED_NODES,
+    MAX_UNCHECKED_TURNS,
+    has_side_effects,
+    joined_root,
+    may_change,
+)
 from wooly_cuda_c.printing.context import FunctionContext
 from wooly_cuda_c.printing.scope import literal
 from wooly_cuda_c.printing.types import (
@@ -60,14 +66,14 @@ class Statements(FunctionContext):
         compound = isinstance(node, If | Loop | Switch) or (isinstance(node, Block) and node.scope)
         mine = self._group and compound and (self._nest > 0 or id(node) not in self._facts.barriers)
         if mine:
-            self._say("{")
+            self._thread_line("{")
             self._nest += 1
         self._around.append(node)
         self._statement_of(node)
         self._around.pop()
         if mine:
             self._nest -= 1
-            self._say("}")
+            self._thread_line("}")
 
     def _statement_of(self, node: Node) -> None:
         match node:
@@ -79,7 +85,7 @@ class Statements(FunctionContext):
             case Express(value=value):
                 text = "" if value is None else self._effect(value)
                 if text:
-                    self._say(text + ";")
+                    self._thread_line(text + ";")
             case Declare():
                 self._variable(node)
             case If():
@@ -113,9 +119,9 @@ class Statements(FunctionContext):
             self.boundary()
             self.line(tail)
         else:
-            self._say(head)
+            self._thread_line(head)
             self._nested(node)
-            self._say(tail)
+            self._thread_line(tail)
 
     def _effect(self, node: Node) -> str:
         """Return the text of an expression whose value is not used."""
@@ -158,7 +164,7 @@ class Statements(FunctionContext):
             self._kept("w_b1", 1, mask)
             self._hoisted.append(f"  w_u32 {first};")
             self.line(f"for (w_u32 k = 0u; k < {threads}u; k++) {mask}[k] = 0;")
-            self._say(f"{mask}[w_t] = {sign}{asked}[w_t];")
+            self._thread_line(f"{mask}[w_t] = {sign}{asked}[w_t];")
             self.boundary()
             self.line(f"for ({first} = 0u; {first} < {threads}u && !{mask}[{first}]; {first}++) ;")
             self.line(f"if ({first} < {threads}u) {{")
@@ -173,7 +179,7 @@ class Statements(FunctionContext):
 
     def _decided(self, condition: Value, node: Node) -> str:
         """Return a condition on which all threads agree, evaluated once for the block."""
-        if not acts(node):
+        if not has_side_effects(node):
             self.boundary()
             return condition.text
         name = self.kept("w_b1", condition.text, 1)
@@ -205,7 +211,7 @@ class Statements(FunctionContext):
             elif node.step is not None:
                 text = self._effect(node.step)
                 if text:
-                    self._say(text + ";")
+                    self._thread_line(text + ";")
                 self.boundary()
         self._loops.pop()
         self._indent -= 1
@@ -222,7 +228,7 @@ class Statements(FunctionContext):
 
     def _loop(self, node: Loop) -> None:
         self._scopes.append({})
-        self._say("{")
+        self._thread_line("{")
         self._indent += 1
         turns = self._turns(node)
         if node.init is not None:
@@ -249,22 +255,22 @@ class Statements(FunctionContext):
         self._loops.pop()
         body, self._lines = self._lines[mark:], self._lines[:mark]
         work = max(turns, 1) * max(self.free, 1)
-        if turns and before + work <= FREE:
+        if turns and before + work <= MAX_UNCHECKED_NODES:
             self.free = before + work
             asked = text
         else:
             self.free = before + self.free
             asked = "w_go(w_status)" if text == "1" else f"({text}) && w_go(w_status)"
         if node.first:
-            self._say("do {")
+            self._thread_line("do {")
             self._lines += body
-            self._say(f"}} while ({asked});")
+            self._thread_line(f"}} while ({asked});")
         else:
-            self._say(f"for (; {asked}; {step}) {{")
+            self._thread_line(f"for (; {asked}; {step}) {{")
             self._lines += body
-            self._say("}")
+            self._thread_line("}")
         self._indent -= 1
-        self._say("}")
+        self._thread_line("}")
         self._scopes.pop()
 
     def _turns(self, node: Loop) -> int:
@@ -303,7 +309,11 @@ class Statements(FunctionContext):
         ):
             return 0
         turns = -(-int(n) // abs(by))
-        if turns > FREE_TURNS or max(abs(first[1]), abs(last[1])) > 1 << 30 or changes(node.body, init.name):
+        if (
+            turns > MAX_UNCHECKED_TURNS
+            or max(abs(first[1]), abs(last[1])) > 1 << 30
+            or may_change(node.body, init.name)
+        ):
             return 0
         return max(turns, 1)
 
@@ -322,20 +332,20 @@ class Statements(FunctionContext):
             at = self._around.index(loop)
             self._facts.barriers.update(id(x) for x in self._around[at:])
             if any(isinstance(x, Switch) for x in self._around[at:]):
-                self.complaint = CudaSourceError(
+                self.pending_error = CudaSourceError(
                     f"{node.how} inside of a switch in a loop with a barrier is not supported: use if", node.line
                 )
             self.boundary()
             self.line(f"{node.how};" if node.how == "break" else f"goto {self._continues.get(id(loop), 'w_turn')};")
             return
-        self._say(f"{node.how};")
+        self._thread_line(f"{node.how};")
 
     def _switch(self, node: Switch) -> None:
         on = self.value(node.on)
         if not isinstance(on.type, Scalar) or on.type.real:
             raise CudaSourceError("the value of a switch must be an integer", node.line)
         kind = promoted(on.type)
-        self._say(f"switch ({self.converted(on, kind, node.line).text}) {{")
+        self._thread_line(f"switch ({self.converted(on, kind, node.line).text}) {{")
         self._indent += 1
         self._loops.append(node)
         self._scopes.append({})
@@ -343,17 +353,17 @@ class Statements(FunctionContext):
             for labels, body in node.cases:
                 for label in labels:
                     if label is None:
-                        self._say("default:")
+                        self._thread_line("default:")
                     else:
                         known = self.types.typed_constant(label, self.bound)
-                        self._say(f"case {literal(kind, wrapped(known[1], kind))}:")
-                self._say("{")
+                        self._thread_line(f"case {literal(kind, wrapped(known[1], kind))}:")
+                self._thread_line("{")
                 self._nested(Block(node.line, body))
-                self._say("}")
+                self._thread_line("}")
         self._scopes.pop()
         self._loops.pop()
         self._indent -= 1
-        self._say("}")
+        self._thread_line("}")
 
     def _return(self, node: Return) -> None:
         kind = self.result_type()
@@ -365,7 +375,7 @@ class Statements(FunctionContext):
             # The whole block returns, so the enclosing statements are printed for the block.
             self._facts.barriers.update(id(x) for x in self._around)
             if any(isinstance(x, Switch) for x in self._around):
-                self.complaint = CudaSourceError(
+                self.pending_error = CudaSourceError(
                     "return inside of a switch in a function with a barrier is not supported: use if", node.line
                 )
         if node.value is None:
@@ -394,22 +404,22 @@ class Statements(FunctionContext):
         if isinstance(kind, Void):
             if not isinstance(value.type, Void):
                 raise CudaSourceError(f"{self._function.name} is void and cannot return a value", node.line)
-            self._say(f"{value.text or '(void)0'};")
+            self._thread_line(f"{value.text or '(void)0'};")
             self._leave_function()
             return
         text = self.converted(value, kind, node.line).text
         if self._group:
-            self._say(f"w_result[w_t] = {text};")
+            self._thread_line(f"w_result[w_t] = {text};")
             self._leave_function()
         else:
-            self._say(f"return {text};")
+            self._thread_line(f"return {text};")
 
     def _leave_function(self) -> None:
         """Print the end of the function for one thread, or for the whole block."""
         if not self._group:
-            self._say("return;")
+            self._thread_line("return;")
         elif self._control:
-            self._say(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
+            self._thread_line(f"{{ w_left[w_t] = 1; goto {self._label}; }}")
         else:
             self.boundary()
             self.line("return;")

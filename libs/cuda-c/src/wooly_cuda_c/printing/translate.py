@@ -31,7 +31,7 @@ MAX_PRIVATE: Final = 2 << 20
 #: Maximum bytes of shared memory of a block.
 MAX_SHARED: Final = 96 << 10
 #: Maximum bytes of a block's memory for variables in functions with barriers, on devices that run threads in turn.
-MAX_KEPT: Final = 384 << 10
+MAX_BARRIER_BYTES: Final = 384 << 10
 #: Maximum number of described accesses of a kernel.
 MAX_PLACES: Final = 20_000
 #: The word for an argument of a launch that is a buffer.
@@ -129,7 +129,7 @@ class Translation:
         self.types = Types(unit)
         self.helpers = Helpers(dialect, self.threads)
         #: Whether one thread of the device does the work of all threads of a block.
-        self.grouped = dialect.flat and any(_meets(f.body) for found in unit.functions.values() for f in found)
+        self.grouped = dialect.flat and any(_has_barrier(f.body) for found in unit.functions.values() for f in found)
         self.context = CONTEXT.format(local=dialect.spaces["l"])
         self._dynamic = shared
         self._static = 0
@@ -179,11 +179,11 @@ class Translation:
             raise CudaSourceError(f"the kernel has more than {MAX_PLACES} accesses", line)
         return self._places.setdefault(f"line {line}, {what},", len(self._places))
 
-    def wrote(self, root: str) -> None:
+    def record_write(self, root: str) -> None:
         """Record that the kernel writes through pointers with this root."""
         self._written.add(root)
 
-    def spend(self, n: int, line: int) -> None:
+    def count_work(self, n: int, line: int) -> None:
         """Count printed nodes, and raise an error above the limit."""
         self._work += n
         if self._work > MAX_WORK:
@@ -236,13 +236,13 @@ class Translation:
             *[(k, str(v), v.text) for k, v in bound.types.items() if k in mine],
             *[(k, v[1]) for k, v in bound.numbers.items() if k in mine],
         )
-        who = (id(function), given)
-        if who in self._open:
+        identity = (id(function), given)
+        if identity in self._open:
             raise CudaSourceError(f"{function.name} calls itself: recursion is not supported", line)
         if len(self._open) >= MAX_CALLS:
             raise CudaSourceError(f"calls are nested deeper than {MAX_CALLS}", line)
         key = (
-            who,
+            identity,
             tuple([(repr(a.type), a.place, a.space, a.varying, a.root, a.readonly) for a in arguments]),
             cause,
             masked,
@@ -252,7 +252,7 @@ class Translation:
                 raise CudaSourceError(
                     f"the kernel has more than {MAX_FUNCTIONS} functions after templates are expanded", line
                 )
-            self._open.append(who)
+            self._open.append(identity)
             made = Instance(
                 f"w_{function.name.replace('$', '_')}_{len(self._instances)}",
                 function,
@@ -279,17 +279,17 @@ class Translation:
                     "the kernel has too much code after functions and templates are expanded", made.function.line
                 )
             if facts.size == before:
-                if printer.complaint is not None:
-                    raise printer.complaint
+                if printer.pending_error is not None:
+                    raise printer.pending_error
                 break
         self._texts.append(text)
         if printer.lasting:
             self._lasting[made.name] = self._kept
             self._kept += printer.lasting
-            if self._kept > MAX_KEPT:
+            if self._kept > MAX_BARRIER_BYTES:
                 raise CudaSourceError(
                     f"{self.threads} threads have {self._kept // self.threads} bytes each of variables around barriers:"
-                    f" at most {MAX_KEPT} bytes per block",
+                    f" at most {MAX_BARRIER_BYTES} bytes per block",
                     made.function.line,
                 )
         return facts
@@ -421,7 +421,7 @@ class Translation:
                 to = value.type.to
                 params += [f"{self.dialect.spaces['g']} w_u8 *a{k}".strip(), f"w_u64 n{k}"]
                 body.append(f"  w_gp p{k} = w_as_g(w_mk_g(a{k}, n{k}), {to.size}u, {to.align}u);")
-                place = self.place(param.line, f"{value.root} does not begin at a whole {to}")
+                place = self.place(param.line, f"{value.root}, which is not aligned to {to}")
                 body.append(f"  if (n{k} >= {to.size}u && p{k}.n == 0) w_fault(w_status, {TRAP}, {place});")
                 passed.append(f"p{k}")
                 continue
@@ -475,12 +475,12 @@ class Translation:
         return text, total
 
 
-def _meets(node: object) -> bool:
+def _has_barrier(node: object) -> bool:
     """Whether a part of the tree contains a barrier, or an exchange between threads."""
     if isinstance(node, Call) and (node.name.name in BARRIERS or node.name.name in WARP):
         return True
     if isinstance(node, Node):
-        return any(_meets(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
+        return any(_has_barrier(getattr(node, f)) for c in type(node).__mro__ for f in getattr(c, "__slots__", ()))
     if isinstance(node, list | tuple):
-        return any(_meets(x) for x in node)
+        return any(_has_barrier(x) for x in node)
     return False

@@ -45,10 +45,10 @@ class Scalar:
         return f"w_{self.name}"
 
     def __str__(self) -> str:
-        return _SAYS[self.name]
+        return _C_NAMES[self.name]
 
 
-_SAYS: Final = {
+_C_NAMES: Final = {
     "b1": "bool", "i8": "char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "i32": "int",
     "u32": "unsigned int", "i64": "long long", "u64": "unsigned long long", "f32": "float", "f64": "double",
     "f16": "__half", "bf16": "__nv_bfloat16",

@@ -87,12 +87,12 @@ VECTOR_TYPES: Final[dict[str, tuple[str, int]]] = {
     "nv_bfloat162": ("bf16", 2),
     "__nv_bfloat162": ("bf16", 2),
 }
-_SILENT: Final = (
+_IGNORED: Final = (
     "__restrict__ __restrict restrict volatile inline __inline__ __forceinline__ __noinline__ register static typename "
     "struct"
 )
 #: Words before a declaration that have no effect here.
-SILENT: Final = frozenset(_SILENT.split())
+IGNORED: Final = frozenset(_IGNORED.split())
 #: Words that are rejected, with the reason.
 REFUSED: Final[dict[str, str]] = {
     "asm": "inline assembly cannot be checked",

@@ -17,7 +17,7 @@ LOAD, STORE, ATOMIC, ASSERTION = 1, 2, 3, 4
 #: Number of bits for the kind in a report; the bits above hold the place.
 KIND_BITS: Final = 3
 #: Maximum number of elements of an access, per thread, for which violations are reported: in a loop, and elsewhere.
-TOLD: Final = (16, 64)
+MAX_REPORTED: Final = (16, 64)
 
 
 class Accesses(Pointers):
@@ -28,13 +28,13 @@ class Accesses(Pointers):
             self._places.append(text)
         return self._places.index(text)
 
-    def _tell(self, bad: str, shape: tuple[int, ...] | None, kind: int, place: str) -> None:
+    def _report(self, bad: str, shape: tuple[int, ...] | None, kind: int, place: str) -> None:
         """Report a violation where `bad` is set. Skip this for large accesses, and in loops with products, where it costs too
         much.
         """
         if kind != ASSERTION:
-            most = TOLD[not self._around] * self.threads
-            if Type("i1", shape).numel > most or (self._around and self._around[-1]):
+            most = MAX_REPORTED[not self._loops_around] * self.threads
+            if Type("i1", shape).numel > most or (self._loops_around and self._loops_around[-1]):
                 return
         word, one = Type("i32", shape), Type("i32")
         offset = self._constant(one, "1")
@@ -46,9 +46,9 @@ class Accesses(Pointers):
     def _masked(self, op: Op, mask: str, ok: str, shape: tuple[int, ...] | None, kind: int) -> str:
         """Return the guarded mask of an access, and report the elements that it removes."""
         t = Type("i1", shape)
-        outside = self._two("arith.xori", ok, self._constant(t, "true"), t)
-        self._tell(self._two("arith.andi", mask, outside, t) if mask else outside, shape, kind, op.place)
-        return self._two("arith.andi", mask, ok, t) if mask else ok
+        outside = self._binary("arith.xori", ok, self._constant(t, "true"), t)
+        self._report(self._binary("arith.andi", mask, outside, t) if mask else outside, shape, kind, op.place)
+        return self._binary("arith.andi", mask, ok, t) if mask else ok
 
     def _load(self, op: Op, scope: Scope, line: str) -> str:
         found = re.fullmatch(rf"\s*({NAME}) = tt\.load ({NAME})(?:, ({NAME}))?(?:, ({NAME}))?([^%]*) : ([^%:]+)", line)
@@ -110,9 +110,9 @@ class Accesses(Pointers):
         if not op.operands or not op.types:
             raise ForeignError(f"{op.place}: the condition is missing")
         t = op.types[0]
-        bad = self._two("arith.xori", op.operands[0], self._constant(t, "true"), t)
+        bad = self._binary("arith.xori", op.operands[0], self._constant(t, "true"), t)
         said = [w for w in op.words if w.startswith('"')]
-        self._tell(bad, t.shape, ASSERTION, f"the assertion {said[0][:200]}" if said else op.place)
+        self._report(bad, t.shape, ASSERTION, f"the assertion {said[0][:200]}" if said else op.place)
         return ""
 
     def _drop(self, op: Op, scope: Scope, line: str) -> str:

@@ -112,7 +112,7 @@ class _Guard(Accesses, Arithmetic, Loops):
         seen: set[str] = set()
         for block in blocks:
             seen.add(block.label)
-            scope.update({name: Def(depth=len(self._around)) for name, _ in block.args})
+            scope.update({name: Def(depth=len(self._loops_around)) for name, _ in block.args})
             for op in block.ops:
                 for label, _ in op.targets:
                     if label in seen:
@@ -131,22 +131,22 @@ class _Guard(Accesses, Arithmetic, Loops):
         if op.regions:
             self._inside(op, scope)
         for k, name in enumerate(op.results):
-            scope[name] = Def(op, -1, k, len(self._around))
+            scope[name] = Def(op, -1, k, len(self._loops_around))
 
     def _inside(self, op: Op, scope: Scope) -> None:
         loop = op.name in LOOPS
         if loop:
-            self._around.append(_multiplies(op))
+            self._loops_around.append(_multiplies(op))
         for region in op.regions:
             inner = dict(scope)
             if op.name == "scf.for":
-                inner[op.operands[0]] = Def(depth=len(self._around))
-                inner |= {n: Def(op, -1, k, len(self._around)) for k, n in enumerate(op.operands[4::2])}
+                inner[op.operands[0]] = Def(depth=len(self._loops_around))
+                inner |= {n: Def(op, -1, k, len(self._loops_around)) for k, n in enumerate(op.operands[4::2])}
             elif op.name == "scf.while":
-                inner |= {n: Def(depth=len(self._around)) for n in op.operands[0::2]}
+                inner |= {n: Def(depth=len(self._loops_around)) for n in op.operands[0::2]}
             self._blocks(region, inner)
         if loop:
-            self._around.pop()
+            self._loops_around.pop()
 
     def _rewritten(self, op: Op, scope: Scope, line: str) -> str | None:
         """Return the new text of a line, after the operations inserted before it. None: the line stays; empty: it is removed."""

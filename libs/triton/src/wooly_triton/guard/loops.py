@@ -25,12 +25,12 @@ class Loops(GuardWriter):
         by = self._number(step, scope) or 0
         bits, ends, positive = BITS[t.elem], high, step
         if by < 1:
-            positive = self._two("arith.maxsi" if signed else "arith.maxui", step, self._constant(t, "1"), t)
+            positive = self._binary("arith.maxsi" if signed else "arith.maxui", step, self._constant(t, "1"), t)
         if by != 1:
             last = self._constant(t, str(2 ** (bits - 1) - 1 if signed else -1))
-            last = self._two("arith.subi", last, positive, t)
-            ends = self._two("arith.minsi" if signed else "arith.minui", high, last, t)
-        if self._around:
+            last = self._binary("arith.subi", last, positive, t)
+            ends = self._binary("arith.minsi" if signed else "arith.minui", high, last, t)
+        if self._loops_around:
             ends = self._select(self._stopped(), low, ends, t)
         if signed:
             self._loops[id(op)] = Loop(counter, low, "" if by == 1 else positive, t.elem)
@@ -48,8 +48,8 @@ class Loops(GuardWriter):
         """Keep the line: the loop's condition checks whether the launch must end."""
 
     def _condition(self, op: Op, scope: Scope, line: str) -> str:
-        go = self._two("arith.xori", self._stopped(), self._constant(Type("i1"), "true"), Type("i1"))
-        both = self._two("arith.andi", op.operands[0], go, Type("i1"))
+        go = self._binary("arith.xori", self._stopped(), self._constant(Type("i1"), "true"), Type("i1"))
+        both = self._binary("arith.andi", op.operands[0], go, Type("i1"))
         if line.count(f"scf.condition({op.operands[0]})") != 1:
             raise ForeignError(f"{op.place}: the condition has another form than MLIR prints")
         return line.replace(f"scf.condition({op.operands[0]})", f"scf.condition({both})")

@@ -55,7 +55,7 @@ class Pointers(GuardWriter):
         if op.name == "tt.addptr" and len(op.types) == 2:
             k, before = self._offset(op.operands[0], scope, shape)
             by = self._wide(op.operands[1], op.types[1])
-            return k, self._two("arith.addi", before, by, wide) if before else by
+            return k, self._binary("arith.addi", before, by, wide) if before else by
         if op.name in _ALONG and len(op.types) == 2 and found.passed == 0:
             source = op.types[0].shape
             k, before = self._offset(op.operands[0], scope, source)
@@ -100,8 +100,8 @@ class Pointers(GuardWriter):
             times = self._put(f"arith.divui {times}, {loop.step} : {loop.type}")
         if loop.type != "i64":
             times = self._put(f"arith.extsi {times} : {loop.type} to i64")
-        total = self._splat(self._two("arith.muli", times, self._wide(by, t), one), one, shape)
-        return k, self._two("arith.addi", before, total, wide) if before else total
+        total = self._splat(self._binary("arith.muli", times, self._wide(by, t), one), one, shape)
+        return k, self._binary("arith.addi", before, total, wide) if before else total
 
     def _checked(self, op: Op, pointer: str, t: Type, scope: Scope, *, writes: bool) -> tuple[str, str]:
         """Return a pointer to use in place of `pointer`, and where it may be used (i1)."""
@@ -118,7 +118,7 @@ class Pointers(GuardWriter):
         wide, unit = Type("i64", t.shape), size_of(t.elem)
         offset = offset or self._constant(wide, "0")
         length = self._splat(self._length(k, unit), Type("i64"), t.shape)
-        ok = self._two("arith.cmpi ult,", offset, length, wide)
+        ok = self._binary("arith.cmpi ult,", offset, length, wide)
         base = self._splat(self.function.args[k][0], Type(t.elem, None, True), t.shape)
         return self._put(f"tt.addptr {base}, {offset} : {t}, {wide}"), ok
 
@@ -138,13 +138,13 @@ class Pointers(GuardWriter):
             assert k is not None
             name, declared = self.function.args[k]
             begin = self._put(f"tt.ptr_to_int {name} : {declared} -> i64")
-            away = self._two("arith.subi", address, self._splat(begin, one, t.shape), wide)
-            last = self._two("arith.subi", self._length(k, 1), self._constant(one, str(size - 1)), one)
-            last = self._two("arith.maxsi", last, self._constant(one, "0"), one)
-            inside = self._two("arith.cmpi ult,", away, self._splat(last, one, t.shape), wide)
-            ok = self._two("arith.ori", ok, inside, Type("i1", t.shape)) if ok else inside
+            away = self._binary("arith.subi", address, self._splat(begin, one, t.shape), wide)
+            last = self._binary("arith.subi", self._length(k, 1), self._constant(one, str(size - 1)), one)
+            last = self._binary("arith.maxsi", last, self._constant(one, "0"), one)
+            inside = self._binary("arith.cmpi ult,", away, self._splat(last, one, t.shape), wide)
+            ok = self._binary("arith.ori", ok, inside, Type("i1", t.shape)) if ok else inside
         if not ok:
             return self._constant(Type("i1", t.shape), "false")
-        rest = self._two("arith.andi", address, self._constant(wide, str(size - 1)), wide)
-        whole = self._two("arith.cmpi eq,", rest, self._constant(wide, "0"), wide)
-        return self._two("arith.andi", ok, whole, Type("i1", t.shape))
+        rest = self._binary("arith.andi", address, self._constant(wide, str(size - 1)), wide)
+        whole = self._binary("arith.cmpi eq,", rest, self._constant(wide, "0"), wide)
+        return self._binary("arith.andi", ok, whole, Type("i1", t.shape))

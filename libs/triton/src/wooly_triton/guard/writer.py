@@ -62,7 +62,7 @@ class GuardWriter:
     _prefix: str = ""
     _count: int = 0
     #: For each loop around the current operation: whether it contains a product.
-    _around: list[bool] = field(default_factory=list)
+    _loops_around: list[bool] = field(default_factory=list)
 
     def _name(self) -> str:
         self._count += 1
@@ -77,7 +77,7 @@ class GuardWriter:
     def _constant(self, t: Type, value: str) -> str:
         return self._put(constant(t, value))
 
-    def _two(self, what: str, a: str, b: str, t: Type) -> str:
+    def _binary(self, what: str, a: str, b: str, t: Type) -> str:
         return self._put(f"{what} {a}, {b} : {t}")
 
     def _select(self, condition: str, a: str, b: str, t: Type) -> str:

@@ -128,7 +128,7 @@ def build_together(
         program = cl.Program(device.context, sources[0].text).build(options=OPTIONS)
         return [BuiltKernel(device, k, s, cl.Kernel(program, s.name)) for k, s in zip(kernels, sources, strict=True)]
     except cl.Error as e:
-        raise BuildError(f"kernel {', '.join([k.name for k in kernels])}: {e}") from e
+        raise BuildError(f"OpenCL cannot build kernel {', '.join([k.name for k in kernels])}: {e}") from e
 
 
 #: No fast mathematics: quotients and roots of f32 are rounded correctly, and subnormal numbers are kept.

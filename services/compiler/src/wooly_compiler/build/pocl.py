@@ -116,7 +116,7 @@ def foreign(text: str, entry: str, parameters: Sequence[Parameter], block: tuple
         device.queue.finish()
         return bytes(program.get_info(cl.program_info.BINARIES)[0])
     except cl.Error as e:
-        raise BuildError(f"kernel {entry}: {str(e)[:2000]}") from e
+        raise BuildError(f"PoCL cannot build kernel {entry}: {str(e)[:2000]}") from e
 
 
 def scalar_type(dtype: DType | None) -> Any:
@@ -157,5 +157,5 @@ def code(kernel: Kernel, unit: int) -> tuple[str, int, int, bytes]:
             device.queue.finish()
         binary = bytes(program.get_info(cl.program_info.BINARIES)[0])
     except cl.Error as e:
-        raise BuildError(f"kernel {kernel.name}: {str(e)[:2000]}") from e
+        raise BuildError(f"PoCL cannot build kernel {kernel.name}: {str(e)[:2000]}") from e
     return source.name, source.groups, source.threads, binary

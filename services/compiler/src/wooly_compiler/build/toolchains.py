@@ -71,7 +71,7 @@ def _nvrtc(source: str, arch: str) -> bytes:
 
     def check(result: Any) -> Any:
         if result[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise BuildError(f"NVRTC: {result[0].name}")
+            raise BuildError(f"NVRTC failed: {result[0].name}")
         return result[1] if len(result) == 2 else result[1:]
 
     program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -117,7 +117,7 @@ def _hiprtc(source: str, arch: str) -> bytes:
 
     def check(result: Any) -> Any:
         if result[0] != hiprtc.hiprtcResult.HIPRTC_SUCCESS:
-            raise BuildError(f"hipRTC: {result[0].name}")
+            raise BuildError(f"hipRTC failed: {result[0].name}")
         return result[1] if len(result) == 2 else result[1:]
 
     program = check(hiprtc.hiprtcCreateProgram(source.encode(), b"kernel.hip", 0, [], []))

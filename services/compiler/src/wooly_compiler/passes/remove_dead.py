@@ -13,10 +13,10 @@ from wooly_compiler.unit import Unit
 NAME = "remove-dead"
 
 #: Rows that may raise an error for some integers. They stay, because removing them would remove the error.
-_PICKY = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
+_MAY_RAISE = frozenset({"div_floor", "div_trunc", "remainder", "fmod", "pow"})
 
 
-def _silent(line: Line) -> bool:
+def _cannot_raise(line: Line) -> bool:
     """Whether an instruction has no effect but its results: it cannot raise an error."""
     opcode = line.form.opcode
     if opcode in ("copy", "fill"):
@@ -25,7 +25,7 @@ def _silent(line: Line) -> bool:
     if row is None or row.family is Family.INDEXING:
         return False
     floats = all(a.view is not None and kind_of(a.view.dtype) >= NumberKind.FLOAT for a in line.accesses)
-    return opcode not in _PICKY or floats
+    return opcode not in _MAY_RAISE or floats
 
 
 def run(unit: Unit) -> Unit:
@@ -34,7 +34,7 @@ def run(unit: Unit) -> Unit:
     kept: list[Line] = []
     removed = dict(unit.removed)
     for line in reversed(unit.lines):
-        if _silent(line) and all(unit.inner(a.slot) and a.slot not in wanted for a in line.writes()):
+        if _cannot_raise(line) and all(unit.inner(a.slot) and a.slot not in wanted for a in line.writes()):
             removed[line.origin] = "its result is never read"
             continue
         wanted |= {a.slot for a in line.reads()}

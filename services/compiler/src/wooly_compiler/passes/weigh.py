@@ -29,7 +29,7 @@ class Costs:
         call: a library call, without its memory traffic.
         launch: a kernel on the calling thread, without its memory traffic.
         argument: each array of a kernel.
-        everyone: extra cost if all cores run a kernel.
+        all_cores: extra cost if all cores run a kernel.
         cores: number of cores.
         bytes: bytes that one core moves per ns.
     """
@@ -37,7 +37,7 @@ class Costs:
     call: int = 1_000
     launch: int = 4_000
     argument: int = 400
-    everyone: int = 45_000
+    all_cores: int = 45_000
     cores: int = 1
     bytes: int = 8
 
@@ -50,22 +50,22 @@ class Costs:
         alone = self.launch + arrays * self.argument + nbytes // self.bytes
         if self.cores == 1:
             return alone, 0
-        together = self.launch + self.everyone + arrays * self.argument + nbytes // (self.bytes * self.cores)
+        together = self.launch + self.all_cores + arrays * self.argument + nbytes // (self.bytes * self.cores)
         return (alone, 0) if alone <= together else (together, 1)
 
 
-#: A fold of fewer than `ROWS` rows, each longer than `LONG` elements: a kernel would use one core, the library uses all cores.
-ROWS = 8
-LONG = 16 << 10
+#: A fold of fewer than `FEW_ROWS` rows, each longer than `LONG_ROW` elements, is the library's: a kernel would use only one core.
+FEW_ROWS = 8
+LONG_ROW = 16 << 10
 #: Minimum bytes that an instruction reads and writes to be worth a kernel. Below, a launch costs more than the work, even fused.
-SMALL = 16 << 10
+MIN_BYTES = 16 << 10
 #: Minimum bytes of an embedding's gradient for which a kernel pays: the library adds as fast, but into newly allocated memory.
-FRESH = 1 << 20
+LARGE_GRADIENT = 1 << 20
 
 
 def why_not(line: Line) -> str:
     """Return why the library should run an instruction, whatever its neighbours are; empty if a kernel should."""
-    if sum(a.view.numel * a.view.dtype.itemsize for a in line.accesses if a.view is not None) < SMALL:
+    if sum(a.view.numel * a.view.dtype.itemsize for a in line.accesses if a.view is not None) < MIN_BYTES:
         return "too small for a kernel"
     if _few_sums(line):
         return "sums by index into a small result"
@@ -75,7 +75,7 @@ def why_not(line: Line) -> str:
         return ""
     rows = math.prod([n for d, n in enumerate(space) if d not in folded])
     long = math.prod([space[d] for d in folded])
-    return "a fold of few long rows" if folded and rows < ROWS and long > LONG else ""
+    return "a fold of few long rows" if folded and rows < FEW_ROWS and long > LONG_ROW else ""
 
 
 def why_not_on_gpus(line: Line) -> str:
@@ -90,7 +90,7 @@ def _by_index(line: Line) -> bool:
 def _few_sums(line: Line) -> bool:
     """Whether the line adds up by index into a small result."""
     made = sum(a.view.numel * a.view.dtype.itemsize for a in line.writes() if a.view is not None)
-    return _by_index(line) and made < FRESH
+    return _by_index(line) and made < LARGE_GRADIENT
 
 
 def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
@@ -101,7 +101,7 @@ def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
             users[slot] = users.get(slot, 0) + 1
     found: list[Group] = []
     for group in groups:
-        if group.graph is None or _worth(unit, group, users, costs):
+        if group.graph is None or _saves_time(unit, group, users, costs):
             found.append(group)
             continue
         for line in group.lines:
@@ -111,7 +111,7 @@ def run(unit: Unit, groups: Sequence[Group], costs: Costs) -> list[Group]:
     return found
 
 
-def _worth(unit: Unit, group: Group, users: dict[int, int], costs: Costs) -> bool:
+def _saves_time(unit: Unit, group: Group, users: dict[int, int], costs: Costs) -> bool:
     if _by_index(group.lines[0]):
         return not _few_sums(group.lines[0])
     sizes: dict[int, int] = {}

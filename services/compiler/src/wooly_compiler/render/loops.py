@@ -16,7 +16,7 @@ from wooly_compiler.render.page import bare
 from wooly_compiler.render.source import Form
 
 #: Minimum number of elements along one dimension for which the dimension gets its own loop.
-STRETCH: Final = 8
+MIN_RUN: Final = 8
 #: Maximum number of threads of a work-group in the `simt` form.
 THREADS: Final = 256
 
@@ -63,11 +63,11 @@ class Loops(Accesses, ABC):
         for target, name in zip(targets, names, strict=True):
             self.line(f"{self.text[target]} = {name};")
 
-    def _stretch(self, s: Lanes | Reduce) -> int:
+    def _run_length(self, s: Lanes | Reduce) -> int:
         """Return the length of a run of indices along one dimension, if the body divides the index into several; else 0."""
         found = {self.constants.get(d.args[1], 0) for d in _divisions(s)}
         length = min(found, default=0)
-        return length if length >= STRETCH and not s.extent % length else 0
+        return length if length >= MIN_RUN and not s.extent % length else 0
 
     def _outer_loop(self, s: Lanes | Reduce, length: int) -> None:
         """Open the loop over runs of indices. Remainders are then positions in a run, and quotients are its number."""
@@ -87,11 +87,11 @@ class Loops(Accesses, ABC):
     def lanes(self, s: Lanes) -> None:
         k = f"v{s.index}"
         self.text[s.index] = k
-        stretch = self._stretch(s) if self.form is Form.LOOPS else 0
-        if stretch:
+        run = self._run_length(s) if self.form is Form.LOOPS else 0
+        if run:
             i = f"i{s.index}"
-            self._outer_loop(s, stretch)
-            self.open(f"for ({self.long} {i} = 0; {i} < {self.index(stretch)}; ++{i})")
+            self._outer_loop(s, run)
+            self.open(f"for ({self.long} {i} = 0; {i} < {self.index(run)}; ++{i})")
             self.line(f"const {self.long} {k} = e{s.index} + {i};")
         elif self.form is Form.LOOPS:
             self.open(f"for ({self.long} {k} = 0; {k} < {self.index(s.extent)}; ++{k})")
@@ -101,7 +101,7 @@ class Loops(Accesses, ABC):
         self.block(s.body)
         self.in_lanes = False
         self.close()
-        if stretch:
+        if run:
             self.close()
         self._after(s.body)
 
@@ -155,9 +155,9 @@ class Loops(Accesses, ABC):
         sets = " ".join(f"{a} = {init};" for a, init in zip(at, inits, strict=True))
         self.line(f"for ({long} l = 0; l < {n}; ++l) {{ {sets} }}")
         whole = s.extent - s.extent % n
-        stretch = self._stretch(s)
-        if stretch:
-            self._fold_stretches(s, at, stretch)
+        run = self._run_length(s)
+        if run:
+            self._fold_runs(s, at, run)
             whole = s.extent
         elif whole:
             self.open(f"for ({long} j = 0; j < {self.index(whole)}; j += {n})")
@@ -180,13 +180,13 @@ class Loops(Accesses, ABC):
         for result, name, dtype in zip(s.results, held, dtypes, strict=True):
             self.declare(result, dtype, f"{name}[0]")
 
-    def _fold_stretches(self, s: Reduce, at: Sequence[str], stretch: int) -> None:
+    def _fold_runs(self, s: Reduce, at: Sequence[str], run: int) -> None:
         """Fold each run of indices in blocks; within a block, elements go to the accumulators in order. A run may start within a
         block.
         """
         n, k, i, first, long = s.lanes, f"v{s.index}", f"i{s.index}", f"e{s.index}", self.long
-        self._outer_loop(s, stretch)
-        end = f"{first} + {self.index(stretch)}"
+        self._outer_loop(s, run)
+        end = f"{first} + {self.index(run)}"
         self.open(f"for ({long} j = {first} - {first} % {n}; j < {end}; j += {n})")
         self.line(f"const {long} low = j < {first} ? {first} - j : 0;")
         self.line(f"const {long} high = {end} - j < {n} ? {end} - j : {n};")

@@ -82,8 +82,8 @@ class Operations(Page):
             return f"{args[0]} == {both} || {args[0]} == -{both}"
         if s.op in ("max", "min"):
             sign = ">" if s.op == "max" else "<"
-            # If the second argument is NaN, the comparison is false and gives it. Without the test of the first: a processor's
-            # own max.
+            # `larger` gives the second argument if that is NaN, as a processor's max does. The test below covers NaN in
+            # the first.
             larger = f"{args[0]} {sign} {args[1]} ? {args[0]} : {args[1]}"
             return f"{args[0]} != {args[0]} ? {args[0]} : ({larger})" if s.dtype in FLOATS else larger
         if s.op == "convert":

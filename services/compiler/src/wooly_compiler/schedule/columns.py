@@ -13,9 +13,9 @@ from wooly_compiler.dag import GraphNode
 from wooly_compiler.schedule.folds import Folds
 from wooly_compiler.schedule.nest import lanes_of
 
-#: Number of rows per update of an accumulator, if a row needs at most `FEW` values. Both numbers make the source longer.
-AT_ONCE: Final = 4
-FEW: Final = 8
+#: Number of rows per update of an accumulator, if a row needs at most `FEW_VALUES` values. Both numbers make the source longer.
+ROWS_PER_UPDATE: Final = 4
+FEW_VALUES: Final = 8
 
 
 class Columns(Folds):
@@ -62,8 +62,7 @@ class Columns(Folds):
         """Fold depth first: an accumulator takes all its elements, then it is combined with its pair, then the next one begins.
 
         This adds the same pairs as filling all accumulators first. But it stores one row of columns per level of pairing instead
-        of one
-        per accumulator. So blocks may be wide, and the accumulator stays in the cache.
+        of one per accumulator. So blocks may be wide, and the accumulator stays in the cache.
         """
         k, width = self.k, self.nest.width
         nodes = [self.graph.nodes[f] for f in now]
@@ -103,7 +102,7 @@ class Columns(Folds):
     def _chain(self, nodes: Sequence[GraphNode], current: Sequence[Scratch], first: Value, lanes: int) -> None:
         """Fold all elements of an accumulator: row `first`, then every row that is a multiple of `lanes` further."""
         k, extent = self.k, self.nest.layout.extent
-        at_once = AT_ONCE if len(self._reach([n.args[0] for n in nodes])) <= FEW else 1
+        at_once = ROWS_PER_UPDATE if len(self._reach([n.args[0] for n in nodes])) <= FEW_VALUES else 1
         whole = extent // (at_once * lanes)
         if whole:
             with k.loop(self._number(0), self._number(whole)) as loop:

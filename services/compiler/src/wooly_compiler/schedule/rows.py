@@ -11,7 +11,7 @@ from wooly_compiler.schedule.nest import lanes_of
 #: Maximum bytes of a row's values that are stored between loops. Beyond this limit, values are computed again.
 KEPT_BYTES: Final = 32 << 10
 #: Expensive operations, whose results are worth storing.
-_DEAR: Final = frozenset(
+_EXPENSIVE: Final = frozenset(
     "exp exp2 expm1 log log2 log10 log1p sin cos tan asin acos atan "  # noqa: SIM905
     "atan2 sinh cosh tanh erf erfc pow fmod".split()
 )
@@ -39,12 +39,12 @@ class Rows(Folds):
         for put in rows:
             self._store(put)
 
-    def _dear(self, k: int) -> bool:
+    def _expensive(self, k: int) -> bool:
         todo = [k]
         while todo:
             at = todo.pop()
             node = self.graph.nodes[at]
-            if node.op in _DEAR and node.kind == "apply":
+            if node.op in _EXPENSIVE and node.kind == "apply":
                 return True
             if at not in self.kept:
                 todo += [a for a in node.args if self.nest.full[a]]
@@ -58,7 +58,7 @@ class Rows(Folds):
         chosen: list[int] = []
         for k in sorted(both - inside):
             size = self.nest.layout.extent * self.graph.nodes[k].dtype.itemsize
-            if k not in self.kept and self._dear(k) and size <= room:
+            if k not in self.kept and self._expensive(k) and size <= room:
                 chosen.append(k)
                 room -= size
         return chosen

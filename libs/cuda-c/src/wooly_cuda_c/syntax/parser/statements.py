@@ -6,7 +6,7 @@ from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.lexer import Token
 from wooly_cuda_c.syntax.parser.expressions import ExpressionParser
 from wooly_cuda_c.syntax.tree import Alias, Block, Braces, Declare, Express, If, Leave, Loop, Node, Return, Switch
-from wooly_cuda_c.syntax.words import REFUSED, SILENT
+from wooly_cuda_c.syntax.words import IGNORED, REFUSED
 
 #: Words before a declaration that say where the variable is stored, or that it is constant.
 _STORAGE = ("__shared__", "extern", "__constant__", "__device__", "constexpr")
@@ -165,7 +165,7 @@ class StatementParser(ExpressionParser):
         text = self._now.text
         if text in ("__shared__", "extern", "static", "constexpr", "register", "volatile", "__constant__", "__align__"):
             return True
-        if text in SILENT and text != "struct":
+        if text in IGNORED and text != "struct":
             return True
         if not self._starts_type():
             return False
@@ -174,7 +174,7 @@ class StatementParser(ExpressionParser):
         return self._ahead(k).text not in ("(", "{") or self._ahead(k).kind == "string"
 
     def _declaration(self, line: int, loop: bool = False) -> Node:
-        words = self._words(*_STORAGE, *_ALIGNED, *SILENT)
+        words = self._words(*_STORAGE, *_ALIGNED, *IGNORED)
         base = self._base()
         words |= self._words("__shared__", "__align__")
         shared, extern, constant, known = [w in words for w in ("__shared__", "extern", "__constant__", "constexpr")]

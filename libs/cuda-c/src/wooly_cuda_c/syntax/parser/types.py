@@ -7,7 +7,7 @@ from typing import Final
 from wooly_cuda_c.syntax.errors import CudaSourceError
 from wooly_cuda_c.syntax.parser.cursor import Cursor
 from wooly_cuda_c.syntax.tree import ArrayOf, Named, Node, PointerTo, ReferenceTo, Written
-from wooly_cuda_c.syntax.words import PHRASES, SILENT, TYPES, VECTOR_TYPES
+from wooly_cuda_c.syntax.words import IGNORED, PHRASES, TYPES, VECTOR_TYPES
 
 _PHRASE: Final = frozenset(w for p in PHRASES for w in p)
 
@@ -44,7 +44,7 @@ class TypeParser(Cursor):
             text = self._now.text
             if text in ("const", "constexpr"):
                 const = True
-            elif text in SILENT:
+            elif text in IGNORED:
                 pass
             elif text in _PHRASE and not found:
                 words.append(text)

@@ -19,7 +19,7 @@ from wooly_cuda_c.syntax.tree import (
     Unit,
     Written,
 )
-from wooly_cuda_c.syntax.words import REFUSED, SILENT
+from wooly_cuda_c.syntax.words import IGNORED, REFUSED
 
 _WORDS = ("__global__", "__device__", "__host__", "__launch_bounds__", "extern", "constexpr", "__constant__")
 _WORDS_BEHIND = ("__global__", "__device__", "__host__", "__launch_bounds__", "__forceinline__", "__inline__", "inline")
@@ -175,7 +175,7 @@ class UnitParser(StatementParser):
     def _words_before(self) -> set[str]:
         """Read the words before a type that say what is declared."""
         found: set[str] = set()
-        while (text := self._now.text) in _WORDS or text in SILENT:
+        while (text := self._now.text) in _WORDS or text in IGNORED:
             self._next()
             if text not in _WORDS:
                 continue
